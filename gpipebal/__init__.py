@@ -1,0 +1,101 @@
+"""Measure a PyTorch model, cut it over devices in the best way, run it, and see where time went.
+
+Modules are nouns, functions are verbs, and each verb turns one noun into the next::
+
+    nn.Module --profile_model--> Profile --solve--> Plan --simulate--> Timeline (predicted)
+                                    |                |                    |  same type, compared
+                               profile.json      plan.json                |
+                                                     +------GPipe--trace--> Timeline (measured)
+
+`balance_by_time` does the first two steps for those who only want the balance, and the command
+``gpipebal run`` does them all.
+
+Importing gpipebal is cheap: names are looked up on first use, so that what needs no torch (the
+planner, saved files, ``gpipebal --help``) never loads it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipebal.balance import balance_by_size, balance_by_time, balance_cost
+    from gpipebal.errors import GpipebalError
+    from gpipebal.pipeline import GPipe, trace
+    from gpipebal.plan import Plan
+    from gpipebal.planner import solve
+    from gpipebal.profile import Profile
+    from gpipebal.profiler import profile_model
+    from gpipebal.simulator import simulate
+    from gpipebal.timeline import Timeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GPipe",
+    "GpipebalError",
+    "Plan",
+    "Profile",
+    "Timeline",
+    "balance_by_size",
+    "balance_by_time",
+    "balance_cost",
+    "profile_model",
+    "simulate",
+    "solve",
+    "trace",
+]
+
+_HOMES = {
+    "GPipe": "gpipebal.pipeline",
+    "GpipebalError": "gpipebal.errors",
+    "Plan": "gpipebal.plan",
+    "Profile": "gpipebal.profile",
+    "Timeline": "gpipebal.timeline",
+    "balance_by_size": "gpipebal.balance",
+    "balance_by_time": "gpipebal.balance",
+    "balance_cost": "gpipebal.balance",
+    "profile_model": "gpipebal.profiler",
+    "simulate": "gpipebal.simulator",
+    "solve": "gpipebal.planner",
+    "trace": "gpipebal.pipeline",
+}
+
+_MODULES = (
+    "balance",
+    "cli",
+    "errors",
+    "files",
+    "memory",
+    "models",
+    "pipeline",
+    "plan",
+    "planner",
+    "plots",
+    "problem",
+    "profile",
+    "profiler",
+    "report",
+    "run",
+    "schedule",
+    "simulator",
+    "solvers",
+    "timeline",
+    "units",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        # Kept, so that the next use does not come through here.
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return import_module(f"gpipebal.{name}")
+    raise AttributeError(f"module 'gpipebal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -1,0 +1,163 @@
+"""The front door for those who only want the balance: number of layers in each partition."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipebal.errors import BalanceError
+from gpipebal.pipeline.devices import share_of_cores
+from gpipebal.planner import solve
+from gpipebal.problem import Problem
+from gpipebal.profiler import profile_model
+from gpipebal.solvers import split
+
+__all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
+
+_logger = logging.getLogger("gpipebal")
+
+
+def balance_by_time(
+    module: nn.Module,
+    sample: Any,
+    partitions: int | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    chunks: int = 1,
+    timeout: float = 1.0,
+) -> list[int]:
+    """Balance a model by the measured time of its layers.
+
+    Profiles every layer at the size of one micro-batch, and minimises the largest time of a
+    partition, forward plus backward, over all splits into non-empty runs of layers. The result is
+    proven optimal for the measured times.
+
+    Args:
+        module: An `nn.Sequential`; its children are the layers.
+        sample: A mini-batch; a tuple is one input.
+        partitions: Number of partitions; None: the number of CUDA devices, or 2 on a machine
+            with none (logged).
+        device: Where to measure; None: the first CUDA device, or the CPU.
+        chunks: Micro-batches that a mini-batch will be parted into.
+        timeout: Seconds for the repeats; every layer is measured at least once.
+
+    Returns:
+        Number of layers in each partition.
+
+    Raises:
+        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be parted.
+        ProfileError: a layer failed.
+        BalanceError: more partitions than layers, or a count below 1.
+        DeviceError: `device` does not exist.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> balance = balance_by_time(model, torch.ones(4, 8), 2, timeout=0.1)
+        >>> sum(balance), len(balance)
+        (3, 2)
+    """
+    count = _partitions_for(partitions, module)
+    profile = profile_model(
+        module,
+        sample,
+        device=device,
+        chunks=chunks,
+        threads=share_of_cores(count),
+        timeout=timeout,
+    )
+    # For one micro-batch, without recompute, the bottleneck is forward plus backward.
+    plan = solve(profile, count, checkpoint="never", objective="bottleneck")
+    return list(plan.balance)
+
+
+def balance_by_size(
+    module: nn.Module,
+    sample: Any,
+    partitions: int | None = None,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | int | None = None,
+) -> list[int]:
+    """Balance a model by the memory of its layers.
+
+    Minimises the largest size of a partition, where the size of a layer is the bytes of its
+    parameters times `param_scale`, plus what it saves for the backward of one mini-batch. A tensor
+    that two neighbours save is charged to the first of them.
+
+    Args:
+        module: An `nn.Sequential`; its children are the layers.
+        sample: A mini-batch; a tuple is one input.
+        partitions: Number of partitions; None: as for `balance_by_time`.
+        chunks: Micro-batches that a mini-batch will be parted into; all are in flight at once.
+        param_scale: Bytes held per byte of parameters: 2 for plain SGD (parameter, gradient),
+            3 with momentum, 4 for Adam.
+        device: Where to measure; None: the first CUDA device, or the CPU.
+
+    Returns:
+        Number of layers in each partition.
+
+    Raises:
+        ModelError, ProfileError, BalanceError, DeviceError: as for `balance_by_time`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> balance = balance_by_size(model, torch.ones(4, 8), 2)
+        >>> sum(balance), len(balance)
+        (3, 2)
+    """
+    if isinstance(param_scale, bool) or not param_scale >= 0:
+        raise BalanceError(
+            f"param_scale is not a factor: param_scale={param_scale!r} (expected 0 or more).\n"
+            "Fix: param_scale=2.0 for plain SGD."
+        )
+    count = _partitions_for(partitions, module)
+    profile = profile_model(module, sample, device=device, chunks=chunks, timeout=0.0)
+    charged: set[int] = set()
+    costs = []
+    for layer in profile.layers:
+        saved = profile.bytes_of(set(layer.saved) - charged)
+        charged |= set(layer.saved)
+        costs.append(param_scale * layer.parameter_bytes + profile.chunks * saved)
+    return balance_cost(costs, count)
+
+
+def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
+    """Split a list of costs into consecutive parts with the smallest possible largest sum.
+
+    Args:
+        costs: One cost per layer, 0 or more, in any unit.
+        partitions: Number of parts, 1 to the number of costs; none is empty.
+
+    Returns:
+        Number of costs in each part. Among equally good splits the one with the smallest sum of
+        squares, then the one with the leftmost cuts.
+
+    Raises:
+        BalanceError: more parts than costs, or a cost that is negative or not finite.
+
+    Complexity:
+        O(n + p k log n) for n costs, k parts and p probes (some tens), plus the tie-break.
+
+    Example:
+        >>> balance_cost([1, 2, 3, 4], 2)
+        [3, 1]
+    """
+    return list(split(Problem.from_costs(costs, partitions), "bottleneck").balance)
+
+
+def _partitions_for(partitions: int | None, module: nn.Module) -> int:
+    if partitions is not None:
+        if isinstance(module, nn.Sequential):
+            # Said before minutes are spent on measuring.
+            Problem.from_costs([0] * len(module), partitions)
+        return partitions
+    count = torch.cuda.device_count()
+    if count == 0:
+        _logger.warning("no CUDA device: balancing for 2 partitions on the CPU")
+        return 2
+    return count

@@ -1,0 +1,65 @@
+"""The exceptions that gpipebal raises.
+
+Every one is a `GpipebalError`, and also the builtin that a user of torch would expect, so that
+both ``except GpipebalError`` and ``except ValueError`` read naturally. The text of an error has
+three parts: what broke which rule (with the value), the smallest evidence, and a line ``Fix:``
+with an action that works.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BalanceError",
+    "DeviceError",
+    "DuplicateLayerError",
+    "FileFormatError",
+    "GpipebalError",
+    "ModelError",
+    "PipelineError",
+    "ProfileError",
+    "UnsupportedPlanError",
+    "UsageError",
+]
+
+
+class GpipebalError(Exception):
+    """Base of every error that gpipebal raises on purpose."""
+
+
+class BalanceError(GpipebalError, ValueError):
+    """A balance, a number of partitions, chunks or a checkpoint mode that cannot be used."""
+
+
+class ProfileError(GpipebalError, ValueError):
+    """A profile that cannot be taken, or that does not fit what it is used with."""
+
+
+class ModelError(GpipebalError, TypeError):
+    """A module, an input or an output of a kind that a pipeline cannot work with."""
+
+
+class DuplicateLayerError(GpipebalError, ValueError):
+    """A layer with state, or a parameter, that stands in two places of one chain."""
+
+
+class DeviceError(GpipebalError, ValueError, IndexError):
+    """A device that does not exist, or fewer devices than partitions.
+
+    torchgpipe raises IndexError for too few devices, its users catch ValueError: it is both.
+    """
+
+
+class FileFormatError(GpipebalError, ValueError):
+    """A saved file that is unreadable, damaged, of another kind, or from a newer version."""
+
+
+class UnsupportedPlanError(GpipebalError, ValueError):
+    """A plan that this executor cannot run."""
+
+
+class PipelineError(GpipebalError, RuntimeError):
+    """A pipeline that was used in a way that its state does not allow."""
+
+
+class UsageError(GpipebalError, ValueError):
+    """A command line whose words do not name something that exists."""

@@ -1,0 +1,24 @@
+"""The executor: a chain of layers as a pipeline of partitions.
+
+Read in this order: `microbatch` (what travels), `cell` (one micro-batch in one partition),
+`minibatch` (the schedule, run by all workers), `worker` (their threads), `bridge` (how it becomes
+one differentiable call), `gpipe` (the module that users see), `trace` and `meter` (watching it).
+"""
+
+from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
+from gpipebal.pipeline.gpipe import GPipe
+from gpipebal.pipeline.meter import MemoryMeter, measure_memory
+from gpipebal.pipeline.microbatch import gather, scatter
+from gpipebal.pipeline.trace import Recorder, trace
+
+__all__ = [
+    "GPipe",
+    "MemoryMeter",
+    "Recorder",
+    "gather",
+    "is_checkpointing",
+    "is_recomputing",
+    "measure_memory",
+    "scatter",
+    "trace",
+]

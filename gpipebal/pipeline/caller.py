@@ -1,0 +1,84 @@
+"""What a worker thread takes over from the thread that called the pipeline.
+
+Threads inherit none of torch's thread-local settings, so each cell runs inside the settings that
+the caller had when the mini-batch went in: autocast, inference mode, the default device of
+``with torch.device(...)``, hooks on saved tensors, and context variables. Recompute and backward
+use the forward's settings too, because the forward decides which numbers must come out again.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+__all__ = ["CallerState"]
+
+
+@dataclass(frozen=True)
+class CallerState:
+    """Thread-local settings of torch, taken from one thread to be used in others."""
+
+    grad_enabled: bool
+    inference_mode: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    device: torch.device | None
+    saved_tensors_hooks: tuple[Any, Any] | None
+    variables: contextvars.Context = field(repr=False)
+
+    @classmethod
+    def capture(cls, device_types: tuple[str, ...]) -> CallerState:
+        """Read the settings of the current thread, with autocast for `device_types`."""
+        return cls(
+            grad_enabled=torch.is_grad_enabled(),
+            inference_mode=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in device_types
+                if torch.is_autocast_enabled(kind)
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            device=_default_device(),
+            saved_tensors_hooks=_top_saved_tensors_hooks(),
+            variables=contextvars.copy_context(),
+        )
+
+    @contextmanager
+    def entered(self, *, grad: bool) -> Iterator[None]:
+        """Run a block under these settings, recording a graph only if `grad` is set."""
+        with ExitStack() as stack:
+            if self.inference_mode:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
+                )
+            if self.device is not None:
+                stack.enter_context(self.device)
+            if self.saved_tensors_hooks is not None:
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
+                )
+            yield
+
+
+def _default_device() -> torch.device | None:
+    # torch has no public way to read the innermost `with torch.device(...)` of a thread;
+    # get_default_device would also answer 'cpu' where nothing was set.
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+def _top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    # Private: the only way to read hooks that the caller's `with saved_tensors_hooks` set.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(True) if top is not None else None

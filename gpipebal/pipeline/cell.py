@@ -1,0 +1,199 @@
+"""A cell: one micro-batch in one partition, as a small autograd graph of its own.
+
+::
+
+    inputs ──detach──▶ leaves ──layers──▶ outputs ──detach──▶ next partition
+                         ▲                   │
+    gradients of inputs ─┘◀──── backward ────┘◀── gradients of outputs
+
+Without checkpointing the cell keeps the graph, but of its outputs only their places in the graph:
+the tensors belong to the next partition. With checkpointing it keeps only its inputs, and makes
+the graph in the recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.checkpoint import phase
+from gpipebal.pipeline.microbatch import Packet
+from gpipebal.pipeline.partition import Partition
+
+__all__ = ["Cell"]
+
+
+class Cell:
+    """One micro-batch in one partition.
+
+    Args:
+        partition: The partition.
+        mode: The state of its layers when the mini-batch went in, from `Partition.mode`.
+        micro_batch: Which micro-batch it is.
+        grad: Whether a backward can follow.
+        checkpointed: Whether it is recomputed in the backward; only with `grad`.
+
+    Attributes:
+        drew: Whether a layer drew random numbers in the forward.
+    """
+
+    __slots__ = (
+        "_checkpointed",
+        "_edges",
+        "_grad",
+        "_input",
+        "_keep",
+        "_kind",
+        "_leaves",
+        "_micro_batch",
+        "_mode",
+        "_parameters",
+        "_partition",
+        "_versions",
+        "drew",
+    )
+
+    def __init__(
+        self,
+        partition: Partition,
+        mode: Hashable,
+        *,
+        micro_batch: int,
+        grad: bool,
+        checkpointed: bool,
+    ) -> None:
+        self._partition = partition
+        self._mode = mode
+        self._micro_batch = micro_batch
+        self._grad = grad
+        self._checkpointed = checkpointed
+        self.drew = False
+        self._kind: Any = None
+        self._versions: list[int] = []
+        self._keep = False
+        self._parameters = True
+        self.release()
+
+    def release(self) -> None:
+        """Forget all tensors."""
+        self._input: Packet | None = None
+        self._leaves: list[Any] = []
+        self._edges: list[GradientEdge | None] = []
+
+    def forward(self, packet: Packet, state: CallerState, seed: int) -> Packet:
+        """Run the layers on the cell's input; return what goes on to the next partition."""
+        records = self._grad and not self._checkpointed
+        if self._grad:
+            self._kind = self._partition.kind_of(self._mode, packet)
+        finds_out = self._grad and not self._partition.knows(self._kind)
+        leaves = _as_leaves(packet) if records or finds_out else packet.leaves
+        with phase(checkpointing=self._checkpointed):
+            result = self._partition.forward(
+                leaves,
+                packet.structure,
+                kind=self._kind,
+                grad=records,
+                state=state,
+                seed=seed,
+                micro_batch=self._micro_batch,
+            )
+        self.drew = result.drew
+        if self._checkpointed:
+            self._input = packet
+            self._versions = _versions(packet.leaves)
+        elif records:
+            self._leaves = leaves
+            self._edges = _edges(result.leaves)
+        return Packet(
+            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in result.leaves],
+            result.structure,
+            [self._grad and needs for needs in result.needs_gradient],
+        )
+
+    def begin_backward(self, *, keep: bool, parameters: bool) -> None:
+        """Say how the coming backward is meant; called before the workers start."""
+        self._keep = keep
+        self._parameters = parameters
+
+    def recompute(self, state: CallerState, seed: int) -> None:
+        """Make the graph that the checkpointed forward did not record.
+
+        Raises:
+            ModelError: a layer wrote to the kept input, which was not seen to be written before.
+        """
+        packet = self._input
+        assert packet is not None
+        if _versions(packet.leaves) != self._versions:
+            raise ModelError(
+                "a checkpointed micro-batch cannot be recomputed: its input was written to after "
+                "the forward.\n"
+                "Fix: do not change the mini-batch before the backward, and let the first layer "
+                "of a partition write to its input always or never; or checkpoint='never'."
+            )
+        leaves = _as_leaves(packet)
+        with phase(recomputing=True):
+            result = self._partition.forward(
+                leaves,
+                packet.structure,
+                kind=self._kind,
+                grad=True,
+                again=True,
+                state=state,
+                seed=seed,
+                micro_batch=self._micro_batch,
+            )
+        if not self._keep:
+            self._input = None
+        self._leaves = leaves
+        self._edges = _edges(result.leaves)
+
+    def backward(self, gradients: Sequence[Any]) -> list[Tensor | None]:
+        """Run the cell's graph; return the gradient of each leaf of the input, or None."""
+        roots, seeds = [], []
+        for edge, gradient in zip(self._edges, gradients, strict=True):
+            if edge is not None and gradient is not None:
+                roots.append(edge)
+                seeds.append(gradient)
+        wanted = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        keep = self._keep and not self._checkpointed
+        if roots and (self._parameters or wanted):
+            torch.autograd.backward(
+                roots,
+                seeds,
+                retain_graph=keep,
+                inputs=None if self._parameters else wanted,
+            )
+        found = [leaf.grad if isinstance(leaf, Tensor) else None for leaf in self._leaves]
+        for leaf in wanted:
+            leaf.grad = None
+        if not keep:
+            # A checkpointed cell keeps its input for a further backward, and its graph never.
+            self._leaves, self._edges = [], []
+        return found
+
+
+def _as_leaves(packet: Packet) -> list[Any]:
+    """Make autograd leaves of the tensors that need a gradient."""
+    return [
+        leaf.detach().requires_grad_() if needs else leaf
+        for leaf, needs in zip(packet.leaves, packet.needs_gradient, strict=True)
+    ]
+
+
+def _edges(outputs: Sequence[Any]) -> list[GradientEdge | None]:
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in outputs
+    ]
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    return [
+        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]

@@ -1,0 +1,99 @@
+"""Devices of the partitions, and the share of the cores that a CPU partition gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from gpipebal.errors import DeviceError
+
+__all__ = ["choose_devices", "move_layer", "parse_device", "share_of_cores", "visible_cores"]
+
+
+def visible_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_of_cores(n_partitions: int) -> int:
+    """Return the threads of each CPU partition when all work side by side; 1 at the least."""
+    return max(1, visible_cores() // max(1, n_partitions))
+
+
+def parse_device(device: torch.device | str | int) -> torch.device:
+    """Read a device, and make sure that it exists.
+
+    Raises:
+        DeviceError: it is no device, of a kind that is not supported, or does not exist.
+    """
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"device is not readable: device={device!r} (expected 'cpu', 'cuda' or 'cuda:0').\n"
+            "Fix: device='cpu'."
+        ) from error
+    if parsed.type not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"device is of a kind that is not supported: device={device!r} (expected a CPU or "
+            "CUDA device).\nFix: device='cpu'."
+        )
+    if parsed.type == "cuda":
+        count = torch.cuda.device_count()
+        if (parsed.index or 0) >= count:
+            raise DeviceError(
+                f"device does not exist: device={device!r} (this machine has {count} CUDA "
+                f"devices).\nFix: device={f'cuda:{count - 1}' if count else 'cpu'!r}."
+            )
+        if parsed.index is None:
+            parsed = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if parsed.type == "cpu" else parsed
+
+
+def choose_devices(
+    devices: Iterable[torch.device | str | int] | None, n_partitions: int
+) -> list[torch.device]:
+    """Return one device per partition.
+
+    Args:
+        devices: Devices in order, at least as many as partitions; None: the CUDA devices, or on
+            a machine with none, the CPU for every partition.
+        n_partitions: Number of partitions.
+
+    Raises:
+        DeviceError: a device does not exist, or there are too few.
+    """
+    if devices is None:
+        count = torch.cuda.device_count()
+        devices = [f"cuda:{k}" for k in range(count)] if count else ["cpu"] * n_partitions
+    elif isinstance(devices, (str, int, torch.device)):
+        raise DeviceError(
+            f"devices is not a list: devices={devices!r} (expected one device per partition).\n"
+            f"Fix: devices=[{devices!r}] * {n_partitions}."
+        )
+    parsed = [parse_device(device) for device in devices]
+    if len(parsed) < n_partitions:
+        raise DeviceError(
+            f"there are too few devices: {len(parsed)} for {n_partitions} partitions.\n"
+            "Fix: give one device per partition (one device may be named several times), or a "
+            f"balance of {max(1, len(parsed))} partitions."
+        )
+    return parsed[:n_partitions]
+
+
+def move_layer(name: str, layer: nn.Module, device: torch.device) -> None:
+    """Move a layer to a device, in place.
+
+    Raises:
+        DeviceError: the layer's parameters hold no memory yet (they are on the meta device).
+    """
+    for parameter in layer.parameters():
+        if parameter.device.type == "meta":
+            raise DeviceError(
+                f"layer {name!r} has no values: its parameters are on the meta device.\n"
+                "Fix: make the model on a real device before you run it."
+            )
+    layer.to(device)

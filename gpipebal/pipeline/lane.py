@@ -1,0 +1,127 @@
+"""A lane: the device and the streams of one partition, and how tensors reach it.
+
+On CUDA each partition computes on a stream of its own and copies on another, and events order
+them: nothing here waits on the host. A tensor that is read on another stream than it was made on
+is recorded there, so that the allocator does not give its memory away too early. On a CPU all of
+this is nothing at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CudaLane", "Lane", "make_lane"]
+
+
+class Lane:
+    """A CPU partition's lane: tensors are handed over as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def enter_thread(self) -> None:
+        """Prepare the thread of this partition's worker."""
+
+    def follow_caller(self) -> Any:
+        """Return what the lane must wait for, called in the caller's thread; None on CPU."""
+        return None
+
+    def wait_for(self, ready: Any) -> None:
+        """Let the lane's coming work start after `ready`: a CPU can only wait on the host."""
+        if ready is not None:
+            ready.synchronize()
+
+    def receive(self, leaves: Sequence[Any], ready: Any) -> list[Any]:
+        """Bring the tensors of another partition, or of the caller, to this device."""
+        self.wait_for(ready)
+        return [
+            leaf.to(self.device)
+            if isinstance(leaf, Tensor) and leaf.device != self.device
+            else leaf
+            for leaf in leaves
+        ]
+
+    def mark(self) -> Any:
+        """Return what others wait for before they use what this lane has computed so far."""
+        return None
+
+    def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
+        """Let the caller use tensors of this lane; called in the caller's thread."""
+
+    def clock(self) -> Any:
+        """Return a point in time for a recorder: seconds of `time.perf_counter`."""
+        return time.perf_counter()
+
+
+class CudaLane(Lane):
+    """A CUDA partition's lane: a compute stream, a copy stream, and events between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.compute = torch.cuda.Stream(device)
+        self.copy = torch.cuda.Stream(device)
+
+    def enter_thread(self) -> None:
+        """Make the compute stream current in the worker's thread, for good."""
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(self.compute)
+
+    def follow_caller(self) -> torch.cuda.Event:
+        """Mark the caller's work on this device: the optimizer may still write parameters."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def wait_for(self, ready: Any) -> None:
+        """Let the compute stream wait for an event."""
+        if ready is not None:
+            self.compute.wait_event(ready)
+
+    def receive(self, leaves: Sequence[Any], ready: Any) -> list[Any]:
+        """Copy tensors from elsewhere on the copy stream; read those at home in place."""
+        received = []
+        copied = False
+        if ready is not None:
+            self.copy.wait_event(ready)
+        with torch.cuda.stream(self.copy):
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.device != self.device:
+                    if leaf.is_cuda:
+                        leaf.record_stream(self.copy)
+                    leaf = leaf.to(self.device, non_blocking=True)
+                    copied = True
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(self.compute)
+                received.append(leaf)
+        if copied:
+            self.compute.wait_event(self.copy.record_event())
+        else:
+            self.wait_for(ready)
+        return received
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event behind the work that the compute stream has so far."""
+        return self.compute.record_event()
+
+    def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
+        """Let the caller's stream on this device wait, and keep the memory until it has read."""
+        current = torch.cuda.current_stream(self.device)
+        if ready is not None:
+            current.wait_event(ready)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                leaf.record_stream(current)
+
+    def clock(self) -> torch.cuda.Event:
+        """Record a timing event on the compute stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.compute)
+        return event
+
+
+def make_lane(device: torch.device) -> Lane:
+    """Make the lane of a partition on `device`."""
+    return CudaLane(device) if device.type == "cuda" else Lane(device)

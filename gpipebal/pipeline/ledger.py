@@ -1,0 +1,120 @@
+"""A ledger of live tensor memory: who holds how many bytes, now and at most.
+
+The memory of a tensor is its storage, and tensors share storages, so the ledger counts storages:
+born when an operation returns one that did not exist before, gone when torch frees it. Every
+storage is charged to one owner, a partition. What an operation uses inside and frees before it
+returns (a library's workspace) is not seen, on any device.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Ledger", "storage_key"]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that two live tensors have in common only if they share a storage."""
+    return tensor.untyped_storage()._cdata
+
+
+class Ledger:
+    """Live bytes by owner.
+
+    Args:
+        n_owners: Owners are numbered from 0.
+
+    Attributes:
+        live: Bytes that each owner holds now.
+        peaks: The most that each owner held at one time.
+        total_peak: The most that all owners together held at one time.
+    """
+
+    def __init__(self, n_owners: int = 1) -> None:
+        self.live = [0] * n_owners
+        self.peaks = [0] * n_owners
+        self.total_peak = 0
+        self._entries: dict[int, tuple[int, int]] = {}
+        # Storages die in any thread and at any allocation, also inside these methods.
+        self._lock = threading.RLock()
+
+    def hold(self, tensors: Iterable[Any], owner: int) -> None:
+        """Charge tensors to an owner, taking them over from whoever held them."""
+        for tensor in tensors:
+            if _has_storage(tensor):
+                self._enter(tensor, owner, take_over=True)
+
+    def bytes_of(self, key: int) -> int | None:
+        """Return the bytes of a live storage, None if it is not in the ledger."""
+        with self._lock:
+            entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
+    def live_keys(self) -> set[int]:
+        """Return the keys of all live storages in the ledger."""
+        with self._lock:
+            return set(self._entries)
+
+    def start_peak(self) -> int:
+        """Let the peaks start again from now; return the bytes that are live in total."""
+        with self._lock:
+            self.peaks = list(self.live)
+            self.total_peak = sum(self.live)
+            return self.total_peak
+
+    def watch(self, owner: int) -> TorchDispatchMode:
+        """Return a context that charges storages born in it, in this thread, to an owner."""
+        return _Watch(self, owner)
+
+    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                if not take_over or entry[0] == owner:
+                    return
+                n_bytes = entry[1]
+                self.live[entry[0]] -= n_bytes
+            else:
+                n_bytes = storage.nbytes()
+                # torch keeps the storage's Python object as long as the storage lives.
+                weakref.finalize(storage, self._leave, key).atexit = False
+            self._entries[key] = (owner, n_bytes)
+            self.live[owner] += n_bytes
+            self.peaks[owner] = max(self.peaks[owner], self.live[owner])
+            self.total_peak = max(self.total_peak, sum(self.live))
+
+    def _leave(self, key: int) -> None:
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self.live[entry[0]] -= entry[1]
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, ledger: Ledger, owner: int) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._owner = owner
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if _has_storage(leaf):
+                self._ledger._enter(leaf, self._owner, take_over=False)
+        return result
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided

@@ -1,0 +1,86 @@
+"""Metering: the peak memory of every partition while a pipeline runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gpipebal.pipeline.gpipe import GPipe
+from gpipebal.pipeline.ledger import Ledger
+
+__all__ = ["MemoryMeter", "measure_memory"]
+
+
+class MemoryMeter:
+    """Peak memory of a metered block, in bytes.
+
+    Attributes:
+        ledger: The count of live storages behind the figures.
+        device_peak_bytes: Peak of the CUDA allocator per device, filled in when the block ends;
+            empty on CPU.
+    """
+
+    def __init__(self, n_partitions: int) -> None:
+        self.ledger = Ledger(n_partitions)
+        self.device_peak_bytes: dict[str, int] = {}
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that each partition held at one time.
+
+        A partition holds its parameters, gradients, buffers and optimizer state, what its worker
+        allocates, and what it has received from its neighbours. The last one holds what the
+        caller allocates too: gathered outputs, the loss, their gradients.
+        """
+        return tuple(self.ledger.peaks)
+
+    @property
+    def total_peak_bytes(self) -> int:
+        """The most that all partitions together held at one time."""
+        return self.ledger.total_peak
+
+
+@contextmanager
+def measure_memory(
+    pipe: GPipe, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[MemoryMeter]:
+    """Count live tensor memory by partition while a block runs.
+
+    Every operation is watched, which makes the block several times slower: measure memory in a
+    step of its own. What an operation uses inside and frees again is not counted.
+
+    Args:
+        pipe: The pipeline that runs in the block.
+        optimizer: Its state counts to the partitions of its parameters.
+
+    Yields:
+        A meter whose figures are final when the block ends.
+
+    Raises:
+        PipelineError: the pipeline is metered already.
+
+    Complexity:
+        A few microseconds per operation and per freed storage.
+    """
+    meter = MemoryMeter(len(pipe.balance))
+    ledger = meter.ledger
+    for j, partition in enumerate(pipe.partitions):
+        for parameter in partition.parameters():
+            ledger.hold([parameter, parameter.grad], j)
+            if optimizer is not None:
+                ledger.hold(optimizer.state.get(parameter, {}).values(), j)
+        ledger.hold(partition.buffers(), j)
+    devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    ledger.start_peak()
+    pipe.start_metering(ledger)
+    try:
+        with ledger.watch(len(pipe.balance) - 1):
+            yield meter
+    finally:
+        pipe.stop_metering()
+        for device in devices:
+            meter.device_peak_bytes[str(device)] = torch.cuda.max_memory_allocated(device)

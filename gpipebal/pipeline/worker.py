@@ -1,0 +1,124 @@
+"""Workers: one thread per partition, each with its device, its stream and its share of the cores.
+
+Who owns what. A pool owns its threads; a thread owns nothing but the task it is running. A task is
+handed to all workers at once, under a lock, so that every worker gets the tasks of all mini-batches
+in one order: the mini-batch handed out first can always go on, whatever the others wait for.
+Tasks never raise: they keep their failure for the caller.
+
+Idle workers wait for the next task and hold no tensors. They are daemon threads, so a program can
+always end; a pool is closed when nobody holds it any more or the interpreter ends, and closing
+waits for the cell in progress, because a thread that is still inside torch when the interpreter
+goes away can abort the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from gpipebal.errors import PipelineError
+from gpipebal.pipeline.lane import Lane
+
+__all__ = ["WorkerPool"]
+
+_Queue = SimpleQueue[Callable[[], None] | None]
+
+# Starting workers changes the process's number of threads for a moment: one pool at a time.
+_starting = threading.Lock()
+
+
+class WorkerPool:
+    """Threads that run tasks, one task at a time each.
+
+    The threads end when the pool is closed, or when nobody holds it any more: neither a pipeline
+    nor a mini-batch whose backward could still come.
+
+    Attributes:
+        process: Process that started the threads; a forked child has none of them.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], threads: Sequence[int | None]) -> None:
+        self.process = os.getpid()
+        self._queues: list[_Queue] = [SimpleQueue() for _ in lanes]
+        self._submitting = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        with _starting:
+            before = torch.get_num_threads()
+            started = threading.Barrier(len(lanes) + 1)
+            for j, lane in enumerate(lanes):
+                thread = threading.Thread(
+                    target=_work,
+                    args=(self._queues[j], lane, threads[j], started),
+                    name=f"gpipebal-partition-{j}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+            started.wait()
+            # set_num_threads in a worker also sets what later threads start with: put it back.
+            torch.set_num_threads(before)
+        # At exit too: a finalizer runs when the interpreter ends, if it has not run before.
+        self._end = weakref.finalize(self, _end_threads, self._queues, self._threads, self.process)
+
+    def submit(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Hand task j to worker j, to all workers in one go.
+
+        Raises:
+            PipelineError: the pool is closed.
+        """
+        with self._submitting:
+            if not self._end.alive:
+                raise PipelineError(
+                    "the pipeline is closed, and a mini-batch that it began can go no further.\n"
+                    "Fix: call backward() before close(), or run the mini-batch again."
+                )
+            for queue, task in zip(self._queues, tasks, strict=True):
+                queue.put(task)
+
+    def close(self) -> None:
+        """End the threads, after what they were handed; wait for them. Harmless when repeated."""
+        with self._submitting:
+            self._end()
+
+
+def _end_threads(
+    queues: Sequence[_Queue], threads: Sequence[threading.Thread], process: int
+) -> None:
+    if process != os.getpid():
+        return
+    for queue in queues:
+        queue.put(None)
+    for thread in threads:
+        # A pool can be collected, and so ended, by one of its own threads.
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def _work(
+    queue: _Queue,
+    lane: Lane,
+    threads: int | None,
+    started: threading.Barrier,
+) -> None:
+    if threads is not None:
+        # A thread takes over the process's number at its first use of it, and would undo ours
+        # if that came later: asking is a use.
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+    # With this the engine runs every node of a cell's backward in this thread, CUDA nodes too:
+    # no other thread is waited for, so no two workers can wait for each other's device thread.
+    torch.autograd.set_multithreading_enabled(False)
+    lane.enter_thread()
+    started.wait()
+    while True:
+        task = queue.get()
+        if task is None:
+            return
+        task()
+        # An idle worker must not keep the last mini-batch's tensors alive.
+        del task

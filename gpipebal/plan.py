@@ -1,0 +1,275 @@
+"""Plan: how a chain of layers is cut over devices, what that will cost, and how sure that is.
+
+A plan embeds everything that it was made from (times and memory of each partition, layer names,
+fingerprints), so that it can be simulated, drawn and run without the profile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gpipebal.errors import FileFormatError
+from gpipebal.files import read_record, write_record
+from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
+from gpipebal.units import format_bytes, format_percent, format_seconds
+
+__all__ = ["PartitionPlan", "PeakMemory", "Plan"]
+
+FORMAT = "gpipebal-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Parts of the peak memory of one partition, in bytes; `total` is their sum.
+
+    Attributes:
+        parameters: Parameters.
+        gradients: Gradients of the parameters.
+        buffers: Buffers.
+        optimizer: Optimizer state; None when it is not known, and then not counted.
+        activations: What the micro-batches in flight keep for their backward.
+        transient: Largest memory of one cell beyond all that.
+        outputs: On the last partition, the gathered outputs, the loss and their gradients.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    buffers: int = 0
+    optimizer: int | None = None
+    activations: int = 0
+    transient: int = 0
+    outputs: int = 0
+
+    @property
+    def total(self) -> int:
+        """Peak bytes."""
+        known = (self.parameters, self.gradients, self.buffers, self.optimizer or 0)
+        return sum(known) + self.activations + self.transient + self.outputs
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """One partition: a run of layers, and its costs for one micro-batch.
+
+    Attributes:
+        layers: Names of its layers, in order; never empty.
+        fingerprints: Short hashes of its layers, to notice a changed model.
+        forward_time: Seconds of its forward.
+        backward_time: Seconds of its backward, without recompute.
+        recompute_time: Seconds of its recompute, whether or not the mode uses it.
+        memory: Its predicted peak memory.
+    """
+
+    layers: tuple[str, ...]
+    fingerprints: tuple[str, ...]
+    forward_time: float
+    backward_time: float
+    recompute_time: float
+    memory: PeakMemory = field(default_factory=PeakMemory)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A balance with its predicted costs and its certificate.
+
+    Attributes:
+        partitions: One `PartitionPlan` per partition.
+        chunks: Micro-batches per mini-batch.
+        rows: Rows of the largest micro-batch.
+        checkpoint: Which micro-batches are recomputed.
+        schedule: Name of the schedule, such as ``'gpipe'``.
+        objective: What was minimised: ``'makespan'`` or ``'bottleneck'``.
+        value: The objective's value of this plan, in seconds.
+        lower_bound: A proven bound that no plan of the same problem can beat, in seconds.
+        status: ``'optimal'`` or ``'feasible'``.
+        method: The algorithm that found it.
+        makespan: Predicted seconds from the first forward to the last backward.
+        bottleneck: The largest time of a partition for one micro-batch, in seconds: forward,
+            plus recompute under its mode, plus backward.
+        step_time: Predicted seconds of a training step: forwards, gather, loss, backwards,
+            optimizer; None when a part of it was not measured.
+        pause_time: Seconds of gather and loss, between the phases; None if not measured.
+        equal_split_value: The objective's value of the split into equally many layers.
+        shared_memory: Whether neighbouring partitions share one memory (one CPU), so that the
+            tensor at a cut exists once.
+        provenance: Where the costs come from: the profile's own provenance.
+    """
+
+    partitions: tuple[PartitionPlan, ...]
+    chunks: int
+    rows: int
+    checkpoint: CheckpointMode
+    schedule: str
+    objective: str
+    value: float
+    lower_bound: float
+    status: str
+    method: str
+    makespan: float
+    bottleneck: float
+    step_time: float | None = None
+    pause_time: float | None = None
+    equal_split_value: float | None = None
+    shared_memory: bool = False
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_checkpoint(self.checkpoint)
+        check_count("partitions", self.n_partitions)
+        check_count("chunks", self.chunks)
+        for j, partition in enumerate(self.partitions):
+            check_count(f"layers of partition {j}", len(partition.layers))
+
+    @property
+    def n_partitions(self) -> int:
+        """Number of partitions."""
+        return len(self.partitions)
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return sum(self.balance)
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """Number of layers in each partition."""
+        return tuple(len(partition.layers) for partition in self.partitions)
+
+    @property
+    def gap(self) -> float:
+        """How far the value can be from the optimum, as a fraction of the value."""
+        return (self.value - self.lower_bound) / self.value if self.value else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Bottleneck over the mean time of a partition; 1.0 is perfect."""
+        times = [self.micro_batch_time(j) for j in range(self.n_partitions)]
+        return max(times) * len(times) / sum(times) if sum(times) else 1.0
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any micro-batch is recomputed."""
+        return self.checkpoint == "always" or (self.checkpoint == "except_last" and self.chunks > 1)
+
+    def micro_batch_time(self, partition: int) -> float:
+        """Seconds that a partition works for one micro-batch under the plan's mode."""
+        part = self.partitions[partition]
+        recompute_time = part.recompute_time if self.recomputes else 0.0
+        return part.forward_time + recompute_time + part.backward_time
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all devices' time inside the predicted makespan."""
+        recomputed = self.chunks - (self.checkpoint == "except_last") if self.recomputes else 0
+        busy = sum(
+            self.chunks * (part.forward_time + part.backward_time)
+            + recomputed * part.recompute_time
+            for part in self.partitions
+        )
+        space = self.n_partitions * self.makespan
+        return (space - busy) / space if space else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Plan:
+        """Read what `to_dict` returned.
+
+        Raises:
+            FileFormatError: a field is missing or unknown, or has a value it cannot have.
+        """
+        content = {k: v for k, v in record.items() if k not in ("format", "version")}
+        try:
+            content["partitions"] = tuple(
+                PartitionPlan(
+                    **{
+                        **part,
+                        "layers": tuple(part["layers"]),
+                        "fingerprints": tuple(part["fingerprints"]),
+                        "memory": PeakMemory(**part["memory"]),
+                    }
+                )
+                for part in content["partitions"]
+            )
+            return cls(**content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+            raise FileFormatError(
+                f"plan is damaged: {reason.splitlines()[0]}\nFix: solve again."
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, whole or not at all."""
+        write_record(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
+        """
+        return cls.from_dict(read_record(path, FORMAT, VERSION))
+
+    def __str__(self) -> str:
+        return f"{_headline(self)}\n{_table(self)}\n{_footer(self)}"
+
+
+def _headline(plan: Plan) -> str:
+    proof = "proven optimal" if plan.status == "optimal" else f"within {format_percent(plan.gap)}"
+    return (
+        f"{plan.n_layers} layers on {plan.n_partitions} partitions, {plan.chunks} micro-batches "
+        f"of {plan.rows} rows, checkpoint={plan.checkpoint!r}: balance={list(plan.balance)}, "
+        f"{plan.objective} {format_seconds(plan.value)} ({proof})"
+    )
+
+
+def _table(plan: Plan) -> str:
+    times = [plan.micro_batch_time(j) for j in range(plan.n_partitions)]
+    total = sum(times) or 1.0
+    header = ["partition", "layers", "", "forward", "backward"]
+    header += ["recompute"] if plan.recomputes else []
+    header += ["peak memory", "share"]
+    rows = []
+    for j, part in enumerate(plan.partitions):
+        row = [str(j), str(len(part.layers)), _layer_range(part.layers)]
+        row += [format_seconds(part.forward_time), format_seconds(part.backward_time)]
+        row += [format_seconds(part.recompute_time)] if plan.recomputes else []
+        row += [format_bytes(part.memory.total), format_percent(times[j] / total)]
+        rows.append(row)
+    widths = [max(len(line[k]) for line in [header, *rows]) for k in range(len(header))]
+    lines = []
+    for line in [header, *rows]:
+        cells = [
+            cell.ljust(width) if k == 2 else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _footer(plan: Plan) -> str:
+    parts = [
+        f"makespan {format_seconds(plan.makespan)}",
+        f"bubble {format_percent(plan.bubble_fraction)}",
+        f"imbalance {plan.imbalance:.3f}",
+    ]
+    if plan.step_time is not None:
+        parts.insert(1, f"training step {format_seconds(plan.step_time)}")
+    if plan.equal_split_value is not None and plan.equal_split_value > 0:
+        gain = 1 - plan.value / plan.equal_split_value
+        parts.append(f"{format_percent(gain)} below the split into equally many layers")
+    text = "; ".join(parts)
+    if any(p.memory.parameters and p.memory.optimizer is None for p in plan.partitions):
+        text += "\nPeak memory does not count optimizer state: it was not given to the profiler."
+    return text
+
+
+def _layer_range(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -1,0 +1,25 @@
+"""Plots: profiles, plans and timelines as pictures.
+
+Hue is the partition, the same one in every picture; shade is the kind of work: full colour for
+forward, hatched for recompute, light for backward. Every function draws on the axes that it is
+given, or on a new figure, and returns the axes. Nothing here uses pyplot, so importing and
+drawing change no global state; ``ax.figure`` shows itself in a notebook and `save_figure` writes
+it to a file.
+"""
+
+from __future__ import annotations
+
+from gpipebal.plots.costs import plot_balance, plot_partitions, plot_profile
+from gpipebal.plots.overview import plot_run, save_figure
+from gpipebal.plots.style import partition_colours
+from gpipebal.plots.timelines import plot_timeline
+
+__all__ = [
+    "partition_colours",
+    "plot_balance",
+    "plot_partitions",
+    "plot_profile",
+    "plot_run",
+    "plot_timeline",
+    "save_figure",
+]

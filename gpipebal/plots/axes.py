@@ -1,0 +1,191 @@
+"""Axes: sizes, titles, legends and labels that fit the space they have."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.plots.style import NEUTRAL
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "CAPTION_SIZE",
+    "FONT_SIZE",
+    "LINE_HEIGHT",
+    "add_headline",
+    "count",
+    "fits",
+    "index_step",
+    "index_steps",
+    "label_indices",
+    "label_layers",
+    "new_axes",
+    "note",
+    "points",
+    "text_width",
+]
+
+#: Sizes of fonts in points.
+FONT_SIZE = 8.5
+CAPTION_SIZE = 9.0
+TITLE_SIZE = 10.5
+
+#: Height of a line in font sizes.
+LINE_HEIGHT = 1.25
+
+
+def new_axes(width: float, height: float) -> Axes:
+    """Make a figure of a size in inches, with one axes whose layout leaves nothing cut off."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    ax = figure.add_subplot()
+    # Gives the axes nearly its final size, from which follows what fits.
+    figure.draw_without_rendering()
+    return ax
+
+
+def points(ax: Axes) -> tuple[float, float]:
+    """Return the width and height of an axes in points, as it is laid out now."""
+    box = ax.get_window_extent()
+    inch = ax.figure.dpi
+    return 72 * box.width / inch, 72 * box.height / inch
+
+
+@lru_cache(maxsize=4096)
+def text_width(text: str, size: float = FONT_SIZE) -> float:
+    """Measure a text, its longest line, at a font size in points, with a small margin."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=size)
+    lines = [
+        text_to_path.get_text_width_height_descent(line, font, False) for line in text.split("\n")
+    ]
+    return 2 + max(width for width, _, _ in lines)
+
+
+def fits(text: str, width: float, size: float = FONT_SIZE) -> bool:
+    """Tell whether a text, at a font size, is no wider than some points."""
+    return text_width(text, size) <= width
+
+
+def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float = 0.0) -> None:
+    """Put a title above an axes and under it, still above the data, a legend.
+
+    The legend is one line where that fits the axes, else a few.
+
+    Args:
+        ax: The axes.
+        title: Text of the title.
+        entries: Handles of the legend.
+        below: Points between the axes and the legend that something else needs.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_linewidth(0.6)
+    ax.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)
+    ax.xaxis.label.set_fontsize(CAPTION_SIZE)
+    ax.yaxis.label.set_fontsize(CAPTION_SIZE)
+    width, _ = points(ax)
+    legend_height = 0.0
+    if entries:
+        # An entry is a patch and a text; between two entries there is a gap.
+        rooms = [text_width(entry.get_label()) + 1.8 * FONT_SIZE for entry in entries]
+        gap = 1.2 * FONT_SIZE
+        columns = len(entries)
+        if sum(rooms) + gap * (columns - 1) > width:
+            columns = max(1, int(width / (max(rooms) + gap)))
+        legend_height = 1.6 * FONT_SIZE * -(-len(entries) // columns)
+        raised = ScaledTranslation(0, (below + 2) / 72, ax.figure.dpi_scale_trans)
+        ax.legend(
+            handles=list(entries),
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            bbox_transform=ax.transAxes + raised,
+            ncols=columns,
+            frameon=False,
+            fontsize=FONT_SIZE,
+            borderaxespad=0.0,
+            borderpad=0.0,
+            labelspacing=0.3,
+            handlelength=1.3,
+            handleheight=0.9,
+            handletextpad=0.5,
+            columnspacing=1.2,
+        )
+    pad = 6 + below + legend_height
+    longest = int(len(title) * width / text_width(title, TITLE_SIZE))
+    lines = textwrap.fill(title, max(16, longest))
+    ax.set_title(lines, loc="left", fontsize=TITLE_SIZE, pad=pad)
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number with its noun, which takes an s unless the number is 1.
+
+    Example:
+        >>> count(1, "partition"), count(3, "micro-batch")
+        ('1 partition', '3 micro-batches')
+    """
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def note(ax: Axes, text: str) -> None:
+    """Say in the middle of an axes why it is empty."""
+    ax.text(
+        0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=NEUTRAL, size=10
+    )
+
+
+def index_step(room: float, n_items: int, need: float) -> int:
+    """Return 1, 2, 5, 10, 20, ...: every how many items there is room for a label.
+
+    Args:
+        room: Points between two neighbouring items.
+        n_items: Number of items.
+        need: Points that a label needs.
+
+    Example:
+        >>> index_step(30.0, 64, 12.0), index_step(4.0, 64, 12.0), index_step(1.0, 370, 18.0)
+        (1, 5, 20)
+    """
+    return next(step for step in index_steps() if step * room >= need or step >= n_items)
+
+
+def index_steps() -> Iterator[int]:
+    """Yield 1, 2, 5, 10, 20, 50, ... without end."""
+    for power in itertools.count():
+        yield from (10**power, 2 * 10**power, 5 * 10**power)
+
+
+def label_layers(ax: Axes, names: Sequence[str]) -> None:
+    """Label layers 0, 1, ... on the x axis: by name if all names fit, else by index."""
+    room = points(ax)[0] / len(names)
+    short = [_shorten(name) for name in names]
+    if all(fits(name, room - 3) for name in short):
+        # A name is no formula, even if it holds a dollar sign.
+        ax.set_xticks(range(len(names)), short, parse_math=False)
+        ax.set_xlabel("layer")
+    elif room >= LINE_HEIGHT * FONT_SIZE:
+        ax.set_xticks(range(len(names)), short, parse_math=False, rotation=90)
+        ax.set_xlabel("layer")
+    else:
+        label_indices(ax, len(names))
+        ax.set_xlabel("layer (index)")
+
+
+def label_indices(ax: Axes, n_items: int) -> None:
+    """Label items 0, 1, ... on the x axis by index, as many of them as there is room for."""
+    need = text_width(str(n_items - 1)) + 4
+    ax.set_xticks(range(0, n_items, index_step(points(ax)[0] / n_items, n_items, need)))
+
+
+def _shorten(name: str, most: int = 16) -> str:
+    return name if len(name) <= most else f"{name[: most - 7]}…{name[-6:]}"

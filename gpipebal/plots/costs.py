@@ -1,0 +1,212 @@
+"""Costs: what layers and partitions take, as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from gpipebal.errors import ProfileError, UsageError
+from gpipebal.plan import Plan
+from gpipebal.plots.axes import (
+    FONT_SIZE,
+    add_headline,
+    count,
+    fits,
+    label_indices,
+    label_layers,
+    new_axes,
+    note,
+    points,
+)
+from gpipebal.plots.header import HEADER, draw_header
+from gpipebal.plots.style import (
+    FINE,
+    Colour,
+    kind_patches,
+    kind_style,
+    partition_colours,
+    scale_bytes,
+    scale_seconds,
+)
+from gpipebal.profile import Profile
+from gpipebal.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
+__all__ = ["plot_balance", "plot_partitions", "plot_profile"]
+
+Quantity = Literal["time", "memory"]
+
+_TIME_LABELS = {"F": "forward", "R": "recompute", "B": "backward"}
+_MEMORY_LABELS = {"F": "parameters and state", "B": "saved for backward"}
+_EMPTY = {"time": "all times are 0", "memory": "no sizes in this profile"}
+
+
+def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "time") -> Axes:
+    """Draw one bar per layer: its time, or its memory, for one micro-batch.
+
+    Args:
+        profile: Costs of the layers.
+        ax: Axes to draw on; None: a new figure.
+        by: ``'time'``: forward and backward. ``'memory'``: what stays for the whole step
+            (parameters, gradients, buffers, optimizer state), and what is saved for the backward
+            of one micro-batch.
+
+    Raises:
+        UsageError: `by` is neither.
+    """
+    ax = new_axes(9.0, 3.6) if ax is None else ax
+    kinds = _layer_costs(profile, by, recomputes=False)
+    colours = partition_colours(1) * profile.n_layers
+    entries = _draw_bars(ax, kinds, colours, by)
+    label_layers(ax, profile.names)
+    total = sum(sum(values) for values in kinds.values())
+    text = format_seconds(total) if by == "time" else format_bytes(total)
+    what = f"{count(profile.n_layers, 'layer')}, micro-batch of {count(profile.rows, 'row')}"
+    add_headline(ax, f"{what}: {text} in sum", entries)
+    return ax
+
+
+def plot_balance(
+    profile: Profile, plan: Plan, *, ax: Axes | None = None, by: Quantity = "time"
+) -> Axes:
+    """Draw one bar per layer in the colour of its partition, with borders and totals.
+
+    Args:
+        profile: Costs of the layers.
+        plan: How they are cut; of the same layers.
+        ax: Axes to draw on; None: a new figure.
+        by: ``'time'``: forward, recompute (if the plan recomputes) and backward; totals are
+            seconds of a partition for one micro-batch. ``'memory'``: what stays for the whole
+            step and what is saved for one micro-batch; totals are the predicted peaks, which
+            count more than that, and tensors that layers share only once.
+
+    Raises:
+        ProfileError: the plan is of another number of layers.
+        UsageError: `by` is neither.
+    """
+    if plan.n_layers != profile.n_layers:
+        raise ProfileError(
+            f"plan and profile are of different models: plan.n_layers={plan.n_layers} "
+            f"(expected {profile.n_layers}).\nFix: give the profile that the plan was made from."
+        )
+    ax = new_axes(10.0, 4.0) if ax is None else ax
+    hues = partition_colours(plan.n_partitions)
+    colours = [hues[j] for j, n_layers in enumerate(plan.balance) for _ in range(n_layers)]
+    kinds = _layer_costs(profile, by, recomputes=plan.recomputes)
+    entries = _draw_bars(ax, kinds, colours, by)
+    label_layers(ax, profile.names)
+    if by == "time":
+        title = "Layers and their partitions: time for one micro-batch"
+        totals = [format_seconds(plan.micro_batch_time(j)) for j in range(plan.n_partitions)]
+    else:
+        title = "Layers and their partitions: memory, and the peak of each partition"
+        totals = [format_bytes(part.memory.total) for part in plan.partitions]
+    draw_header(ax, plan.balance, hues, totals)
+    add_headline(ax, title, entries, below=HEADER)
+    return ax
+
+
+def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
+    """Draw one bar per partition, its time for one micro-batch, against their mean.
+
+    A perfect balance has every bar end at the mean; the longest one is the bottleneck.
+
+    Args:
+        plan: Gives the times of the partitions.
+        ax: Axes to draw on; None: a new figure.
+    """
+    n = plan.n_partitions
+    ax = new_axes(min(12.0, max(4.5, 1.5 + 0.5 * n)), 3.6) if ax is None else ax
+    kinds = {"F": [part.forward_time for part in plan.partitions]}
+    if plan.recomputes:
+        kinds["R"] = [part.recompute_time for part in plan.partitions]
+    kinds["B"] = [part.backward_time for part in plan.partitions]
+    entries = _draw_bars(ax, kinds, partition_colours(n), "time")
+    totals = [plan.micro_batch_time(j) for j in range(n)]
+    factor, _ = scale_seconds(max(totals))
+    mean = sum(totals) / n
+    ink = ax.xaxis.label.get_color()
+    line = ax.axhline(mean / factor, color=ink, linewidth=1.0, linestyle=(0, (4, 2)))
+    line.set_label("mean")
+    texts = [format_seconds(total) for total in totals]
+    room = points(ax)[0] / n
+    if all(fits(text, room) for text in texts):
+        for j, (text, total) in enumerate(zip(texts, totals, strict=True)):
+            ax.annotate(
+                text,
+                (j, total / factor),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                size=FONT_SIZE,
+                # The mean line must not strike the number out.
+                bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
+            )
+    label_indices(ax, n)
+    ax.set_xlabel("partition")
+    title = f"Partitions: mean {format_seconds(mean)}, imbalance {plan.imbalance:.3f}"
+    add_headline(ax, title, [*entries, line])
+    return ax
+
+
+def _layer_costs(profile: Profile, by: str, *, recomputes: bool) -> dict[str, Sequence[float]]:
+    """Return what each layer costs, by kind, in the order in which the bars are stacked."""
+    if by == "time":
+        kinds: dict[str, Sequence[float]] = {"F": [layer.forward_time for layer in profile.layers]}
+        if recomputes:
+            kinds["R"] = [layer.recompute_time for layer in profile.layers]
+        kinds["B"] = [layer.backward_time for layer in profile.layers]
+        return kinds
+    if by == "memory":
+        kept = [
+            layer.parameter_bytes
+            + layer.gradient_bytes
+            + layer.buffer_bytes
+            + (layer.optimizer_bytes or 0)
+            for layer in profile.layers
+        ]
+        return {"F": kept, "B": [profile.bytes_of(layer.saved) for layer in profile.layers]}
+    raise UsageError(
+        f"quantity does not exist: by={by!r} (expected 'time' or 'memory').\nFix: by='time'."
+    )
+
+
+def _draw_bars(
+    ax: Axes,
+    kinds: Mapping[str, Sequence[float]],
+    colours: Sequence[Colour],
+    by: Quantity,
+) -> list[Patch]:
+    """Draw one stacked bar per item, at 0, 1, ..., set limits and unit, return the legend."""
+    n_items = len(colours)
+    totals = [sum(values) for values in zip(*kinds.values(), strict=True)]
+    factor, unit = (scale_seconds if by == "time" else scale_bytes)(max(totals))
+    bottoms = [0.0] * n_items
+    fine = points(ax)[0] / n_items < FINE
+    width = 1.0 if fine else 0.82
+    for kind, values in kinds.items():
+        heights = [value / factor for value in values]
+        styles = [kind_style(colour, kind, fine=fine) for colour in colours]
+        ax.bar(
+            range(n_items),
+            heights,
+            width,
+            bottoms,
+            color=[style["facecolor"] for style in styles],
+            edgecolor=[style["edgecolor"] for style in styles],
+            linewidth=0.0,
+            hatch=styles[0].get("hatch"),
+        )
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    ax.set_xlim(-0.5, n_items - 0.5)
+    ax.set_ylim(0, 1.12 * max(bottoms) or 1.0)
+    ax.set_ylabel(f"{by} [{unit}]")
+    if not max(totals):
+        ax.set_yticks([0])
+        note(ax, _EMPTY[by])
+    labels = _TIME_LABELS if by == "time" else _MEMORY_LABELS
+    return kind_patches({kind: labels[kind] for kind in kinds}, fine=fine)

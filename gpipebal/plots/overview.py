@@ -1,0 +1,91 @@
+"""Overview: one figure of a whole run, and how a figure becomes a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipebal.errors import UsageError
+from gpipebal.files import atomic_path
+from gpipebal.plan import Plan
+from gpipebal.plots.axes import count
+from gpipebal.plots.costs import plot_balance, plot_partitions
+from gpipebal.plots.timelines import plot_timeline, timeline_height
+from gpipebal.profile import Profile
+from gpipebal.timeline import Timeline
+from gpipebal.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_run", "save_figure"]
+
+#: Inches of the row of layers and partitions, and dots per inch of a saved picture.
+_BARS_HEIGHT = 3.9
+_DPI = 150
+
+
+def plot_run(
+    profile: Profile, plan: Plan, predicted: Timeline, measured: Timeline | None = None
+) -> Figure:
+    """Draw layers, partitions and timelines of a run in one figure.
+
+    Above, what each layer costs in the colour of its partition, and what each partition costs;
+    below, the predicted timeline and, on the same time axis, the measured one.
+
+    Args:
+        profile: Costs of the layers.
+        plan: How they are cut.
+        predicted: Simulated timeline of the plan.
+        measured: Timeline that a run of the plan recorded; None: not run.
+
+    Raises:
+        ProfileError: the plan is of another number of layers than the profile.
+    """
+    from matplotlib.figure import Figure
+
+    timelines = [predicted] if measured is None else [predicted, measured]
+    height = timeline_height(*timelines)
+    figure = Figure(figsize=(13.0, _BARS_HEIGHT + height + 0.4), layout="constrained")
+    grid = figure.add_gridspec(
+        2, 2, width_ratios=(2.4, 1), height_ratios=(_BARS_HEIGHT, height), hspace=0.04
+    )
+    layers = figure.add_subplot(grid[0, 0])
+    partitions = figure.add_subplot(grid[0, 1])
+    timeline = figure.add_subplot(grid[1, :])
+    figure.suptitle(
+        f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
+        f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
+        f"checkpoint={plan.checkpoint!r}: makespan {format_seconds(plan.makespan)}",
+        x=0.01,
+        ha="left",
+        fontsize=12.5,
+    )
+    # Gives the axes nearly their final sizes, from which follows what fits.
+    figure.draw_without_rendering()
+    plot_balance(profile, plan, ax=layers)
+    plot_partitions(plan, ax=partitions)
+    plot_timeline(predicted, ax=timeline, beside=measured)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file, whole or not at all.
+
+    Args:
+        figure: What to write.
+        path: File to write; its suffix, such as ``.png``, ``.svg`` or ``.pdf``, is its type.
+
+    Raises:
+        UsageError: the suffix is none that matplotlib can write.
+    """
+    suffix = Path(path).suffix.removeprefix(".").lower()
+    known = figure.canvas.get_supported_filetypes()
+    if suffix not in known:
+        raise UsageError(
+            f"picture has a type that cannot be written: suffix={suffix!r} "
+            f"(expected one of {', '.join(sorted(known))}).\nFix: end the path in .png."
+        )
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format=suffix, dpi=_DPI)

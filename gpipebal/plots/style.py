@@ -1,0 +1,138 @@
+"""Style: colours, shades and units that all pictures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.patches import Patch
+
+__all__ = [
+    "FINE",
+    "IDLE",
+    "NEUTRAL",
+    "idle_patch",
+    "kind_patches",
+    "kind_style",
+    "partition_colours",
+    "readable_on",
+    "scale_bytes",
+    "scale_seconds",
+]
+
+Colour = tuple[float, float, float]
+
+#: Okabe and Ito's colours, told apart by people with any common form of colour blindness. Their
+#: black is left out because text is black; yellow stands last because it is weak on white.
+_OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442")
+
+#: Colour of what belongs to no partition.
+NEUTRAL: Colour = (0.35, 0.38, 0.42)
+_COPY: Colour = (0.1, 0.1, 0.1)
+
+#: How time without work looks.
+IDLE: dict[str, Any] = {"facecolor": (0.5, 0.5, 0.5), "alpha": 0.17, "linewidth": 0.0}
+
+#: Points below which bars, cells and rows are fine: no gaps between them, and no hatch.
+FINE = 7.0
+
+_SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_BYTES_PER_UNIT = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+
+
+def partition_colours(n_partitions: int) -> list[Colour]:
+    """Return one colour per partition.
+
+    Up to seven partitions get distinct colours that do not depend on how many there are; more
+    get steps of a map from dark to light, where neighbours are alike but order can be seen.
+
+    Source:
+        Okabe and Ito, "Color Universal Design", 2008.
+
+    Example:
+        >>> partition_colours(3) == partition_colours(5)[:3]
+        True
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import to_rgb
+
+    if n_partitions <= len(_OKABE_ITO):
+        return [to_rgb(name) for name in _OKABE_ITO[:n_partitions]]
+    # The last tenth of the map is yellow, which is weak on white.
+    viridis = colormaps["viridis"]
+    return [to_rgb(viridis(0.9 * j / (n_partitions - 1))) for j in range(n_partitions)]
+
+
+def kind_style(colour: Colour, kind: str, *, fine: bool = False) -> dict[str, Any]:
+    """Return how a patch of one kind of work looks in the hue of its partition.
+
+    Args:
+        colour: Colour of the partition.
+        kind: ``F``, ``R``, ``B``, or ``C``, which belongs to no hue.
+        fine: Leave the hatch out, because patches are too small to show it.
+    """
+    if kind == "R" and not fine:
+        # A hatch has the colour of the edge, which itself has no width.
+        light = _tint(colour, 0.78)
+        return {"facecolor": light, "edgecolor": colour, "linewidth": 0.0, "hatch": "/////"}
+    shades = {"F": colour, "R": _tint(colour, 0.28), "B": _tint(colour, 0.5)}
+    face = shades.get(kind, _COPY)
+    return {"facecolor": face, "edgecolor": face, "linewidth": 0.0}
+
+
+def kind_patches(labels: Mapping[str, str], *, fine: bool = False) -> list[Patch]:
+    """Make legend entries for kinds of work, in a colour that belongs to no partition."""
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(label=label, **kind_style(NEUTRAL, kind, fine=fine)) for kind, label in labels.items()
+    ]
+
+
+def idle_patch() -> Patch:
+    """Make the legend entry for time without work."""
+    from matplotlib.patches import Patch
+
+    return Patch(label="idle", **IDLE)
+
+
+def _tint(colour: Colour, share: float) -> Colour:
+    red, green, blue = (channel + (1 - channel) * share for channel in colour)
+    return red, green, blue
+
+
+def readable_on(colour: Colour) -> str:
+    """Return black or white, whichever has more contrast with a background.
+
+    Source:
+        Web Content Accessibility Guidelines 2.1, definitions of relative luminance and of
+        contrast ratio; black wins above a luminance of 0.179.
+    """
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if luminance > 0.179 else "white"
+
+
+def scale_seconds(largest: float) -> tuple[float, str]:
+    """Return the seconds of one unit, and the unit, that suit values up to `largest`.
+
+    Example:
+        >>> scale_seconds(0.25)
+        (0.001, 'ms')
+    """
+    unit = format_seconds(largest).rsplit(" ", 1)[1]
+    return _SECONDS_PER_UNIT[unit], unit
+
+
+def scale_bytes(largest: float) -> tuple[float, str]:
+    """Return the bytes of one unit, and the unit, that suit values up to `largest`.
+
+    Example:
+        >>> scale_bytes(5 * 2**20)
+        (1048576, 'MiB')
+    """
+    unit = format_bytes(largest).rsplit(" ", 1)[1]
+    return _BYTES_PER_UNIT[unit], unit

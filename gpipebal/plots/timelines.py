@@ -1,0 +1,182 @@
+"""Timelines as Gantt charts: one row per partition, time from left to right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpipebal.plots.axes import (
+    CAPTION_SIZE,
+    FONT_SIZE,
+    LINE_HEIGHT,
+    add_headline,
+    fits,
+    index_step,
+    new_axes,
+    note,
+    points,
+)
+from gpipebal.plots.style import (
+    FINE,
+    IDLE,
+    NEUTRAL,
+    idle_patch,
+    kind_patches,
+    kind_style,
+    partition_colours,
+    readable_on,
+    scale_seconds,
+)
+from gpipebal.timeline import COPY_KIND, KIND_NAMES, Event, Timeline
+from gpipebal.units import format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_timeline", "timeline_height"]
+
+_NAMES = {"simulated": "Predicted", "measured": "Measured"}
+
+#: Start and duration of each cell, in the unit of the time axis.
+Spans = list[tuple[float, float]]
+
+#: Height of a row that is easy to read, and of the space above each timeline, in inches.
+_ROW = 0.3
+_GAP = 0.3
+_MAX_HEIGHT = 9.0
+
+#: Smallest size of a number that can be read, in points.
+_SMALLEST = 6.0
+
+
+def plot_timeline(
+    timeline: Timeline, *, ax: Axes | None = None, beside: Timeline | None = None
+) -> Axes:
+    """Draw a timeline, or two on one time axis, with makespan and bubble written above.
+
+    A cell holds the number of its micro-batch where that fits. Both timelines start at their
+    first event.
+
+    Args:
+        timeline: What to draw.
+        ax: Axes to draw on; None: a new figure.
+        beside: Another timeline, to compare; a prediction is drawn above a measurement.
+    """
+    shown = [timeline] if beside is None else [timeline, beside]
+    # Sorting is stable: two of one source keep their order.
+    shown.sort(key=lambda item: item.source == "measured")
+    ax = new_axes(11.0, timeline_height(*shown)) if ax is None else ax
+    makespan = max(item.makespan for item in shown)
+    factor, unit = scale_seconds(makespan)
+    # The margin keeps the line at the end of the makespan inside.
+    ax.set_xlim(0, 1.003 * makespan / factor or 1.0)
+    gap, row = _heights(ax, shown)
+    positions: list[list[float]] = []
+    top = 0.0
+    for item in shown:
+        top += gap
+        _draw_rows(ax, item, top, row, factor)
+        caption = _caption(item, shown[0], points(ax)[0])
+        ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE)
+        positions.append([top + j + 0.5 for j in range(item.n_partitions)])
+        top += item.n_partitions
+    ax.set_ylim(top + 0.2, 0)
+    step = index_step(row, max(map(len, positions)), LINE_HEIGHT * FONT_SIZE)
+    labels = [(place, str(j)) for group in positions for j, place in enumerate(group)]
+    labels = [(place, text) for place, text in labels if int(text) % step == 0]
+    ax.set_yticks([place for place, _ in labels], [text for _, text in labels])
+    if not makespan:
+        ax.set_xticks([0])
+        note(ax, "all times are 0")
+    ax.set_xlabel(f"time since the first start [{unit}]")
+    ax.set_ylabel("partition")
+    kinds = {event.kind for item in shown for event in item.events}
+    entries = kind_patches(
+        {kind: name for kind, name in KIND_NAMES.items() if kind in kinds}, fine=row < FINE
+    )
+    add_headline(ax, "Timeline of one mini-batch", [*entries, idle_patch()])
+    # Captions begin where the axis would run, and rows need no marks.
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    return ax
+
+
+def timeline_height(*timelines: Timeline) -> float:
+    """Return the inches that a figure of these timelines needs; rows shrink above a limit."""
+    rows = sum(timeline.n_partitions for timeline in timelines)
+    return min(_MAX_HEIGHT, 1.2 + _GAP * len(timelines) + _ROW * rows)
+
+
+def _heights(ax: Axes, shown: list[Timeline]) -> tuple[float, float]:
+    """Return the space for a caption, in heights of a row, and the height of a row in points."""
+    height = points(ax)[1]
+    gap = min(72 * _GAP, 0.4 * height / len(shown))
+    row = (height - gap * len(shown)) / sum(item.n_partitions for item in shown)
+    return gap / row, row
+
+
+def _caption(timeline: Timeline, first: Timeline, width: float) -> str:
+    """Sum a timeline up in a line of at most some points, compared with the first one shown."""
+    makespan = format_seconds(timeline.makespan)
+    if timeline.source != first.source and first.makespan:
+        change = timeline.makespan / first.makespan - 1
+        makespan += f" ({'+' if change >= 0 else ''}{format_percent(change)})"
+    name, bubble = _NAMES[timeline.source], format_percent(timeline.bubble_fraction)
+    texts = (
+        f"{name}: makespan {makespan}, bubble {bubble}",
+        f"{name}: {makespan}, bubble {bubble}",
+        f"{name}: {makespan}",
+    )
+    return next((text for text in texts if fits(text, width, CAPTION_SIZE)), texts[-1])
+
+
+def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: float) -> None:
+    """Draw one timeline, its partition 0 at height `top`, times divided by `factor`."""
+    cells: dict[tuple[int, str], list[Event]] = {}
+    for event in timeline.events:
+        cells.setdefault((event.partition, event.kind), []).append(event)
+    fine = row < FINE
+    gap = 0.0 if fine else 0.06
+    origin, end = timeline.start, timeline.makespan / factor
+    for j in range(timeline.n_partitions):
+        ax.broken_barh([(0, end)], (top + j + gap, 1 - 2 * gap), **IDLE)
+    colours = partition_colours(timeline.n_partitions)
+    for (j, kind), events in cells.items():
+        spans = [((e.start - origin) / factor, (e.end - e.start) / factor) for e in events]
+        style = kind_style(colours[j], kind, fine=fine)
+        if kind == COPY_KIND:
+            ax.broken_barh(spans, (top + j + 0.8, 0.14), zorder=3, **style)
+            continue
+        ax.broken_barh(spans, (top + j + gap, 1 - 2 * gap), **style)
+        if not fine:
+            _draw_borders(ax, spans, top + j + gap, top + j + 1 - gap)
+            _draw_numbers(ax, events, spans, top + j + 0.5, row, readable_on(style["facecolor"]))
+    ax.vlines(end, top, top + timeline.n_partitions, color=NEUTRAL, linewidth=0.8)
+
+
+def _draw_borders(ax: Axes, spans: Spans, top: float, bottom: float) -> None:
+    """Part wide cells from what stands before them by a line in the background's colour."""
+    per_unit = points(ax)[0] / ax.get_xlim()[1]
+    starts = [start for start, duration in spans if duration * per_unit > FINE]
+    ax.vlines(starts, top, bottom, color=ax.get_facecolor(), linewidth=0.6)
+
+
+def _draw_numbers(
+    ax: Axes, events: list[Event], spans: Spans, middle: float, row: float, colour: str
+) -> None:
+    """Write micro-batches into the cells that have room; a hatch would make them unreadable."""
+    size = min(FONT_SIZE, 0.7 * row)
+    if size < _SMALLEST:
+        return
+    per_unit = points(ax)[0] / ax.get_xlim()[1]
+    for event, (start, duration) in zip(events, spans, strict=True):
+        text = str(event.micro_batch)
+        if event.kind != "R" and fits(text, duration * per_unit, size):
+            ax.text(
+                start + duration / 2,
+                middle,
+                text,
+                ha="center",
+                va="center_baseline",
+                size=size,
+                color=colour,
+            )

@@ -1,0 +1,218 @@
+"""RunReport: what a run predicted, what it measured, and how that compares with the plain model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from gpipebal.files import write_record
+from gpipebal.units import format_bytes, format_percent, format_seconds
+
+__all__ = ["PlainTimes", "RunReport"]
+
+FORMAT = "gpipebal-report"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlainTimes:
+    """Training steps of the plain model over the same micro-batches.
+
+    Attributes:
+        where: What it ran with, such as ``'1 thread'`` or ``'cuda:0'``.
+        threads: Intra-operation threads on a CPU; None on another device.
+        step_times: Seconds of each step.
+    """
+
+    where: str
+    threads: int | None
+    step_times: tuple[float, ...]
+
+    @property
+    def step_time(self) -> float:
+        """Median seconds of a step."""
+        return median(self.step_times)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Result of `gpipebal.run.run`. Times in seconds of one training step, sizes in bytes.
+
+    Attributes:
+        model: What was trained.
+        n_parameters: Number of its parameters.
+        devices: Device of each partition.
+        cores: Cores that the process may use.
+        threads_per_partition: Intra-operation threads of a CPU partition; None on CUDA.
+        balance: Layers in each partition.
+        chunks: Micro-batches per mini-batch.
+        mini_batch_rows: Rows of the mini-batch.
+        image_size: Pixels of the images' side; None for a user's model.
+        checkpoint: Which micro-batches were recomputed.
+        seed: Seed of parameters and data.
+        loss: Name of the loss.
+        optimizer: The optimizer, with its learning rate.
+        predicted_step_time: None when a part of the step could not be measured beforehand.
+        step_times: Measured, one per step after the warm-up.
+        predicted_peak_bytes: Of each partition.
+        peak_bytes: Measured in a step of its own, of each partition.
+        total_peak_bytes: The most that all partitions held at one time.
+        plain: The plain model, each way that it was run.
+        notes: What the reader should know before trusting the figures.
+        output: Folder of the files.
+        provenance: Of the profile: versions, date, device names.
+    """
+
+    model: str
+    n_parameters: int
+    devices: tuple[str, ...]
+    cores: int
+    threads_per_partition: int | None
+    balance: tuple[int, ...]
+    chunks: int
+    mini_batch_rows: int
+    image_size: int | None
+    checkpoint: str
+    seed: int
+    loss: str
+    optimizer: str
+    predicted_step_time: float | None
+    step_times: tuple[float, ...]
+    predicted_peak_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    total_peak_bytes: int
+    plain: tuple[PlainTimes, ...]
+    notes: tuple[str, ...] = ()
+    output: str = ""
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_time(self) -> float:
+        """Median of the measured steps."""
+        return median(self.step_times)
+
+    @property
+    def step_time_error(self) -> float | None:
+        """Predicted over measured step time, less one; None without a prediction."""
+        return _error(self.predicted_step_time, self.step_time)
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """How many times as fast as each plain run the pipeline is; below 1 it is slower."""
+        return {run.where: run.step_time / self.step_time for run in self.plain}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values, with medians and ratios beside the raw times."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            **asdict(self),
+            "step_time": self.step_time,
+            "step_time_error": self.step_time_error,
+            "speedups": self.speedups,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a JSON file, whole or not at all."""
+        write_record(path, self.to_dict())
+
+    def __str__(self) -> str:
+        lines = [
+            _title(self),
+            "",
+            *_predictions(self),
+            "",
+            *_comparison(self),
+            "",
+            *_verdicts(self),
+        ]
+        lines += [f"Note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _title(report: RunReport) -> str:
+    devices = list(dict.fromkeys(report.devices))
+    threads = report.threads_per_partition
+    each = f", {_threads(threads)} each" if threads is not None else ""
+    return (
+        f"{report.model} on {len(report.devices)} partitions ({', '.join(devices)}{each}), "
+        f"{report.chunks} micro-batches of {report.mini_batch_rows} rows together, "
+        f"checkpoint={report.checkpoint!r}, loss {report.loss}, optimizer {report.optimizer}"
+    )
+
+
+def _predictions(report: RunReport) -> list[str]:
+    rows = [["", "predicted", "measured", "predicted is off by"]]
+    predicted = report.predicted_step_time
+    rows.append(
+        [
+            "training step",
+            "unknown" if predicted is None else format_seconds(predicted),
+            format_seconds(report.step_time),
+            _signed(report.step_time_error),
+        ]
+    )
+    total = sum(report.predicted_peak_bytes)
+    pairs = [*zip(report.predicted_peak_bytes, report.peak_bytes, strict=True)]
+    named = [(f"peak memory, partition {j}", *pair) for j, pair in enumerate(pairs)]
+    for name, expected, found in [*named, ("peak memory, all", total, report.total_peak_bytes)]:
+        rows.append([name, format_bytes(expected), format_bytes(found)])
+        rows[-1].append(_signed(_error(expected, found)))
+    return _aligned(rows)
+
+
+def _comparison(report: RunReport) -> list[str]:
+    runs = [("pipeline", report.step_times)]
+    runs += [(f"plain model, {run.where}", run.step_times) for run in report.plain]
+    rows = [["training step of the", "median", "fastest", "slowest", "pipeline is"]]
+    for name, times in runs:
+        ratio = "" if name == "pipeline" else f"{median(times) / report.step_time:.2f}x as fast"
+        figures = [format_seconds(value) for value in (median(times), min(times), max(times))]
+        rows.append([name, *figures, ratio])
+    return _aligned(rows)
+
+
+def _verdicts(report: RunReport) -> list[str]:
+    lines = []
+    for run in report.plain:
+        longer = report.step_time / run.step_time - 1
+        faster, less = ("faster", "less") if longer < 0 else ("slower", "more")
+        plain = f"plain model {'on' if run.threads is None else 'with'} {run.where}"
+        lines.append(
+            f"The pipeline is {faster} than the {plain}: "
+            f"it takes {format_percent(abs(longer))} {less} time per step."
+        )
+    lines.append(
+        f"Times are of {len(report.step_times)} steps, taken in turns after one warm-up; the plain "
+        "model does the same micro-batches one by one, without recompute."
+    )
+    return lines
+
+
+def _error(predicted: float | None, measured: float) -> float | None:
+    return None if predicted is None or not measured else predicted / measured - 1
+
+
+def _signed(fraction: float | None) -> str:
+    if fraction is None:
+        return ""
+    return ("+" if fraction >= 0 else "") + format_percent(fraction)
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *others = (
+            cell.rjust(width) if k else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("   ".join([first, *others]).rstrip())
+    return lines

@@ -1,0 +1,72 @@
+"""Where the partitions of a run go: the words of ``--device`` as one device per partition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gpipebal.errors import DeviceError
+from gpipebal.pipeline.devices import parse_device, visible_cores
+
+__all__ = ["choose_places", "describe_places", "shares_places"]
+
+#: Partitions on a machine without CUDA devices, unless told.
+CPU_PARTITIONS = 2
+
+
+def choose_places(device: str, partitions: int | None = None) -> list[torch.device]:
+    """Return one device per partition, round-robin when there are fewer devices.
+
+    Args:
+        device: ``'auto'`` (the CUDA devices, or the CPU where there are none), ``'cpu'``,
+            ``'cuda'`` (all CUDA devices), or a list such as ``'cuda:0,cuda:1'``.
+        partitions: Number of partitions; None: one per CUDA device, or 2 on a CPU.
+
+    Raises:
+        DeviceError: a device does not exist, or devices of different kinds are mixed.
+
+    Example:
+        >>> choose_places("cpu")
+        [device(type='cpu'), device(type='cpu')]
+    """
+    count = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if count else "cpu"
+    if device == "cuda" and count:
+        found = [torch.device("cuda", index) for index in range(count)]
+    else:
+        found = [parse_device(name.strip()) for name in device.split(",")]
+    if len({place.type for place in found}) > 1:
+        raise DeviceError(
+            f"devices are of different kinds: device={device!r} (expected all CPU or all CUDA).\n"
+            "Fix: device='cpu', or CUDA devices only."
+        )
+    on_cpu = found[0].type == "cpu"
+    n_partitions = partitions or (CPU_PARTITIONS if on_cpu else len(found))
+    return [found[j % len(found)] for j in range(n_partitions)]
+
+
+def shares_places(places: Sequence[torch.device]) -> bool:
+    """Tell whether two partitions share a CUDA device; CPU partitions have cores of their own."""
+    return places[0].type == "cuda" and len(set(places)) < len(places)
+
+
+def describe_places(places: Sequence[torch.device], threads: int | None) -> str:
+    """Say in one line where the partitions go."""
+    n_partitions = len(places)
+    head = f"{n_partitions} partition{'s' if n_partitions > 1 else ''} on "
+    if threads is not None:
+        each = " each" if n_partitions > 1 else ""
+        cores = visible_cores()
+        return (
+            f"{head}the CPU, {threads} thread{'s' if threads > 1 else ''}{each} "
+            f"({cores} core{'s' if cores > 1 else ''})"
+        )
+    if not shares_places(places):
+        return head + ", ".join(map(str, places))
+    n_devices = len(set(places))
+    return (
+        f"{head}{n_devices} CUDA device{'s' if n_devices > 1 else ''}, round-robin: "
+        + ", ".join(map(str, places))
+    )

@@ -1,0 +1,120 @@
+"""A training step, of the pipeline and of the plain model, and how long it takes.
+
+A step is: clear the gradients, forward, loss, backward, optimizer. The pipeline does it with the
+loss over the whole mini-batch. The plain model does what its users do when a mini-batch does not
+fit: the same micro-batches one after the other, forward, loss and backward of each, with the
+gradients adding up and the loss weighted by rows, then the optimizer. So both normalise batches
+alike, and neither pays for memory that the other avoids. The plain model recomputes nothing: what
+checkpointing costs is part of the comparison.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline import GPipe, gather, scatter
+from gpipebal.run.workload import Workload
+
+__all__ = ["PipelineTrainer", "PlainTrainer", "cpu_threads", "timed"]
+
+
+class PipelineTrainer:
+    """Trains a pipeline on one mini-batch, again and again."""
+
+    def __init__(self, pipe: GPipe, workload: Workload) -> None:
+        self.pipe = pipe
+        self.loss = workload.loss
+        self.sample = to_device(workload.sample, pipe.devices[0])
+        self.target = to_device(workload.target, pipe.devices[-1])
+        self.optimizer = workload.make_optimizer(list(pipe.parameters()))
+
+    def step(self) -> None:
+        """Do one training step."""
+        self.optimizer.zero_grad()
+        self.loss(self.pipe(self.sample), self.target).backward()
+        self.optimizer.step()
+
+
+class PlainTrainer:
+    """Trains the plain model on the same micro-batches, on one device."""
+
+    def __init__(
+        self, model: nn.Module, workload: Workload, chunks: int, device: torch.device
+    ) -> None:
+        self.model = model.to(device)
+        self.loss = workload.loss
+        sample = to_device(workload.sample, device)
+        self.target = to_device(workload.target, device)
+        self.micro_batches = scatter(sample, chunks)
+        self.rows = [_rows(micro_batch) for micro_batch in self.micro_batches]
+        self.targets = _part_target(self.target, chunks, self.rows)
+        self.optimizer = workload.make_optimizer(list(self.model.parameters()))
+
+    def step(self) -> None:
+        """Do one training step."""
+        self.optimizer.zero_grad()
+        if self.targets is None:
+            outputs = [self.model(micro_batch) for micro_batch in self.micro_batches]
+            self.loss(gather(outputs), self.target).backward()
+        else:
+            total = sum(self.rows) or 1
+            for rows, micro_batch, target in zip(
+                self.rows, self.micro_batches, self.targets, strict=True
+            ):
+                (self.loss(self.model(micro_batch), target) * (rows / total)).backward()
+        self.optimizer.step()
+
+
+def timed(step: Callable[[], None], devices: Sequence[torch.device]) -> float:
+    """Run a step and return its seconds, until all its work on the devices has ended."""
+    _synchronize(devices)
+    start = time.perf_counter()
+    step()
+    _synchronize(devices)
+    return time.perf_counter() - start
+
+
+@contextmanager
+def cpu_threads(threads: int | None) -> Iterator[None]:
+    """Give the calling thread's operations this many threads inside a block; None: as they are."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move every tensor of a pytree to a device."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def _rows(micro_batch: Any) -> int:
+    leaves = [leaf for leaf in pytree.tree_leaves(micro_batch) if isinstance(leaf, Tensor)]
+    return int(leaves[0].shape[0])
+
+
+def _part_target(target: Any, chunks: int, rows: Sequence[int]) -> list[Any] | None:
+    """Part the target as the sample is; None: it does not go by rows, so there is one loss."""
+    if target is None:
+        return [None] * len(rows)
+    try:
+        parts = scatter(target, chunks)
+    except ModelError:
+        return None
+    return parts if [_rows(part) for part in parts] == list(rows) else None

@@ -1,0 +1,258 @@
+"""What to train: a built-in model with random data, or what the user's own function returns."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from gpipebal.errors import UsageError
+from gpipebal.models import MODELS
+from gpipebal.pipeline import scatter
+from gpipebal.pipeline.microbatch import chunk_sizes
+
+__all__ = ["Workload", "default_optimizer", "load_workload"]
+
+#: Rows of the mini-batch of a built-in model, unless told.
+DEFAULT_ROWS = 32
+
+_KEYS = ("model", "sample", "loss_fn", "target", "optimizer")
+
+OptimizerMaker = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Workload:
+    """A model and everything that a training step of it needs.
+
+    Attributes:
+        name: What the user called it.
+        model: The chain, on the CPU.
+        sample: The mini-batch: a tensor, or a pytree of tensors with the same rows.
+        target: What the loss compares the output with; None: the loss takes the output only.
+        loss_fn: Takes output and target, or the output only; gives a scalar tensor.
+        make_optimizer: Takes a list of the parameters.
+        loss_name: How the loss is called in a report.
+        image_size: Height and width of the images in pixels; None: not a built-in model.
+    """
+
+    name: str
+    model: nn.Sequential
+    sample: Any
+    target: Any
+    loss_fn: Callable[..., Tensor]
+    make_optimizer: OptimizerMaker
+    loss_name: str
+    image_size: int | None = None
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of an output, with the target if there is one."""
+        return self.loss_fn(output) if target is None else self.loss_fn(output, target)
+
+
+def load_workload(
+    name: str,
+    *,
+    rows: int | None = None,
+    image_size: int | None = None,
+    seed: int = 0,
+    chunks: int = 1,
+) -> Workload:
+    """Find a built-in model, or call the user's function, and complete it with defaults.
+
+    Args:
+        name: Name of a built-in model, or ``package.module:function``, found from the current
+            directory too.
+        rows: Rows of the mini-batch; only for built-in models.
+        image_size: Height and width of the images; only for built-in models.
+        seed: Seed of parameters and data.
+        chunks: Micro-batches that the mini-batch will be parted into.
+
+    Raises:
+        UsageError: no such model, module or function, or the function returned something else
+            than ``(model, sample)`` or a mapping with them; or a built-in model cannot be
+            trained on so little data. What the user's own code raises comes through as it is.
+    """
+    torch.manual_seed(seed)
+    if ":" in name:
+        _refuse_sizes(name, rows=rows, image_size=image_size)
+        return _users_own(name, _find_function(name))
+    if name not in MODELS:
+        known = ", ".join(sorted(MODELS))
+        raise UsageError(
+            f"model is not known: model={name!r} (expected {known}, or package.module:function).\n"
+            f"Fix: gpipebal run {sorted(MODELS)[0]}, or name a function of your own that returns "
+            "(model, sample)."
+        )
+    entry = MODELS[name]
+    size = entry.image_size if image_size is None else image_size
+    n_rows = DEFAULT_ROWS if rows is None else rows
+    if size < entry.image_size_of_one_row and min(chunk_sizes(n_rows, chunks)) < 2:
+        raise UsageError(
+            f"micro-batch is too small to normalise: rows={n_rows} in {chunks} micro-batches of "
+            f"images of {size} pixels (expected 2 rows in each, or {entry.image_size_of_one_row} "
+            f"pixels).\nFix: --image-size {entry.image_size_of_one_row}, or --rows {2 * chunks}."
+        )
+    return Workload(
+        name=name,
+        model=entry.build(),
+        sample=entry.make_sample(n_rows, size, seed),
+        target=entry.make_target(n_rows, seed),
+        loss_fn=entry.loss_fn,
+        make_optimizer=default_optimizer,
+        loss_name=_name_of(entry.loss_fn) + " (default)",
+        image_size=size,
+    )
+
+
+def default_optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return plain stochastic gradient descent with a learning rate of 0.01."""
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def mean_of_squares(output: Any) -> Tensor:
+    """Return the mean of the squares of all floating-point tensors of an output."""
+    tensors = [
+        leaf
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+    if not tensors:
+        raise UsageError(
+            "model gives no floating-point output, so it has no default loss "
+            f"(its output is {type(output).__name__}).\n"
+            "Fix: let the function return a mapping with 'loss_fn'."
+        )
+    n_values = sum(tensor.numel() for tensor in tensors)
+    return torch.stack([tensor.square().sum().float() for tensor in tensors]).sum() / n_values
+
+
+def _refuse_sizes(name: str, **sizes: int | None) -> None:
+    for option, value in sizes.items():
+        if value is not None:
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(
+                f"{flag} is for built-in models: {option}={value} with model={name!r} "
+                f"(expected no {flag}).\nFix: leave {flag} out; the sample that the function "
+                "returns decides."
+            )
+
+
+def _find_function(name: str) -> Callable[[], Any]:
+    """Import ``package.module:function``; an exception inside the user's module is not ours."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(
+            f"model is not readable: model={name!r} (expected package.module:function).\n"
+            "Fix: name both a module and a function in it."
+        )
+    # A console script starts with its own folder on the path, not with the user's.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing != module_name and not module_name.startswith(missing + "."):
+            raise
+        raise UsageError(
+            f"module cannot be imported: module={module_name!r} (no module named {missing!r} in "
+            f"{os.getcwd()} or on the path).\nFix: run the command from the module's folder, or "
+            "install it."
+        ) from error
+    except (TypeError, ValueError) as error:
+        if all(part.isidentifier() for part in module_name.split(".")):
+            raise
+        raise UsageError(
+            f"module is not readable: module={module_name!r} (expected names with dots).\n"
+            "Fix: write package.module:function, not a path."
+        ) from error
+    function: Any = module
+    for part in attribute.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        found = "no such function" if function is None else f"a {type(function).__name__}"
+        raise UsageError(
+            f"function cannot be called: function={attribute!r} of module {module_name!r} is "
+            f"{found} (expected a function).\nFix: name a function that returns (model, sample)."
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"function takes arguments: {name!r} ({error}; expected none).\n"
+            "Fix: give every argument a default."
+        ) from error
+    except ValueError:
+        # Some builtins have no readable signature; calling them will tell.
+        pass
+    return function
+
+
+def _users_own(name: str, function: Callable[[], Any]) -> Workload:
+    found = function()
+    if isinstance(found, tuple) and len(found) == 2:
+        found = {"model": found[0], "sample": found[1]}
+    if not isinstance(found, Mapping) or not {"model", "sample"} <= set(found):
+        what = type(found).__name__
+        if isinstance(found, tuple):
+            what += f" of {len(found)}"
+        elif isinstance(found, Mapping):
+            what += f" with {_listed(found)}"
+        raise _wrong_result(name, what, "(model, sample), or a mapping with both")
+    if set(found) - set(_KEYS):
+        raise _wrong_result(name, f"a mapping with {_listed(found)}", f"only {_listed(_KEYS)}")
+    model, target = found["model"], found.get("target")
+    if not isinstance(model, nn.Sequential):
+        raise _wrong_result(name, f"a model of type {type(model).__name__}", "nn.Sequential")
+    for key in ("loss_fn", "optimizer"):
+        if found.get(key) is not None and not callable(found[key]):
+            raise _wrong_result(name, f"{key}={found[key]!r}", f"{key} to be callable")
+    scatter(found["sample"], 1)  # refuses a sample without tensors or with unequal rows
+    loss_fn = found.get("loss_fn") or _default_loss(target)
+    return Workload(
+        name=name,
+        model=model,
+        sample=found["sample"],
+        target=target,
+        loss_fn=loss_fn,
+        make_optimizer=found.get("optimizer") or default_optimizer,
+        loss_name=_name_of(loss_fn) + ("" if found.get("loss_fn") else " (default)"),
+    )
+
+
+def _default_loss(target: Any) -> Callable[..., Tensor]:
+    """Choose by the target: classes, values, or none."""
+    if target is None:
+        return mean_of_squares
+    if isinstance(target, Tensor):
+        return F.mse_loss if target.is_floating_point() else F.cross_entropy
+    raise UsageError(
+        f"target has no default loss: type(target)={type(target).__name__} (expected a tensor).\n"
+        "Fix: let the function return a mapping with 'loss_fn' too."
+    )
+
+
+def _wrong_result(name: str, found: str, expected: str) -> UsageError:
+    return UsageError(
+        f"function returned the wrong thing: {name} returned {found} (expected {expected}).\n"
+        "Fix: return (model, sample), or a mapping with 'model', 'sample' and if wanted "
+        "'loss_fn', 'target', 'optimizer'; the model is an nn.Sequential of its layers."
+    )
+
+
+def _listed(keys: Iterable[Any]) -> str:
+    return ", ".join(repr(key) for key in keys)
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__

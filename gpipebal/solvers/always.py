@@ -1,0 +1,123 @@
+"""The makespan when every micro-batch is recomputed.
+
+A partition recomputes its last micro-batch while later partitions still work, so the mini-batch
+ends with the slowest of several paths: forwards up to partition k, recompute there, backwards
+down to partition 0. The path through the last partition nearly always decides: an earlier one
+can do so only if its recompute takes longer than all forwards and backwards behind it.
+
+So the first step keeps the last path only. It costs (chunks - 1) times the sum of two maxima, as
+without this mode, plus what it passes once: a third threshold, swept like the first two. If the
+split that the tie-break chooses among those optima has no slower path, it is optimal for all
+paths together, because leaving paths out can only make a makespan shorter. If it has one, the
+same sweep, with every path charged for both maxima of the whole chain, finds a split that is
+good, and mostly optimal; `gpipebal.solvers.pareto` closes what is left between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipebal.problem import Problem
+from gpipebal.solvers.bisection import largest_layer, smallest_limit
+from gpipebal.solvers.chain import Solution, meet, reach_within
+from gpipebal.solvers.pareto import solve_all_paths
+from gpipebal.solvers.thresholds import smallest_sum
+from gpipebal.solvers.tiebreak import tie_break
+
+__all__ = ["solve_makespan_always"]
+
+
+def solve_makespan_always(problem: Problem) -> Solution:
+    """Split a chain so that its mini-batch ends as early as possible, with recompute throughout.
+
+    Minimises the makespan of checkpoint mode ``'always'`` over all splits into exactly
+    `n_partitions` non-empty partitions. Among the minimisers: smallest bottleneck, then least sum
+    of squared partition times, then leftmost cuts.
+
+    Complexity:
+        That of `smallest_sum`, for each value of the third threshold that can be optimal, a few
+        to some dozens; and that of `solve_all_paths` where another path than the last one decides.
+
+    Example:
+        >>> solve_makespan_always(
+        ...     Problem([1, 2, 2, 1], [2, 3, 4, 2], [1, 2, 2, 1], 2, chunks=4, checkpoint="always")
+        ... )
+        Solution(bounds=(0, 2, 4), value=56, lower_bound=56)
+    """
+    n_layers, n_partitions = problem.n_layers, problem.n_partitions
+    if n_partitions == 1:
+        value = problem.exact_makespan((0, n_layers))
+        return Solution((0, n_layers), value, value)
+    if problem.chunks == 1:
+        return _solve_one_chunk(problem)
+    starts, ends = problem.recompute_sums, _path_ends(problem)
+    last_end_only = [0] * n_layers + ends[-1:]
+    value, reaches = _three_thresholds(problem, last_end_only, starts)
+    bounds = tie_break(problem.load_sums, reaches, n_partitions)
+    if problem.exact_makespan(bounds) == value:
+        return Solution(bounds, value, value)
+    _, reaches = _three_thresholds(problem, ends, starts)
+    known = tie_break(problem.load_sums, reaches, n_partitions)
+    return solve_all_paths(problem, lower_bound=value, known=known)
+
+
+def _path_ends(problem: Problem) -> list[int]:
+    """Return, for every place, all forwards, recomputes and backwards before it.
+
+    Less the recomputes before its start, that is what a path passes once if the partition in
+    which it turns around ends there.
+    """
+    columns = (problem.forward_sums, problem.backward_sums, problem.recompute_sums)
+    return [sum(column) for column in zip(*columns, strict=True)]
+
+
+def _solve_one_chunk(problem: Problem) -> Solution:
+    # Without repeats, a limit on all paths is a limit on partitions, and bisection is exact.
+    starts, ends = problem.recompute_sums, _path_ends(problem)
+    at_least = largest_layer(ends, starts)
+    found = smallest_limit(ends, starts, problem.n_partitions, at_least=at_least)
+    within = reach_within(ends, starts, found.value)
+    bounds = tie_break(problem.load_sums, [within], problem.n_partitions)
+    return Solution(bounds, found.value, found.lower_bound)
+
+
+def _three_thresholds(
+    problem: Problem, ends: Sequence[int], starts: Sequence[int]
+) -> tuple[int, list[Sequence[int]]]:
+    """Minimise the largest of a third cost, plus (chunks - 1) times the two maxima.
+
+    The third cost of a partition is ``ends[end] - starts[start]``.
+
+    Returns:
+        The minimum, and limits: the splits that attain it are those that keep one of them.
+    """
+    n_partitions, repeats = problem.n_partitions, problem.chunks - 1
+    forward = problem.forward_sums
+    again = [b + r for b, r in zip(problem.backward_sums, problem.recompute_sums, strict=True)]
+    least_third = smallest_limit(
+        ends, starts, n_partitions, at_least=largest_layer(ends, starts)
+    ).value
+    best: int | None = None
+    reaches: list[Sequence[int]] = []
+    third = ends[-1] - starts[0]  # allows everything
+    while third >= least_third:
+        allowed = reach_within(ends, starts, third)
+        at_most = None if best is None else (best - third) // repeats
+        least = smallest_sum(forward, again, n_partitions, reach=allowed, at_most=at_most)
+        for one, two in least.pairs:
+            within = meet(reach_within(forward, forward, one), reach_within(again, again, two))
+            needed = smallest_limit(
+                ends, starts, n_partitions, at_least=least_third, at_most=third, reach=within
+            ).value
+            total = needed + repeats * least.total
+            if best is None or total < best:
+                best = total
+                reaches.clear()
+            if total == best:
+                reaches.append(meet(within, reach_within(ends, starts, needed)))
+        # Any other split that is as good has larger maxima, hence a smaller third cost.
+        assert best is not None
+        next_sum = least.lower_bound + 1 if least.pairs else least.lower_bound
+        third = best - repeats * next_sum
+    assert best is not None
+    return best, reaches

@@ -1,0 +1,91 @@
+"""Which partitions are allowed: the shared vocabulary of all solvers.
+
+Every limit that the solvers meet is inherited by shorter runs: if the layers ``start`` to
+``end - 1`` may form a partition, so may every non-empty part of them (times add up, and are not
+negative). All limits together then amount to one list, ``reach``: a partition that starts at
+layer ``start`` may end anywhere from ``start + 1`` to ``reach[start]``, and ``reach`` never
+decreases. What follows from that makes the solvers short: the places where a given cut may stand
+in some valid split form an interval, and taking the longest partition first finds a split
+whenever there is one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Solution", "cut_windows", "meet", "reach_within"]
+
+
+class Solution(NamedTuple):
+    """What a solver returns: a split, its value and the proven bound, as scaled integers."""
+
+    bounds: tuple[int, ...]
+    value: int
+    lower_bound: int
+
+
+def reach_within(ends: Sequence[int], starts: Sequence[int], limit: int) -> list[int]:
+    """Find how far a partition may extend when its cost is limited.
+
+    A partition from `start` to `end` costs ``ends[end] - starts[start]``. Where that is a plain
+    sum over layers, `ends` and `starts` are the same prefix sums.
+
+    Args:
+        ends: Never decreasing; one more than layers.
+        starts: Never decreasing; one more than layers.
+        limit: Largest cost allowed, at least that of every single layer.
+
+    Returns:
+        One end per layer.
+
+    Complexity:
+        O(N log N) for N layers.
+
+    Example:
+        >>> reach_within([0, 2, 3, 6], [0, 2, 3, 6], 4)
+        [2, 3, 3]
+    """
+    return [bisect_right(ends, start + limit) - 1 for start in starts[:-1]]
+
+
+def meet(*reaches: Sequence[int]) -> list[int]:
+    """Impose several limits at once.
+
+    Example:
+        >>> meet([2, 3, 3], [1, 3, 3])
+        [1, 3, 3]
+    """
+    return list(map(min, *reaches))
+
+
+def cut_windows(reach: Sequence[int], n_partitions: int) -> tuple[list[int], list[int]] | None:
+    """Find where each cut stands in some valid split.
+
+    Args:
+        reach: The limits; one entry per layer.
+        n_partitions: Number of partitions.
+
+    Returns:
+        First and last place of each of the `n_partitions` + 1 bounds; every place between is
+        taken by some valid split as well. None if there is no valid split.
+
+    Complexity:
+        O(K log N) for K partitions.
+
+    Example:
+        >>> cut_windows([2, 3, 4, 4], 3)
+        ([0, 1, 2, 4], [0, 2, 3, 4])
+    """
+    n_layers = len(reach)
+    last = [0]
+    for k in range(1, n_partitions + 1):  # k: cut
+        last.append(min(reach[last[-1]], n_layers - n_partitions + k))
+    if last[-1] < n_layers:
+        return None
+    first = [n_layers]
+    for k in range(n_partitions - 1, 0, -1):
+        first.append(max(bisect_left(reach, first[-1]), k))
+    first.append(0)
+    return first[::-1], last

@@ -1,0 +1,53 @@
+"""The objective `makespan`: end the mini-batch as early as possible.
+
+Where no micro-batch is recomputed, or all but the last are, the makespan is a sum that no split
+can change, plus (chunks - 1) times the sum of the largest forward and the largest backward (with
+recompute) of a partition. So it is least where the sum of those two maxima is: a sweep over two
+thresholds. With one chunk, every split has the same makespan, and the tie-break decides alone.
+With recompute of every micro-batch the makespan has more terms: see `gpipebal.solvers.always`.
+"""
+
+from __future__ import annotations
+
+from gpipebal.problem import Problem
+from gpipebal.solvers.chain import Solution, meet, reach_within
+from gpipebal.solvers.thresholds import smallest_sum
+from gpipebal.solvers.tiebreak import tie_break
+
+__all__ = ["solve_makespan"]
+
+
+def solve_makespan(problem: Problem) -> Solution:
+    """Split a chain so that its mini-batch ends as early as possible.
+
+    Minimises the makespan of checkpoint mode ``'never'`` or ``'except_last'`` over all splits
+    into exactly `n_partitions` non-empty partitions. Among the minimisers: smallest bottleneck,
+    then least sum of squared partition times, then leftmost cuts.
+
+    Complexity:
+        That of `smallest_sum`; and the tie-break, once per pair of maxima that is optimal.
+
+    Source:
+        Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+        NeurIPS 2020, appendix C, states the objective for 'never'. Differs: recompute; a
+        polynomial algorithm for chains in place of an integer program.
+
+    Example:
+        >>> solve_makespan(Problem([3, 1, 1], [1, 3, 5], [0, 0, 0], 2, chunks=3))
+        Solution(bounds=(0, 2, 3), value=32, lower_bound=32)
+    """
+    forward, backward = problem.forward_sums, problem.backward_sums
+    again = [b + r for b, r in zip(backward, problem.recompute_sums, strict=True)]
+    repeats = problem.chunks - 1
+    once = forward[-1] + backward[-1]
+    if not repeats:
+        anywhere = [problem.n_layers] * problem.n_layers
+        bounds = tie_break(problem.load_sums, [anywhere], problem.n_partitions)
+        return Solution(bounds, once, once)
+    least = smallest_sum(forward, again, problem.n_partitions)
+    reaches = [
+        meet(reach_within(forward, forward, one), reach_within(again, again, two))
+        for one, two in least.pairs
+    ]
+    bounds = tie_break(problem.load_sums, reaches, problem.n_partitions)
+    return Solution(bounds, once + repeats * least.total, once + repeats * least.lower_bound)

@@ -1,0 +1,284 @@
+"""A Pareto program: makespans in which any partition may decide.
+
+The path that turns around in partition k costs what lies up to its end, its recompute, and
+(chunks - 1) times the largest forward and the largest backward (with recompute) among partitions
+0 to k. What the first cuts mean for the rest is therefore not one number but three: both maxima
+so far, and the longest path so far (or, in the tie-break, the quantity to break ties by). A
+dynamic program from the left keeps, for every place of every cut, the labels of which no other
+is better in all three.
+
+That would be many labels, so the program is bounded from two sides: a label is dropped when even
+the best imaginable rest exceeds the best makespan known, and cuts stand only where partitions
+within that makespan can put them. Mostly those limits alone settle the tie-break as well: if what
+it chooses among all splits that keep them is optimal, nothing is left to be programmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from gpipebal.problem import Problem
+from gpipebal.solvers.chain import Solution, cut_windows, meet, reach_within
+from gpipebal.solvers.tiebreak import sum_of_squares, tie_break
+
+__all__ = ["solve_all_paths"]
+
+#: Largest forward and largest backward so far, and what is to be minimised.
+_Label = tuple[int, int, Any]
+
+
+def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) -> Solution:
+    """Split a chain so that its mini-batch ends as early as possible, whichever path decides.
+
+    Minimises the makespan of checkpoint mode ``'always'`` over all splits into exactly
+    `n_partitions` non-empty partitions. Among the minimisers: smallest bottleneck, then least sum
+    of squared partition times, then leftmost cuts.
+
+    Args:
+        problem: A problem with 2 or more chunks.
+        lower_bound: A proven lower bound of its makespan, as a scaled integer.
+        known: Bounds of some split, the better the faster.
+
+    Complexity:
+        O(L w) for windows of w places and L labels in all of them. L is small when the bounds
+        are close, and can grow with every pair of distinct maxima when they are not.
+
+    Example:
+        >>> problem = Problem([9, 1], [1, 1], [9, 1], 2, chunks=2, checkpoint="always")
+        >>> solve_all_paths(problem, 0, known=(0, 1, 2))
+        Solution(bounds=(0, 1, 2), value=38, lower_bound=38)
+    """
+    n_partitions, loads = problem.n_partitions, problem.load_sums
+
+    def load(start: int, end: int) -> int:
+        return loads[end] - loads[start]
+
+    value = problem.exact_makespan(known)
+    known_load: int | None = problem.exact_bottleneck(known)
+    if lower_bound < value:
+        faster = _Program(problem, value - 1)
+        # Mostly nothing is faster, and to see that takes far fewer labels.
+        if faster.least(faster.reach, True, lambda *_: True):
+            value = faster.least(faster.reach, 0, lambda most, path, _start, _end: max(most, path))
+            known_load = None
+
+    # From here on the value is proven. What the tie-break chooses from a larger set of splits is
+    # its choice from the optimal ones, if it is one of them.
+    optimal = _Program(problem, value)
+    bounds = tie_break(loads, [optimal.reach], n_partitions)
+    if problem.exact_makespan(bounds) == value:
+        return Solution(bounds, value, value)
+
+    bottleneck = problem.exact_bottleneck(bounds)
+    if bottleneck != known_load:
+        reach = optimal.reach if known_load is None else optimal.within(known_load - 1)
+        found = optimal.least(reach, 0, lambda most, _path, start, end: max(most, load(start, end)))
+        if found is not None:
+            bottleneck = found
+        elif known_load is not None:
+            bottleneck = known_load
+    reach = optimal.within(bottleneck)
+    bounds = tie_break(loads, [reach], n_partitions)
+    if problem.exact_makespan(bounds) == value:
+        return Solution(bounds, value, value)
+
+    # Squares that the known split stays below, if it is a candidate, are of no interest.
+    squares = sum_of_squares(loads, known) if known_load == bottleneck else None
+
+    def extend(
+        least: tuple[int, tuple[int, ...]], _path: int, start: int, end: int
+    ) -> tuple[int, tuple[int, ...]] | None:
+        so_far = least[0] + load(start, end) ** 2
+        # The rest is least when it is even; `least` has one bound for every partition by now.
+        rest, left = loads[-1] - loads[end], n_partitions - len(least[1])
+        if squares is not None and rest * rest > left * (squares - so_far):
+            return None
+        return so_far, (*least[1], end)
+
+    chosen = optimal.least(reach, (0, (0,)), extend)
+    return Solution(chosen[1], value, value)
+
+
+class _Program:
+    """The splits whose makespan is at most a limit, ready to be minimised over.
+
+    Args:
+        problem: A problem with 2 or more chunks and partitions.
+        limit: Largest makespan allowed, as a scaled integer.
+    """
+
+    def __init__(self, problem: Problem, limit: int) -> None:
+        self.limit, self.repeats = limit, problem.chunks - 1
+        self.n_layers, self.n_partitions = problem.n_layers, problem.n_partitions
+        self.forward, self.recompute = problem.forward_sums, problem.recompute_sums
+        self.loads = problem.load_sums
+        self.again = [b + r for b, r in zip(problem.backward_sums, self.recompute, strict=True)]
+        #: Everything up to a place, once; and the part of it that is in any path to its end.
+        once = [f + b for f, b in zip(self.forward, problem.backward_sums, strict=True)]
+        self.ends = [total + r for total, r in zip(once, self.recompute, strict=True)]
+        #: The last path is limited, and so is what it repeats: the sum of the two maxima.
+        self.room = (limit - (self.ends[-1] - self.recompute[-2])) // self.repeats
+        #: How far each partition may extend in a split that keeps the limit, perhaps further.
+        self.reach = self._limits()
+
+    def _limits(self) -> list[int]:
+        repeats, room = self.repeats, self.room
+        forward = _unavoidable(self.forward, self.n_partitions)
+        again = _unavoidable(self.again, self.n_partitions)
+        both = _unavoidable(self.loads, self.n_partitions)
+        # A path repeats at least the partition in which it turns around ...
+        starts = [r + repeats * load for r, load in zip(self.recompute, self.loads, strict=True)]
+        ends = [end + repeats * load for end, load in zip(self.ends, self.loads, strict=True)]
+        # ... and at least what the partitions up to its end cannot avoid. That drops at the last
+        # place, where one partition more can be; what is allowed there is allowed before.
+        columns = zip(self.ends, forward, again, both, strict=True)
+        paths = [end + repeats * max(one + two, sum_) for end, one, two, sum_ in columns]
+        paths = list(accumulate(reversed(paths), min))[::-1]
+        return meet(
+            reach_within(ends, starts, self.limit),
+            reach_within(paths, self.recompute, self.limit),
+            reach_within(self.forward, self.forward, room - again[-1]),
+            reach_within(self.again, self.again, room - forward[-1]),
+            reach_within(self.loads, self.loads, room),
+        )
+
+    def within(self, bottleneck: int) -> list[int]:
+        """Limit the bottleneck as well."""
+        return meet(self.reach, reach_within(self.loads, self.loads, bottleneck))
+
+    def least(
+        self, reach: Sequence[int], first: Any, extend: Callable[[Any, int, int, int], Any]
+    ) -> Any:
+        """Minimise a quantity over the splits, from the left.
+
+        Args:
+            reach: The limits, these or tighter ones.
+            first: The quantity before any partition.
+            extend: The quantity with one more partition, from what it was, the path that turns
+                around in the partition, its start and its end; or None to drop it. Never
+                decreasing in its first argument.
+
+        Returns:
+            The least quantity, or None if there is no split.
+        """
+        if any(start >= end for start, end in enumerate(reach)):
+            return None
+        windows = cut_windows(reach, self.n_partitions)
+        if windows is None:
+            return None
+        # What the rest of the chain cannot avoid: forwards, backwards, and both together.
+        rests = zip(
+            *(_best_rests(sums, *windows) for sums in (self.forward, self.again, self.loads)),
+            strict=True,
+        )
+        before: dict[int, list[_Label]] = {0: [(0, 0, first)]}
+        for first_end, reachable in list(zip(windows[0], rests, strict=True))[1:]:
+            here = {}
+            for end, rest in enumerate(zip(*reachable, strict=True), first_end):
+                labels: list[_Label] = []
+                if rest[2] <= self.room:
+                    for start in before:
+                        if start < end <= reach[start]:
+                            labels += self._extended(before[start], start, end, rest, extend)
+                if labels:
+                    here[end] = _undominated(labels)
+            before = here
+        return min((label[2] for label in before.get(self.n_layers, ())), default=None)
+
+    def _extended(
+        self,
+        labels: list[_Label],
+        start: int,
+        end: int,
+        rest: tuple[int, int, int],
+        extend: Callable[[Any, int, int, int], Any],
+    ) -> list[_Label]:
+        """Add the partition from `start` to `end` to labels at `start`."""
+        rest_forward, rest_again, _ = rest
+        forward = self.forward[end] - self.forward[start]
+        again = self.again[end] - self.again[start]
+        if max(forward, rest_forward) + max(again, rest_again) > self.room:
+            return []
+        once, repeats = self.ends[end] - self.recompute[start], self.repeats
+        room_here = (self.limit - once) // repeats
+        extended = []
+        for one, two, before in labels:
+            if one < forward:
+                one = forward
+            if two < again:
+                two = again
+            both = one + two
+            if both > room_here or max(one, rest_forward) + max(two, rest_again) > self.room:
+                continue
+            quantity = extend(before, once + repeats * both, start, end)
+            if quantity is not None:
+                extended.append((one, two, quantity))
+        return extended
+
+
+def _unavoidable(sums: Sequence[int], n_partitions: int) -> list[int]:
+    """Bound, for every place, the largest partition before it.
+
+    The largest layer, and the even share of the partitions that can be there: one less than all,
+    unless the place is the end of the chain.
+
+    Example:
+        >>> _unavoidable([0, 3, 5, 10], 3)
+        [0, 3, 3, 5]
+    """
+    bounds, largest = [0], 0
+    for layer in range(len(sums) - 1):
+        largest = max(largest, sums[layer + 1] - sums[layer])
+        parts = n_partitions - 1 if layer + 2 < len(sums) else n_partitions
+        bounds.append(max(largest, -(-sums[layer + 1] // parts)))
+    return bounds
+
+
+def _best_rests(sums: Sequence[int], first: Sequence[int], last: Sequence[int]) -> list[list[int]]:
+    """Find the smallest bottleneck of every rest of the chain.
+
+    Args:
+        sums: Prefix sums of the layers' costs.
+        first: First place of each bound; see `cut_windows`.
+        last: Last place of each bound.
+
+    Returns:
+        One row per bound, with one entry per place where it may stand: the bottleneck of what
+        follows, minimised over the later cuts within their own windows.
+
+    Complexity:
+        O(w) for w places in all windows.
+
+    Example:
+        >>> _best_rests([0, 1, 3, 6], [0, 1, 3], [0, 2, 3])
+        [[3], [5, 3], [0]]
+    """
+    rows = [[0]]
+    for k in range(len(first) - 2, -1, -1):  # k: bound
+        after, offset = rows[-1], first[k + 1]
+        row = []
+        end = offset
+        for start in range(first[k], last[k] + 1):
+            # The first partition grows with `end` and the rest shrinks: the best end is where
+            # they cross, or just before, and crossings move right with the start.
+            end = max(end, start + 1)
+            while end < last[k + 1] and sums[end] - sums[start] < after[end - offset]:
+                end += 1
+            value = max(sums[end] - sums[start], after[end - offset])
+            if end > max(start + 1, offset):
+                value = min(value, max(sums[end - 1] - sums[start], after[end - 1 - offset]))
+            row.append(value)
+        rows.append(row)
+    return rows[::-1]
+
+
+def _undominated(labels: list[_Label]) -> list[_Label]:
+    """Keep the labels of which no other is at least as good in all three places."""
+    kept: list[_Label] = []
+    for label in sorted(labels):
+        _, two, quantity = label
+        if not any(other[1] <= two and other[2] <= quantity for other in kept):
+            kept.append(label)
+    return kept

@@ -1,0 +1,13 @@
+"""Timeline: when every action of one mini-batch began and ended, predicted or measured.
+
+The simulator and the tracer of a running pipeline make the same type, so that a prediction and a
+measurement are compared, drawn and saved by the same code. A saved timeline is at once a Chrome
+trace, which https://ui.perfetto.dev opens, and an exact record, which `Timeline.load` reads.
+"""
+
+from __future__ import annotations
+
+from gpipebal.timeline.events import COMPUTE_KINDS, COPY_KIND, KIND_NAMES, Event
+from gpipebal.timeline.timeline import Source, Timeline
+
+__all__ = ["COMPUTE_KINDS", "COPY_KIND", "KIND_NAMES", "Event", "Source", "Timeline"]

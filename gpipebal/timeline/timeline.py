@@ -1,0 +1,208 @@
+"""The timeline itself: events of one mini-batch, what they add up to, and its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from gpipebal.errors import FileFormatError, ProfileError
+from gpipebal.files import read_record, write_record
+from gpipebal.timeline.chrome import trace_events
+from gpipebal.timeline.events import COMPUTE_KINDS, Event, check_events
+from gpipebal.timeline.text import draw_rows
+from gpipebal.units import format_percent, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Source", "Timeline"]
+
+FORMAT = "gpipebal-timeline"
+VERSION = 1
+
+Source = Literal["simulated", "measured"]
+
+SOURCES: tuple[Source, ...] = ("simulated", "measured")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one mini-batch.
+
+    Attributes:
+        events: One `Event` per action, in any order.
+        n_partitions: Number of partitions, also of those without events.
+        source: ``'simulated'`` or ``'measured'``.
+        provenance: Where the times come from; JSON values.
+
+    Example:
+        >>> timeline = Timeline((Event(0, "F", 0, 0.0, 1.0), Event(1, "F", 0, 1.0, 3.0)), 2)
+        >>> timeline.makespan, timeline.bubble_fraction
+        (3.0, 0.5)
+    """
+
+    events: tuple[Event, ...]
+    n_partitions: int
+    source: Source = "simulated"
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def start(self) -> float:
+        """Seconds at which the first event starts; 0.0 without events."""
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end; 0.0 without events."""
+        return max((event.end for event in self.events), default=0.0) - self.start
+
+    @property
+    def chunks(self) -> int:
+        """Number of micro-batches."""
+        return 1 + max((event.micro_batch for event in self.events), default=-1)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all partitions' time inside the makespan; copies count as idle."""
+        space = self.n_partitions * self.makespan
+        # Rounding can leave a full timeline idle for a negative moment.
+        return max(0.0, (space - sum(self._busy_times())) / space) if space else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Largest busy time of a partition over the mean one; 1.0 is perfect."""
+        times = self._busy_times()
+        return max(times) * len(times) / sum(times) if sum(times) else 1.0
+
+    def busy_time(self, partition: int) -> float:
+        """Return the seconds that a partition computes; copies do not count."""
+        return self._busy_times()[partition]
+
+    def _busy_times(self) -> list[float]:
+        times = [0.0] * self.n_partitions
+        for event in self.events:
+            if event.kind in COMPUTE_KINDS:
+                times[event.partition] += event.end - event.start
+        return times
+
+    def check(self) -> None:
+        """Verify the invariants of a timeline.
+
+        Raises:
+            ProfileError: no partitions, an unknown source, an event outside of the partitions,
+                of an unknown kind or with impossible times, or two actions of one partition at
+                the same time.
+        """
+        if type(self.n_partitions) is not int or self.n_partitions < 1:
+            raise ProfileError(
+                f"timeline has no partitions: n_partitions={self.n_partitions!r} "
+                "(expected an int of 1 or more).\nFix: give the number of partitions."
+            )
+        if self.source not in SOURCES:
+            raise ProfileError(
+                f"timeline has an unknown source: source={self.source!r} "
+                f"(expected one of {', '.join(map(repr, SOURCES))}).\nFix: source='measured'."
+            )
+        check_events(self.events, self.n_partitions)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per event, times in seconds."""
+        import pandas as pd
+
+        frame = pd.DataFrame(list(self.events), columns=list(Event._fields))
+        return frame.assign(duration=frame["end"] - frame["start"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the timeline as JSON values."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": self.source,
+            "n_partitions": self.n_partitions,
+            "provenance": dict(self.provenance),
+            "events": [list(event) for event in self.events],
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Timeline:
+        """Read what `to_dict` returned.
+
+        Raises:
+            FileFormatError: a field is missing or unknown, or has a value it cannot have.
+        """
+        try:
+            content = {k: v for k, v in record.items() if k not in ("format", "version")}
+            content["events"] = tuple(Event(*event) for event in content["events"])
+            content["provenance"] = dict(content["provenance"])
+            return cls(**content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+            raise FileFormatError(
+                f"timeline is damaged: {reason.splitlines()[0]}\nFix: simulate or measure again."
+            ) from error
+
+    def save(self, path: str | os.PathLike[str], beside: Sequence[Timeline] = ()) -> None:
+        """Write a Chrome trace that also holds the exact record, whole or not at all.
+
+        In https://ui.perfetto.dev every partition is a track, with a track for its copies, and
+        arrows lead from a forward to the one in the next partition, and likewise back.
+
+        Args:
+            path: File to write; its name should end in ``.json``.
+            beside: Further timelines for the same picture, such as the prediction beside a
+                measurement: drawn as processes of their own, not part of what `load` reads.
+        """
+        trace = []
+        for process, timeline in enumerate((self, *beside), start=1):
+            trace += trace_events(
+                timeline.events, timeline.n_partitions, process, f"{process} {timeline.source}"
+            )
+        content = {"displayTimeUnit": "ms", "traceEvents": trace, "gpipebal": self.to_dict()}
+        write_record(path, {"format": FORMAT, "version": VERSION, **content})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Timeline:
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
+        """
+        record = read_record(path, FORMAT, VERSION).get("gpipebal")
+        return cls.from_dict(record if isinstance(record, dict) else {})
+
+    def text_gantt(self, width: int = 100) -> str:
+        """Draw one line of text per partition, time from left to right, below a headline.
+
+        A forward shows the last digit of its micro-batch, a backward the letter with that number
+        (``A`` is 0, ``J`` is 9), a recompute ``r`` and idle time a dot. Copies are not drawn.
+
+        Args:
+            width: Columns of the time axis. If all times are multiples of a common clock, the
+                largest number up to this one that gives every clock equally many columns.
+
+        Example:
+            >>> events = (Event(0, "F", 0, 0, 1), Event(1, "F", 0, 1, 2), Event(1, "B", 0, 2, 4))
+            >>> print(Timeline((*events, Event(0, "B", 0, 4, 6)), 2).text_gantt(width=6))
+            simulated: makespan 6.00 s, bubble 50.0 % (0-9 forward, r recompute, A-J backward)
+            partition 0  0...AA
+            partition 1  .0AA..
+        """
+        digits = len(str(self.n_partitions - 1))
+        rows = draw_rows(self.events, self.n_partitions, max(1, width))
+        lines = [f"partition {j:>{digits}}  {row}" for j, row in enumerate(rows)]
+        return "\n".join([self._headline(), *lines])
+
+    def _headline(self) -> str:
+        return (
+            f"{self.source}: makespan {format_seconds(self.makespan)}, "
+            f"bubble {format_percent(self.bubble_fraction)} "
+            "(0-9 forward, r recompute, A-J backward)"
+        )
+
+    def __str__(self) -> str:
+        return self.text_gantt()

@@ -1,0 +1,107 @@
+"""Seconds and bytes as people read them: the only place where units are formatted or parsed.
+
+Inside gpipebal every time is a float in seconds and every size an int in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from gpipebal.errors import UsageError
+
+__all__ = ["format_bytes", "format_percent", "format_seconds", "parse_bytes"]
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_BYTES_PER_UNIT = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with three significant digits and the unit that suits it.
+
+    Example:
+        >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(0.0)
+        ('12.3 ms', '2.50 s', '0 s')
+    """
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
+    if seconds == 0:
+        return "0 s"
+    size = abs(seconds)
+    # The limits lie below the round numbers so that rounding never shows '1000 ms'.
+    if size >= 0.9995:
+        scale, unit = 1.0, "s"
+    elif size >= 0.9995e-3:
+        scale, unit = 1e3, "ms"
+    else:
+        scale, unit = 1e6, "us"
+    return f"{_three_digits(seconds * scale)} {unit}"
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Write a size in binary units with three significant digits.
+
+    Example:
+        >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**30)
+        ('512 B', '1.50 KiB', '3.00 GiB')
+    """
+    value = float(n_bytes)
+    if abs(value) < 1024:
+        return f"{value:.0f} B"
+    exponent = 0
+    # 1023.5 of a unit would round to 1024 of it: one more division reads better.
+    while abs(value) >= 1023.5 and exponent < len(_BINARY_UNITS) - 1:
+        value /= 1024
+        exponent += 1
+    return f"{_three_digits(value)} {_BINARY_UNITS[exponent]}"
+
+
+def format_percent(fraction: float) -> str:
+    """Write a fraction of one as a percentage with one decimal.
+
+    Example:
+        >>> format_percent(0.1234)
+        '12.3 %'
+    """
+    return f"{100 * fraction:.1f} %"
+
+
+def parse_bytes(text: int | str) -> int:
+    """Read a size: a number of bytes, or a number with a unit (``'16 GiB'``, ``'500MB'``).
+
+    Raises:
+        UsageError: the text is not a size.
+
+    Example:
+        >>> parse_bytes("16 GiB") == 16 * 2**30, parse_bytes(42)
+        (True, 42)
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text >= 0:
+            return text
+    elif isinstance(text, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+        if match is not None and match.group(2).lower() in _BYTES_PER_UNIT:
+            return round(float(match.group(1)) * _BYTES_PER_UNIT[match.group(2).lower()])
+    raise UsageError(
+        f"size is not readable: size={text!r} (expected bytes, or a number with a unit).\n"
+        "Fix: write it as '16 GiB', '500 MB' or a number of bytes."
+    )
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    if size >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

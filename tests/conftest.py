@@ -1,0 +1,42 @@
+"""What every test gets: the same seed, and a reason where a device is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_report_header() -> str:
+    """Say on which torch and how many devices the tests ran."""
+    return (
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{torch.cuda.device_count()} CUDA devices"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    reason = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(reason)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Start every test from seed 0."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    """Run every test's own thread on one core, and give back the number that it found.
+
+    Small operations gain nothing from a second core, and lose much where it is busy.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

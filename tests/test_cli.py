@@ -1,0 +1,220 @@
+"""The command line: one clear line for bad input, and an interrupt that ends it cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import gpipebal
+from gpipebal.cli import main
+from gpipebal.errors import ProfileError
+from gpipebal.plan import Plan
+from gpipebal.profile import Profile
+
+#: Seconds after which a process that should have ended is killed and the test fails.
+WATCHDOG = 90
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "gpipebal", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which a process finds the tests' models."""
+    here, package = Path(__file__).parent, Path(gpipebal.__file__).parents[1]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(here)])}
+
+
+@contextmanager
+def _started(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command; whatever the test finds, the process and its pipes are gone afterwards."""
+    with subprocess.Popen(
+        _command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=_environment(),
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _wait_for(process: subprocess.Popen[str], word: str) -> None:
+    """Read lines of its output until one begins with `word`."""
+    assert process.stdout is not None and process.stderr is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return
+    pytest.fail(f"the process ended before it said {word!r}: {process.stderr.read()}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["resnet18"], "model is not known: model='resnet18'"),
+        (["workloads:missing"], "function cannot be called"),
+        (["workloads:model_only"], "function returned the wrong thing"),
+        (["no_such_module_at_all:f"], "module cannot be imported"),
+        (["workloads:tiny", "--partitions", "9"], "fewer layers than partitions: partitions=9"),
+        (["workloads:tiny", "--chunks", "0"], "chunks is too small: chunks=0"),
+        (["workloads:tiny", "--device", "cuda:99"], "device does not exist: device='cuda:99'"),
+        (["workloads:tiny", "--rows", "4"], "--rows is for built-in models"),
+        (["workloads:tiny", "--checkpoint", "no"], "checkpoint mode does not exist"),
+    ],
+)
+def test_bad_input_gives_one_clear_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be is said in one line, with the fix on the next, and exit status 2."""
+    assert main(["run", *words, "--output", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert first.startswith("gpipebal: error: ") and message in first
+    assert second.startswith("Fix: ")
+    assert out == "" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
+        (["run"], "the following arguments are required: MODEL"),
+        (["run", "resnet101", "--chunks", "many"], "argument --chunks: invalid int value: 'many'"),
+        (["run", "resnet101", "--colour", "red"], "unrecognized arguments: --colour red"),
+    ],
+)
+def test_words_that_mean_nothing_give_one_clear_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command line that cannot be read is refused without a page of usage."""
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("gpipebal: error: ") and message in first
+    assert second.startswith("Fix: see gpipebal") and second.endswith("--help.")
+
+
+def test_exception_in_users_code_is_not_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """A function that fails, and a layer that fails, keep their own exception and traceback."""
+    with pytest.raises(ZeroDivisionError, match="the user's own fault"):
+        main(["run", "workloads:raising"])
+    assert "gpipebal: error" not in capsys.readouterr().err
+
+
+def test_exception_in_users_layer_names_the_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer that fails is named, and its own exception stands in the traceback."""
+    words = ["run", "workloads:with_broken_layer", "--output", str(tmp_path), "--device", "cpu"]
+    with pytest.raises(ProfileError, match=r"layer '1' \(layer 1\) failed") as caught:
+        main(words)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "gpipebal: error" not in capsys.readouterr().err
+
+
+def test_traceback_ends_with_status_one(tmp_path: Path) -> None:
+    """The process of a failing user function shows the traceback and ends with status 1."""
+    done = subprocess.run(
+        _command("run", "workloads:raising"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=_environment(),
+        timeout=WATCHDOG,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "in raising" in done.stderr and "ZeroDivisionError: the user's" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_needs_no_torch(words: list[str]) -> None:
+    """Help and version come at once, without loading torch."""
+    code = (
+        "import sys, gpipebal.cli\n"
+        f"try: gpipebal.cli.main({words!r})\n"
+        "except SystemExit as end: print('status', end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        timeout=WATCHDOG,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "status 0 False"
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of a command ends with lines that can be copied."""
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "gpipebal run resnet101 --partitions 2\n" in capsys.readouterr().out
+
+
+def test_command_does_the_whole_job(tmp_path: Path) -> None:
+    """The command prints plan and report, names its files, and ends with status 0."""
+    words = ["workloads:tiny", "--device", "cpu", "--chunks", "2", "--steps", "1"]
+    with _started(tmp_path, "run", *words) as process:
+        out, err = process.communicate(timeout=WATCHDOG)
+    assert process.returncode == 0, err
+    assert f"{Plan.load(tmp_path / 'gpipebal-run' / 'plan.json')}" in out
+    assert "predicted is off by" in out and "plain model, 1 thread" in out
+    assert out.endswith(
+        "Files in gpipebal-run: profile.json, plan.json, timeline.json, report.json, plan.png\n"
+    )
+    # Progress bars are for terminals: a file gets none of their control characters.
+    assert "\r" not in err
+
+
+def test_interrupt_ends_the_run_and_keeps_the_files(tmp_path: Path) -> None:
+    """One Ctrl-C ends a run that would go on for hours, with status 130 and one line."""
+    words = ["workloads:tiny", "--device", "cpu", "--chunks", "2", "--output", "out"]
+    words += ["--steps", "100000000"]
+    with _started(tmp_path, "run", *words) as process:
+        _wait_for(process, "Training")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=WATCHDOG)
+    assert process.returncode == 130, err
+    assert err.strip() == "gpipebal: interrupted. out: profile.json, plan.json written"
+    assert Profile.load(tmp_path / "out" / "profile.json").n_layers == 5
+    assert Plan.load(tmp_path / "out" / "plan.json").n_layers == 5
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"profile.json", "plan.json"}
+
+
+def test_interrupt_inside_executed_text_ends_with_the_same_status(tmp_path: Path) -> None:
+    """Wherever an interrupt strikes, the status is 130 and nobody is told of files never made."""
+    with _started(tmp_path, "run", "workloads:interrupted") as process:
+        _, err = process.communicate(timeout=WATCHDOG)
+    assert process.returncode == 130
+    assert err.strip() == "gpipebal: interrupted. Nothing was written."
+
+
+def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """When the cell in progress never ends, a second Ctrl-C does not wait for it."""
+    words = ["workloads:with_blocking_layer", "--device", "cpu"]
+    with _started(tmp_path, "run", *words) as process:
+        _wait_for(process, "blocked")
+        for _ in range(WATCHDOG):
+            process.send_signal(signal.SIGINT)
+            # Signals that come together count as one, so there is a pause between two.
+            try:
+                _, err = process.communicate(timeout=1)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    assert process.returncode == 130
+    assert "gpipebal: stopped at once." in err

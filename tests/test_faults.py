@@ -1,0 +1,222 @@
+"""Faults in a pipeline: the right error arrives, nothing hangs, and the model is usable again.
+
+Every test runs under a watchdog: a hang is a failure, not a long test.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipebal.pipeline import GPipe, is_recomputing
+from gpipebal.schedule import CHECKPOINT_MODES
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class OddError(Exception):
+    """An exception whose constructor takes what copies of it would not."""
+
+    def __init__(self, left: int, *, right: int) -> None:
+        super().__init__(f"{left} and {right}")
+
+
+class Fault(nn.Module):
+    """Raise on demand: in a pass (forward, recompute, backward) of the n-th call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.where = ""
+        self.calls = 0
+        self.at = 1
+        self.error: BaseException = OddError(1, right=2)
+
+    def maybe(self, where: str) -> None:
+        if where == self.where:
+            self.calls += 1
+            if self.calls == self.at:
+                raise self.error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.maybe("recompute" if is_recomputing() else "forward")
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.maybe("backward"))
+        return y
+
+
+def make(n_layers: int = 4) -> tuple[nn.Sequential, list[Fault]]:
+    """Make a chain of layers that can fail."""
+    faults = [Fault() for _ in range(n_layers)]
+    return nn.Sequential(*faults), faults
+
+
+def step(pipe: GPipe) -> Tensor:
+    """Run a forward and a backward of eight rows."""
+    output = pipe(torch.ones(8, 3))
+    output.sum().backward()
+    return output.detach()
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+@pytest.mark.parametrize("at", [1, 3])
+def test_the_original_error_arrives_with_its_place(where: str, layer: int, at: int) -> None:
+    """A fault in any pass of any layer is raised as it is, with notes that say where."""
+    model, faults = make()
+    pipe = GPipe(model, [1, 2, 1], chunks=4, checkpoint="always")
+    expected = step(pipe)
+    faults[layer].where, faults[layer].at = where, at
+    with pytest.raises(OddError, match="1 and 2") as caught:
+        step(pipe)
+    assert caught.value is faults[layer].error
+    notes = "\n".join(caught.value.__notes__)
+    partition = [0, 1, 1, 2][layer]
+    assert f"in partition {partition}, {where} of micro-batch" in notes
+    if where != "backward":
+        assert f"in layer '{layer}'" in notes
+        assert "maybe" in "".join(traceback.format_exception(caught.value))
+    faults[layer].where = ""
+    pipe.zero_grad()
+    assert torch.equal(step(pipe), expected)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])
+@pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
+def test_exceptions_of_every_kind_arrive(kind: type[BaseException], where: str) -> None:
+    """Exceptions that are no Exception end the mini-batch too, instead of killing a worker."""
+    model, faults = make()
+    pipe = GPipe(model, [2, 2], chunks=2, checkpoint="always")
+    faults[2].where, faults[2].error = where, kind("stop")
+    with pytest.raises(kind):
+        step(pipe)
+    faults[2].where = ""
+    step(pipe)
+
+
+def test_nothing_new_starts_after_a_fault() -> None:
+    """Cells in progress end; no later cell of the failed mini-batch starts."""
+    model, faults = make(2)
+    pipe = GPipe(model, [1, 1], chunks=16, checkpoint="never")
+    faults[1].where, faults[1].at = "forward", 1
+    seen: list[int] = []
+    release = threading.Event()
+
+    def slow_first(module: nn.Module, args: Any) -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            # Micro-batch 1 is in progress in partition 0 until partition 1 has failed.
+            assert release.wait(30)
+
+    def failing(module: nn.Module, args: Any) -> None:
+        release.set()
+
+    faults[0].register_forward_pre_hook(slow_first)
+    faults[1].register_forward_pre_hook(failing)
+    with pytest.raises(OddError):
+        pipe(torch.ones(16, 3))
+    assert len(seen) <= 3
+
+
+def test_the_first_failure_in_schedule_order_is_raised() -> None:
+    """Of several failures the one that comes first in the schedule arrives, and names the rest."""
+    model, faults = make(2)
+    both = threading.Barrier(2)
+    for fault, text in zip(faults, ("left", "right"), strict=True):
+        fault.error = RuntimeError(text)
+
+        def meet(module: nn.Module, args: Any, fault: Fault = fault) -> None:
+            fault.calls += 1
+            if fault is faults[0] and fault.calls == 2:  # micro-batch 1 in partition 0
+                both.wait(30)
+                raise fault.error
+            if fault is faults[1]:  # micro-batch 0 in partition 1, at the same time
+                both.wait(30)
+                raise fault.error
+
+        fault.register_forward_pre_hook(meet)
+    pipe = GPipe(model, [1, 1], chunks=3, checkpoint="never")
+    with pytest.raises(RuntimeError, match="left") as caught:
+        pipe(torch.ones(3, 3))
+    assert any("also failed: in partition 1" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_failed_backward_cannot_be_repeated(checkpoint: str) -> None:
+    """After a fault in the backward a second backward is an error, not a wrong gradient."""
+    model, faults = make()
+    pipe = GPipe(model, [2, 2], chunks=2, checkpoint=checkpoint)  # type: ignore[arg-type]
+    loss = pipe(torch.ones(4, 3)).sum()
+    faults[1].where = "backward"
+    with pytest.raises(OddError):
+        loss.backward(retain_graph=True)
+    faults[1].where = ""
+    with pytest.raises(RuntimeError, match="ran already"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
+def test_ctrl_c_ends_a_mini_batch(where: str) -> None:
+    """An interrupt of the waiting caller ends the mini-batch after the cell in progress."""
+    model, faults = make()
+    pipe = GPipe(model, [2, 2], chunks=4, checkpoint="always")
+    expected = step(pipe)
+    inside = threading.Event()
+
+    def slow(place: str) -> None:
+        if place == where and not inside.is_set():
+            inside.set()
+            time.sleep(0.3)  # the cell in progress while the interrupt arrives
+
+    faults[1].maybe = slow  # type: ignore[method-assign]
+
+    def interrupt() -> None:
+        assert inside.wait(30)
+        signal.raise_signal(signal.SIGINT)
+
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        step(pipe)
+    killer.join()
+    pipe.zero_grad()
+    assert torch.equal(step(pipe), expected)
+
+
+def test_random_faults_leave_no_trace() -> None:
+    """After many steps with faults in random places: same gradients, no more threads, no hang."""
+    model, faults = make()
+    model(torch.ones(8, 3)).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    pipe = GPipe(model, [1, 1, 2], chunks=4, checkpoint="except_last")
+    step(pipe)
+    threads = threading.active_count()
+    generator = torch.Generator().manual_seed(0)
+
+    def pick(n: int) -> int:
+        return int(torch.randint(0, n, (), generator=generator))
+
+    n_failed = 0
+    for _ in range(150):
+        fault = faults[pick(4)]
+        fault.calls, fault.at = 0, 1 + pick(4)
+        fault.where = ("", "forward", "recompute", "backward")[pick(4)]
+        pipe.zero_grad()
+        try:
+            step(pipe)
+        except OddError:
+            n_failed += 1
+        else:
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
+        fault.where = ""
+    assert n_failed > 50
+    assert threading.active_count() == threads

@@ -1,0 +1,121 @@
+"""Saved files: whole or not at all, and refused with a reason when they are not what they claim."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipebal import files
+from gpipebal.errors import FileFormatError
+from gpipebal.files import atomic_path, read_record, write_record
+
+RECORD = {"format": "thing", "version": 1, "values": [1, 2.5, None, "a"]}
+
+
+def test_record_survives_a_round_trip(tmp_path: Path) -> None:
+    """What was written is read back, with format and version as the first keys of the file."""
+    path = tmp_path / "a" / "thing.json"
+    write_record(path, RECORD)
+    assert read_record(path, "thing", 1) == RECORD
+    assert path.read_text().split('"')[1::2][:2] == ["format", "thing"]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_keep_every_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+    """A float is read back as exactly the one that was written."""
+    path = tmp_path_factory.mktemp("bits") / "thing.json"
+    write_record(path, {"format": "thing", "version": 1, "value": value})
+    found = read_record(path, "thing", 1)["value"]
+    assert (found, str(found)) == (value, str(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_what_json_cannot_hold_is_not_written(tmp_path: Path, value: object) -> None:
+    """A value that no reader could take leaves the old file whole and no other file behind."""
+    path = tmp_path / "thing.json"
+    write_record(path, RECORD)
+    with pytest.raises((ValueError, TypeError), match="JSON"):
+        write_record(path, {"value": value})
+    assert read_record(path, "thing", 1) == RECORD
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:
+    """An exception in the block, also Ctrl-C, leaves the old file and no temporary one."""
+    path = tmp_path / "thing.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_path(path) as temporary:
+        temporary.write_text("half of the n")
+        assert temporary.suffix == ".json" and temporary.parent == tmp_path
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_written_file_has_the_permissions_of_an_ordinary_file(tmp_path: Path) -> None:
+    """The file can be read by whoever the umask allows, not by its owner only."""
+    path = tmp_path / "thing.json"
+    mask = os.umask(0o022)
+    try:
+        write_record(path, RECORD)
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not readable JSON"),
+        (b"{", "is not readable JSON"),
+        (b"\xff\xfe", "is not text"),
+        (b"[" * 100_000, "is not readable JSON"),
+        (b'{"format": "thing", "version": 1, "value": NaN}', "NaN is not a number"),
+        (b"[1]", "is not a thing file: format='list'"),
+        (b"{}", "is not a thing file: format=None"),
+        (b'{"format": "other", "version": 1}', "is not a thing file: format='other'"),
+        (b'{"format": "thing"}', "has no readable version: version=None"),
+        (b'{"format": "thing", "version": "1"}', "has no readable version: version='1'"),
+        (b'{"format": "thing", "version": true}', "has no readable version: version=True"),
+        (b'{"format": "thing", "version": 0}', "has no readable version: version=0"),
+        (b'{"format": "thing", "version": 3}', r"has a newer format: version=3 \(.*up to 2\)"),
+    ],
+)
+def test_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    """A file that is not what it should be is refused by name, with what is wrong and a fix."""
+    path = tmp_path / "thing.json"
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=message) as caught:
+        read_record(path, "thing", 2)
+    assert str(path) in str(caught.value) and "\nFix: " in str(caught.value)
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """A missing file, and a folder, are refused as a file is."""
+    with pytest.raises(FileFormatError, match="cannot be read: No such file"):
+        read_record(tmp_path / "missing.json", "thing", 1)
+    with pytest.raises(FileFormatError, match="cannot be read: Is a directory"):
+        read_record(tmp_path, "thing", 1)
+
+
+def test_huge_file_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file above the limit is refused by its size alone."""
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 10)
+    path = tmp_path / "thing.json"
+    path.write_text(json.dumps(RECORD))
+    with pytest.raises(FileFormatError, match=r"is too large: \d+ bytes \(expected at most 10\)"):
+        read_record(path, "thing", 1)
+
+
+def test_older_version_is_read(tmp_path: Path) -> None:
+    """A file of an earlier version is handed to its reader, which knows what has changed."""
+    path = tmp_path / "thing.json"
+    write_record(path, RECORD)
+    assert read_record(path, "thing", 7)["version"] == 1

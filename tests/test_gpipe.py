@@ -1,0 +1,304 @@
+"""The GPipe module: construction, errors, and the interface of a module."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from chains import batchnorm_chain
+from torch import nn
+
+import gpipebal as gb
+from gpipebal.errors import GpipebalError
+from gpipebal.pipeline import GPipe
+
+
+def chain() -> nn.Sequential:
+    """Make a chain of three named layers."""
+    return nn.Sequential(OrderedDict(first=nn.Linear(3, 4), act=nn.ReLU(), second=nn.Linear(4, 2)))
+
+
+BAD = {
+    "no Sequential": (lambda: GPipe(nn.Linear(1, 1), [1]), TypeError, "must be nn.Sequential"),
+    "no balance": (lambda: GPipe(chain()), ValueError, "balance is required"),
+    "sum": (lambda: GPipe(chain(), [1, 1]), ValueError, r"sum\(\[1, 1\]\)=2 \(expected 3"),
+    "zero entry": (lambda: GPipe(chain(), [0, 3]), ValueError, "impossible entry"),
+    "fraction": (lambda: GPipe(chain(), [1.5, 1.5]), ValueError, "impossible entry"),
+    "no chunks": (lambda: GPipe(chain(), [3], chunks=0), ValueError, "chunks=0"),
+    "odd chunks": (lambda: GPipe(chain(), [3], chunks="x"), ValueError, "not a whole number"),
+    "mode": (lambda: GPipe(chain(), [3], checkpoint="some"), ValueError, "expected one of"),
+    "few devices": (
+        lambda: GPipe(chain(), [1, 2], devices=["cpu"]),
+        IndexError,
+        "1 for 2 partitions",
+    ),
+    "a bare device": (lambda: GPipe(chain(), [3], devices="cpu"), ValueError, "not a list"),
+    "odd device": (lambda: GPipe(chain(), [3], devices=["tpu!"]), ValueError, "not readable"),
+    "other device": (lambda: GPipe(chain(), [3], devices=["meta"]), ValueError, "not supported"),
+    "threads": (
+        lambda: GPipe(chain(), [3], threads_per_partition=0),
+        ValueError,
+        "threads_per_partition=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_get_a_clear_error(case: str) -> None:
+    """Every impossible argument is a GpipebalError of the expected builtin kind, with a fix."""
+    make, kind, message = BAD[case]
+    with pytest.raises(kind, match=message) as caught:
+        make()
+    assert isinstance(caught.value, GpipebalError)
+    assert "Fix: " in str(caught.value)
+
+
+def test_the_same_layer_twice_is_refused() -> None:
+    """A layer in two places, or a parameter in two layers, is an error that names both."""
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="layer '0' and in layer '1'"):
+        GPipe(nn.Sequential(layer, layer), [2])
+    other = nn.Linear(2, 2)
+    other.weight = layer.weight
+    with pytest.raises(ValueError, match="a parameter stands twice"):
+        GPipe(nn.Sequential(layer, other), [2])
+
+
+def test_a_model_without_values_is_refused() -> None:
+    """A model on the meta device cannot run."""
+    with torch.device("meta"):
+        model = chain()
+    with pytest.raises(ValueError, match="no values"):
+        GPipe(model, [3])
+
+
+def test_settings_are_visible() -> None:
+    """Balance, devices, chunks and mode can be read, whole floats count as ints."""
+    pipe = GPipe(chain(), (2.0, 1), devices=["cpu", "cpu:0", "cpu"], chunks=4.0)  # type: ignore[arg-type]
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([2, 1], 4, "except_last")
+    assert pipe.devices == [torch.device("cpu")] * 2
+    assert "balance=[2, 1]" in repr(pipe)
+
+
+def test_it_is_a_sequence_of_the_callers_own_layers() -> None:
+    """len, iteration and indexing see the layers that the caller made."""
+    model = chain()
+    pipe = GPipe(model, [1, 2])
+    assert len(pipe) == 3
+    assert list(pipe) == list(model)
+    assert pipe[-1] is model.second
+    assert [list(dict(part.named_children())) for part in pipe.partitions] == [
+        ["first"],
+        ["act", "second"],
+    ]
+    with pytest.raises(IndexError):
+        pipe[3]
+
+
+def test_empty_chain() -> None:
+    """A chain without layers gives its input back."""
+    pipe = GPipe(nn.Sequential(), [])
+    inputs = torch.ones(3, 2)
+    assert pipe(inputs) is inputs
+    assert len(pipe) == 0
+
+
+@pytest.mark.parametrize("balance", [[8], [3, 5], [1, 1, 6]])
+def test_state_dict_is_the_plain_models(balance: list[int]) -> None:
+    """Keys do not depend on the balance: state moves between balances and the plain model."""
+    model = batchnorm_chain()
+    plain_keys = list(model.state_dict())
+    pipe = GPipe(copy.deepcopy(model), balance)
+    assert list(pipe.state_dict()) == plain_keys
+    assert [name for name, _ in pipe.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
+    other = GPipe(batchnorm_chain(), [2, 6])
+    other.load_state_dict(pipe.state_dict())
+    plain = batchnorm_chain()
+    plain.load_state_dict(other.state_dict())
+    for mine, theirs in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    outer = nn.Sequential(OrderedDict(pipe=pipe))
+    assert list(outer.state_dict()) == [f"pipe.{key}" for key in plain_keys]
+
+
+def test_layers_may_have_the_names_of_settings() -> None:
+    """Layers called 'chunks' or 'balance' are layers, and the settings stay settings."""
+    model = nn.Sequential(OrderedDict(chunks=nn.Linear(2, 2), balance=nn.Linear(2, 2)))
+    pipe = GPipe(model, [1, 1], chunks=2)
+    assert (pipe.chunks, pipe.balance) == (2, [1, 1])
+    pipe.chunks = 3
+    assert pipe.chunks == 3
+    assert list(pipe.state_dict()) == [
+        "chunks.weight",
+        "chunks.bias",
+        "balance.weight",
+        "balance.bias",
+    ]
+    pipe(torch.ones(6, 2)).sum().backward()
+
+
+def test_moving_is_refused_and_changing_dtype_is_not() -> None:
+    """Partitions have their own devices; the dtype is everyone's."""
+    pipe = GPipe(chain(), [1, 2])
+    for move in (pipe.cpu, pipe.cuda, lambda: pipe.to("cpu"), lambda: pipe.to(torch.zeros(1))):
+        with pytest.raises(TypeError, match="cannot be moved"):
+            move()
+    assert pipe.to(torch.double)(torch.ones(2, 3, dtype=torch.double)).dtype == torch.double
+
+
+def test_copies_work_at_any_time() -> None:
+    """Deepcopy and pickle after a forward give pipelines that train, apart from the original."""
+    pipe = GPipe(chain(), [1, 2], chunks=2)
+    inputs = torch.ones(4, 3)
+    pipe(inputs).sum().backward()
+    stored = io.BytesIO()
+    pickle.dump(pipe, stored)
+    stored.seek(0)
+    for twin in (copy.deepcopy(pipe), pickle.load(stored)):
+        torch.testing.assert_close(twin(inputs), pipe(inputs))
+        twin(inputs).sum().backward()
+        assert twin[0] is not pipe[0]
+
+
+def test_outputs_may_live_longer_than_the_pipe() -> None:
+    """A backward after the last reference to the pipeline is gone still works."""
+    model = chain()
+    output = GPipe(model, [1, 2], chunks=2)(torch.ones(4, 3))
+    gc.collect()
+    output.sum().backward()
+    assert model.first.weight.grad is not None
+
+
+def test_a_backward_after_close_is_an_error() -> None:
+    """close() ends what a backward would need: a clear error, not a hang."""
+    pipe = GPipe(chain(), [1, 2], chunks=2)
+    output = pipe(torch.ones(4, 3))
+    pipe.close()
+    with pytest.raises(RuntimeError, match="the pipeline is closed"):
+        output.sum().backward()
+
+
+def test_closing_ends_the_threads() -> None:
+    """close() ends the workers, a later forward starts new ones, collection ends them too."""
+    before = threading.active_count()
+    pipe = GPipe(chain(), [1, 2], chunks=2)
+    pipe(torch.ones(4, 3))
+    assert threading.active_count() == before + 2
+    pipe.close()
+    pipe.close()
+    assert threading.active_count() == before
+    pipe(torch.ones(4, 3)).sum().backward()
+    del pipe
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_threads_of_the_process_stay_as_they_were() -> None:
+    """Workers have their share of the cores; the caller, and threads started later, their own."""
+    torch.set_num_threads(2)
+    seen: list[int] = []
+
+    class Look(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return x
+
+    pipe = GPipe(nn.Sequential(Look(), Look()), [1, 1], threads_per_partition=1)
+    pipe(torch.ones(2, 1))
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert (seen, torch.get_num_threads(), later) == ([1, 1], 2, [2])
+
+
+def test_from_plan_runs_the_plan() -> None:
+    """A plan decides balance, chunks, mode and threads."""
+    profile = gb.Profile.from_costs([1.0, 1.0, 2.0], names=["first", "act", "second"], chunks=3)
+    plan = gb.solve(profile, 2, checkpoint="always")
+    pipe = GPipe.from_plan(chain(), plan, threads_per_partition=1)
+    assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([2, 1], 3, "always")
+
+
+def test_from_plan_refuses_another_model() -> None:
+    """A plan for other layers is refused, and the first difference is named."""
+    plan = gb.solve(gb.Profile.from_costs([1.0, 1.0]), 2)
+    with pytest.raises(ValueError, match=r"layer 0 is '0' in the plan and 'first' in the module"):
+        GPipe.from_plan(chain(), plan)
+
+
+def test_interpreter_ends_cleanly_with_live_pipes() -> None:
+    """A program that ends with a pipeline in a global exits with status 0, and does not hang."""
+    program = (
+        "import torch; from torch import nn; from gpipebal.pipeline import GPipe\n"
+        "pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)\n"
+        "pipe(torch.ones(4, 2)).sum().backward()\n"
+        "other = pipe(torch.ones(4, 2))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=100, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_two_pipes_in_two_threads() -> None:
+    """Pipelines used from two threads at once do not disturb each other."""
+    results: dict[int, torch.Tensor] = {}
+
+    def train(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        for parameter in model.parameters():
+            parameter.data.normal_(generator=generator)
+        pipe = GPipe(model, [1, 2], chunks=2)
+        for _ in range(20):
+            pipe(torch.randn(4, 4, generator=generator)).sum().backward()
+        assert model[0].weight.grad is not None
+        results[seed] = model[0].weight.grad.clone()
+
+    expected = {}
+    for seed in (1, 2):
+        train(seed)
+        expected[seed] = results.pop(seed)
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in (1, 2):
+        torch.testing.assert_close(results[seed], expected[seed])
+
+
+def test_one_pipe_in_two_threads() -> None:
+    """Mini-batches of two threads through one pipeline get their own outputs and gradients."""
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), [1, 2], chunks=2)
+    plain = copy.deepcopy(nn.Sequential(*pipe))
+    failures: list[BaseException] = []
+
+    def use(seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(25):
+                inputs = torch.randn(4, 4, generator=generator, requires_grad=True)
+                (mine,) = torch.autograd.grad(pipe(inputs).sum(), inputs)
+                (theirs,) = torch.autograd.grad(plain(inputs).sum(), inputs)
+                torch.testing.assert_close(mine, theirs)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

@@ -1,0 +1,134 @@
+"""The import order of docs/architecture.md, read from the source and not from a picture."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpipebal
+
+ROOT = Path(gpipebal.__file__).parent
+MAX_LINES = 400
+HEAVY = ("torch", "pandas", "scipy", "matplotlib")
+
+#: Rank of every module or package directly below gpipebal: arrows point to lower ranks only.
+RANKS = {
+    "errors": 0,
+    "units": 0,
+    "files": 0,
+    "profile": 1,
+    "plan": 1,
+    "schedule": 1,
+    "timeline": 1,
+    "problem": 2,
+    "simulator": 2,
+    "memory": 2,
+    "solvers": 3,
+    "planner": 3,
+    "profiler": 4,
+    "pipeline": 4,
+    "models": 4,
+    "balance": 5,
+    "plots": 5,
+    "report": 5,
+    "run": 5,
+    "cli": 6,
+    "compat": 6,
+    "__main__": 6,
+}
+
+#: The arrows that are allowed inside one rank.
+WITHIN_RANK = {
+    ("files", "errors"),
+    ("units", "errors"),
+    ("plan", "schedule"),
+    ("timeline", "schedule"),
+    ("planner", "solvers"),
+    ("profiler", "pipeline"),
+    ("run", "report"),
+    ("run", "plots"),
+    ("__main__", "cli"),
+}
+
+FILES = sorted(p for p in ROOT.rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def _part(path: Path) -> str:
+    """Return the name of the module or package below gpipebal that a file belongs to."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def _imported(path: Path) -> set[str]:
+    """Return the dotted names of all modules that a file imports, wherever in the file."""
+    package = ["gpipebal", *path.relative_to(ROOT).parent.parts]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from gpipebal import plots` imports a module too.
+            names |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+    return names
+
+
+def _parts_imported(path: Path) -> set[str]:
+    """Return the modules and packages below gpipebal that a file imports, but not its own."""
+    dotted = [name.split(".") for name in _imported(path)]
+    parts = {name[1] for name in dotted if name[0] == "gpipebal" and len(name) > 1}
+    return (parts & RANKS.keys()) - {_part(path)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    """A module imports only from lower ranks, or along an arrow that its own rank allows."""
+    part = _part(path)
+    if part == "__init__":
+        return
+    assert part in RANKS, f"{part} has no rank: give it one here and in docs/architecture.md"
+    for other in _parts_imported(path):
+        allowed = RANKS[other] < RANKS[part] or (part, other) in WITHIN_RANK
+        assert allowed, f"{part} (rank {RANKS[part]}) imports {other} (rank {RANKS[other]})"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_torch_stays_at_the_top(path: Path) -> None:
+    """Nothing below rank 4 imports torch, so that a saved profile is planned without it."""
+    if RANKS.get(_part(path), 6) < 4:
+        assert not {n for n in _imported(path) if n.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_small(path: Path) -> None:
+    """No file is longer than 400 lines."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_package_init_imports_nothing_eagerly() -> None:
+    """The package itself imports its modules only for type checkers, and on first use."""
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    eager = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {node.module for node in eager if isinstance(node, ast.ImportFrom)}
+    assert modules == {"__future__", "importlib", "typing"}
+    assert len(eager) == len(modules)
+
+
+PLANNING = ", ".join(f"gpipebal.{part}" for part, rank in sorted(RANKS.items()) if rank < 4)
+
+
+@pytest.mark.parametrize("modules", ["gpipebal", "gpipebal.solvers", PLANNING, "gpipebal.cli"])
+def test_import_loads_nothing_heavy(modules: str) -> None:
+    """Importing all below rank 4, or the command line, loads no torch, pandas, or the like."""
+    code = (
+        f"import sys, {modules}\n"
+        f"print(sorted(set({HEAVY!r}) & {{name.split('.')[0] for name in sys.modules}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,199 @@
+"""Plan: its table, its figures from first principles, and that a file brings back every bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipebal.errors import BalanceError, FileFormatError
+from gpipebal.plan import PartitionPlan, PeakMemory, Plan
+
+TIMES = st.floats(0, 1e6, allow_nan=False)
+
+
+def _plan(**changes: Any) -> Plan:
+    """Return a plan of two partitions with round figures, and the given changes."""
+    content: dict[str, Any] = {
+        "partitions": (
+            PartitionPlan(
+                ("a", "b"), ("x", "y"), 1.0, 2.0, 0.5, PeakMemory(1024, 1024, optimizer=0)
+            ),
+            PartitionPlan(("c",), ("z",), 0.25, 1.25, 0.5, PeakMemory(activations=512)),
+        ),
+        "chunks": 4,
+        "rows": 8,
+        "checkpoint": "except_last",
+        "schedule": "gpipe",
+        "objective": "makespan",
+        "value": 20.0,
+        "lower_bound": 20.0,
+        "status": "optimal",
+        "method": "parametric",
+        "makespan": 20.0,
+        "bottleneck": 3.5,
+    }
+    return Plan(**{**content, **changes})
+
+
+def test_plan_derives_the_balance() -> None:
+    """The balance is the number of layers of each partition, and its sum the number of layers."""
+    plan = _plan()
+    assert plan.balance == (2, 1)
+    assert (plan.n_partitions, plan.n_layers) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "chunks", "times"),
+    [
+        ("always", 1, (3.5, 2.0)),
+        ("except_last", 4, (3.5, 2.0)),
+        # The only micro-batch is the last one: nothing is recomputed.
+        ("except_last", 1, (3.0, 1.5)),
+        ("never", 4, (3.0, 1.5)),
+    ],
+)
+def test_micro_batch_time_counts_recompute_where_the_mode_does(
+    checkpoint: str, chunks: int, times: tuple[float, float]
+) -> None:
+    """A partition's time is forward + backward, and recompute under modes that recompute."""
+    plan = _plan(checkpoint=checkpoint, chunks=chunks)
+    assert tuple(plan.micro_batch_time(j) for j in range(2)) == times
+    assert plan.imbalance == pytest.approx(max(times) / (sum(times) / 2))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "recomputed"), [("always", 4), ("except_last", 3), ("never", 0)]
+)
+def test_bubble_fraction_is_idle_over_all(checkpoint: str, recomputed: int) -> None:
+    """Busy and idle device-time add up to partitions times makespan."""
+    plan = _plan(checkpoint=checkpoint)
+    busy = 4 * (3.0 + 1.5) + recomputed * (0.5 + 0.5)
+    assert plan.bubble_fraction * 40.0 + busy == pytest.approx(40.0)
+
+
+def test_gap_is_relative_to_the_value() -> None:
+    """The gap says how far below the value the optimum can be; a value of zero has none."""
+    assert _plan(value=20.0, lower_bound=15.0).gap == 0.25
+    assert _plan(value=0.0, lower_bound=0.0).gap == 0.0
+
+
+def test_figures_of_a_plan_without_time_are_defined() -> None:
+    """All-zero times divide by nothing: imbalance 1, bubble 0, and a table that prints."""
+    idle = PartitionPlan(("a",), ("x",), 0.0, 0.0, 0.0)
+    plan = _plan(partitions=(idle, idle), makespan=0.0, value=0.0, lower_bound=0.0)
+    assert (plan.imbalance, plan.bubble_fraction) == (1.0, 0.0)
+    assert "0.0 %" in str(plan)
+
+
+def test_peak_memory_total_adds_every_part() -> None:
+    """The total is the sum of the parts; unknown optimizer state counts as nothing."""
+    assert PeakMemory(1, 2, 4, 8, 16, 32, 64).total == 127
+    assert PeakMemory(1, 2, 4, None, 16, 32, 64).total == 119
+
+
+@settings(max_examples=30)
+@given(
+    partitions=st.lists(
+        st.builds(
+            PartitionPlan,
+            layers=st.lists(st.text(max_size=4), min_size=1, max_size=3).map(tuple),
+            fingerprints=st.lists(st.text(max_size=4), max_size=3).map(tuple),
+            forward_time=TIMES,
+            backward_time=TIMES,
+            recompute_time=TIMES,
+            memory=st.builds(PeakMemory, parameters=st.integers(0, 2**50), optimizer=st.none()),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    step_time=st.none() | TIMES,
+)
+def test_plan_survives_a_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    partitions: list[PartitionPlan],
+    step_time: float | None,
+) -> None:
+    """Save and load give the same plan, in every bit."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    plan = _plan(partitions=tuple(partitions), step_time=step_time, provenance={"threads": 1})
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert str(Plan.load(path)) == str(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partitions": ()}, "partitions is too small: partitions=0"),
+        ({"chunks": 0}, "chunks is too small: chunks=0"),
+        ({"chunks": "4"}, "chunks is not a whole number: chunks='4'"),
+        ({"checkpoint": "sometimes"}, "checkpoint mode does not exist: checkpoint='sometimes'"),
+        (
+            {"partitions": (PartitionPlan((), (), 0.0, 0.0, 0.0),)},
+            "layers of partition 0 is too small: layers of partition 0=0",
+        ),
+    ],
+)
+def test_impossible_plan_is_refused(changes: dict[str, Any], message: str) -> None:
+    """A plan has at least one partition, one layer in each, and one micro-batch."""
+    with pytest.raises(BalanceError, match=message) as caught:
+        _plan(**changes)
+    assert "\nFix: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda r: r.pop("chunks"),
+        lambda r: r.pop("partitions"),
+        lambda r: r.update(partitions=3),
+        lambda r: r.update(partitions=[]),
+        lambda r: r.update(checkpoint="sometimes"),
+        lambda r: r.update(surprise=1),
+        lambda r: r["partitions"][0].pop("layers"),
+        lambda r: r["partitions"][0].update(memory={"surprise": 1}),
+        lambda r: r["partitions"][0].update(memory=None),
+    ],
+)
+def test_damaged_record_is_refused(damage: Any) -> None:
+    """A record with a field missing, unknown, or of another type gives one clear error."""
+    record = json.loads(json.dumps(_plan().to_dict()))
+    damage(record)
+    with pytest.raises(FileFormatError, match=r"plan is damaged: .+\nFix: solve again"):
+        Plan.from_dict(record)
+
+
+def test_newer_file_is_refused(tmp_path: Path) -> None:
+    """A plan of a later format is not guessed at."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**_plan().to_dict(), "version": 2}))
+    with pytest.raises(FileFormatError, match="newer format: version=2"):
+        Plan.load(path)
+
+
+TABLE = """\
+3 layers on 2 partitions, 4 micro-batches of 8 rows, checkpoint='except_last': balance=[2, 1], \
+makespan 20.0 s (proven optimal)
+partition  layers          forward  backward  recompute  peak memory   share
+        0       2  a .. b   1.00 s    2.00 s     500 ms     2.00 KiB  63.6 %
+        1       1  c        250 ms    1.25 s     500 ms        512 B  36.4 %
+makespan 20.0 s; training step 21.0 s; bubble 47.5 %; imbalance 1.273; \
+20.0 % below the split into equally many layers"""
+
+
+def test_plan_prints_as_a_table() -> None:
+    """Printing a plan shows partitions, layers by name, times, peak memory and share."""
+    assert str(_plan(step_time=21.0, equal_split_value=25.0)) == TABLE
+
+
+def test_plan_says_what_it_does_not_know() -> None:
+    """A plan that is not proven shows its gap, and one without optimizer state says so."""
+    bare = PartitionPlan(("a",), ("x",), 1.0, 1.0, 1.0, PeakMemory(parameters=8))
+    text = str(_plan(partitions=(bare,), value=20.0, lower_bound=15.0, status="feasible"))
+    assert "(within 25.0 %)" in text
+    assert text.endswith("does not count optimizer state: it was not given to the profiler.")

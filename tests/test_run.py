@@ -1,0 +1,417 @@
+"""The whole job on tiny models: what it writes, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpipebal.run.job as job
+from gpipebal.errors import BalanceError, DeviceError, GpipebalError, ModelError, UsageError
+from gpipebal.models import MODELS
+from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.devices import visible_cores
+from gpipebal.plan import Plan
+from gpipebal.profile import Profile
+from gpipebal.report import PlainTimes, RunReport
+from gpipebal.run import FILES, Workload, load_workload, run
+from gpipebal.run.places import choose_places, describe_places
+from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads
+from gpipebal.timeline import Timeline
+
+
+@pytest.fixture
+def short_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the profiler stop after a moment: what it measures is not tested here."""
+    measure = job.profile_model
+    monkeypatch.setattr(job, "profile_model", lambda *a, **k: measure(*a, **k, timeout=0.05))
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_run_does_the_whole_job(tmp_path: Path) -> None:
+    """One call profiles, plans, trains and compares, and leaves all files readable."""
+    said: list[str] = []
+    threads = torch.get_num_threads()
+    report = run(
+        "workloads:tiny", partitions=2, chunks=4, steps=3, device="cpu", output=tmp_path / "out",
+        echo=said.append, progress=False,
+    )  # fmt: skip
+    assert torch.get_num_threads() == threads
+    folder = tmp_path / "out"
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+
+    profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+    assert profile.n_layers == plan.n_layers == 5
+    assert profile.provenance["threads"] == report.threads_per_partition
+    assert (plan.chunks, plan.rows, plan.status) == (4, 2, "optimal")
+    assert f"\n{plan}\n" in said
+    timeline = Timeline.load(folder / "timeline.json")
+    assert (timeline.source, timeline.n_partitions, timeline.chunks) == ("measured", 2, 4)
+    # Two timelines stand in the trace: as measured, and as predicted.
+    assert "2 simulated" in (folder / "timeline.json").read_text()
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+    assert report.balance == plan.balance
+    assert report.predicted_step_time == plan.step_time is not None
+    assert len(report.step_times) == 3 and min(report.step_times) > 0
+    assert all(len(plain.step_times) == 3 for plain in report.plain)
+    assert report.plain[0].threads == 1 and report.plain[-1].threads == visible_cores()
+    assert report.predicted_peak_bytes == tuple(p.memory.total for p in plan.partitions)
+    assert len(report.peak_bytes) == 2
+    assert max(report.peak_bytes) <= report.total_peak_bytes <= sum(report.peak_bytes)
+    assert (report.loss, report.optimizer) == (
+        "mean_of_squares (default)",
+        "SGD(lr=0.01) (default)",
+    )
+    assert "loss mean_of_squares (default), optimizer SGD(lr=0.01) (default)" in "\n".join(said)
+    saved = json.loads((folder / "report.json").read_text())
+    assert saved == json.loads(json.dumps(report.to_dict()))
+    assert (saved["format"], saved["version"]) == ("gpipebal-report", 1)
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_run_uses_what_the_user_gives(tmp_path: Path) -> None:
+    """Loss and optimizer of the user's mapping are used, and named without '(default)'."""
+    report = run(
+        "workloads:tiny_with_everything", partitions=3, chunks=2, steps=1, device="cpu",
+        checkpoint="never", threads_per_partition=1, output=tmp_path, echo=str, progress=False,
+    )  # fmt: skip
+    assert (report.loss, report.optimizer) == ("L1Loss", "Adam(lr=0.001)")
+    assert (len(report.balance), report.threads_per_partition) == (3, 1)
+    assert report.checkpoint == "never"
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_run_says_what_limits_its_figures(tmp_path: Path) -> None:
+    """More micro-batches than rows, and more threads than cores, are said in notes."""
+    report = run(
+        "workloads:tiny_classifier", partitions=2, chunks=4, steps=1, device="cpu",
+        threads_per_partition=visible_cores(), output=tmp_path, echo=str, progress=False,
+    )  # fmt: skip
+    assert (report.chunks, report.loss) == (4, "cross_entropy (default)")
+    notes = " ".join(report.notes)
+    assert f"share {visible_cores()} cores: the prediction takes" in notes
+    tall = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    workload = replace(load_workload("workloads:tiny"), model=tall, sample=torch.ones(3, 2))
+    asked = job._Job(
+        workload, choose_places("cpu"), 1, 8, "never", 1, 0,
+        job._Folder(tmp_path / "few"), False, str,
+    )  # fmt: skip
+    few = asked.do()
+    assert few.chunks == 3
+    assert "8 micro-batches were asked for, but the mini-batch has only 3 rows" in str(few)
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_interrupted_run_keeps_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C leaves the finished files whole, and its note tells them from older ones."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "plan.png").write_text("from an earlier run")
+    monkeypatch.setattr(job, "PipelineTrainer", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run("workloads:tiny", chunks=2, output=tmp_path, device="cpu", echo=str, progress=False)
+    note = f"{tmp_path}: profile.json, plan.json written; plan.png from before"
+    assert caught.value.__notes__ == [note]
+    assert Plan.load(tmp_path / "plan.json").n_layers == 5
+    assert Profile.load(tmp_path / "profile.json").n_layers == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "plan.json", "plan.png"}
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_plain_model_that_does_not_fit_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory ends, the pipeline is still reported, and the note says what is missing."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(job, "PlainTrainer", full)
+    report = run(
+        "workloads:tiny", chunks=2, steps=2, output=tmp_path, device="cpu", echo=str,
+        progress=False,
+    )  # fmt: skip
+    assert report.plain == () and len(report.step_times) == 2
+    assert "The plain model does not fit on cpu: no comparison." in report.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "resnet18"}, UsageError, r"model='resnet18' \(expected resnet101, or"),
+        ({"model": "no_such_module_at_all:f"}, UsageError, "no module named 'no_such_module_at"),
+        ({"model": "workloads.sub:f"}, UsageError, "no module named 'workloads.sub'"),
+        ({"model": ":f"}, UsageError, "model is not readable: model=':f'"),
+        ({"model": "workloads:"}, UsageError, "model is not readable"),
+        ({"model": "./workloads.py:tiny"}, UsageError, "module is not readable|cannot be imported"),
+        ({"model": "workloads:missing"}, UsageError, "'missing' of module 'workloads' is no such"),
+        ({"model": "workloads:NOT_A_FUNCTION"}, UsageError, "is a int"),
+        ({"model": "workloads:needing_arguments"}, UsageError, "takes arguments: .*'width'"),
+        ({"model": "workloads:model_only"}, UsageError, "returned Sequential"),
+        ({"model": "workloads:three_things"}, UsageError, "returned tuple of 3"),
+        ({"model": "workloads:mapping_without_sample"}, UsageError, "returned dict with 'model'"),
+        ({"model": "workloads:mapping_with_surprise"}, UsageError, "with .*'losses'"),
+        ({"model": "workloads:no_chain"}, UsageError, "a model of type Linear"),
+        ({"model": "workloads:made_optimizer"}, UsageError, "optimizer to be callable"),
+        ({"model": "workloads:no_tensors"}, ModelError, "input has no tensor"),
+        ({"rows": 4}, UsageError, "--rows is for built-in models: rows=4"),
+        ({"image_size": 64}, UsageError, "--image-size is for built-in models"),
+        ({"partitions": 0}, BalanceError, "partitions is too small: partitions=0"),
+        ({"partitions": 6}, BalanceError, r"partitions=6 \(expected 1..5"),
+        ({"chunks": 0}, BalanceError, "chunks is too small: chunks=0"),
+        ({"steps": 0}, BalanceError, "steps is too small: steps=0"),
+        ({"threads_per_partition": 0}, BalanceError, "threads_per_partition=0"),
+        ({"checkpoint": "sometimes"}, BalanceError, "checkpoint='sometimes'"),
+        ({"seed": -1}, UsageError, "seed is out of range: seed=-1"),
+        ({"device": "cuda:99"}, DeviceError, "device does not exist: device='cuda:99'"),
+        ({"device": "gpu"}, DeviceError, "device is not readable: device='gpu'"),
+        ({"device": ""}, DeviceError, "device is not readable: device=''"),
+        (
+            {"model": "resnet101", "image_size": 32, "rows": 8},
+            UsageError,
+            "micro-batch is too small to normalise: rows=8 in 8 micro-batches",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], error: type[GpipebalError], message: str
+) -> None:
+    """What does not exist or cannot be is refused by name, with a fix, and leaves no folder."""
+    settings: dict[str, Any] = {"model": "workloads:tiny", "device": "cpu", **options}
+    with pytest.raises(error, match=message) as caught:
+        run(**settings, output=tmp_path / "out", echo=str)
+    assert "\nFix: " in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """An output folder that cannot be made is refused before the work begins."""
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UsageError, match=r"output folder cannot be used: output=.* exists"):
+        run("workloads:tiny", output=tmp_path / "out", device="cpu", echo=str)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_suggested_fixes_work() -> None:
+    """The image size and the number of rows that an error suggests are accepted."""
+    with pytest.raises(UsageError, match="Fix: --image-size 33, or --rows 16"):
+        load_workload("resnet101", rows=8, image_size=32, chunks=8)
+    smallest = MODELS["resnet101"].image_size_of_one_row
+    assert load_workload("resnet101", rows=8, image_size=smallest, chunks=8).image_size == smallest
+    assert load_workload("resnet101", rows=16, image_size=32, chunks=8).sample.shape[0] == 16
+
+
+def test_users_own_exception_comes_through() -> None:
+    """What the user's function or module raises is not dressed up as bad input."""
+    with pytest.raises(ZeroDivisionError, match="the user's own fault"):
+        load_workload("workloads:raising")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [("import no_such_dependency", ModuleNotFoundError), ("1 / 0", ZeroDivisionError)],
+)
+def test_exception_while_a_users_module_is_imported_comes_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: type[Exception]
+) -> None:
+    """A module that exists but fails is the user's to debug, with its own traceback."""
+    (tmp_path / "failing_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(error):
+        load_workload("failing_module:f")
+
+
+def test_users_function_is_found_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module in the folder that the command runs in needs no installation."""
+    (tmp_path / "module_of_my_own.py").write_text("from workloads import tiny as mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+    workload = load_workload("module_of_my_own:mine")
+    assert len(workload.model) == 5
+    del sys.modules["module_of_my_own"]
+
+
+def test_seed_decides_parameters_and_data() -> None:
+    """The same seed gives the same model and sample, another seed gives another."""
+    first, again, other = (load_workload("workloads:tiny", seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.sample, again.sample) and not torch.equal(first.sample, other.sample)
+    assert torch.equal(first.model[0].weight, again.model[0].weight)
+    assert not torch.equal(first.model[0].weight, other.model[0].weight)
+
+
+def _workload(target: Any, loss_fn: Any) -> Workload:
+    """Return a float64 workload of seven rows, which no number of chunks divides evenly."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+    sample = torch.randn(7, 3, dtype=torch.float64)
+    return Workload("test", model, sample, target, loss_fn, _momentum, "loss")
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("target", ["classes", "values", "none", "one for all"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_pipeline_and_plain_model_do_the_same_training(target: str, checkpoint: Any) -> None:
+    """After some steps both have the same parameters and buffers, whatever the loss takes."""
+    targets: dict[str, tuple[Any, Any]] = {
+        "classes": (torch.randint(2, (7,)), nn.CrossEntropyLoss()),
+        "values": (torch.randn(7, 2, dtype=torch.float64), nn.MSELoss()),
+        "none": (None, lambda output: output.square().mean()),
+        # Cannot be parted by rows: the loss is then taken once, over all outputs.
+        "one for all": (torch.randn(2, dtype=torch.float64), lambda y, t: (y - t).square().mean()),
+    }
+    workload = _workload(*targets[target])
+    plain_model = copy.deepcopy(workload.model)
+    pipe = GPipe(workload.model, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    try:
+        trainer = PipelineTrainer(pipe, workload)
+        plain = PlainTrainer(plain_model, workload, 3, torch.device("cpu"))
+        for _ in range(3):
+            trainer.step()
+            plain.step()
+    finally:
+        pipe.close()
+    expected, found = plain_model.state_dict(), pipe.state_dict()
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_cpu_threads_are_given_back() -> None:
+    """The caller's number of threads is restored, also when the block raises."""
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), cpu_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "partitions", "places"),
+    [
+        (0, "auto", None, ["cpu", "cpu"]),
+        (0, "cpu", 3, ["cpu"] * 3),
+        (2, "auto", None, ["cuda:0", "cuda:1"]),
+        (2, "cuda", 3, ["cuda:0", "cuda:1", "cuda:0"]),
+        (2, "auto", 1, ["cuda:0"]),
+        (2, "cpu", None, ["cpu", "cpu"]),
+        (3, "cuda:2, cuda:0", None, ["cuda:2", "cuda:0"]),
+        (1, "cuda:0", 2, ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_partitions_go_round_the_devices(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    device: str,
+    partitions: int | None,
+    places: list[str],
+) -> None:
+    """Partitions take the devices in turn, and there is one per CUDA device unless told."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert [str(place) for place in choose_places(device, partitions)] == places
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "message"),
+    [
+        (0, "cuda", "device does not exist: device='cuda' .* 0 CUDA devices"),
+        (1, "cuda:1", "device does not exist: device='cuda:1'"),
+        (1, "cpu,cuda:0", "devices are of different kinds: device='cpu,cuda:0'"),
+        (0, "mps", "kind that is not supported: device='mps'"),
+    ],
+)
+def test_device_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, count: int, device: str, message: str
+) -> None:
+    """A device that does not exist, or a mixture, is refused by name."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(DeviceError, match=message):
+        choose_places(device)
+
+
+def test_sharing_of_devices_is_said() -> None:
+    """The reader learns where partitions go, and that they share devices when they do."""
+    cuda = [torch.device("cuda", index) for index in (0, 1, 0)]
+    assert describe_places(cuda[:2], None) == "2 partitions on cuda:0, cuda:1"
+    shared = "3 partitions on 2 CUDA devices, round-robin: cuda:0, cuda:1, cuda:0"
+    assert describe_places(cuda, None) == shared
+    assert describe_places([torch.device("cpu")] * 2, 1).startswith(
+        "2 partitions on the CPU, 1 thread each ("
+    )
+
+
+REPORT = RunReport(
+    model="tiny",
+    n_parameters=1000,
+    devices=("cpu", "cpu"),
+    cores=2,
+    threads_per_partition=1,
+    balance=(2, 3),
+    chunks=8,
+    mini_batch_rows=32,
+    image_size=None,
+    checkpoint="never",
+    seed=0,
+    loss="cross_entropy",
+    optimizer="SGD(lr=0.01)",
+    predicted_step_time=1.9,
+    step_times=(2.0, 1.5, 4.0),
+    predicted_peak_bytes=(2048, 4096),
+    peak_bytes=(2048, 2048),
+    total_peak_bytes=4096,
+    plain=(PlainTimes("1 thread", 1, (3.0, 3.0)), PlainTimes("2 threads", 2, (1.0, 2.0))),
+    notes=("something to know.",),
+)
+
+TEXT = """\
+tiny on 2 partitions (cpu, 1 thread each), 8 micro-batches of 32 rows together, \
+checkpoint='never', loss cross_entropy, optimizer SGD(lr=0.01)
+
+                           predicted   measured   predicted is off by
+training step                 1.90 s     2.00 s                -5.0 %
+peak memory, partition 0    2.00 KiB   2.00 KiB                +0.0 %
+peak memory, partition 1    4.00 KiB   2.00 KiB              +100.0 %
+peak memory, all            6.00 KiB   4.00 KiB               +50.0 %
+
+training step of the     median   fastest   slowest     pipeline is
+pipeline                 2.00 s    1.50 s    4.00 s
+plain model, 1 thread    3.00 s    3.00 s    3.00 s   1.50x as fast
+plain model, 2 threads   1.50 s    1.00 s    2.00 s   0.75x as fast
+
+The pipeline is faster than the plain model with 1 thread: it takes 33.3 % less time per step.
+The pipeline is slower than the plain model with 2 threads: it takes 33.3 % more time per step.
+Times are of 3 steps, taken in turns after one warm-up; the plain model does the same \
+micro-batches one by one, without recompute.
+Note: something to know."""
+
+
+def test_report_says_plainly_what_came_out() -> None:
+    """Predicted stands beside measured, and slower is called slower."""
+    assert str(REPORT) == TEXT
+    assert REPORT.speedups == {"1 thread": 1.5, "2 threads": 0.75}
+    assert REPORT.step_time_error == pytest.approx(-0.05)
+
+
+def test_report_without_prediction_says_unknown() -> None:
+    """A step time that could not be predicted is not made up."""
+    report = replace(REPORT, predicted_step_time=None, plain=())
+    assert re.search(r"training step +unknown +2\.00 s\n", str(report))
+    assert report.step_time_error is None
+    cuda = replace(REPORT, plain=(PlainTimes("cuda:0", None, (4.0,)),))
+    assert "faster than the plain model on cuda:0: it takes 50.0 % less" in str(cuda)

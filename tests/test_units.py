@@ -1,0 +1,105 @@
+"""Units: what people read, and what they may write."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipebal.errors import UsageError
+from gpipebal.units import format_bytes, format_percent, format_seconds, parse_bytes
+
+SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (1.0, "1.00 s"),
+        (0.9996, "1.00 s"),
+        (0.9994, "999 ms"),
+        (0.0123, "12.3 ms"),
+        (9.996e-4, "1.00 ms"),
+        (1.5e-6, "1.50 us"),
+        (123.4, "123 s"),
+        (-0.0123, "-12.3 ms"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_format_seconds_picks_the_unit(seconds: float, text: str) -> None:
+    """A duration is shown with three digits and never as 1000 of a smaller unit."""
+    assert format_seconds(seconds) == text
+
+
+@given(st.floats(1e-6, 1e4))
+def test_format_seconds_keeps_three_digits(seconds: float) -> None:
+    """What is shown is within half of the last of three digits."""
+    number, unit = format_seconds(seconds).split()
+    assert float(number) * SECONDS_PER_UNIT[unit] == pytest.approx(seconds, rel=5.1e-3)
+    assert float(number) < 1000 or unit == "s"
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (1024 * 1024 - 1, "1.00 MiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**60, "1024 PiB"),
+        (-2048, "-2.00 KiB"),
+    ],
+)
+def test_format_bytes_picks_the_unit(n_bytes: int, text: str) -> None:
+    """A size is shown with three digits in a binary unit."""
+    assert format_bytes(n_bytes) == text
+
+
+def test_format_percent_has_one_decimal() -> None:
+    """A fraction of one is shown as a percentage."""
+    assert format_percent(0.1234) == "12.3 %"
+    assert format_percent(-0.05) == "-5.0 %"
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        (0, 0),
+        (42, 42),
+        ("42", 42),
+        ("16 GiB", 16 * 2**30),
+        (" 1.5kib ", 1536),
+        ("500MB", 500_000_000),
+        ("7 b", 7),
+    ],
+)
+def test_parse_bytes_reads_numbers_and_units(text: int | str, n_bytes: int) -> None:
+    """A size is a number of bytes, or a number with a binary or decimal unit."""
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", [-1, True, "", "GiB", "1 GiBB", "-1 GiB", "1e3", "16 G", None])
+def test_parse_bytes_refuses_what_is_no_size(text: object) -> None:
+    """What is no size is refused, with the text in the message."""
+    message = re.escape(f"size is not readable: size={text!r}")
+    with pytest.raises(UsageError, match=message):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**49))
+def test_parse_bytes_reads_what_format_bytes_writes(n_bytes: int) -> None:
+    """Reading back a shown size gives it within the digits that were shown."""
+    assert parse_bytes(format_bytes(n_bytes)) == pytest.approx(n_bytes, rel=5.1e-3)
+
+
+def test_suggested_fix_for_a_size_works() -> None:
+    """The sizes that the error suggests are sizes."""
+    with pytest.raises(UsageError, match="Fix: write it as") as caught:
+        parse_bytes("much")
+    for text in re.findall(r"'([^']+)'", str(caught.value).split("Fix:")[1]):
+        assert parse_bytes(text) > 0

@@ -1,0 +1,117 @@
+"""Models that the tests name on the command line, as ``workloads:function``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 8
+
+
+def tiny() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain of five layers and a sample of eight rows."""
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3)
+    )
+    return model, torch.randn(ROWS, 6)
+
+
+def tiny_with_everything() -> dict[str, Any]:
+    """Return the same with a target, a loss and an optimizer of its own."""
+    model, sample = tiny()
+    return {
+        "model": model,
+        "sample": sample,
+        "target": torch.randn(ROWS, 3),
+        "loss_fn": nn.L1Loss(),
+        "optimizer": torch.optim.Adam,
+    }
+
+
+def tiny_classifier() -> dict[str, Any]:
+    """Return the same with classes to learn, and no loss."""
+    model, sample = tiny()
+    return {"model": model, "sample": sample, "target": torch.randint(3, (ROWS,))}
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ZeroDivisionError("the user's own fault")
+
+
+def with_broken_layer() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain whose second layer fails."""
+    return nn.Sequential(nn.Linear(2, 2), Broken()), torch.randn(4, 2)
+
+
+def raising() -> None:
+    """Fail as a user's function may."""
+    raise ZeroDivisionError("the user's own fault")
+
+
+def interrupted() -> None:
+    """Be interrupted while a string is executed, as happens inside an import."""
+    exec("raise KeyboardInterrupt")
+
+
+class Blocking(nn.Module):
+    """A layer that never ends when a worker runs it, and says so before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            print("blocked", flush=True)
+            time.sleep(3600)
+        return x
+
+
+def with_blocking_layer() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain that a worker never gets through."""
+    return nn.Sequential(nn.Linear(2, 2), Blocking()), torch.randn(4, 2)
+
+
+def needing_arguments(width: int) -> None:
+    """Need an argument, which the command line cannot give."""
+
+
+def model_only() -> nn.Sequential:
+    """Return a model without a sample."""
+    return tiny()[0]
+
+
+def three_things() -> tuple[Any, ...]:
+    """Return a tuple of the wrong length."""
+    return (*tiny(), None)
+
+
+def mapping_without_sample() -> dict[str, Any]:
+    """Return a mapping that lacks the sample."""
+    return {"model": tiny()[0]}
+
+
+def mapping_with_surprise() -> dict[str, Any]:
+    """Return a mapping with a key that means nothing."""
+    return {**tiny_classifier(), "losses": None}
+
+
+def no_chain() -> tuple[nn.Module, Tensor]:
+    """Return a model that is no nn.Sequential."""
+    return nn.Linear(2, 2), torch.randn(4, 2)
+
+
+def made_optimizer() -> dict[str, Any]:
+    """Return an optimizer instead of what makes one."""
+    model, sample = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "sample": sample, "optimizer": optimizer}
+
+
+def no_tensors() -> tuple[nn.Sequential, list[int]]:
+    """Return a sample without tensors."""
+    return tiny()[0], [1, 2]
+
+
+NOT_A_FUNCTION = 3
