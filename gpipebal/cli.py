@@ -112,7 +112,7 @@ def _add_run(verbs: argparse._SubParsersAction[_Parser]) -> None:
     number("--partitions", help="how many (default: the number of CUDA devices, else 2)")
     number("--chunks", default=8, help="micro-batches per mini-batch (default: %(default)s)")
     number("--rows", help="rows of a built-in model's mini-batch (default: 32)")
-    number("--image-size", help="height and width of its images in pixels (default: 96)")
+    number("--image-size", help="height and width of its images in pixels (default: 64)")
     run.add_argument(
         "--checkpoint",
         metavar="MODE",

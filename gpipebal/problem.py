@@ -217,6 +217,7 @@ class Problem:
         bounds = self.check_bounds(bounds)
         if self.checkpoint == "always":
             return self._makespan_always(bounds)
+        # Prefix sums: f forward, b backward, r recompute.
         f, b, r = self.forward_sums, self.backward_sums, self.recompute_sums
         slowest_forward = max(f[end] - f[start] for start, end in pairwise(bounds))
         slowest_backward = max(

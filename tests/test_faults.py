@@ -219,4 +219,4 @@ def test_random_faults_leave_no_trace() -> None:
                 torch.testing.assert_close(parameter.grad, gradient)
         fault.where = ""
     assert n_failed > 50
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import gpipebal.run.job as job
 from gpipebal.errors import BalanceError, DeviceError, GpipebalError, ModelError, UsageError
 from gpipebal.models import MODELS
 from gpipebal.pipeline import GPipe
@@ -22,7 +21,8 @@ from gpipebal.pipeline.devices import visible_cores
 from gpipebal.plan import Plan
 from gpipebal.profile import Profile
 from gpipebal.report import PlainTimes, RunReport
-from gpipebal.run import FILES, Workload, load_workload, run
+from gpipebal.run import FILES, Workload, comparison, job, load_workload, run
+from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places
 from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads
 from gpipebal.timeline import Timeline
@@ -103,7 +103,7 @@ def test_run_says_what_limits_its_figures(tmp_path: Path) -> None:
     workload = replace(load_workload("workloads:tiny"), model=tall, sample=torch.ones(3, 2))
     asked = job._Job(
         workload, choose_places("cpu"), 1, 8, "never", 1, 0,
-        job._Folder(tmp_path / "few"), False, str,
+        Folder(tmp_path / "few"), False, str,
     )  # fmt: skip
     few = asked.do()
     assert few.chunks == 3
@@ -120,7 +120,7 @@ def test_interrupted_run_keeps_what_is_written(
         raise KeyboardInterrupt
 
     (tmp_path / "plan.png").write_text("from an earlier run")
-    monkeypatch.setattr(job, "PipelineTrainer", interrupt)
+    monkeypatch.setattr(job, "train_in_turns", interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         run("workloads:tiny", chunks=2, output=tmp_path, device="cpu", echo=str, progress=False)
     note = f"{tmp_path}: profile.json, plan.json written; plan.png from before"
@@ -139,13 +139,27 @@ def test_plain_model_that_does_not_fit_is_left_out(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(job, "PlainTrainer", full)
+    monkeypatch.setattr(comparison, "PlainTrainer", full)
     report = run(
         "workloads:tiny", chunks=2, steps=2, output=tmp_path, device="cpu", echo=str,
         progress=False,
     )  # fmt: skip
     assert report.plain == () and len(report.step_times) == 2
     assert "The plain model does not fit on cpu: no comparison." in report.notes
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("short_profile")
+def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
+    """With one CUDA device two partitions take it in turns, and the report says so."""
+    report = run(
+        "workloads:tiny", partitions=2, chunks=2, steps=1, device="cuda:0", output=tmp_path,
+        echo=str, progress=False,
+    )  # fmt: skip
+    assert report.devices == ("cuda:0", "cuda:0") and report.threads_per_partition is None
+    assert [plain.where for plain in report.plain] == ["cuda:0"]
+    assert any("Partitions share devices" in note for note in report.notes)
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
 
 
 @pytest.mark.parametrize(

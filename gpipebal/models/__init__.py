@@ -36,7 +36,7 @@ class ModelEntry:
     make_sample: Callable[[int, int, int], Tensor]
     make_target: Callable[[int, int], Tensor]
     loss_fn: Callable[[Tensor, Tensor], Tensor]
-    image_size: int = 96
+    image_size: int = 64
     image_size_of_one_row: int = 33
 
 

@@ -24,7 +24,7 @@ from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.replica import fingerprint, layer_of_tensors, own_bytes, replicate
-from gpipebal.profiler.rounds import Chain, Rounds
+from gpipebal.profiler.rounds import Chain, Rounds, RoundStoppedError
 from gpipebal.profiler.settle import settle
 from gpipebal.profiler.step import OptimizerFactory, measure_step, optimizer_state_bytes
 from gpipebal.profiler.storages import LayerMemory, measure_memory_of_layers
@@ -118,6 +118,7 @@ def profile_model(
                 chain.written = chains[0].written
             memory, storages, inputs = measure_memory_of_layers(chains[0])
         rounds = _measure(chains, n_threads, limit, progress)
+        chains[0].stop.clear()
         step = _measure_step(
             chains[0], len(sizes), loss_fn, _to_device(target, where), optimizer, modules, where
         )
@@ -157,9 +158,13 @@ def _measure(
     """Run rounds of every chain side by side, each in a thread with its share of the cores."""
     results = [Rounds() for _ in chains]
     failures: list[BaseException] = []
-    stop = threading.Event()
     finished = [threading.Event() for _ in chains]
     on_cpu = chains[0].device.type == "cpu"
+
+    def stop_all() -> None:
+        for chain in chains:
+            chain.stop.set()
+
     with progress_bar("profiling", MOST_ROUNDS * len(chains), progress) as told:
         deadline = time.perf_counter() + limit
 
@@ -173,12 +178,13 @@ def _measure(
                             deadline=deadline,
                             least=LEAST_ROUNDS,
                             most=MOST_ROUNDS,
-                            stop=stop,
                             told=told,
                         )
+                except RoundStoppedError:
+                    pass  # another thread failed, or the caller was interrupted
                 except BaseException as error:
                     failures.append(error)
-                    stop.set()
+                    stop_all()
                 finally:
                     finished[k].set()
 
@@ -191,8 +197,8 @@ def _measure(
             for event in finished:
                 event.wait()
         finally:
-            # Also when interrupted: the rounds in progress end, then the threads do.
-            stop.set()
+            # Also when interrupted: the layers in progress end, then the threads do.
+            stop_all()
             pool.close()
     if failures:
         raise failures[0]

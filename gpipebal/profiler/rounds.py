@@ -24,7 +24,19 @@ from torch import Tensor, nn
 from gpipebal.errors import ModelError, ProfileError
 from gpipebal.pipeline.microbatch import check_travels, flatten, unflatten
 
-__all__ = ["Chain", "Rounds", "Tape", "as_leaves", "backward_gradients", "protect"]
+__all__ = [
+    "Chain",
+    "RoundStoppedError",
+    "Rounds",
+    "Tape",
+    "as_leaves",
+    "backward_gradients",
+    "protect",
+]
+
+
+class RoundStoppedError(Exception):
+    """A round was told to stop before its next layer."""
 
 
 @dataclass
@@ -48,6 +60,7 @@ class Chain:
         written: For each layer, the leaves of its input that it writes to. Those are copied
             before the layer runs, and the copy is not clocked.
         output_structure: Pytree of the last layer's output, once a round has run.
+        stop: Set from outside to end a round before its next layer.
     """
 
     def __init__(
@@ -63,6 +76,7 @@ class Chain:
         self.sample = flatten(sample)
         self.written: list[frozenset[int]] = [frozenset()] * len(layers)
         self.output_structure: Any = None
+        self.stop = threading.Event()
         self._clock: Callable[[], Any] = _cuda_clock if device.type == "cuda" else time.perf_counter
 
     def find_written(self) -> None:
@@ -145,8 +159,7 @@ class Chain:
         self.run_backward(roots, None)
         return forward, (start, self._clock())
 
-    @staticmethod
-    def run_backward(roots: Sequence[tuple[Tensor, Tensor]], layer: str | None) -> None:
+    def run_backward(self, roots: Sequence[tuple[Tensor, Tensor]], layer: str | None) -> None:
         """Run a backward of one layer, or of the whole chain.
 
         Args:
@@ -155,7 +168,9 @@ class Chain:
 
         Raises:
             ProfileError: the backward failed.
+            RoundStoppedError: `stop` is set.
         """
+        self._check_stop()
         if not roots:
             return
         try:
@@ -172,7 +187,9 @@ class Chain:
 
         Raises:
             ProfileError: the layer failed; names it, its input and the original error.
+            RoundStoppedError: `stop` is set.
         """
+        self._check_stop()
         try:
             output = self.layers[k](unflatten(leaves, structure))
             check_travels(output, self.names[k])
@@ -189,6 +206,10 @@ class Chain:
                 "Fix: give a sample and a number of chunks that the model can be trained with."
             ) from error
         return output
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise RoundStoppedError
 
 
 @dataclass
@@ -214,18 +235,14 @@ class Rounds:
         deadline: float,
         least: int,
         most: int,
-        stop: threading.Event,
         told: Callable[[], None],
     ) -> None:
         """Run rounds until the deadline: at least `least`, at most `most` of each kind.
 
-        A round is a layered one followed by a whole one. `stop` ends the work after the round
-        in progress; `told` is called after each.
+        A round is a layered one followed by a whole one; `told` is called after each.
         """
         done = 0
         while done < least or (done < most and time.perf_counter() < deadline):
-            if stop.is_set():
-                return
             forward, backward = chain.layered()
             whole_forward, whole_backward = chain.whole()
             self.forward.append(_seconds_of(forward))

@@ -10,7 +10,7 @@ without this mode, plus what it passes once: a third threshold, swept like the f
 split that the tie-break chooses among those optima has no slower path, it is optimal for all
 paths together, because leaving paths out can only make a makespan shorter. If it has one, the
 same sweep, with every path charged for both maxima of the whole chain, finds a split that is
-good, and mostly optimal; `gpipebal.solvers.pareto` closes what is left between the two.
+good, and mostly optimal; `gpipebal.solvers.paths` closes what is left between the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from gpipebal.problem import Problem
 from gpipebal.solvers.bisection import largest_layer, smallest_limit
 from gpipebal.solvers.chain import Solution, meet, reach_within
-from gpipebal.solvers.pareto import solve_all_paths
+from gpipebal.solvers.paths import solve_all_paths
 from gpipebal.solvers.thresholds import smallest_sum
 from gpipebal.solvers.tiebreak import tie_break
 
@@ -50,34 +50,26 @@ def solve_makespan_always(problem: Problem) -> Solution:
         return Solution((0, n_layers), value, value)
     if problem.chunks == 1:
         return _solve_one_chunk(problem)
-    starts, ends = problem.recompute_sums, _path_ends(problem)
-    last_end_only = [0] * n_layers + ends[-1:]
+    # A path passes once what lies before its end, less the recomputes before its start, where
+    # start and end are those of the partition in which it turns around.
+    loads, starts = problem.load_sums, problem.recompute_sums
+    last_end_only = [0] * n_layers + [loads[-1]]
     value, reaches = _three_thresholds(problem, last_end_only, starts)
-    bounds = tie_break(problem.load_sums, reaches, n_partitions)
+    bounds = tie_break(loads, reaches, n_partitions)
     if problem.exact_makespan(bounds) == value:
         return Solution(bounds, value, value)
-    _, reaches = _three_thresholds(problem, ends, starts)
-    known = tie_break(problem.load_sums, reaches, n_partitions)
+    _, reaches = _three_thresholds(problem, loads, starts)
+    known = tie_break(loads, reaches, n_partitions)
     return solve_all_paths(problem, lower_bound=value, known=known)
-
-
-def _path_ends(problem: Problem) -> list[int]:
-    """Return, for every place, all forwards, recomputes and backwards before it.
-
-    Less the recomputes before its start, that is what a path passes once if the partition in
-    which it turns around ends there.
-    """
-    columns = (problem.forward_sums, problem.backward_sums, problem.recompute_sums)
-    return [sum(column) for column in zip(*columns, strict=True)]
 
 
 def _solve_one_chunk(problem: Problem) -> Solution:
     # Without repeats, a limit on all paths is a limit on partitions, and bisection is exact.
-    starts, ends = problem.recompute_sums, _path_ends(problem)
-    at_least = largest_layer(ends, starts)
-    found = smallest_limit(ends, starts, problem.n_partitions, at_least=at_least)
-    within = reach_within(ends, starts, found.value)
-    bounds = tie_break(problem.load_sums, [within], problem.n_partitions)
+    loads, starts = problem.load_sums, problem.recompute_sums
+    at_least = largest_layer(loads, starts)
+    found = smallest_limit(loads, starts, problem.n_partitions, at_least=at_least)
+    within = reach_within(loads, starts, found.value)
+    bounds = tie_break(loads, [within], problem.n_partitions)
     return Solution(bounds, found.value, found.lower_bound)
 
 

@@ -3,14 +3,12 @@
 The path that turns around in partition k costs what lies up to its end, its recompute, and
 (chunks - 1) times the largest forward and the largest backward (with recompute) among partitions
 0 to k. What the first cuts mean for the rest is therefore not one number but three: both maxima
-so far, and the longest path so far (or, in the tie-break, the quantity to break ties by). A
-dynamic program from the left keeps, for every place of every cut, the labels of which no other
-is better in all three.
+so far, and the quantity to be minimised so far. A dynamic program from the left keeps, for every
+place of every cut, the labels of which no other is better in all three.
 
 That would be many labels, so the program is bounded from two sides: a label is dropped when even
-the best imaginable rest exceeds the best makespan known, and cuts stand only where partitions
-within that makespan can put them. Mostly those limits alone settle the tie-break as well: if what
-it chooses among all splits that keep them is optimal, nothing is left to be programmed.
+the best imaginable rest exceeds the largest makespan allowed, and cuts stand only where
+partitions within that makespan can put them.
 """
 
 from __future__ import annotations
@@ -20,93 +18,30 @@ from itertools import accumulate
 from typing import Any
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.chain import Solution, cut_windows, meet, reach_within
-from gpipebal.solvers.tiebreak import sum_of_squares, tie_break
+from gpipebal.solvers.chain import cut_windows, meet, reach_within
 
-__all__ = ["solve_all_paths"]
+__all__ = ["ParetoProgram"]
 
 #: Largest forward and largest backward so far, and what is to be minimised.
 _Label = tuple[int, int, Any]
 
 
-def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) -> Solution:
-    """Split a chain so that its mini-batch ends as early as possible, whichever path decides.
-
-    Minimises the makespan of checkpoint mode ``'always'`` over all splits into exactly
-    `n_partitions` non-empty partitions. Among the minimisers: smallest bottleneck, then least sum
-    of squared partition times, then leftmost cuts.
-
-    Args:
-        problem: A problem with 2 or more chunks.
-        lower_bound: A proven lower bound of its makespan, as a scaled integer.
-        known: Bounds of some split, the better the faster.
-
-    Complexity:
-        O(L w) for windows of w places and L labels in all of them. L is small when the bounds
-        are close, and can grow with every pair of distinct maxima when they are not.
-
-    Example:
-        >>> problem = Problem([9, 1], [1, 1], [9, 1], 2, chunks=2, checkpoint="always")
-        >>> solve_all_paths(problem, 0, known=(0, 1, 2))
-        Solution(bounds=(0, 1, 2), value=38, lower_bound=38)
-    """
-    n_partitions, loads = problem.n_partitions, problem.load_sums
-
-    def load(start: int, end: int) -> int:
-        return loads[end] - loads[start]
-
-    value = problem.exact_makespan(known)
-    known_load: int | None = problem.exact_bottleneck(known)
-    if lower_bound < value:
-        faster = _Program(problem, value - 1)
-        # Mostly nothing is faster, and to see that takes far fewer labels.
-        if faster.least(faster.reach, True, lambda *_: True):
-            value = faster.least(faster.reach, 0, lambda most, path, _start, _end: max(most, path))
-            known_load = None
-
-    # From here on the value is proven. What the tie-break chooses from a larger set of splits is
-    # its choice from the optimal ones, if it is one of them.
-    optimal = _Program(problem, value)
-    bounds = tie_break(loads, [optimal.reach], n_partitions)
-    if problem.exact_makespan(bounds) == value:
-        return Solution(bounds, value, value)
-
-    bottleneck = problem.exact_bottleneck(bounds)
-    if bottleneck != known_load:
-        reach = optimal.reach if known_load is None else optimal.within(known_load - 1)
-        found = optimal.least(reach, 0, lambda most, _path, start, end: max(most, load(start, end)))
-        if found is not None:
-            bottleneck = found
-        elif known_load is not None:
-            bottleneck = known_load
-    reach = optimal.within(bottleneck)
-    bounds = tie_break(loads, [reach], n_partitions)
-    if problem.exact_makespan(bounds) == value:
-        return Solution(bounds, value, value)
-
-    # Squares that the known split stays below, if it is a candidate, are of no interest.
-    squares = sum_of_squares(loads, known) if known_load == bottleneck else None
-
-    def extend(
-        least: tuple[int, tuple[int, ...]], _path: int, start: int, end: int
-    ) -> tuple[int, tuple[int, ...]] | None:
-        so_far = least[0] + load(start, end) ** 2
-        # The rest is least when it is even; `least` has one bound for every partition by now.
-        rest, left = loads[-1] - loads[end], n_partitions - len(least[1])
-        if squares is not None and rest * rest > left * (squares - so_far):
-            return None
-        return so_far, (*least[1], end)
-
-    chosen = optimal.least(reach, (0, (0,)), extend)
-    return Solution(chosen[1], value, value)
-
-
-class _Program:
+class ParetoProgram:
     """The splits whose makespan is at most a limit, ready to be minimised over.
 
     Args:
-        problem: A problem with 2 or more chunks and partitions.
+        problem: A problem with 2 or more chunks and partitions, and checkpoint ``'always'``.
         limit: Largest makespan allowed, as a scaled integer.
+
+    Attributes:
+        reach: How far each partition may extend in a split that keeps the limit, or further; see
+            `gpipebal.solvers.chain`.
+
+    Example:
+        >>> problem = Problem([9, 1, 1], [1, 1, 1], [9, 1, 1], 2, chunks=2, checkpoint="always")
+        >>> program = ParetoProgram(problem, limit=50)
+        >>> program.least(program.reach, 0, lambda most, path, start, end: max(most, path))
+        38
     """
 
     def __init__(self, problem: Problem, limit: int) -> None:
@@ -115,12 +50,8 @@ class _Program:
         self.forward, self.recompute = problem.forward_sums, problem.recompute_sums
         self.loads = problem.load_sums
         self.again = [b + r for b, r in zip(problem.backward_sums, self.recompute, strict=True)]
-        #: Everything up to a place, once; and the part of it that is in any path to its end.
-        once = [f + b for f, b in zip(self.forward, problem.backward_sums, strict=True)]
-        self.ends = [total + r for total, r in zip(once, self.recompute, strict=True)]
         #: The last path is limited, and so is what it repeats: the sum of the two maxima.
-        self.room = (limit - (self.ends[-1] - self.recompute[-2])) // self.repeats
-        #: How far each partition may extend in a split that keeps the limit, perhaps further.
+        self.room = (limit - (self.loads[-1] - self.recompute[-2])) // self.repeats
         self.reach = self._limits()
 
     def _limits(self) -> list[int]:
@@ -128,13 +59,14 @@ class _Program:
         forward = _unavoidable(self.forward, self.n_partitions)
         again = _unavoidable(self.again, self.n_partitions)
         both = _unavoidable(self.loads, self.n_partitions)
-        # A path repeats at least the partition in which it turns around ...
+        # A path passes once what lies before its end, less the recomputes before its start. It
+        # repeats at least the partition in which it turns around ...
         starts = [r + repeats * load for r, load in zip(self.recompute, self.loads, strict=True)]
-        ends = [end + repeats * load for end, load in zip(self.ends, self.loads, strict=True)]
+        ends = [load + repeats * load for load in self.loads]
         # ... and at least what the partitions up to its end cannot avoid. That drops at the last
         # place, where one partition more can be; what is allowed there is allowed before.
-        columns = zip(self.ends, forward, again, both, strict=True)
-        paths = [end + repeats * max(one + two, sum_) for end, one, two, sum_ in columns]
+        columns = zip(self.loads, forward, again, both, strict=True)
+        paths = [load + repeats * max(one + two, sum_) for load, one, two, sum_ in columns]
         paths = list(accumulate(reversed(paths), min))[::-1]
         return meet(
             reach_within(ends, starts, self.limit),
@@ -162,6 +94,11 @@ class _Program:
 
         Returns:
             The least quantity, or None if there is no split.
+
+        Complexity:
+            O(L w) for windows of w places and L labels in all of them. L is small when the limit
+            is close to the least makespan, and can grow with every pair of distinct maxima when
+            it is not.
         """
         if any(start >= end for start, end in enumerate(reach)):
             return None
@@ -201,7 +138,7 @@ class _Program:
         again = self.again[end] - self.again[start]
         if max(forward, rest_forward) + max(again, rest_again) > self.room:
             return []
-        once, repeats = self.ends[end] - self.recompute[start], self.repeats
+        once, repeats = self.loads[end] - self.recompute[start], self.repeats
         room_here = (self.limit - once) // repeats
         extended = []
         for one, two, before in labels:

@@ -104,11 +104,11 @@ def fewest_squares(
     # first; `after` and `here` hold the costs behind the next cut and behind this one.
     after, here = [0] * (len(reach) + 1), [0] * (len(reach) + 1)
     table = []
-    for k in range(n_partitions - 1, -1, -1):  # k: partition
-        starts, ends = (first[k], last[k]), (first[k + 1], last[k + 1])
+    for j in range(n_partitions - 1, -1, -1):  # j: partition
+        starts, ends = (first[j], last[j]), (first[j + 1], last[j + 1])
         table.append(cheapest_ends(loads, entry, after, here, starts, ends))
         after, here = here, after
     bounds = [0]
-    for k in range(n_partitions):
-        bounds.append(table[n_partitions - 1 - k][bounds[k] - first[k]])
+    for j in range(n_partitions):
+        bounds.append(table[n_partitions - 1 - j][bounds[j] - first[j]])
     return tuple(bounds)

@@ -13,7 +13,7 @@ from solvers.cases import CHAINS
 
 from gpipebal.problem import Problem
 from gpipebal.solvers.always import solve_makespan_always
-from gpipebal.solvers.pareto import solve_all_paths
+from gpipebal.solvers.paths import solve_all_paths
 
 
 @st.composite

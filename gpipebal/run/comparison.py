@@ -1,0 +1,135 @@
+"""The measured half of a run: the pipeline and the plain model, step by step in turns.
+
+What else the machine does, its clock and its temperature change over a run; in turns, they change
+for all, so that the ratios are fair even where the times are not steady.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from gpipebal.pipeline import GPipe, measure_memory, trace
+from gpipebal.pipeline.devices import visible_cores
+from gpipebal.report import PlainTimes
+from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads, timed
+from gpipebal.run.workload import Workload, default_optimizer
+from gpipebal.timeline import Timeline
+
+__all__ = ["Measured", "train_in_turns"]
+
+
+@dataclass
+class Measured:
+    """What the training showed.
+
+    Attributes:
+        optimizer: The optimizer, with its learning rate.
+        step_times: Seconds of each step of the pipeline, without the warm-up.
+        timeline: Of the step whose time is the median, or the next below it.
+        peak_bytes: Of each partition.
+        total_peak_bytes: The most that all partitions held at one time.
+        plain: The plain model, each way that it was run.
+        notes: What went otherwise than planned.
+    """
+
+    optimizer: str
+    step_times: list[float]
+    timeline: Timeline
+    peak_bytes: tuple[int, ...]
+    total_peak_bytes: int
+    plain: list[PlainTimes]
+    notes: list[str] = field(default_factory=list)
+
+
+def train_in_turns(
+    pipe: GPipe,
+    plain_model: nn.Module,
+    workload: Workload,
+    *,
+    steps: int,
+    progress: bool | None = None,
+    echo: Callable[[str], None] = print,
+) -> Measured:
+    """Train both, time every step but the first of each, then measure peak memory in one more.
+
+    Args:
+        pipe: The pipeline.
+        plain_model: A copy of its model, to train on the first device of the pipeline.
+        workload: What to train on.
+        steps: Steps to time.
+        progress: Whether to show a progress bar; None: on a terminal only.
+        echo: Takes each line of text that a reader should see on the way.
+    """
+    trainer = PipelineTrainer(pipe, workload)
+    optimizer = _describe(trainer.optimizer)
+    if workload.make_optimizer is default_optimizer:
+        optimizer += " (default)"
+    echo(
+        f"Training, loss {workload.loss_name}, optimizer {optimizer}: 1 step to warm up and "
+        f"{steps} to time, in turns with the plain model"
+    )
+    place = pipe.devices[0]
+    ways = _plain_ways(place)
+    times: dict[str, list[float]] = {where: [] for where, _ in ways}
+    step_times: list[float] = []
+    notes: list[str] = []
+    plain: PlainTrainer | None = None
+    hidden = None if progress is None else not progress
+    n_steps = (steps + 1) * (1 + len(ways))
+    with (
+        trace(pipe) as recorder,
+        tqdm(total=n_steps, desc="training", leave=False, disable=hidden) as bar,
+    ):
+        for _ in range(steps + 1):
+            step_times.append(timed(trainer.step, pipe.devices))
+            bar.update()
+            try:
+                for where, threads in ways:
+                    plain = plain or PlainTrainer(plain_model, workload, pipe.chunks, place)
+                    with cpu_threads(threads):
+                        times[where].append(timed(plain.step, [place]))
+                    bar.update()
+            except torch.OutOfMemoryError:
+                notes.append(f"The plain model does not fit on {place}: no comparison.")
+                plain, ways = None, []
+                # Its parameters would take room from the pipeline's next steps.
+                plain_model.to("cpu")
+    del plain
+    echo("Measuring peak memory in one more step")
+    with measure_memory(pipe, trainer.optimizer) as meter:
+        trainer.step()
+    return Measured(
+        optimizer=optimizer,
+        step_times=step_times[1:],
+        timeline=_typical(recorder.timelines[1:], step_times[1:]),
+        peak_bytes=meter.peak_bytes,
+        total_peak_bytes=meter.total_peak_bytes,
+        plain=[PlainTimes(where, threads, tuple(times[where][1:])) for where, threads in ways],
+        notes=notes,
+    )
+
+
+def _plain_ways(place: torch.device) -> list[tuple[str, int | None]]:
+    """Return how the plain model is run: a name, and its threads or None off the CPU."""
+    if place.type != "cpu":
+        return [(str(place), None)]
+    cores = visible_cores()
+    ways: list[tuple[str, int | None]] = [("1 thread", 1)]
+    return [*ways, (f"{cores} threads", cores)] if cores > 1 else ways
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    """Name an optimizer with its learning rate, such as ``SGD(lr=0.01)``."""
+    rate = optimizer.defaults.get("lr")
+    return type(optimizer).__name__ + (f"(lr={float(rate):g})" if rate is not None else "")
+
+
+def _typical(timelines: Sequence[Timeline], step_times: Sequence[float]) -> Timeline:
+    """Return the timeline of the step whose time is the median, or the next below it."""
+    order = sorted(range(len(step_times)), key=step_times.__getitem__)
+    return timelines[order[(len(order) - 1) // 2]]
