@@ -72,6 +72,7 @@ def solve(
             f"schedule is not known to the planner: schedule={schedule!r} (expected 'gpipe').\n"
             "Fix: schedule='gpipe'."
         )
+    check_count("partitions", partitions)
     problem = _problem_of(profile, partitions, chunks, checkpoint)
     found = split(problem, objective, method)
     return make_plan(

@@ -22,14 +22,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from numbers import Integral, Real
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
+from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
 
-__all__ = ["CheckpointMode", "PartitionTimes", "Problem", "to_balance", "to_bounds"]
-
-CheckpointMode = Literal["always", "except_last", "never"]
-_CHECKPOINT_MODES = get_args(CheckpointMode)
+__all__ = ["PartitionTimes", "Problem", "to_balance", "to_bounds"]
 
 
 class PartitionTimes(NamedTuple):
@@ -85,14 +83,9 @@ class Problem:
             # The only way to normalise a field of a frozen dataclass.
             object.__setattr__(self, name, _check_times(name, getattr(self, name)))
         for name in ("n_partitions", "chunks"):
-            object.__setattr__(self, name, _check_count(name, getattr(self, name)))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         self._check_lengths()
-        if self.checkpoint not in _CHECKPOINT_MODES:
-            raise BalanceError(
-                f"checkpoint mode does not exist: checkpoint={self.checkpoint!r} "
-                f"(expected one of {', '.join(map(repr, _CHECKPOINT_MODES))}).\n"
-                "Fix: checkpoint='except_last'."
-            )
+        check_checkpoint(self.checkpoint)
         total = self.forward_sums[-1] + self.backward_sums[-1] + self._all_recompute_sums[-1]
         if not self._whole and total * (self.chunks + 1) > self.scale * int(sys.float_info.max):
             largest = max(*self.forward, *self.backward, *self.recompute)
@@ -371,13 +364,3 @@ def _check_times(name: str, values: Sequence[float]) -> tuple[float, ...]:
             )
         times.append(time)
     return tuple(times)
-
-
-def _check_count(name: str, value: object) -> int:
-    """Return a count as a plain int of 1 or more."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise BalanceError(
-            f"{name} is not a count: {name}={value!r} (expected an int of 1 or more).\n"
-            f"Fix: {name}=1, or more."
-        )
-    return int(value)

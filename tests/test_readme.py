@@ -1,0 +1,100 @@
+"""README, stored results and stored profiles: what they say is what the code does."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpipebal as gb
+from gpipebal.units import format_bytes, format_seconds
+
+ROOT = Path(gb.__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_RUN = ROOT / "benchmarks" / "first_run"
+
+#: What the README's examples are shrunk by, so that they take a moment.
+SMALLER = {
+    "resnet101(), torch.randn(32, 3, 64, 64)": "resnet((1,) * 4, 8, 4), torch.ones(8, 3, 32, 32)",
+    "import resnet101": "import resnet",
+    "images, chunks=8)  #": "images, chunks=4, timeout=0)  #",
+    "images, 2)  # or": "images, 2, timeout=0)  # or",
+}
+
+
+def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's code runs as it stands, with a smaller model."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    code = "\n".join(blocks)
+    for text, smaller in SMALLER.items():
+        assert text in code, f"the README changed: {text!r} is not in its examples"
+        code = code.replace(text, smaller)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    plan = names["plan"]
+    assert capsys.readouterr().out == f"{plan}\n"
+    model = names["model"]
+    assert isinstance(model, torch.nn.Sequential)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_readme_table_is_the_stored_plan() -> None:
+    """The table in the README is what printing the stored plan gives."""
+    plan = gb.Plan.load(FIRST_RUN / "plan.json")
+    assert f"plan.json -->\n```\n{plan}\n```" in README
+
+
+@pytest.mark.parametrize("mode", ["except_last", "never"])
+def test_first_run_figures_are_the_stored_ones(mode: str) -> None:
+    """Every row of the first run's table comes from its report."""
+    report = json.loads((FIRST_RUN / f"report-{mode}.json").read_text())
+    text = (FIRST_RUN / "README.md").read_text(encoding="utf-8")
+    (row,) = [line for line in text.splitlines() if line.startswith(f"{mode} ")]
+    one, every = report["speedups"].values()
+    for figure in (
+        format_seconds(report["predicted_step_time"]),
+        format_seconds(report["step_time"]),
+        format_bytes(report["total_peak_bytes"]),
+        f"{one:.2f}x",
+        f"{every:.2f}x",
+    ):
+        assert figure in row
+    assert report["checkpoint"] == mode
+    assert {"torch", "device", "date", "gpipebal"} <= report["provenance"].keys()
+
+
+def test_stored_profiles_can_be_planned() -> None:
+    """Every stored profile loads, says where it comes from, has a row in the README, and plans."""
+    files = sorted((ROOT / "profiles").glob("*.json"))
+    assert files
+    listed = (ROOT / "profiles" / "README.md").read_text(encoding="utf-8")
+    for path in files:
+        profile = gb.Profile.load(path)
+        assert f"`{path.name}`" in listed
+        assert {"device", "torch", "date", "rounds"} <= profile.provenance.keys()
+        for partitions in (2, 4, 8):
+            plan = gb.solve(profile, partitions)
+            assert plan.status == "optimal"
+            assert gb.simulate(plan).makespan == pytest.approx(plan.makespan, rel=1e-12)
+
+
+def test_readme_names_the_versions_that_are_required() -> None:
+    """Python and torch versions in the README are those of the package's metadata."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    python = metadata["options"]["python_requires"].removeprefix(">=").strip()
+    torch_version = re.search(r"torch >= (\S+)", metadata["options"]["install_requires"])
+    assert torch_version is not None
+    assert f"Python {python} or later, torch {torch_version.group(1)} or later" in README
+
+
+def test_links_inside_the_documents_exist() -> None:
+    """Every relative link of README.md and docs/ leads to a file."""
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/*/README.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
