@@ -5,6 +5,7 @@ Read in this order: `microbatch` (what travels), `cell` (one micro-batch in one 
 one differentiable call), `gpipe` (the module that users see), `trace` and `meter` (watching it).
 """
 
+from gpipebal.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
@@ -12,9 +13,11 @@ from gpipebal.pipeline.microbatch import gather, scatter
 from gpipebal.pipeline.trace import Recorder, trace
 
 __all__ = [
+    "DeferredBatchNorm",
     "GPipe",
     "MemoryMeter",
     "Recorder",
+    "convert_deferred_batch_norm",
     "gather",
     "is_checkpointing",
     "is_recomputing",

@@ -17,6 +17,7 @@ from gpipebal.errors import (
     PipelineError,
     UnsupportedPlanError,
 )
+from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
 from gpipebal.pipeline.devices import choose_devices, move_layer, share_of_cores
 from gpipebal.pipeline.lane import make_lane
@@ -57,6 +58,9 @@ class GPipe(nn.Module):
             micro-batch per row.
         checkpoint: Which micro-batches keep only their input, and are recomputed in the
             backward: ``'always'``, ``'except_last'`` or ``'never'``. In eval mode none are.
+        deferred_batch_norm: Update the running statistics of batch normalisation once per
+            mini-batch, with the figures of all its rows. The layers concerned are replaced by
+            `DeferredBatchNorm`s that share everything with the caller's.
         threads_per_partition: Intra-operation threads of each CPU partition; None: its share of
             the cores. CUDA partitions are left alone.
 
@@ -102,6 +106,7 @@ class GPipe(nn.Module):
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
         checkpoint: CheckpointMode = "except_last",
+        deferred_batch_norm: bool = False,
         threads_per_partition: int | None = None,
     ) -> None:
         super().__init__()
@@ -109,6 +114,9 @@ class GPipe(nn.Module):
         check_checkpoint(checkpoint)
         self.checkpoint = checkpoint
         layers = _layers_of(module)
+        if deferred_batch_norm:
+            for name, layer in layers.items():
+                layers[name] = convert_deferred_batch_norm(layer)
         self.balance = _check_balance(balance, len(layers))
         self.devices = choose_devices(devices, len(self.balance))
         self.threads_per_partition = (

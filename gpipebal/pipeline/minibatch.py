@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gpipebal.pipeline.batchnorm import Statistics, gathering
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.cell import Cell
 from gpipebal.pipeline.inbox import Inbox, InboxClosedError
@@ -84,6 +85,7 @@ class MiniBatch:
         self.lanes = lanes
         self.record = record
         self._ledger = ledger
+        self._statistics = Statistics()
         self.outputs: list[Packet] = []
         self._pool = pool
         self._failures: list[tuple[Action, BaseException]] = []
@@ -130,6 +132,9 @@ class MiniBatch:
             if not drew:
                 # A model without randomness leaves the caller's generator as it found it.
                 torch.default_generator.set_state(drawn_from)
+        for lane, end in zip(self.lanes, self._ends, strict=True):
+            lane.give_to_caller((), end)
+        self._statistics.commit()
         last = self._inboxes[-1]
         self.outputs = [last.take(i) for i in range(self.chunks)]
         for packet in self.outputs:
@@ -231,7 +236,10 @@ class MiniBatch:
         action = row[0]
         try:
             lane.wait_for(start)
-            with self._ledger.watch(j) if self._ledger else nullcontext():
+            with (
+                self._ledger.watch(j) if self._ledger else nullcontext(),
+                gathering(self._statistics),
+            ):
                 for action in row:
                     self._run_action(action)
             self._ends[j] = lane.mark()

@@ -1,0 +1,196 @@
+"""Deferred batch normalisation: statistics of mini-batches, though micro-batches are normalised.
+
+A pipeline shows a layer micro-batches. Plain batch normalisation would update its running
+statistics once for each, with the noise of few rows. A deferred one normalises each micro-batch
+by its own mean and variance, as plain does (nothing else is possible before the others are seen),
+but gathers count, mean and squared deviations, and updates its running statistics once, when the
+forward of the whole mini-batch has succeeded, with the figures of all rows together.
+
+The gathered figures belong to the mini-batch and not to the layer. So a mini-batch that fails
+leaves nothing behind, a small one needs no bookkeeping, and two at once do not mix.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipebal.pipeline.checkpoint import is_recomputing
+
+__all__ = ["DeferredBatchNorm", "Statistics", "convert_deferred_batch_norm", "gathering"]
+
+
+class _Moments:
+    """Count, mean and sum of squared deviations per channel, merged batch by batch.
+
+    Source:
+        Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+        variances", 1979, equation 2.1, in double precision.
+    """
+
+    def __init__(self, count: int, mean: Tensor, deviations: Tensor) -> None:
+        self.count = count
+        self.mean = mean
+        self.deviations = deviations
+
+    def merge(self, other: _Moments) -> None:
+        total = self.count + other.count
+        apart = other.mean - self.mean
+        self.mean = self.mean + apart * (other.count / total)
+        self.deviations = (
+            self.deviations + other.deviations + apart.square() * (self.count * other.count / total)
+        )
+        self.count = total
+
+
+class Statistics:
+    """What the deferred layers have seen of one mini-batch."""
+
+    def __init__(self) -> None:
+        self._moments: dict[DeferredBatchNorm, _Moments] = {}
+        self._adding = threading.Lock()
+
+    def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
+        """Take in what a layer saw of one micro-batch; `variance` is the unbiased one."""
+        moments = _Moments(count, mean.double(), variance.double() * (count - 1))
+        with self._adding:
+            known = self._moments.get(layer)
+            if known is None:
+                self._moments[layer] = moments
+        if known is not None:
+            # Only the worker of the layer's partition comes here for this layer.
+            known.merge(moments)
+
+    def commit(self) -> None:
+        """Update every layer's running statistics, once; afterwards nothing is gathered."""
+        moments, self._moments = self._moments, {}
+        for layer, seen in moments.items():
+            layer.update(seen.mean, seen.deviations / max(1, seen.count - 1))
+
+
+class _Gathering(threading.local):
+    statistics: Statistics | None = None
+
+
+_current = _Gathering()
+
+
+@contextmanager
+def gathering(statistics: Statistics | None) -> Iterator[None]:
+    """Let deferred layers gather here, in this thread and this block."""
+    before = _current.statistics
+    _current.statistics = statistics
+    try:
+        yield
+    finally:
+        _current.statistics = before
+
+
+class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation whose running statistics are those of whole mini-batches.
+
+    Parameters, buffers and state-dict keys are plain BatchNorm's. Inside a pipeline the running
+    statistics are updated once per mini-batch, with mean and unbiased variance over all its rows,
+    and ``num_batches_tracked`` counts mini-batches. Outside a pipeline every call is a mini-batch,
+    so it is plain BatchNorm.
+
+    Source:
+        Kim et al., "torchgpipe", 2020, section 3.2. Differs: the variance is unbiased, as
+        torch's is, and merged without cancellation; the mini-batch ends when its forward does,
+        not after a fixed number of calls.
+
+    Example:
+        >>> layer = DeferredBatchNorm(3, momentum=1.0)
+        >>> _ = layer(torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 2.0]]))
+        >>> layer.running_mean.tolist(), layer.running_var.tolist()
+        ([1.0, 1.0, 2.0], [2.0, 0.0, 0.0])
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of 2 dimensions or more, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a micro-batch of shape (rows, channels, ...)."""
+        if not self.training or not self.track_running_stats:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if is_recomputing():
+            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        # With a momentum of 1 torch puts the batch's own mean and unbiased variance into the
+        # buffers it is given: no second pass over the input.
+        assert self.running_mean is not None and self.running_var is not None
+        mean = torch.zeros_like(self.running_mean)
+        variance = torch.zeros_like(self.running_var)
+        output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        count = input.numel() // input.shape[1]
+        if _current.statistics is None:
+            self.update(mean, variance)
+        else:
+            _current.statistics.add(self, count, mean, variance)
+        return output
+
+    @torch.no_grad()
+    def update(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics towards those of one mini-batch."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        for running, seen in ((self.running_mean, mean), (self.running_var, variance)):
+            new = running.double() * (1 - momentum) + seen.double() * momentum
+            running.copy_(new)
+
+
+#: Plain layers that are converted; a subclass may do anything, and is left alone.
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
+    """Return a module whose plain BatchNorm layers are deferred.
+
+    Parameters, buffers, hooks and everything else are shared with the original. Modules that
+    contain a BatchNorm are replaced by shallow copies, so the original keeps its own layers;
+    modules that contain none are the same objects.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The converted module; `module` itself if it contains no plain BatchNorm.
+
+    Warns:
+        UserWarning: a SyncBatchNorm is left as it is.
+    """
+    if type(module) in _PLAIN:
+        converted = copy.copy(module)
+        converted.__class__ = DeferredBatchNorm
+        return converted
+    if isinstance(module, nn.SyncBatchNorm):
+        warnings.warn(
+            "SyncBatchNorm is left as it is: its running statistics are updated once per "
+            "micro-batch.",
+            stacklevel=2,
+        )
+        return module
+    children = {
+        name: convert_deferred_batch_norm(child)
+        for name, child in module._modules.items()
+        if child is not None
+    }
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    converted = copy.copy(module)
+    modules: dict[str, Any] = {**module._modules, **children}
+    converted.__dict__["_modules"] = modules
+    return converted

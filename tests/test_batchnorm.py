@@ -1,0 +1,150 @@
+"""Deferred batch normalisation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipebal.pipeline import DeferredBatchNorm, GPipe, convert_deferred_batch_norm
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+
+
+def reference(layer: nn.BatchNorm2d, inputs: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Running statistics of plain BatchNorm over the whole mini-batch, in double precision."""
+    plain = copy.deepcopy(layer).double().train()
+    plain(inputs.double())
+    assert plain.running_mean is not None and plain.running_var is not None
+    assert plain.num_batches_tracked is not None
+    return plain.running_mean, plain.running_var, int(plain.num_batches_tracked)
+
+
+@MODES
+@pytest.mark.parametrize("rows", [2, 5, 8])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"momentum": 0.5, "eps": 1e-3}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_are_those_of_the_mini_batch(
+    checkpoint: CheckpointMode, rows: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Running statistics are those of all rows at once, for any number of rows, in every mode."""
+    model = nn.Sequential(nn.BatchNorm2d(3, **options), nn.Conv2d(3, 2, 1)).to(dtype)
+    plain = copy.deepcopy(model[0])
+    pipe = GPipe(model, [1, 1], chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
+    layer = pipe[0]
+    assert isinstance(layer, DeferredBatchNorm)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    for seed in range(3):
+        inputs = torch.randn(rows, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+        inputs = inputs.to(dtype) * 2 + 1
+        mean, variance, count = reference(plain, inputs)
+        pipe(inputs).sum().backward()
+        torch.testing.assert_close(layer.running_mean, mean.to(dtype), rtol=tolerance, atol=1e-6)
+        torch.testing.assert_close(layer.running_var, variance.to(dtype), rtol=tolerance, atol=1e-6)
+        assert int(layer.num_batches_tracked) == count
+        plain.load_state_dict(layer.state_dict())
+
+
+def test_small_deviations_around_a_large_mean_survive() -> None:
+    """A mean of 1000 and a deviation of 0.01 give the right variance, not zero."""
+    model = nn.Sequential(nn.BatchNorm1d(2, momentum=1.0).double(), nn.Identity())
+    pipe = GPipe(model, [1, 1], chunks=4, deferred_batch_norm=True)
+    inputs = 1000 + 0.01 * torch.randn(64, 2, dtype=torch.double)
+    pipe(inputs)
+    torch.testing.assert_close(pipe[0].running_var, inputs.var(dim=0), rtol=1e-6, atol=0)
+
+
+@MODES
+def test_outputs_and_gradients_are_the_plain_ones(checkpoint: CheckpointMode) -> None:
+    """Each micro-batch is normalised by its own statistics, as plain BatchNorm does."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).double()
+    plain = copy.deepcopy(model)
+    pipe = GPipe(model, [2, 1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
+    inputs = torch.randn(4, 2, 3, 3, dtype=torch.double)
+    output = pipe(inputs)
+    expected = torch.cat([plain(part) for part in inputs.split(2)])
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_failed_mini_batch_leaves_nothing_behind() -> None:
+    """An exception in the middle counts for nothing, and does not disturb the next mini-batch."""
+
+    class Fail(nn.Module):
+        on = True
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.on and self.calls == 3:
+                raise ValueError("no")
+            return x
+
+    model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Identity(), Fail())
+    pipe = GPipe(model, [2, 1], chunks=4, deferred_batch_norm=True)
+    plain = nn.BatchNorm1d(2, affine=False)
+    inputs = torch.randn(8, 2)
+    with pytest.raises(ValueError, match="no"):
+        pipe(torch.randn(8, 2) + 5)
+    model[2].on = False
+    assert int(pipe[0].num_batches_tracked) == 0
+    pipe(inputs)
+    plain(inputs)
+    torch.testing.assert_close(pipe[0].running_var, plain.running_var)
+
+
+def test_eval_and_untracked_layers_are_plain() -> None:
+    """In eval mode, and without running statistics, nothing is gathered."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
+    plain = copy.deepcopy(model)
+    pipe = GPipe(model, [1, 1], chunks=2, deferred_batch_norm=True).eval()
+    inputs = torch.randn(4, 2)
+    torch.testing.assert_close(
+        pipe(inputs), torch.cat([plain.eval()(part) for part in inputs.split(2)])
+    )
+    assert int(pipe[0].num_batches_tracked) == 0
+
+
+def test_conversion_shares_everything_and_changes_nothing() -> None:
+    """The caller's containers keep their layers; the converted ones share all they have."""
+    calls: list[str] = []
+    block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).double().eval())
+    block[1].register_forward_hook(lambda *_: calls.append("hook"))
+    untouched = nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(block, untouched)
+    converted = convert_deferred_batch_norm(model)
+    assert type(block[1]) is nn.BatchNorm1d and model[0] is block
+    assert converted is not model and converted[1] is untouched  # type: ignore[index]
+    layer = converted[0][1]  # type: ignore[index]
+    assert isinstance(layer, DeferredBatchNorm) and not layer.training
+    assert layer.weight is block[1].weight and layer.running_mean is block[1].running_mean
+    assert list(converted.state_dict()) == list(model.state_dict())
+    layer(torch.zeros(2, 2, dtype=torch.double))
+    assert calls == ["hook"]
+    assert convert_deferred_batch_norm(converted) is converted
+    assert convert_deferred_batch_norm(untouched) is untouched
+
+
+def test_sync_batchnorm_is_left_alone() -> None:
+    """A SyncBatchNorm stays what it is, with a warning."""
+    layer = nn.SyncBatchNorm(2)
+    with pytest.warns(UserWarning, match="SyncBatchNorm is left as it is"):
+        assert convert_deferred_batch_norm(layer) is layer
+
+
+def test_outside_a_pipeline_it_is_plain() -> None:
+    """Called on its own a deferred layer updates its statistics in every call, as plain does."""
+    deferred, plain = DeferredBatchNorm(3), nn.BatchNorm1d(3)
+    for _ in range(2):
+        inputs = torch.randn(5, 3)
+        torch.testing.assert_close(deferred(inputs), plain(inputs))
+    torch.testing.assert_close(deferred.state_dict(), plain.state_dict())
