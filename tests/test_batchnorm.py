@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipebal.models.resnet import resnet
 from gpipebal.pipeline import DeferredBatchNorm, GPipe, convert_deferred_batch_norm
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
@@ -148,3 +150,21 @@ def test_outside_a_pipeline_it_is_plain() -> None:
         inputs = torch.randn(5, 3)
         torch.testing.assert_close(deferred(inputs), plain(inputs))
     torch.testing.assert_close(deferred.state_dict(), plain.state_dict())
+
+
+def test_subclasses_are_converted_too() -> None:
+    """A BatchNorm that works on one element of a tuple defers, and is pickled like any layer."""
+    model = resnet((1, 1, 1, 1), 3, 4)
+    n_layers = len(model)
+    pipe = GPipe(
+        model, [n_layers // 2, n_layers - n_layers // 2], chunks=2, deferred_batch_norm=True
+    )
+    pipe(torch.randn(4, 3, 32, 32)).sum().backward()
+    norms = [m for m in pipe.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) > 10
+    assert all(isinstance(m, DeferredBatchNorm) and int(m.num_batches_tracked) == 1 for m in norms)
+    twin = pickle.loads(pickle.dumps(pipe))
+    for copied in (twin, copy.deepcopy(pipe)):
+        copied(torch.randn(4, 3, 32, 32))
+        assert int(copied.state_dict()["bn1.num_batches_tracked"]) == 2
+    assert int(pipe.state_dict()["bn1.num_batches_tracked"]) == 1

@@ -114,6 +114,15 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         ([1.0, 1.0, 2.0], [2.0, 0.0, 0.0])
     """
 
+    #: The class that a converted layer had; None for a layer made as deferred.
+    plain_class: type[nn.Module] | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Classes of converted layers are made on the fly: pickle finds them by the plain one.
+        if self.plain_class is None:
+            return super().__reduce_ex__(protocol)
+        return _blank, (self.plain_class,), self.__dict__
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of 2 dimensions or more, got {input.dim()}")
@@ -152,30 +161,53 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
             running.copy_(new)
 
 
-#: Plain layers that are converted; a subclass may do anything, and is left alone.
+#: Layers that are converted, with their subclasses.
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+_deferred_classes: dict[type[nn.Module], type[DeferredBatchNorm]] = {}
+
+
+def _deferred_class(plain: type[nn.Module]) -> type[DeferredBatchNorm]:
+    """Derive the deferred version of a BatchNorm class, or of a subclass of one.
+
+    In the new class `DeferredBatchNorm` stands behind `plain` and before torch's base class, so a
+    subclass that wraps ``super().forward`` wraps the deferred one.
+    """
+    if plain not in _deferred_classes:
+        name, bases = f"Deferred{plain.__name__}", (plain, DeferredBatchNorm)
+        _deferred_classes[plain] = type(name, bases, {"plain_class": plain})
+    return _deferred_classes[plain]
+
+
+def _blank(plain: type[nn.Module]) -> DeferredBatchNorm:
+    kind = _deferred_class(plain)
+    return kind.__new__(kind)
+
+
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
-    """Return a module whose plain BatchNorm layers are deferred.
+    """Return a module whose BatchNorm layers are deferred.
 
     Parameters, buffers, hooks and everything else are shared with the original. Modules that
     contain a BatchNorm are replaced by shallow copies, so the original keeps its own layers;
     modules that contain none are the same objects.
 
     Args:
-        module: Any module.
+        module: Any module. Subclasses of BatchNorm1d, 2d and 3d are converted too; one whose
+            ``forward`` does not call ``super().forward`` stays as it was.
 
     Returns:
-        The converted module; `module` itself if it contains no plain BatchNorm.
+        The converted module; `module` itself if it contains no BatchNorm to convert.
 
     Warns:
         UserWarning: a SyncBatchNorm is left as it is.
     """
-    if type(module) in _PLAIN:
-        converted = copy.copy(module)
-        converted.__class__ = DeferredBatchNorm
-        return converted
+    if isinstance(module, DeferredBatchNorm):
+        return module
+    if isinstance(module, _PLAIN):
+        deferred = _blank(type(module))
+        deferred.__dict__.update(module.__dict__)
+        return deferred
     if isinstance(module, nn.SyncBatchNorm):
         warnings.warn(
             "SyncBatchNorm is left as it is: its running statistics are updated once per "
