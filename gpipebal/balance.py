@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from gpipebal.errors import BalanceError
-from gpipebal.pipeline.devices import share_of_cores
 from gpipebal.planner import solve
 from gpipebal.problem import Problem
 from gpipebal.profiler import profile_model
@@ -66,7 +65,7 @@ def balance_by_time(
         sample,
         device=device,
         chunks=chunks,
-        threads=share_of_cores(count),
+        partitions=count,
         timeout=timeout,
     )
     # For one micro-batch, without recompute, the bottleneck is forward plus backward.

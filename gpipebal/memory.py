@@ -171,5 +171,6 @@ def _backward_moments(
 def _output_bytes(profile: Profile, chunks: int) -> int:
     """Bytes of the gathered outputs, the loss over them, and their gradients."""
     if profile.step.loss_bytes is not None:
-        return profile.step.loss_bytes
+        # Measured for the mini-batch of the profile; it grows with the rows.
+        return profile.step.loss_bytes * chunks // profile.chunks
     return 3 * chunks * profile.layers[-1].output_bytes

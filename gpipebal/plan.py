@@ -6,12 +6,13 @@ fingerprints), so that it can be simulated, drawn and run without the profile.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from gpipebal.errors import FileFormatError
+from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.files import read_record, write_record
 from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
 from gpipebal.units import format_bytes, format_percent, format_seconds
@@ -123,6 +124,20 @@ class Plan:
         check_count("chunks", self.chunks)
         for j, partition in enumerate(self.partitions):
             check_count(f"layers of partition {j}", len(partition.layers))
+            _check_quantities(f"partition {j}", partition)
+            _check_quantities(f"memory of partition {j}", partition.memory)
+            for text in (*partition.layers, *partition.fingerprints):
+                if not isinstance(text, str):
+                    raise _bad_value(f"partition {j}", "name", text)
+        _check_quantities("plan", self)
+        for name in ("schedule", "objective", "method"):
+            if not isinstance(getattr(self, name), str):
+                raise _bad_value("plan", name, getattr(self, name))
+        if self.status not in ("optimal", "feasible"):
+            raise _bad_value("plan", "status", self.status)
+        threads = self.provenance.get("threads") if isinstance(self.provenance, Mapping) else ""
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise _bad_value("provenance", "threads", threads)
 
     @property
     def n_partitions(self) -> int:
@@ -219,6 +234,29 @@ class Plan:
 
     def __str__(self) -> str:
         return f"{_headline(self)}\n{_table(self)}\n{_footer(self)}"
+
+
+#: Quantities that may be unknown.
+_OPTIONAL = ("optimizer", "step_time", "pause_time", "equal_split_value")
+
+
+def _check_quantities(where: str, noun: Any) -> None:
+    """Refuse a time or a size that is none: bytes are ints, times are finite, neither negative."""
+    whole = isinstance(noun, PeakMemory)
+    for item in fields(noun):
+        value = getattr(noun, item.name)
+        if "float" not in str(item.type) and not whole and item.name != "rows":
+            continue
+        if value is None and item.name in _OPTIONAL:
+            continue
+        kinds = (int,) if whole or item.name == "rows" else (int, float)
+        good = isinstance(value, kinds) and not isinstance(value, bool)
+        if not (good and 0 <= value < 2**63 and math.isfinite(value)):
+            raise _bad_value(where, item.name, value)
+
+
+def _bad_value(where: str, name: str, value: Any) -> ProfileError:
+    return ProfileError(f"{where} has an impossible value: {name}={value!r}.\nFix: solve again.")
 
 
 def _headline(plan: Plan) -> str:

@@ -139,7 +139,8 @@ def make_plan(
     step = profile.step
     pause = None
     if step.loss_time is not None and step.gather_time is not None:
-        pause = step.loss_time + step.gather_time
+        # Measured for the mini-batch of the profile; both grow with the rows.
+        pause = (step.loss_time + step.gather_time) * problem.chunks / profile.chunks
     plan = Plan(
         partitions=tuple(partitions),
         chunks=problem.chunks,

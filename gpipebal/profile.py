@@ -83,7 +83,7 @@ class StepTerms:
     """What a training step costs beside the layers, once per mini-batch; None: not measured.
 
     Attributes:
-        gather_time: Seconds to join the micro-batches' outputs and to part their gradients.
+        gather_time: Seconds to join the micro-batches' outputs.
         loss_time: Seconds of the loss, forward and backward, over the whole mini-batch.
         loss_bytes: Largest memory of gathered outputs, loss and their gradients.
         optimizer_time: Seconds of the optimizer's step and of clearing the gradients.
@@ -237,10 +237,15 @@ class Profile:
                 "Fix: profile a module with at least one layer."
             )
         for name in ("rows", "mini_batch_rows", "chunks"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise _bad_value("profile", name, getattr(self, name))
+            least = 0 if name != "chunks" else 1
+            value = getattr(self, name)
+            if not _is_quantity(value, whole=True) or value < least:
+                raise _bad_value("profile", name, value)
+        threads = self.provenance.get("threads")
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise _bad_value("provenance", "threads", threads)
         for index, n_bytes in enumerate(self.storages):
-            if type(n_bytes) is not int or n_bytes < 0:
+            if not _is_quantity(n_bytes, whole=True):
                 raise _bad_value("storage", str(index), n_bytes)
         for layer in self.layers:
             for name, value in _quantities(layer):
@@ -370,7 +375,8 @@ def _quantities(layer: LayerProfile) -> list[tuple[str, Any]]:
 def _is_quantity(value: Any, *, whole: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int,) if whole else (int, float)):
         return False
-    return math.isfinite(value) and value >= 0
+    # An int beyond 63 bits is no number of bytes or seconds, and may be beyond a float too.
+    return 0 <= value < 2**63 and math.isfinite(value)
 
 
 def _check_storage(storage: Any, n_storages: int, where: str) -> None:

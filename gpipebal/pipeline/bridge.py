@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from gpipebal.errors import PipelineError
+from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline import engine_state
 from gpipebal.pipeline.microbatch import gather_leaves
 from gpipebal.pipeline.minibatch import MiniBatch
@@ -43,16 +43,23 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any]) -> list[Any]:
         [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in packet.leaves]
         for packet in packets
     ]
-    needs = [any(flags) for flags in zip(*(p.needs_gradient for p in packets), strict=True)]
+    structures = {packet.structure for packet in packets}
+    if len(structures) > 1:
+        raise ModelError(
+            f"outputs of the micro-batches differ: {' and '.join(map(str, structures))} (expected "
+            "one structure).\n"
+            "Fix: let the last layer return the same structure for every micro-batch."
+        )
     with torch.no_grad():
         outputs = gather_leaves([packet.leaves for packet in packets])
+        needs = [any(flags) for flags in zip(*(p.needs_gradient for p in packets), strict=True)]
     del packets
     if not any(needs):
         return outputs
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    crossing = _Crossing(mini_batch, sizes, anchor, [_takes_gradient(leaf) for leaf in inputs])
+    crossing = _Crossing(mini_batch, sizes, anchor, [_gradient_device(leaf) for leaf in inputs])
     token = _Launch.apply(crossing, anchor, *tensors)
     wanted = [k for k, flag in enumerate(needs) if flag]
     attached = _Attach.apply(crossing, token, wanted, *(outputs[k] for k in wanted))
@@ -61,8 +68,8 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-def _takes_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+def _gradient_device(leaf: Any) -> torch.device | None:
+    return leaf.device if isinstance(leaf, Tensor) and leaf.requires_grad else None
 
 
 class _Crossing:
@@ -73,11 +80,11 @@ class _Crossing:
         mini_batch: MiniBatch,
         sizes: list[list[int]],
         anchor: Tensor,
-        takes_gradient: list[bool],
+        gradient_devices: list[torch.device | None],
     ) -> None:
         self.mini_batch = mini_batch
         self.sizes = sizes
-        self.takes_gradient = takes_gradient
+        self.gradient_devices = gradient_devices
         # Runs only if the backward wants gradients of leaves, such as parameters, in general.
         self.sentinel = get_gradient_edge(anchor).node
         self.gradients: dict[int, Tensor] = {}
@@ -122,7 +129,12 @@ class _Launch(torch.autograd.Function):
             parameters=engine_state.will_run(crossing.sentinel),
         )
         gradients = _join(received, crossing.mini_batch.rows)
-        wanted = [g for g, takes in zip(gradients, crossing.takes_gradient, strict=True) if takes]
+        # A gradient goes back to where its input was, which need not be the first device.
+        wanted = [
+            gradient if gradient is None else gradient.to(device)
+            for gradient, device in zip(gradients, crossing.gradient_devices, strict=True)
+            if device is not None
+        ]
         return (None, None, *wanted)
 
 

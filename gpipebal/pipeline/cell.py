@@ -24,7 +24,7 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.microbatch import Packet
-from gpipebal.pipeline.partition import Partition
+from gpipebal.pipeline.partition import Buffers, Partition
 
 __all__ = ["Cell"]
 
@@ -40,11 +40,12 @@ class Cell:
         checkpointed: Whether it is recomputed in the backward; only with `grad`.
 
     Attributes:
+        checkpointed: As given.
         drew: Whether a layer drew random numbers in the forward.
     """
 
     __slots__ = (
-        "_checkpointed",
+        "_buffers",
         "_edges",
         "_grad",
         "_input",
@@ -53,9 +54,13 @@ class Cell:
         "_leaves",
         "_micro_batch",
         "_mode",
+        "_n_inputs",
         "_parameters",
         "_partition",
+        "_promised",
         "_versions",
+        "_watched",
+        "checkpointed",
         "drew",
     )
 
@@ -72,8 +77,9 @@ class Cell:
         self._mode = mode
         self._micro_batch = micro_batch
         self._grad = grad
-        self._checkpointed = checkpointed
+        self.checkpointed = checkpointed
         self.drew = False
+        self._n_inputs = 0
         self._kind: Any = None
         self._versions: list[int] = []
         self._keep = False
@@ -85,29 +91,43 @@ class Cell:
         self._input: Packet | None = None
         self._leaves: list[Any] = []
         self._edges: list[GradientEdge | None] = []
+        self._buffers: Buffers = {}
+        self._promised: list[bool] = []
+        self._watched: frozenset[int] = frozenset()
+
+    def forget_facts(self) -> None:
+        """Let the partition look anew at micro-batches of this cell's kind."""
+        self._partition.forget(self._kind)
 
     def forward(self, packet: Packet, state: CallerState, seed: int) -> Packet:
         """Run the layers on the cell's input; return what goes on to the next partition."""
-        records = self._grad and not self._checkpointed
-        if self._grad:
-            self._kind = self._partition.kind_of(self._mode, packet)
+        records = self._grad and not self.checkpointed
+        self._n_inputs = len(packet.leaves)
+        self._kind = self._partition.kind_of(self._mode, packet, state, self._grad)
+        look = self.checkpointed and self._micro_batch == 0
         finds_out = self._grad and not self._partition.knows(self._kind)
-        leaves = _as_leaves(packet) if records or finds_out else packet.leaves
-        with phase(checkpointing=self._checkpointed):
+        leaves = _as_leaves(packet) if records or look or finds_out else packet.leaves
+        with phase(checkpointing=self.checkpointed):
             result = self._partition.forward(
                 leaves,
                 packet.structure,
                 kind=self._kind,
                 grad=records,
+                protect=self._grad,
                 state=state,
                 seed=seed,
                 micro_batch=self._micro_batch,
+                keep_buffers=self.checkpointed,
+                look=look,
             )
         self.drew = result.drew
-        if self._checkpointed:
+        if self.checkpointed and any(result.needs_gradient):
             self._input = packet
             self._versions = _versions(packet.leaves)
-        elif records:
+            self._buffers = result.buffers
+            self._promised = result.needs_gradient
+            self._watched = result.watched
+        elif records and any(result.needs_gradient):
             self._leaves = leaves
             self._edges = _edges(result.leaves)
         return Packet(
@@ -121,14 +141,15 @@ class Cell:
         self._keep = keep
         self._parameters = parameters
 
-    def recompute(self, state: CallerState, seed: int) -> None:
+    def recompute(self, state: CallerState, seed: int, *, watch_all: bool) -> None:
         """Make the graph that the checkpointed forward did not record.
 
         Raises:
-            ModelError: a layer wrote to the kept input, which was not seen to be written before.
+            ModelError: the kept input was written to, or a layer does not do what it did before.
         """
         packet = self._input
-        assert packet is not None
+        if packet is None:
+            return  # no output needs a gradient
         if _versions(packet.leaves) != self._versions:
             raise ModelError(
                 "a checkpointed micro-batch cannot be recomputed: its input was written to after "
@@ -138,30 +159,36 @@ class Cell:
             )
         leaves = _as_leaves(packet)
         with phase(recomputing=True):
-            result = self._partition.forward(
+            outputs = self._partition.recompute(
                 leaves,
                 packet.structure,
                 kind=self._kind,
-                grad=True,
-                again=True,
+                promised=self._promised,
+                watched=self._watched,
+                buffers={place: tensor.clone() for place, tensor in self._buffers.items()}
+                if self._keep
+                else self._buffers,
+                watch_all=watch_all,
                 state=state,
                 seed=seed,
                 micro_batch=self._micro_batch,
             )
         if not self._keep:
-            self._input = None
+            self._input, self._buffers = None, {}
         self._leaves = leaves
-        self._edges = _edges(result.leaves)
+        self._edges = _edges(outputs)
 
     def backward(self, gradients: Sequence[Any]) -> list[Tensor | None]:
         """Run the cell's graph; return the gradient of each leaf of the input, or None."""
+        if not self._edges:
+            return [None] * self._n_inputs
         roots, seeds = [], []
         for edge, gradient in zip(self._edges, gradients, strict=True):
             if edge is not None and gradient is not None:
                 roots.append(edge)
                 seeds.append(gradient)
         wanted = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        keep = self._keep and not self._checkpointed
+        keep = self._keep and not self.checkpointed
         if roots and (self._parameters or wanted):
             torch.autograd.backward(
                 roots,

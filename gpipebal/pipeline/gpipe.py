@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import (
-    BalanceError,
-    DuplicateLayerError,
     ModelError,
     PipelineError,
     UnsupportedPlanError,
 )
 from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
+from gpipebal.pipeline.chain import check_balance, check_plan_names, layers_of, plan_warnings
 from gpipebal.pipeline.devices import choose_devices, move_layer, share_of_cores
 from gpipebal.pipeline.lane import make_lane
 from gpipebal.pipeline.ledger import Ledger
@@ -37,6 +38,10 @@ __all__ = ["GPipe"]
 # Kept beside the layers, which are registered under their own names: a layer may have one of
 # these names too.
 _SETTINGS = frozenset({"chunks", "checkpoint", "balance", "devices", "threads_per_partition"})
+
+
+# Two first forwards at once must not make two sets of workers for the same layers.
+_starting = threading.Lock()
 
 
 class GPipe(nn.Module):
@@ -113,11 +118,11 @@ class GPipe(nn.Module):
         self.chunks = check_count("chunks", chunks)
         check_checkpoint(checkpoint)
         self.checkpoint = checkpoint
-        layers = _layers_of(module)
+        layers = layers_of(module)
         if deferred_batch_norm:
             for name, layer in layers.items():
                 layers[name] = convert_deferred_batch_norm(layer)
-        self.balance = _check_balance(balance, len(layers))
+        self.balance = check_balance(balance, len(layers))
         self.devices = choose_devices(devices, len(self.balance))
         self.threads_per_partition = (
             share_of_cores(len(self.balance))
@@ -143,6 +148,7 @@ class GPipe(nn.Module):
         plan: Plan,
         *,
         devices: Iterable[torch.device | str | int] | None = None,
+        deferred_batch_norm: bool = False,
         threads_per_partition: int | None = None,
     ) -> GPipe:
         """Make the pipeline that a plan describes.
@@ -151,7 +157,12 @@ class GPipe(nn.Module):
             module: The model that the plan was made for.
             plan: The plan.
             devices: As for `GPipe`.
-            threads_per_partition: As for `GPipe`; None: what the layers were profiled with.
+            deferred_batch_norm: As for `GPipe`.
+            threads_per_partition: As for `GPipe`.
+
+        Warns:
+            UserWarning: the partitions will have other threads than the layers were profiled
+                with, or a layer has changed since.
 
         Raises:
             UnsupportedPlanError: the plan has a schedule other than ``'gpipe'``.
@@ -162,33 +173,19 @@ class GPipe(nn.Module):
                 f"GPipe cannot run this plan: schedule={plan.schedule!r} (expected 'gpipe').\n"
                 "Fix: solve(..., schedule='gpipe')."
             )
-        planned = [name for partition in plan.partitions for name in partition.layers]
-        found = list(_layers_of(module))
-        if planned != found:
-            k = next(
-                (
-                    k
-                    for k, pair in enumerate(zip(planned, found, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                min(len(planned), len(found)),
-            )
-            raise BalanceError(
-                f"the plan is for another model: it has {len(planned)} layers, the module has "
-                f"{len(found)}; layer {k} is {_name_at(planned, k)} in the plan and "
-                f"{_name_at(found, k)} in the module.\n"
-                "Fix: profile this module and solve again."
-            )
-        if threads_per_partition is None and isinstance(plan.provenance.get("threads"), int):
-            threads_per_partition = plan.provenance["threads"]
-        return cls(
+        check_plan_names(plan, list(layers_of(module)))
+        pipe = cls(
             module,
             plan.balance,
             devices=devices,
             chunks=plan.chunks,
             checkpoint=plan.checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
             threads_per_partition=threads_per_partition,
         )
+        for warning in plan_warnings(plan, layers_of(module), pipe.threads_per_partition):
+            warnings.warn(warning, stacklevel=2)
+        return pipe
 
     def forward(self, input: Any) -> Any:
         """Run a mini-batch through the pipeline.
@@ -310,11 +307,12 @@ class GPipe(nn.Module):
         return self
 
     def _started(self) -> _Runtime:
-        runtime = self._runtime
-        if runtime is None or runtime.pool.process != os.getpid():
-            runtime = _Runtime(self)
-            self._runtime = runtime
-        return runtime
+        with _starting:
+            runtime = self._runtime
+            if runtime is None or runtime.pool.process != os.getpid():
+                runtime = _Runtime(self)
+                self._runtime = runtime
+            return runtime
 
 
 class _Runtime:
@@ -333,63 +331,6 @@ class _Runtime:
             pipe.threads_per_partition if device.type == "cpu" else None for device in pipe.devices
         ]
         self.pool = WorkerPool(self.lanes, threads)
-
-
-def _layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
-    """Return the layers of a chain by name.
-
-    Raises:
-        ModelError: `module` is not an `nn.Sequential`.
-        DuplicateLayerError: a layer stands twice in the chain, or two layers share a parameter.
-    """
-    if not isinstance(module, nn.Sequential):
-        raise ModelError(
-            "module must be nn.Sequential to be partitioned: "
-            f"type(module)={type(module).__name__}.\n"
-            "Fix: write the model as nn.Sequential of its layers."
-        )
-    layers = OrderedDict(
-        (name, layer) for name, layer in module._modules.items() if layer is not None
-    )
-    owner: dict[int, str] = {}
-    for name, layer in layers.items():
-        for what, item in [("layer", layer), *(("parameter", p) for p in layer.parameters())]:
-            if owner.setdefault(id(item), name) != name:
-                raise DuplicateLayerError(
-                    f"a {what} stands twice in the chain: in layer {owner[id(item)]!r} and in "
-                    f"layer {name!r} (module with duplicate children is not supported).\n"
-                    "Fix: make a layer of its own for each place."
-                )
-    return layers
-
-
-def _check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
-    advice = (
-        "Fix: let gpipebal find it:\n"
-        "    from gpipebal import balance_by_time\n"
-        "    balance = balance_by_time(model, sample, partitions=2)"
-    )
-    if balance is None:
-        raise BalanceError(f"balance is required: balance=None (expected a list).\n{advice}")
-    sizes = list(balance)
-    for size in sizes:
-        try:
-            check_count("balance", size)
-        except BalanceError:
-            raise BalanceError(
-                f"balance has an impossible entry: balance={sizes} (expected whole numbers of 1 "
-                f"or more).\n{advice}"
-            ) from None
-    if sum(sizes) != n_layers:
-        raise BalanceError(
-            f"balance does not fit the module: sum({sizes})={sum(sizes)} (expected {n_layers}, "
-            f"the number of layers).\n{advice}"
-        )
-    return [int(size) for size in sizes]
-
-
-def _name_at(names: Sequence[str], index: int) -> str:
-    return repr(names[index]) if index < len(names) else "missing"
 
 
 def _moving_denied() -> ModelError:

@@ -6,29 +6,45 @@ import threading
 from collections.abc import Hashable
 from typing import Any
 
-__all__ = ["Inbox", "InboxClosedError"]
+__all__ = ["Inbox", "InboxClosedError", "Stop"]
+
+#: Seconds after which a waiting worker looks at `Stop` by itself: an interrupt can come between
+#: setting it and waking everybody.
+LOOK_AROUND = 0.5
 
 
 class InboxClosedError(Exception):
     """The mini-batch failed elsewhere: nothing more will come, and nothing new should start."""
 
 
-class Inbox:
-    """Values by key. `take` waits for its key, until the inbox is closed.
-
-    Each key is put once and taken once. Closing wakes everyone who waits, for good: a closed
-    inbox gives nothing out, even if it holds a value, so that no new cell starts after a fault.
-    """
+class Stop:
+    """Whether a mini-batch has been stopped; one for all its inboxes, and for good."""
 
     def __init__(self) -> None:
+        self.is_set = False
+
+    def check(self) -> None:
+        """Raise InboxClosedError if the mini-batch has been stopped."""
+        if self.is_set:
+            raise InboxClosedError
+
+
+class Inbox:
+    """Values by key. `take` waits for its key, until the mini-batch is stopped.
+
+    Each key is put once and taken once. A stopped inbox gives nothing out, even if it holds a
+    value, so that no new cell starts after a fault.
+    """
+
+    def __init__(self, stop: Stop) -> None:
         self._values: dict[Hashable, Any] = {}
         self._changed = threading.Condition()
-        self._closed = False
+        self._stop = stop
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Leave a value. After closing it is dropped."""
+        """Leave a value. After a stop it is dropped."""
         with self._changed:
-            if not self._closed:
+            if not self._stop.is_set:
                 self._values[key] = value
                 self._changed.notify_all()
 
@@ -36,23 +52,17 @@ class Inbox:
         """Wait for a value and take it out.
 
         Raises:
-            InboxClosedError: the inbox is closed.
+            InboxClosedError: the mini-batch has been stopped.
         """
         with self._changed:
-            while not self._closed and key not in self._values:
-                self._changed.wait()
-            if self._closed:
-                raise InboxClosedError
+            while not self._stop.is_set and key not in self._values:
+                self._changed.wait(LOOK_AROUND)
+            self._stop.check()
             return self._values.pop(key)
 
-    def check_open(self) -> None:
-        """Raise InboxClosedError if the inbox is closed."""
-        if self._closed:
-            raise InboxClosedError
-
-    def close(self) -> None:
-        """Drop all values and wake everyone who waits."""
+    def wake(self) -> None:
+        """Let everyone who waits look at the stop, and drop all values if it is set."""
         with self._changed:
-            self._closed = True
-            self._values.clear()
+            if self._stop.is_set:
+                self._values.clear()
             self._changed.notify_all()

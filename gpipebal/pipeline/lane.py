@@ -91,7 +91,8 @@ class CudaLane(Lane):
                 if isinstance(leaf, Tensor) and leaf.device != self.device:
                     if leaf.is_cuda:
                         leaf.record_stream(self.copy)
-                    leaf = leaf.to(self.device, non_blocking=True)
+                    # From pinned memory a copy would go on while the caller refills it.
+                    leaf = leaf.to(self.device, non_blocking=leaf.is_cuda)
                     copied = True
                 if isinstance(leaf, Tensor):
                     leaf.record_stream(self.compute)

@@ -31,7 +31,7 @@ from torch import Tensor
 from gpipebal.pipeline.batchnorm import Statistics, gathering
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.cell import Cell
-from gpipebal.pipeline.inbox import Inbox, InboxClosedError
+from gpipebal.pipeline.inbox import Inbox, InboxClosedError, Stop
 from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import Packet, count_rows
@@ -107,6 +107,8 @@ class MiniBatch:
             ]
             for partition, mode in [(partition, partition.mode()) for partition in partitions]
         ]
+        self._stop = Stop()
+        self._watch_all = False
         self._inboxes: list[Inbox] = []
         self._returns: list[Inbox] = []
         self._spent = not grad
@@ -118,9 +120,10 @@ class MiniBatch:
             BaseException: whatever a layer raised, noted with partition, layer, micro-batch
                 and phase.
         """
-        self._inboxes = [Inbox() for _ in range(self.n_partitions + 1)]
+        self._inboxes = [Inbox(self._stop) for _ in range(self.n_partitions + 1)]
         drawn_from = torch.default_generator.get_state()
         self._seed = draw_seed()
+        drawn_to = torch.default_generator.get_state()
         starts = [lane.follow_caller() for lane in self.lanes]
         for i, packet in enumerate(self._inputs):
             self._inboxes[0].put(i, packet._replace(ready=starts[0]))
@@ -129,9 +132,17 @@ class MiniBatch:
             self._run_phase("F", starts)
         finally:
             drew = any(cell.drew for row in self._cells for cell in row)
-            if not drew:
+            unseen = not torch.equal(torch.default_generator.get_state(), drawn_to)
+            if not drew and not unseen:
                 # A model without randomness leaves the caller's generator as it found it.
                 torch.default_generator.set_state(drawn_from)
+        if unseen:
+            # Somebody drew from the process's generator: another thread of the program, or a
+            # layer that is not watched because it did not draw before. Look at the layers anew
+            # in the next mini-batch, and in this one's recomputes.
+            self._watch_all = True
+            for row in self._cells:
+                row[0].forget_facts()
         for lane, end in zip(self.lanes, self._ends, strict=True):
             lane.give_to_caller((), end)
         self._statistics.commit()
@@ -172,26 +183,19 @@ class MiniBatch:
                 "pipeline again."
             )
         self._spent = not keep
-        self._returns = [Inbox() for _ in range(self.n_partitions + 1)]
+        self._returns = [Inbox(self._stop) for _ in range(self.n_partitions + 1)]
         starts = [lane.follow_caller() for lane in self.lanes]
         for i, leaves in enumerate(gradients):
             self._returns[self.n_partitions].put(i, (list(leaves), ready))
         for row in self._cells:
             for cell in row:
                 cell.begin_backward(keep=keep, parameters=parameters)
-        try:
-            self._run_phase("RB", starts)
-            first = self._returns[0]
-            received = [first.take(i) for i in range(self.chunks)]
-        except BaseException:
-            self._spent = True
-            raise
-        finally:
-            self._returns = []
-            if self._spent:
-                for row in self._cells:
-                    for cell in row:
-                        cell.release()
+        self._run_phase("RB", starts)
+        first = self._returns[0]
+        received = [first.take(i) for i in range(self.chunks)]
+        self._returns = []
+        if self._spent:
+            self._release_cells()
         for leaves, ready in received:
             self.lanes[0].give_to_caller(leaves, ready)
         for lane, end in zip(self.lanes, self._ends, strict=True):
@@ -215,20 +219,21 @@ class MiniBatch:
 
             return task
 
-        self._pool.submit([task_of(j) for j in range(self.n_partitions)])
+        n_submitted = [0]
         try:
+            self._pool.submit([task_of(j) for j in range(self.n_partitions)], n_submitted)
             for event in finished:
                 event.wait()
         except BaseException:
-            # Interrupted while waiting: let the cells in progress end. A second interrupt ends
-            # this wait too, and leaves the workers to stop on their own.
-            self._spent = True
+            # Interrupted: let the cells in progress end. A second interrupt ends this wait too,
+            # and leaves the workers to stop on their own, and the cells to them.
             self._close_inboxes()
-            for event in finished:
+            for event in finished[: n_submitted[0]]:
                 event.wait()
+            self._release_cells()
             raise
         if self._failures:
-            self._spent = True
+            self._release_cells()
             raise self._first_failure()
 
     def _run_row(self, j: int, row: Sequence[Action], start: Any) -> None:
@@ -256,21 +261,22 @@ class MiniBatch:
         cell, lane = self._cells[j][i], self.lanes[j]
         if action.kind == "F":
             packet = self._inboxes[j].take(i)
-            started = self._clock(lane)
             leaves = self._receive(lane, j, packet.leaves, packet.ready)
+            started = self._clock(lane)
             output = cell.forward(packet._replace(leaves=leaves), self.state, self._seed)
             self._tell(action, lane, started)
             self._inboxes[j + 1].put(i, output._replace(ready=lane.mark()))
         elif action.kind == "R":
             # A recompute waits for nobody, so a failed mini-batch has to be noticed here.
-            self._returns[j].check_open()
+            self._stop.check()
             started = self._clock(lane)
-            cell.recompute(self.state, self._seed)
+            cell.recompute(self.state, self._seed, watch_all=self._watch_all)
             self._tell(action, lane, started)
         else:
             gradients, ready = self._returns[j + 1].take(i)
+            gradients = self._receive(lane, j, gradients, ready)
             started = self._clock(lane)
-            received = cell.backward(self._receive(lane, j, gradients, ready))
+            received = cell.backward(gradients)
             self._tell(action, lane, started)
             self._returns[j].put(i, (received, lane.mark()))
 
@@ -288,8 +294,15 @@ class MiniBatch:
             self.record.add(action, started, lane.clock())
 
     def _close_inboxes(self) -> None:
+        self._spent = True
+        self._stop.is_set = True
         for inbox in (*self._inboxes, *self._returns):
-            inbox.close()
+            inbox.wake()
+
+    def _release_cells(self) -> None:
+        for row in self._cells:
+            for cell in row:
+                cell.release()
 
     def _first_failure(self) -> BaseException:
         order = {action: k for k, action in enumerate(self._by_clock())}

@@ -50,10 +50,11 @@ class WorkerPool:
         with _starting:
             before = torch.get_num_threads()
             started = threading.Barrier(len(lanes) + 1)
+            failures: list[BaseException] = []
             for j, lane in enumerate(lanes):
                 thread = threading.Thread(
                     target=_work,
-                    args=(self._queues[j], lane, threads[j], started),
+                    args=(self._queues[j], lane, threads[j], started, failures),
                     name=f"gpipebal-partition-{j}",
                     daemon=True,
                 )
@@ -64,13 +65,32 @@ class WorkerPool:
             torch.set_num_threads(before)
         # At exit too: a finalizer runs when the interpreter ends, if it has not run before.
         self._end = weakref.finalize(self, _end_threads, self._queues, self._threads, self.process)
+        if failures:
+            self._end()
+            raise failures[0]
 
-    def submit(self, tasks: Sequence[Callable[[], None]]) -> None:
+    def submit(self, tasks: Sequence[Callable[[], None]], n_submitted: list[int]) -> None:
         """Hand task j to worker j, to all workers in one go.
 
+        Args:
+            tasks: One per worker.
+            n_submitted: Its only element counts the tasks handed out, also if this is interrupted.
+
         Raises:
-            PipelineError: the pool is closed.
+            PipelineError: the pool is closed, belongs to another process, or is waited for by one
+                of its own workers.
         """
+        if self.process != os.getpid():
+            raise PipelineError(
+                "a mini-batch that began in the parent process cannot go on in a forked child.\n"
+                "Fix: run forward and backward in the same process."
+            )
+        if threading.current_thread() in self._threads:
+            raise PipelineError(
+                "a pipeline was called by one of its own layers, which would wait for itself.\n"
+                "Fix: do not call a pipeline inside itself, nor inside torch.utils.checkpoint: "
+                "GPipe has checkpoint=."
+            )
         with self._submitting:
             if not self._end.alive:
                 raise PipelineError(
@@ -79,6 +99,7 @@ class WorkerPool:
                 )
             for queue, task in zip(self._queues, tasks, strict=True):
                 queue.put(task)
+                n_submitted[0] += 1
 
     def close(self) -> None:
         """End the threads, after what they were handed; wait for them. Harmless when repeated."""
@@ -104,16 +125,21 @@ def _work(
     lane: Lane,
     threads: int | None,
     started: threading.Barrier,
+    failures: list[BaseException],
 ) -> None:
-    if threads is not None:
-        # A thread takes over the process's number at its first use of it, and would undo ours
-        # if that came later: asking is a use.
-        torch.get_num_threads()
-        torch.set_num_threads(threads)
-    # With this the engine runs every node of a cell's backward in this thread, CUDA nodes too:
-    # no other thread is waited for, so no two workers can wait for each other's device thread.
-    torch.autograd.set_multithreading_enabled(False)
-    lane.enter_thread()
+    try:
+        if threads is not None:
+            # A thread takes over the process's number at its first use of it, and would undo
+            # ours if that came later: asking is a use.
+            torch.get_num_threads()
+            torch.set_num_threads(threads)
+        # With this the engine runs every node of a cell's backward in this thread, CUDA nodes
+        # too: no other thread is waited for, so no two workers can wait for each other's device
+        # thread.
+        torch.autograd.set_multithreading_enabled(False)
+        lane.enter_thread()
+    except BaseException as error:
+        failures.append(error)
     started.wait()
     while True:
         task = queue.get()

@@ -8,7 +8,8 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ from torch import Tensor, nn
 
 import gpipebal
 from gpipebal.errors import ModelError, ProfileError
+from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.devices import parse_device, share_of_cores, visible_cores
+from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.microbatch import chunk_sizes, count_rows, flatten, scatter, unflatten
 from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.progress import progress_bar
-from gpipebal.profiler.replica import fingerprint, layer_of_tensors, own_bytes, replicate
+from gpipebal.profiler.replica import layer_of_tensors, own_bytes, replicate
 from gpipebal.profiler.rounds import Chain, Rounds, RoundStoppedError
 from gpipebal.profiler.settle import settle
 from gpipebal.profiler.step import OptimizerFactory, measure_step, optimizer_state_bytes
@@ -46,6 +49,7 @@ def profile_model(
     device: torch.device | str | int | None = None,
     chunks: int = 1,
     threads: int | None = None,
+    partitions: int = 2,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     optimizer: OptimizerFactory | None = None,
@@ -65,9 +69,10 @@ def profile_model(
         device: Where to measure; None: the first CUDA device, or the CPU where there is none.
         chunks: Micro-batches that a mini-batch will be parted into. The layers are measured at
             the size of the largest, ``ceil(rows / chunks)`` rows.
-        threads: Intra-operation threads that a CPU partition will have; None: half of the
-            cores, the share of two partitions. As many threads as fill the cores measure side
-            by side, because the partitions will work side by side. Ignored on CUDA.
+        threads: Intra-operation threads that a CPU partition will have; None: its share of the
+            cores. Ignored on CUDA.
+        partitions: How many partitions will work side by side on the CPU. As many threads
+            measure side by side, as far as the cores suffice. Ignored on CUDA.
         loss_fn: The loss, called as ``loss_fn(output, target)``; measured as a term of the step.
         target: Target of the whole mini-batch; None: ``loss_fn(output)``.
         optimizer: Makes the optimizer from a list of parameters (a class, or a lambda with its
@@ -85,8 +90,8 @@ def profile_model(
         DeviceError: `device` does not exist.
 
     Complexity:
-        Each round costs two forwards and backwards of one micro-batch. Memory: what one
-        micro-batch saves in the whole model, once per measuring thread.
+        Each round costs two forwards and backwards of one micro-batch. Memory, once per
+        measuring thread: gradients and buffers of the model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -98,29 +103,42 @@ def profile_model(
     names = list(layers)
     n_chunks = check_count("chunks", chunks)
     where = _device_for(device)
-    n_threads = share_of_cores(2) if threads is None else check_count("threads", threads)
+    n_side_by_side = check_count("partitions", partitions)
+    n_threads = (
+        share_of_cores(n_side_by_side) if threads is None else check_count("threads", threads)
+    )
     limit = DEFAULT_TIMEOUT if timeout is None else _check_timeout(timeout)
     rows = count_rows(flatten(sample)[0])
     sizes = chunk_sizes(rows, n_chunks)
-    # A copy, because a view would count with the storage of the whole mini-batch.
-    micro_batch = _to_device(scatter(sample, n_chunks)[0], where, copy=True)
     modules = list(layers.values())
-    side_by_side = max(1, visible_cores() // n_threads) if where.type == "cpu" else 1
-
-    with _random_numbers_kept(where), torch.inference_mode(False), torch.enable_grad():
-        chains = [
-            Chain(names, replicate(names, modules, where), micro_batch, where)
-            for _ in range(side_by_side)
-        ]
+    side_by_side = 1
+    if where.type == "cpu":
+        side_by_side = max(1, min(n_side_by_side, visible_cores() // n_threads))
+    state = CallerState.capture((where.type,))
+    with (
+        _random_numbers_kept(where),
+        _current_device(where),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        # A copy, because a view would count with the storage of the whole mini-batch.
+        micro_batch = _to_device(scatter(sample, n_chunks)[0], where, copy=True)
         with _threads(n_threads if where.type == "cpu" else None):
-            chains[0].find_written()
-            for chain in chains[1:]:
-                chain.written = chains[0].written
+            scout = Chain(names, (), micro_batch, where)
+            writers = scout.find_written(
+                lambda k: replicate([names[k]], [modules[k]], where, private=(0,))[0]
+            )
+            chains = [
+                Chain(names, replicate(names, modules, where, private=writers), micro_batch, where)
+                for _ in range(side_by_side)
+            ]
+            for chain in chains:
+                chain.written = scout.written
             memory, storages, inputs = measure_memory_of_layers(chains[0])
-        rounds = _measure(chains, n_threads, limit, progress)
+        rounds = _measure(chains, n_threads, limit, progress, state)
         chains[0].stop.clear()
         step = _measure_step(
-            chains[0], len(sizes), loss_fn, _to_device(target, where), optimizer, modules, where
+            chains[0], sizes, loss_fn, _to_device(target, where), optimizer, modules, where
         )
     state_bytes = _state_bytes(optimizer, modules)
     return Profile(
@@ -153,7 +171,11 @@ def profile_model(
 
 
 def _measure(
-    chains: Sequence[Chain], n_threads: int, limit: float, progress: bool | None
+    chains: Sequence[Chain],
+    n_threads: int,
+    limit: float,
+    progress: bool | None,
+    state: CallerState,
 ) -> Rounds:
     """Run rounds of every chain side by side, each in a thread with its share of the cores."""
     results = [Rounds() for _ in chains]
@@ -171,7 +193,7 @@ def _measure(
         def task_of(k: int) -> Callable[[], None]:
             def task() -> None:
                 try:
-                    with torch.enable_grad():
+                    with replace(state, inference_mode=False).entered(grad=True):
                         chains[k].layered()  # warm-up: gradients exist, libraries are ready
                         results[k].run(
                             chains[k],
@@ -190,10 +212,10 @@ def _measure(
 
             return task
 
-        lanes = [Lane(chain.device) for chain in chains]
+        lanes = [_MeasuringLane(chain.device) for chain in chains]
         pool = WorkerPool(lanes, [n_threads if on_cpu else None] * len(chains))
         try:
-            pool.submit([task_of(k) for k in range(len(chains))])
+            pool.submit([task_of(k) for k in range(len(chains))], [0])
             for event in finished:
                 event.wait()
         finally:
@@ -205,6 +227,14 @@ def _measure(
     for other in results[1:]:
         results[0].add(other)
     return results[0]
+
+
+class _MeasuringLane(Lane):
+    """A lane whose thread works on its device's default stream, like the caller's."""
+
+    def enter_thread(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
 
 def _layer_profiles(
@@ -246,7 +276,7 @@ def _layer_profiles(
 
 def _measure_step(
     chain: Chain,
-    chunks: int,
+    sizes: Sequence[int],
     loss_fn: Callable[..., Tensor] | None,
     target: Any,
     optimizer: OptimizerFactory | None,
@@ -264,7 +294,7 @@ def _measure_step(
     return measure_step(
         outputs,
         structure,
-        chunks,
+        sizes,
         loss_fn=loss_fn,
         target=target,
         optimizer=optimizer,
@@ -324,6 +354,10 @@ def _to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
         leaf.detach().to(device, copy=copy) if isinstance(leaf, Tensor) else leaf for leaf in leaves
     ]
     return unflatten(moved, structure)
+
+
+def _current_device(device: torch.device) -> AbstractContextManager[None]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -1,38 +1,49 @@
 """Replicas: stand-ins for the caller's layers, so that measuring cannot change the model.
 
-A replica shares the memory of the parameters, but has gradients, buffers and everything else of
-its own. So running statistics, gradients, training flags and hooks of the model stay as they
-are, whatever happens while it is measured, and several replicas can run side by side.
+A replica shares the memory of the parameters (unless its forward writes to them), but has
+gradients, buffers and everything else of its own. So running statistics, gradients, training
+flags and hooks of the model stay as they are, whatever happens while it is measured, and several
+replicas can run side by side.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from gpipebal.errors import ProfileError
 
-__all__ = ["fingerprint", "layer_of_tensors", "replicate"]
+__all__ = ["layer_of_tensors", "own_bytes", "replicate"]
 
 
 def replicate(
-    names: Sequence[str], layers: Sequence[nn.Module], device: torch.device
+    names: Sequence[str],
+    layers: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    private: Container[int] = (),
 ) -> list[nn.Module]:
     """Copy layers in training mode, with parameters that share the originals' memory.
 
-    On another device than the parameters' own, the values are copied there.
+    On another device than the parameters' own the values are copied there; so are those of the
+    layers in `private` (by index).
 
     Raises:
         ProfileError: a layer cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for layer in layers:
+    for index, layer in enumerate(layers):
         for parameter in layer.parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise ProfileError(
+                    "a model with lazy layers cannot be measured before its first forward.\n"
+                    "Fix: run model(sample) once."
+                )
             if parameter.device.type == "meta":
                 raise ProfileError(
                     "a model without values cannot be measured: its parameters are on the meta "
@@ -40,7 +51,8 @@ def replicate(
                 )
             if id(parameter) not in memo:
                 shared = nn.Parameter(
-                    parameter.detach().to(device), requires_grad=parameter.requires_grad
+                    parameter.detach().to(device, copy=index in private),
+                    requires_grad=parameter.requires_grad,
                 )
                 memo[id(parameter)] = shared
         for buffer in layer.buffers():
@@ -78,16 +90,3 @@ def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) ->
         "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
         "buffer_bytes": sum(b.nbytes for b in layers[index].buffers() if mine(b)),
     }
-
-
-def fingerprint(layer: nn.Module) -> str:
-    """Hash what decides a layer's costs: classes, options, and shapes of its parameters."""
-    parts = [
-        f"{name}:{type(module).__qualname__}({module.extra_repr()})"
-        for name, module in layer.named_modules()
-    ]
-    parts += [
-        f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
-        for name, p in layer.named_parameters()
-    ]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

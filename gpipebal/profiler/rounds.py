@@ -74,28 +74,40 @@ class Chain:
         self.layers = layers
         self.device = device
         self.sample = flatten(sample)
-        self.written: list[frozenset[int]] = [frozenset()] * len(layers)
+        self.written: list[frozenset[int]] = [frozenset()] * len(names)
         self.output_structure: Any = None
         self.stop = threading.Event()
         self._clock: Callable[[], Any] = _cuda_clock if device.type == "cuda" else time.perf_counter
 
-    def find_written(self) -> None:
-        """Run every layer once, and note which of its inputs it writes to.
+    def find_written(self, copy_of: Callable[[int], nn.Module]) -> set[int]:
+        """Run a copy of every layer once, and note in `written` which inputs it writes to.
+
+        Args:
+            copy_of: Makes a copy of a layer that shares nothing with it.
+
+        Returns:
+            The layers that write to their own parameters, as some embeddings do.
 
         Raises:
             ProfileError: a layer failed.
         """
         leaves, structure = self.sample
-        for k in range(len(self.layers)):
+        writers = set()
+        for k in range(len(self.names)):
+            layer = copy_of(k)
+            parameters = [parameter._version for parameter in layer.parameters()]
             inputs = [protect(leaf) for leaf in as_leaves(leaves, wants=k > 0)]
             versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in inputs]
-            output = self.call(k, inputs, structure)
+            output = self.call(k, inputs, structure, layer)
+            if parameters != [parameter._version for parameter in layer.parameters()]:
+                writers.add(k)
             self.written[k] = frozenset(
                 i
                 for i, leaf in enumerate(inputs)
                 if isinstance(leaf, Tensor) and leaf._version != versions[i]
             )
             leaves, structure = flatten(output)
+        return writers
 
     def layered(self) -> tuple[list[Any], list[Any]]:
         """Run a layered round; return forward and backward times of every layer.
@@ -182,8 +194,10 @@ class Chain:
                 "Fix: make the plain model train first: model(sample).sum().backward()."
             ) from error
 
-    def call(self, k: int, leaves: Sequence[Any], structure: Any) -> Any:
-        """Run layer k.
+    def call(
+        self, k: int, leaves: Sequence[Any], structure: Any, layer: nn.Module | None = None
+    ) -> Any:
+        """Run layer k, or another in its place.
 
         Raises:
             ProfileError: the layer failed; names it, its input and the original error.
@@ -191,7 +205,7 @@ class Chain:
         """
         self._check_stop()
         try:
-            output = self.layers[k](unflatten(leaves, structure))
+            output = (self.layers[k] if layer is None else layer)(unflatten(leaves, structure))
             check_travels(output, self.names[k])
         except ModelError:
             raise
@@ -295,6 +309,7 @@ def _cuda_clock() -> Any:
 
 def _seconds_of(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
     if pairs and not isinstance(pairs[0][0], float):
-        pairs[-1][1].synchronize()
+        for _, end in pairs:
+            end.synchronize()
         return [max(0.0, start.elapsed_time(end) / 1e3) for start, end in pairs]
     return [end - start for start, end in pairs]

@@ -28,7 +28,7 @@ OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 def measure_step(
     outputs: Sequence[Any],
     structure: Any,
-    chunks: int,
+    sizes: Sequence[int],
     *,
     loss_fn: Callable[..., Tensor] | None,
     target: Any,
@@ -39,9 +39,9 @@ def measure_step(
     """Measure gather, loss and optimizer step, with all the threads that the caller has.
 
     Args:
-        outputs: Leaves of one micro-batch's output.
+        outputs: Leaves of the output of the largest micro-batch, the first.
         structure: Their pytree.
-        chunks: Micro-batches of a mini-batch.
+        sizes: Rows of each micro-batch of a mini-batch.
         loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` if `target` is
             None; None: the loss is not measured.
         target: Target of the whole mini-batch.
@@ -52,7 +52,7 @@ def measure_step(
     Raises:
         ProfileError: the loss or the optimizer failed.
     """
-    parts = [[_value_of(leaf) for leaf in outputs] for _ in range(chunks)]
+    parts = [[_rows_of(leaf, rows, sizes[0]) for leaf in outputs] for rows in sizes]
     gather_time = _median_time(lambda: gather_leaves(parts), device)
     loss_time = loss_bytes = None
     if loss_fn is not None:
@@ -143,8 +143,13 @@ def _time_optimizer(
     return seconds * sum(p.nbytes for p in trainable) / max(1, n_bytes)
 
 
-def _value_of(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _rows_of(leaf: Any, rows: int, of_rows: int) -> Any:
+    """Cut the output of a micro-batch down to that of a smaller one."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.dim() == 0 or of_rows == 0:
+        return leaf.detach()
+    return leaf.detach()[: rows * leaf.shape[0] // of_rows]
 
 
 def _median_time(work: Callable[[], Any], device: torch.device) -> float:

@@ -132,6 +132,7 @@ class _Job:
             device=self.places[0],
             chunks=self.chunks,
             threads=self.threads,
+            partitions=n_partitions,
             loss_fn=workload.loss_fn,
             target=workload.target,
             optimizer=workload.make_optimizer,
