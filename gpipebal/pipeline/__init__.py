@@ -10,7 +10,8 @@ from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
 from gpipebal.pipeline.microbatch import gather, scatter
-from gpipebal.pipeline.trace import Recorder, trace
+from gpipebal.pipeline.recorder import Recorder
+from gpipebal.pipeline.trace import trace
 
 __all__ = [
     "DeferredBatchNorm",

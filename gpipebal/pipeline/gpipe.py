@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,10 @@ from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import flatten, scatter_leaves, unflatten
 from gpipebal.pipeline.minibatch import MiniBatch
 from gpipebal.pipeline.partition import Partition
+from gpipebal.pipeline.recorder import Recorder
 from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.plan import Plan
 from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
-
-if TYPE_CHECKING:
-    from gpipebal.pipeline.trace import Recorder
 
 __all__ = ["GPipe"]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +37,9 @@ from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import Packet, count_rows
 from gpipebal.pipeline.partition import Partition
 from gpipebal.pipeline.randomness import draw_seed
+from gpipebal.pipeline.recorder import MiniBatchRecord
 from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.schedule import Action, CheckpointMode, gpipe_schedule, is_checkpointed
-
-if TYPE_CHECKING:
-    from gpipebal.pipeline.trace import MiniBatchRecord
 
 __all__ = ["MiniBatch"]
 

@@ -1,0 +1,120 @@
+"""Recorders: raw times of actions from the workers, turned into timelines when asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from gpipebal.errors import PipelineError
+from gpipebal.schedule import Action
+from gpipebal.timeline import Event, Timeline
+
+__all__ = ["MiniBatchRecord", "Recorder"]
+
+
+class MiniBatchRecord:
+    """Raw times of the actions of one mini-batch, as the workers' lanes gave them."""
+
+    def __init__(self, n_partitions: int) -> None:
+        self._n_partitions = n_partitions
+        self._actions: list[tuple[Action, Any, Any]] = []
+        self._adding = threading.Lock()
+        self._timeline: Timeline | None = None
+
+    def add(self, action: Action, started: Any, ended: Any) -> None:
+        """Keep the times of one action; called by the worker that ran it."""
+        with self._adding:
+            self._actions.append((action, started, ended))
+            self._timeline = None
+
+    def timeline(self) -> Timeline:
+        """Return the actions so far as a timeline that starts with the first one.
+
+        On CUDA this waits for the recorded events.
+        """
+        with self._adding:
+            if self._timeline is None:
+                self._timeline = self._resolve()
+            return self._timeline
+
+    def _resolve(self) -> Timeline:
+        seconds = _common_clock([t for _, *times in self._actions for t in times])
+        events = []
+        for k, (action, _, _) in enumerate(self._actions):
+            start, end = seconds[2 * k], seconds[2 * k + 1]
+            events.append(
+                Event(action.partition, action.kind, action.micro_batch, start, max(start, end))
+            )
+        events.sort(key=lambda event: (event.start, event.partition))
+        return Timeline(tuple(events), self._n_partitions, "measured")
+
+
+def _common_clock(points: list[Any]) -> list[float]:
+    """Turn points of time of all lanes into seconds since the first of them."""
+    host = [point for point in points if isinstance(point, float)]
+    if len(host) == len(points):
+        first = min(host, default=0.0)
+        return [point - first for point in points]
+    if host:
+        raise PipelineError(
+            "a pipeline over CPU and CUDA partitions together has no common clock to trace by.\n"
+            "Fix: trace a pipeline whose partitions are all on CUDA devices, or all on the CPU."
+        )
+    # Events of one device can be compared on the device; of several, only through the host.
+    by_device: dict[Any, Any] = {}
+    for point in points:
+        by_device.setdefault(point.device, point)
+    offsets = {device: _host_time(first, device) for device, first in by_device.items()}
+    start = min(offsets.values(), default=0.0)
+    times = []
+    for point in points:
+        point.synchronize()
+        elapsed = by_device[point.device].elapsed_time(point) / 1e3
+        times.append(offsets[point.device] - start + elapsed)
+    earliest = min(times, default=0.0)
+    return [moment - earliest for moment in times]
+
+
+def _host_time(event: Any, device: Any) -> float:
+    """Find the host's clock at an event of the past: step back from an event of now."""
+    with torch.cuda.device(device):
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        now.synchronize()
+        host = time.perf_counter()
+    return host - float(event.elapsed_time(now)) / 1e3
+
+
+class Recorder:
+    """Timelines of the mini-batches that ran while the trace was on."""
+
+    def __init__(self) -> None:
+        self._records: list[MiniBatchRecord] = []
+
+    def begin(self, n_partitions: int) -> MiniBatchRecord:
+        """Start the record of another mini-batch."""
+        record = MiniBatchRecord(n_partitions)
+        self._records.append(record)
+        return record
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """One measured timeline per mini-batch, in the order in which they went in."""
+        return [record.timeline() for record in self._records]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last mini-batch's timeline.
+
+        Raises:
+            PipelineError: no mini-batch ran under the trace.
+        """
+        if not self._records:
+            raise PipelineError(
+                "nothing was traced: no mini-batch ran inside the block.\n"
+                "Fix: run the pipeline inside `with gpipebal.trace(pipe) as recorder:`."
+            )
+        return self._records[-1].timeline()
