@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpipebal.balance import balance_by_size, balance_by_time, balance_cost
     from gpipebal.errors import GpipebalError
-    from gpipebal.pipeline import GPipe, trace
+    from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing, trace
     from gpipebal.plan import Plan
     from gpipebal.planner import solve
     from gpipebal.profile import Profile
@@ -41,6 +41,8 @@ __all__ = [
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
+    "is_checkpointing",
+    "is_recomputing",
     "profile_model",
     "simulate",
     "solve",
@@ -56,6 +58,8 @@ _HOMES = {
     "balance_by_size": "gpipebal.balance",
     "balance_by_time": "gpipebal.balance",
     "balance_cost": "gpipebal.balance",
+    "is_checkpointing": "gpipebal.pipeline",
+    "is_recomputing": "gpipebal.pipeline",
     "profile_model": "gpipebal.profiler",
     "simulate": "gpipebal.simulator",
     "solve": "gpipebal.planner",

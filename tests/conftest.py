@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
@@ -28,6 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     """Start every test from seed 0."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> object:
+    """Let SIGINT raise KeyboardInterrupt, also where the tests were started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -173,10 +173,13 @@ def test_a_backward_in_a_forked_child_is_refused() -> None:
 def test_workers_that_cannot_start_are_an_error() -> None:
     """A worker that fails while starting raises in the caller, and leaves no thread behind."""
     before = threading.active_count()
-    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], threads_per_partition=2**40)
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1])
+    object.__setattr__(pipe, "threads_per_partition", 2**40)
     with pytest.raises(ValueError, match="Overflow"):
         pipe(torch.ones(2, 2))
     assert threading.active_count() == before
+    with pytest.raises(ValueError, match="threads_per_partition is too large"):
+        GPipe(nn.Sequential(nn.Linear(2, 2)), [1], threads_per_partition=10_000)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 8, 13, 21])
@@ -261,3 +264,33 @@ def test_plans_for_changed_models_warn() -> None:
             plan,
             threads_per_partition=1,
         )
+
+
+def test_replaced_layers_are_used() -> None:
+    """A layer that is replaced in the pipeline runs; settings that cannot change say so."""
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2)
+    inputs = torch.ones(4, 4)
+    pipe(inputs)
+    setattr(pipe, "1", nn.Linear(4, 3))
+    assert pipe(inputs).shape == (4, 3)
+    pipe.chunks = 4
+    assert pipe(inputs).shape == (4, 3)
+    for name, value in (("balance", [2]), ("devices", ["cpu"]), ("threads_per_partition", 2)):
+        with pytest.raises(RuntimeError, match=f"{name} of a pipeline cannot be changed"):
+            setattr(pipe, name, value)
+    with pytest.raises(ValueError, match="chunks=0"):
+        pipe.chunks = 0
+    with pytest.raises(ValueError, match="expected one of"):
+        pipe.checkpoint = "some"  # type: ignore[assignment]
+    pipe.more = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="layers were added"):
+        pipe(inputs)
+
+
+def test_outputs_that_do_not_go_by_rows_are_refused() -> None:
+    """A state of an LSTM, or a mean over the rows, cannot be joined along dim 0."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 2, batch_first=True)), [1, 1], chunks=2)
+    with pytest.raises(TypeError, match="output leaf 1 does not go by rows"):
+        pipe(torch.ones(8, 5, 3))
+    flat = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)), [1, 1], chunks=3)
+    assert flat(torch.ones(8, 5, 3)).shape == (40, 3)

@@ -20,6 +20,8 @@ PUBLIC = [
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
+    "is_checkpointing",
+    "is_recomputing",
     "profile_model",
     "simulate",
     "solve",

@@ -22,7 +22,7 @@ SMALLER = {
     "resnet101(), torch.randn(32, 3, 64, 64)": "resnet((1,) * 4, 8, 4), torch.ones(8, 3, 32, 32)",
     "import resnet101": "import resnet",
     "images, chunks=8)  #": "images, chunks=4, timeout=0)  #",
-    "images, 2)  # or": "images, 2, timeout=0)  # or",
+    "images, 2, chunks=8)  # or": "images, 2, chunks=4, timeout=0)  # or",
 }
 
 

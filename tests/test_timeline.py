@@ -289,7 +289,7 @@ def test_impossible_event_is_refused(event: Event, message: str) -> None:
 @pytest.mark.parametrize("n_partitions", [0, -1, True, 1.0, None])
 def test_number_of_partitions_is_a_count(n_partitions: Any) -> None:
     """A timeline has at least one partition."""
-    with pytest.raises(ProfileError, match="timeline has no partitions: n_partitions="):
+    with pytest.raises(ProfileError, match="impossible number of partitions: n_partitions="):
         Timeline((), n_partitions)
 
 

@@ -40,7 +40,7 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any]) -> list[Any]:
     """
     packets, mini_batch.outputs = mini_batch.outputs, []
     sizes = [
-        [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 1 for leaf in packet.leaves]
+        [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in packet.leaves]
         for packet in packets
     ]
     structures = {packet.structure for packet in packets}
@@ -50,6 +50,14 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any]) -> list[Any]:
             "one structure).\n"
             "Fix: let the last layer return the same structure for every micro-batch."
         )
+    for rows, leaves in zip(mini_batch.rows, sizes, strict=True):
+        for k, size in enumerate(leaves):
+            if rows and size % rows:
+                raise ModelError(
+                    f"output leaf {k} does not go by rows: a micro-batch of {rows} rows gave "
+                    f"{size} along dim 0, so the micro-batches cannot be joined.\n"
+                    "Fix: let the last layer return tensors with the rows along dim 0."
+                )
     with torch.no_grad():
         outputs = gather_leaves([packet.leaves for packet in packets])
         needs = [any(flags) for flags in zip(*(p.needs_gradient for p in packets), strict=True)]

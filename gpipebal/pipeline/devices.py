@@ -8,9 +8,20 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from gpipebal.errors import DeviceError
+from gpipebal.errors import BalanceError, DeviceError
+from gpipebal.schedule import check_count
 
-__all__ = ["choose_devices", "move_layer", "parse_device", "share_of_cores", "visible_cores"]
+__all__ = [
+    "check_threads",
+    "choose_devices",
+    "move_layer",
+    "parse_device",
+    "share_of_cores",
+    "visible_cores",
+]
+
+#: A partition may have this many threads even on a machine of fewer cores.
+MOST_THREADS = 64
 
 
 def visible_cores() -> int:
@@ -21,6 +32,23 @@ def visible_cores() -> int:
 def share_of_cores(n_partitions: int) -> int:
     """Return the threads of each CPU partition when all work side by side; 1 at the least."""
     return max(1, visible_cores() // max(1, n_partitions))
+
+
+def check_threads(name: str, threads: object) -> int:
+    """Return a number of threads that a partition can be given.
+
+    Raises:
+        BalanceError: it is no whole number of 1 or more, or so large that starting so many
+            threads could bring the machine down.
+    """
+    count = check_count(name, threads)
+    most = max(MOST_THREADS, visible_cores())
+    if count > most:
+        raise BalanceError(
+            f"{name} is too large: {name}={count} (expected at most {most}).\n"
+            f"Fix: {name}={visible_cores()}, the number of cores, or fewer."
+        )
+    return count
 
 
 def parse_device(device: torch.device | str | int) -> torch.device:

@@ -20,7 +20,7 @@ from gpipebal.errors import (
 from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
 from gpipebal.pipeline.chain import check_balance, check_plan_names, layers_of, plan_warnings
-from gpipebal.pipeline.devices import choose_devices, move_layer, share_of_cores
+from gpipebal.pipeline.devices import check_threads, choose_devices, move_layer, share_of_cores
 from gpipebal.pipeline.lane import make_lane
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import flatten, scatter_leaves, unflatten
@@ -113,8 +113,7 @@ class GPipe(nn.Module):
         threads_per_partition: int | None = None,
     ) -> None:
         super().__init__()
-        self.chunks = check_count("chunks", chunks)
-        check_checkpoint(checkpoint)
+        self.chunks = chunks
         self.checkpoint = checkpoint
         layers = layers_of(module)
         if deferred_batch_norm:
@@ -125,7 +124,7 @@ class GPipe(nn.Module):
         self.threads_per_partition = (
             share_of_cores(len(self.balance))
             if threads_per_partition is None
-            else check_count("threads_per_partition", threads_per_partition)
+            else check_threads("threads_per_partition", threads_per_partition)
         )
         self.training = module.training
         names = iter(layers)
@@ -275,6 +274,15 @@ class GPipe(nn.Module):
         return list(self)[index]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "chunks":
+            value = check_count(name, value)
+        elif name == "checkpoint":
+            check_checkpoint(value)
+        elif name in _SETTINGS and name in self.__dict__:
+            raise PipelineError(
+                f"{name} of a pipeline cannot be changed: {name}={value!r}.\n"
+                f"Fix: make another pipeline of the same layers, GPipe(..., {name}=...)."
+            )
         if name in _SETTINGS:
             object.__setattr__(self, name, value)
         else:
@@ -307,7 +315,13 @@ class GPipe(nn.Module):
     def _started(self) -> _Runtime:
         with _starting:
             runtime = self._runtime
-            if runtime is None or runtime.pool.process != os.getpid():
+            if (
+                runtime is None
+                or runtime.pool.process != os.getpid()
+                # A layer was replaced since.
+                or runtime.layers != list(self._modules.values())
+            ):
+                _check_number(len(self._modules), self.balance)
                 runtime = _Runtime(self)
                 self._runtime = runtime
             return runtime
@@ -318,6 +332,7 @@ class _Runtime:
 
     def __init__(self, pipe: GPipe) -> None:
         names, layers = list(pipe._modules), list(pipe)
+        self.layers = layers
         self.partitions: list[Partition] = []
         first = 0
         for j, (size, device) in enumerate(zip(pipe.balance, pipe.devices, strict=True)):
@@ -329,6 +344,15 @@ class _Runtime:
             pipe.threads_per_partition if device.type == "cpu" else None for device in pipe.devices
         ]
         self.pool = WorkerPool(self.lanes, threads)
+
+
+def _check_number(n_layers: int, balance: list[int]) -> None:
+    if n_layers != sum(balance):
+        raise PipelineError(
+            f"layers were added to or taken from a pipeline: it has {n_layers} (expected "
+            f"{sum(balance)}, the sum of its balance).\n"
+            "Fix: change the nn.Sequential, and make another pipeline of it."
+        )
 
 
 def _moving_denied() -> ModelError:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gpipebal
 from gpipebal.errors import ModelError, ProfileError
 from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.devices import parse_device, share_of_cores, visible_cores
+from gpipebal.pipeline.devices import check_threads, parse_device, share_of_cores, visible_cores
 from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.microbatch import chunk_sizes, count_rows, flatten, scatter, unflatten
@@ -105,7 +105,7 @@ def profile_model(
     where = _device_for(device)
     n_side_by_side = check_count("partitions", partitions)
     n_threads = (
-        share_of_cores(n_side_by_side) if threads is None else check_count("threads", threads)
+        share_of_cores(n_side_by_side) if threads is None else check_threads("threads", threads)
     )
     limit = DEFAULT_TIMEOUT if timeout is None else _check_timeout(timeout)
     rows = count_rows(flatten(sample)[0])

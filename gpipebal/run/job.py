@@ -12,7 +12,7 @@ import torch
 
 from gpipebal.errors import BalanceError, UsageError
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.devices import share_of_cores, visible_cores
+from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.plan import Plan
 from gpipebal.planner import solve
 from gpipebal.plots import plot_run, save_figure
@@ -26,6 +26,10 @@ from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
 from gpipebal.simulator import simulate
 
 __all__ = ["run"]
+
+
+#: More than this is a slip of the keyboard; said before a list of as many devices is made.
+MOST_PARTITIONS = 4096
 
 
 def run(
@@ -75,9 +79,16 @@ def run(
     for name, count in (("chunks", chunks), ("steps", steps)):
         check_count(name, count)
     optional = {"partitions": partitions, "rows": rows, "image_size": image_size}
-    for name, value in {**optional, "threads_per_partition": threads_per_partition}.items():
+    for name, value in optional.items():
         if value is not None:
             check_count(name, value)
+    if partitions is not None and partitions > MOST_PARTITIONS:
+        raise UsageError(
+            f"there are too many partitions: partitions={partitions} (expected at most "
+            f"{MOST_PARTITIONS}).\nFix: partitions=2, or at most the number of layers."
+        )
+    if threads_per_partition is not None:
+        check_threads("threads_per_partition", threads_per_partition)
     check_checkpoint(checkpoint)
     # Built-in models take the seed after this one for their targets.
     if not 0 <= seed < 2**63 - 1:

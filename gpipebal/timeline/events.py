@@ -87,4 +87,6 @@ def _check_event(event: Event, n_partitions: int) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # A larger int is no time, and may be too large for a float.
+    return number and abs(value) < 2**63

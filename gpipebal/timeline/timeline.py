@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Source", "Timeline"]
 
 FORMAT = "gpipebal-timeline"
+#: More partitions are no pipeline, and a list of them would fill the memory.
+MOST_PARTITIONS = 2**20
 VERSION = 1
 
 Source = Literal["simulated", "measured"]
@@ -98,10 +100,11 @@ class Timeline:
                 of an unknown kind or with impossible times, or two actions of one partition at
                 the same time.
         """
-        if type(self.n_partitions) is not int or self.n_partitions < 1:
+        if type(self.n_partitions) is not int or not 1 <= self.n_partitions <= MOST_PARTITIONS:
             raise ProfileError(
-                f"timeline has no partitions: n_partitions={self.n_partitions!r} "
-                "(expected an int of 1 or more).\nFix: give the number of partitions."
+                "timeline has an impossible number of partitions: "
+                f"n_partitions={self.n_partitions!r} (expected 1..{MOST_PARTITIONS}).\n"
+                "Fix: give the number of partitions."
             )
         if self.source not in SOURCES:
             raise ProfileError(
