@@ -182,6 +182,28 @@ def test_workers_that_cannot_start_are_an_error() -> None:
         GPipe(nn.Sequential(nn.Linear(2, 2)), [1], threads_per_partition=10_000)
 
 
+def test_a_pool_that_gets_too_few_threads_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a thread cannot be started the others end, and the process keeps its setting."""
+    start, started = threading.Thread.start, []
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    threads = torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            pipe(torch.ones(2, 2))
+    started[0].join(30)
+    assert not started[0].is_alive()
+    assert torch.get_num_threads() == threads
+    pipe(torch.ones(2, 2)).sum().backward()
+
+
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 8, 13, 21])
 def test_interrupts_at_any_moment_leave_a_working_pipe(
     after: int, monkeypatch: pytest.MonkeyPatch

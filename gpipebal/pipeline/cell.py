@@ -105,13 +105,15 @@ class Cell:
         self._n_inputs = len(packet.leaves)
         self._kind = self._partition.kind_of(self._mode, packet, state, self._grad)
         look = self.checkpointed and self._micro_batch == 0
-        finds_out = self._grad and not self._partition.knows(self._kind)
+        facts = self._partition.facts(self._kind)
+        finds_out = self._grad and facts is None
         leaves = _as_leaves(packet) if records or look or finds_out else packet.leaves
         with phase(checkpointing=self.checkpointed):
             result = self._partition.forward(
                 leaves,
                 packet.structure,
                 kind=self._kind,
+                facts=facts,
                 grad=records,
                 protect=self._grad,
                 state=state,

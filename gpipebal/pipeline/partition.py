@@ -30,14 +30,14 @@ from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.microbatch import Packet, check_travels, flatten, unflatten
 from gpipebal.pipeline.randomness import OwnRandomness, cell_seed
 
-__all__ = ["Buffers", "ForwardResult", "Partition"]
+__all__ = ["Buffers", "Facts", "ForwardResult", "Partition"]
 
 #: Copies of buffers, by the module that has them and their name there.
 Buffers = Mapping[tuple[nn.Module, str], Tensor]
 
 
 @dataclass
-class _Facts:
+class Facts:
     """What was found out about one kind of micro-batch."""
 
     random_layers: frozenset[int]
@@ -84,7 +84,7 @@ class Partition:
     layers: Sequence[nn.Module]
     first: int
     device: torch.device
-    _facts: dict[Hashable, _Facts] = field(default_factory=dict)
+    _facts: dict[Hashable, Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._modules = list(
@@ -123,9 +123,9 @@ class Partition:
             grad,
         )
 
-    def knows(self, kind: Hashable) -> bool:
-        """Tell whether the facts of this kind of micro-batch are known."""
-        return kind in self._facts
+    def facts(self, kind: Hashable) -> Facts | None:
+        """Return what is known of this kind of micro-batch; None: it is to be found out."""
+        return self._facts.get(kind)
 
     def forget(self, kind: Hashable) -> None:
         """Let the facts of this kind of micro-batch be found out anew."""
@@ -137,6 +137,7 @@ class Partition:
         structure: Any,
         *,
         kind: Hashable,
+        facts: Facts | None,
         grad: bool,
         protect: bool,
         state: CallerState,
@@ -148,10 +149,12 @@ class Partition:
         """Run the layers on one micro-batch.
 
         Args:
-            leaves: Leaves of the input. With `grad`, and where the kind is not known yet, those
-                that need a gradient are leaves of autograd. With `protect` none is written to.
+            leaves: Leaves of the input. With `grad` or `look`, and without `facts`, those that
+                need a gradient are leaves of autograd. With `protect` none is written to.
             structure: Their pytree.
             kind: Kind of the micro-batch, from `kind_of`.
+            facts: What is known of it, as the caller of this saw it when it made `leaves`: in
+                between another mini-batch may have let it be forgotten.
             grad: Whether to record a graph.
             protect: Whether a graph is or will be wanted, so that the input must stay as it is.
             state: Settings of the caller.
@@ -164,7 +167,6 @@ class Partition:
         Raises:
             ModelError: a layer returned no tensor.
         """
-        facts = self._facts.get(kind)
         find_out = facts is None
         buffers: Buffers = {}
         if find_out and protect:
@@ -189,7 +191,7 @@ class Partition:
             # By value, because torch's batch normalisation writes without counting a version.
             own = {place: place[0]._buffers[place[1]] for place in buffers}
             buffers = {p: b for p, b in buffers.items() if not _equal(b, own[p])}
-            facts = _Facts(
+            facts = Facts(
                 random_layers=frozenset(drew),
                 written_inputs=frozenset(
                     k

@@ -51,18 +51,24 @@ class WorkerPool:
             before = torch.get_num_threads()
             started = threading.Barrier(len(lanes) + 1)
             failures: list[BaseException] = []
-            for j, lane in enumerate(lanes):
-                thread = threading.Thread(
-                    target=_work,
-                    args=(self._queues[j], lane, threads[j], started, failures),
-                    name=f"gpipebal-partition-{j}",
-                    daemon=True,
-                )
-                thread.start()
-                self._threads.append(thread)
-            started.wait()
-            # set_num_threads in a worker also sets what later threads start with: put it back.
-            torch.set_num_threads(before)
+            try:
+                for j, lane in enumerate(lanes):
+                    thread = threading.Thread(
+                        target=_work,
+                        args=(self._queues[j], lane, threads[j], started, failures),
+                        name=f"gpipebal-partition-{j}",
+                        daemon=True,
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+                started.wait()
+            except BaseException:
+                # Interrupted, or no more threads to be had: those that wait must not wait on.
+                started.abort()
+                raise
+            finally:
+                # set_num_threads in a worker also sets what later threads start with: put it back.
+                torch.set_num_threads(before)
         # At exit too: a finalizer runs when the interpreter ends, if it has not run before.
         self._end = weakref.finalize(self, _end_threads, self._queues, self._threads, self.process)
         if failures:
@@ -140,7 +146,10 @@ def _work(
         lane.enter_thread()
     except BaseException as error:
         failures.append(error)
-    started.wait()
+    try:
+        started.wait()
+    except threading.BrokenBarrierError:
+        return  # the pool was not made
     while True:
         task = queue.get()
         if task is None:
