@@ -69,6 +69,7 @@ _HOMES = {
 _MODULES = (
     "balance",
     "cli",
+    "compat",
     "errors",
     "files",
     "memory",
@@ -84,6 +85,7 @@ _MODULES = (
     "run",
     "schedule",
     "simulator",
+    "skip",
     "solvers",
     "timeline",
     "units",

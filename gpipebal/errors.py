@@ -16,6 +16,7 @@ __all__ = [
     "GpipebalError",
     "ModelError",
     "PipelineError",
+    "PipelineTimeoutError",
     "ProfileError",
     "UnsupportedPlanError",
     "UsageError",
@@ -59,6 +60,10 @@ class UnsupportedPlanError(GpipebalError, ValueError):
 
 class PipelineError(GpipebalError, RuntimeError):
     """A pipeline that was used in a way that its state does not allow."""
+
+
+class PipelineTimeoutError(PipelineError, TimeoutError):
+    """No worker of a pipeline came forward within its timeout; the text says what each is doing."""
 
 
 class UsageError(GpipebalError, ValueError):

@@ -11,24 +11,33 @@ executor's workers run it, and tests compare it with a drawing::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gpipebal.errors import BalanceError
+from gpipebal.errors import BalanceError, UnsupportedPlanError
 
 __all__ = [
     "CHECKPOINT_MODES",
+    "SCHEDULES",
     "Action",
+    "Checkpoint",
     "CheckpointMode",
     "Kind",
     "Schedule",
     "check_checkpoint",
     "check_count",
+    "check_schedule",
     "gpipe_schedule",
     "is_checkpointed",
+    "make_schedule",
+    "modes_of",
+    "one_f_one_b_schedule",
 ]
 
 CheckpointMode = Literal["always", "except_last", "never"]
+#: One mode for all partitions, or one for each.
+Checkpoint = CheckpointMode | Sequence[CheckpointMode]
 Kind = Literal["F", "R", "B"]
 
 CHECKPOINT_MODES: tuple[CheckpointMode, ...] = ("always", "except_last", "never")
@@ -90,8 +99,30 @@ def is_checkpointed(checkpoint: CheckpointMode, micro_batch: int, chunks: int) -
     return checkpoint == "except_last" and micro_batch < chunks - 1
 
 
+def modes_of(checkpoint: Checkpoint, n_partitions: int) -> tuple[CheckpointMode, ...]:
+    """Return the checkpoint mode of each partition.
+
+    Raises:
+        BalanceError: an unknown mode, or not one per partition.
+
+    Example:
+        >>> modes_of("never", 2), modes_of(["always", "never"], 2)
+        (('never', 'never'), ('always', 'never'))
+    """
+    check_checkpoint(checkpoint)
+    if isinstance(checkpoint, str):
+        return (checkpoint,) * n_partitions
+    if len(checkpoint) != n_partitions:
+        raise BalanceError(
+            f"checkpoint has a mode too many or too few: len(checkpoint)={len(checkpoint)} "
+            f"(expected {n_partitions}, one per partition).\n"
+            "Fix: give one mode for all partitions, or one for each."
+        )
+    return tuple(checkpoint)
+
+
 def gpipe_schedule(
-    n_partitions: int, chunks: int, checkpoint: CheckpointMode = "except_last"
+    n_partitions: int, chunks: int, checkpoint: Checkpoint = "except_last"
 ) -> Schedule:
     """Order a mini-batch as GPipe does: all forwards, then all backwards, last one first.
 
@@ -101,7 +132,7 @@ def gpipe_schedule(
     Args:
         n_partitions: Number of partitions, 1 or more.
         chunks: Number of micro-batches, 1 or more.
-        checkpoint: Which micro-batches are recomputed.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
 
     Raises:
         BalanceError: a count below 1, or an unknown checkpoint mode.
@@ -118,16 +149,92 @@ def gpipe_schedule(
     """
     check_count("partitions", n_partitions)
     check_count("chunks", chunks)
-    check_checkpoint(checkpoint)
     rows = []
-    for j in range(n_partitions):  # j: partition
+    for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
         row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
         for i in reversed(range(chunks)):
-            if is_checkpointed(checkpoint, i, chunks):
+            if is_checkpointed(mode, i, chunks):
                 row.append(Action(j, "R", i))
             row.append(Action(j, "B", i))
         rows.append(tuple(row))
     return Schedule("gpipe", tuple(rows))
+
+
+def one_f_one_b_schedule(
+    n_partitions: int, chunks: int, checkpoint: Checkpoint = "never"
+) -> Schedule:
+    """Order a mini-batch so that each backward comes as soon as it can: one forward, one backward.
+
+    Partition j first runs as many forwards as there are partitions behind it, so at most
+    ``n_partitions - j`` micro-batches are in flight there at once. A recompute stands before its
+    backward; where it would follow its own forward directly it is left out, because keeping the
+    graph for that moment takes no more memory than making it twice.
+
+    Args:
+        n_partitions: Number of partitions, 1 or more.
+        chunks: Number of micro-batches, 1 or more.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+
+    Raises:
+        BalanceError: a count below 1, or an unknown checkpoint mode.
+
+    Source:
+        Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section
+        2.2 (PipeDream-Flush). Differs: modes per partition, and recomputes that are left out.
+
+    Example:
+        >>> print(one_f_one_b_schedule(2, 3))
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    check_count("partitions", n_partitions)
+    check_count("chunks", chunks)
+    rows = []
+    for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
+        ahead = min(chunks, n_partitions - 1 - j)
+        row = [Action(j, "F", i) for i in range(ahead)]  # i: micro-batch
+        for i in range(chunks):
+            if ahead + i < chunks:
+                row.append(Action(j, "F", ahead + i))
+            if is_checkpointed(mode, i, chunks) and row[-1] != Action(j, "F", i):
+                row.append(Action(j, "R", i))
+            row.append(Action(j, "B", i))
+        rows.append(tuple(row))
+    return Schedule("1f1b", tuple(rows))
+
+
+#: The schedules that can be built, by name.
+SCHEDULES = {"gpipe": gpipe_schedule, "1f1b": one_f_one_b_schedule}
+
+
+def check_schedule(name: object) -> str:
+    """Return the name of a schedule that can be built.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name.
+    """
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise UnsupportedPlanError(
+            f"schedule cannot be built: schedule={name!r} (expected one of "
+            f"{', '.join(map(repr, SCHEDULES))}).\nFix: schedule='gpipe'."
+        )
+    return name
+
+
+def make_schedule(
+    name: str, n_partitions: int, chunks: int, checkpoint: Checkpoint = "except_last"
+) -> Schedule:
+    """Order a mini-batch by the schedule of this name.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name.
+        BalanceError: a count below 1, or an unknown checkpoint mode.
+
+    Example:
+        >>> print(make_schedule("1f1b", 1, 2, "always"))
+        0F0 0B0 0F1 0B1
+    """
+    return SCHEDULES[check_schedule(name)](n_partitions, chunks, checkpoint)
 
 
 def check_count(name: str, value: object) -> int:
@@ -153,12 +260,16 @@ def check_count(name: str, value: object) -> int:
 
 
 def check_checkpoint(checkpoint: object) -> None:
-    """Refuse a checkpoint mode that does not exist.
+    """Refuse a checkpoint mode, or one in a sequence of modes, that does not exist.
 
     Raises:
-        BalanceError: `checkpoint` is not one of `CHECKPOINT_MODES`.
+        BalanceError: `checkpoint` is neither one of `CHECKPOINT_MODES` nor a sequence of them.
     """
-    if checkpoint not in CHECKPOINT_MODES:
+    if isinstance(checkpoint, (list, tuple)) and checkpoint:
+        for mode in checkpoint:
+            check_checkpoint(mode)
+        return
+    if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINT_MODES:
         raise BalanceError(
             f"checkpoint mode does not exist: checkpoint={checkpoint!r} "
             f"(expected one of {', '.join(map(repr, CHECKPOINT_MODES))}).\n"

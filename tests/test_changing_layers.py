@@ -36,15 +36,13 @@ def gradients_match(pipe: GPipe, plain: nn.Module, inputs: Tensor) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 def test_dropout_that_is_switched_on_later(checkpoint: CheckpointMode) -> None:
-    """A layer that starts to draw is refused once where it cannot be recomputed, then watched."""
+    """A layer that starts to draw draws the same in the recompute, from its first time on."""
     dropout = nn.Dropout(0.0)
     model = nn.Sequential(nn.Linear(8, 8), dropout, nn.Linear(8, 8))
     pipe = GPipe(model, [1, 2], chunks=4, checkpoint=checkpoint)
     inputs = torch.randn(8, 8)
     pipe(inputs).sum().backward()
     dropout.p = 0.5
-    with pytest.raises(TypeError, match="layer '1' draws random numbers"):
-        pipe(inputs).sum().backward()
     pipe.zero_grad()
     torch.manual_seed(3)
     pipe(inputs).square().sum().backward()
@@ -130,17 +128,6 @@ def test_frozen_partitions_are_not_recomputed() -> None:
     pipe = GPipe(model, [1, 1], chunks=4, checkpoint="always")
     pipe(torch.ones(4, 3)).sum().backward()
     assert len(calls) == 4
-
-
-def test_a_layer_without_state_may_stand_twice() -> None:
-    """Only parameters and buffers make a repeated layer ambiguous."""
-    relu = nn.ReLU()
-    model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
-    pipe, plain = GPipe(model, [2, 2], chunks=2), copy.deepcopy(model)
-    gradients_match(pipe, plain, torch.randn(4, 2))
-    norm = nn.BatchNorm1d(2, affine=False)
-    with pytest.raises(ValueError, match="a buffer stands twice"):
-        GPipe(nn.Sequential(norm, nn.Sequential(norm)), [1, 1])
 
 
 def test_a_pipe_inside_itself_is_refused() -> None:
@@ -312,7 +299,7 @@ def test_replaced_layers_are_used() -> None:
 def test_outputs_that_do_not_go_by_rows_are_refused() -> None:
     """A state of an LSTM, or a mean over the rows, cannot be joined along dim 0."""
     pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 2, batch_first=True)), [1, 1], chunks=2)
-    with pytest.raises(TypeError, match="output leaf 1 does not go by rows"):
+    with pytest.raises(TypeError, match=r"does not go by rows: leaf \[1\]\[0\] has 1"):
         pipe(torch.ones(8, 5, 3))
     flat = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)), [1, 1], chunks=3)
     assert flat(torch.ones(8, 5, 3)).shape == (40, 3)

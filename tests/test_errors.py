@@ -16,6 +16,7 @@ BUILTINS = {
     "FileFormatError": (ValueError,),
     "ModelError": (TypeError,),
     "PipelineError": (RuntimeError,),
+    "PipelineTimeoutError": (RuntimeError, TimeoutError),
     "ProfileError": (ValueError,),
     "UnsupportedPlanError": (ValueError,),
     "UsageError": (ValueError,),

@@ -61,17 +61,6 @@ def test_bad_arguments_get_a_clear_error(case: str) -> None:
     assert "Fix: " in str(caught.value)
 
 
-def test_the_same_layer_twice_is_refused() -> None:
-    """A layer in two places, or a parameter in two layers, is an error that names both."""
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="layer '0' and in layer '1'"):
-        GPipe(nn.Sequential(layer, layer), [2])
-    other = nn.Linear(2, 2)
-    other.weight = layer.weight
-    with pytest.raises(ValueError, match="a parameter stands twice"):
-        GPipe(nn.Sequential(layer, other), [2])
-
-
 def test_a_model_without_values_is_refused() -> None:
     """A model on the meta device cannot run."""
     with torch.device("meta"):

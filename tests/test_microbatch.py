@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import gather, scatter
-from gpipebal.pipeline.microbatch import chunk_sizes
+from gpipebal.pipeline.parting import chunk_sizes
 
 
 class Pair(NamedTuple):
@@ -55,10 +55,10 @@ def test_leaves_that_are_no_tensors_go_everywhere() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ((torch.zeros(4, 1), torch.zeros(2, 1)), r"leaf 1 has 2 \(expected 4"),
-        (torch.tensor(1.0), "leaf 0 has no dimensions"),
-        ("text", "input has no tensor: got str"),
-        ((), "input has no tensor: got nothing"),
+        ((torch.zeros(4, 1), torch.zeros(2, 1)), r"leaf \[1\] has 2 along dim 0 \(expected 4"),
+        (torch.tensor(1.0), "the tensor has no dimensions"),
+        ("text", "input has no tensor with rows: got str"),
+        ((), "input has no tensor with rows: got nothing"),
     ],
 )
 def test_scatter_refuses_what_it_would_cut_short(value: object, message: str) -> None:

@@ -9,7 +9,7 @@ from gpipebal.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batc
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
-from gpipebal.pipeline.microbatch import gather, scatter
+from gpipebal.pipeline.parting import gather, scatter
 from gpipebal.pipeline.recorder import Recorder
 from gpipebal.pipeline.trace import trace
 

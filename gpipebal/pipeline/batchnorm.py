@@ -185,7 +185,9 @@ def _blank(plain: type[nn.Module]) -> DeferredBatchNorm:
     return kind.__new__(kind)
 
 
-def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
+def convert_deferred_batch_norm(
+    module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None
+) -> nn.Module:
     """Return a module whose BatchNorm layers are deferred.
 
     Parameters, buffers, hooks and everything else are shared with the original. Modules that
@@ -195,6 +197,7 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     Args:
         module: Any module. Subclasses of BatchNorm1d, 2d and 3d are converted too; one whose
             ``forward`` does not call ``super().forward`` stays as it was.
+        memo: What has been converted, so that a module that stands in two places stays one.
 
     Returns:
         The converted module; `module` itself if it contains no BatchNorm to convert.
@@ -202,6 +205,13 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     Warns:
         UserWarning: a SyncBatchNorm is left as it is.
     """
+    memo = {} if memo is None else memo
+    if module not in memo:
+        memo[module] = _converted(module, memo)
+    return memo[module]
+
+
+def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
     if isinstance(module, DeferredBatchNorm):
         return module
     if isinstance(module, _PLAIN):
@@ -212,11 +222,11 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
         warnings.warn(
             "SyncBatchNorm is left as it is: its running statistics are updated once per "
             "micro-batch.",
-            stacklevel=2,
+            stacklevel=4,
         )
         return module
     children = {
-        name: convert_deferred_batch_norm(child)
+        name: convert_deferred_batch_norm(child, memo)
         for name, child in module._modules.items()
         if child is not None
     }

@@ -22,58 +22,79 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline import engine_state
-from gpipebal.pipeline.microbatch import gather_leaves
+from gpipebal.pipeline.microbatch import name_of_leaf, unflatten
 from gpipebal.pipeline.minibatch import MiniBatch
+from gpipebal.pipeline.parting import (
+    Dim,
+    gather_leaves,
+    join_gradients,
+    part_gradients,
+    spread_dims,
+)
 
 __all__ = ["attach_outputs"]
 
 
-def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any]) -> list[Any]:
+def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) -> Any:
     """Gather the outputs of a mini-batch, and give them a place in the caller's graph.
 
     Args:
         mini_batch: A mini-batch whose forward has run.
         inputs: Leaves of the pipeline's input, as the caller gave them.
+        out_dims: Dimension along which each tensor of the output has its rows, as a prefix of the
+            output's pytree.
 
     Returns:
-        Leaves of the output, over the whole mini-batch.
+        The output over the whole mini-batch.
+
+    Raises:
+        ModelError: the micro-batches' outputs cannot be joined.
+        BalanceError: `out_dims` does not fit.
     """
     packets, mini_batch.outputs = mini_batch.outputs, []
-    sizes = [
-        [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else 0 for leaf in packet.leaves]
-        for packet in packets
-    ]
-    structures = {packet.structure for packet in packets}
-    if len(structures) > 1:
+    structure = packets[0].structure
+    if any(packet.structure != structure for packet in packets):
+        kinds = list(dict.fromkeys(str(packet.structure) for packet in packets))
         raise ModelError(
-            f"outputs of the micro-batches differ: {' and '.join(map(str, structures))} (expected "
-            "one structure).\n"
+            f"outputs of the micro-batches differ: {' and '.join(kinds)} (expected one "
+            "structure).\n"
             "Fix: let the last layer return the same structure for every micro-batch."
         )
-    for rows, leaves in zip(mini_batch.rows, sizes, strict=True):
-        for k, size in enumerate(leaves):
+    dims = spread_dims(out_dims, structure, "out_dims")
+    with torch.no_grad():
+        outputs = gather_leaves([packet.leaves for packet in packets], structure, dims)
+        needs = [any(flags) for flags in zip(*(p.needs_gradient for p in packets), strict=True)]
+    sizes = [
+        [
+            leaf.shape[dim] if isinstance(leaf, Tensor) and dim is not None and leaf.dim() else 0
+            for leaf, dim in zip(packet.leaves, dims, strict=True)
+        ]
+        for packet in packets
+    ]
+    for rows, of_micro_batch in zip(mini_batch.rows, sizes, strict=True):
+        for k, size in enumerate(of_micro_batch):
             if rows and size % rows:
                 raise ModelError(
-                    f"output leaf {k} does not go by rows: a micro-batch of {rows} rows gave "
-                    f"{size} along dim 0, so the micro-batches cannot be joined.\n"
-                    "Fix: let the last layer return tensors with the rows along dim 0."
+                    f"output does not go by rows: {name_of_leaf(structure, k)} has {size} along "
+                    f"dim {dims[k]} for a micro-batch of {rows} rows, so the micro-batches cannot "
+                    "be joined.\n"
+                    "Fix: let the last layer return tensors with the rows along dim 0, or name "
+                    "their dimension in out_dims (None: stack the micro-batches' tensors)."
                 )
-    with torch.no_grad():
-        outputs = gather_leaves([packet.leaves for packet in packets])
-        needs = [any(flags) for flags in zip(*(p.needs_gradient for p in packets), strict=True)]
     del packets
     if not any(needs):
-        return outputs
+        return unflatten(outputs, structure)
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    crossing = _Crossing(mini_batch, sizes, anchor, [_gradient_device(leaf) for leaf in inputs])
+    devices = [_gradient_device(leaf) for leaf in inputs]
+    crossing = _Crossing(mini_batch, sizes, dims, anchor, devices)
     token = _Launch.apply(crossing, anchor, *tensors)
     wanted = [k for k, flag in enumerate(needs) if flag]
     attached = _Attach.apply(crossing, token, wanted, *(outputs[k] for k in wanted))
     for k, leaf in zip(wanted, attached, strict=True):
         outputs[k] = leaf
-    return outputs
+    return unflatten(outputs, structure)
 
 
 def _gradient_device(leaf: Any) -> torch.device | None:
@@ -87,11 +108,13 @@ class _Crossing:
         self,
         mini_batch: MiniBatch,
         sizes: list[list[int]],
+        dims: list[Dim],
         anchor: Tensor,
         gradient_devices: list[torch.device | None],
     ) -> None:
         self.mini_batch = mini_batch
         self.sizes = sizes
+        self.dims = dims
         self.gradient_devices = gradient_devices
         # Runs only if the backward wants gradients of leaves, such as parameters, in general.
         self.sentinel = get_gradient_edge(anchor).node
@@ -100,16 +123,10 @@ class _Crossing:
 
     def by_micro_batch(self) -> list[list[Tensor | None]]:
         """Part the gradients of the outputs as the outputs were joined."""
-        n_leaves = len(self.sizes[0])
-        columns: list[Sequence[Tensor | None]] = []
-        for k in range(n_leaves):
-            gradient = self.gradients.get(k)
-            if gradient is None:
-                columns.append([None] * len(self.sizes))
-            elif len(self.sizes) == 1:
-                columns.append([gradient])
-            else:
-                columns.append(gradient.split([sizes[k] for sizes in self.sizes]))
+        columns = [
+            part_gradients(self.gradients.get(k), [sizes[k] for sizes in self.sizes], dim)
+            for k, dim in enumerate(self.dims)
+        ]
         self.gradients = {}
         return [list(row) for row in zip(*columns, strict=True)]
 
@@ -136,7 +153,8 @@ class _Launch(torch.autograd.Function):
             keep=engine_state.keeps_graph(),
             parameters=engine_state.will_run(crossing.sentinel),
         )
-        gradients = _join(received, crossing.mini_batch.rows)
+        mini_batch = crossing.mini_batch
+        gradients = join_gradients(received, mini_batch.rows, mini_batch.dims)
         # A gradient goes back to where its input was, which need not be the first device.
         wanted = [
             gradient if gradient is None else gradient.to(device)
@@ -167,19 +185,3 @@ class _Attach(torch.autograd.Function):
         # This may be a device's thread: its current stream is the one that made the gradients.
         crossing.ready = crossing.mini_batch.lanes[-1].follow_caller()
         return (None, torch.empty(0, device="cpu"), None, *([None] * len(gradients)))
-
-
-def _join(received: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) -> list[Tensor | None]:
-    """Join the gradients of the micro-batches' inputs; where only some have one, add zeros."""
-    joined: list[Tensor | None] = []
-    for column in zip(*received, strict=True):
-        like = next((gradient for gradient in column if gradient is not None), None)
-        if like is None or len(column) == 1:
-            joined.append(like)
-            continue
-        parts = [
-            like.new_zeros((n_rows, *like.shape[1:])) if gradient is None else gradient
-            for gradient, n_rows in zip(column, rows, strict=True)
-        ]
-        joined.append(torch.cat(parts))
-    return joined

@@ -24,7 +24,8 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.microbatch import Packet
-from gpipebal.pipeline.partition import Buffers, Partition
+from gpipebal.pipeline.partition import Buffers, Partition, Tail
+from gpipebal.pipeline.randomness import OwnRandomness
 
 __all__ = ["Cell"]
 
@@ -36,7 +37,9 @@ class Cell:
         partition: The partition.
         mode: The state of its layers when the mini-batch went in, from `Partition.mode`.
         micro_batch: Which micro-batch it is.
+        seed: Seed of the mini-batch's random numbers.
         grad: Whether a backward can follow.
+        protect: Whether its input must stay as it is even without a backward.
         checkpointed: Whether it is recomputed in the backward; only with `grad`.
 
     Attributes:
@@ -58,8 +61,10 @@ class Cell:
         "_parameters",
         "_partition",
         "_promised",
+        "_protect",
+        "_seed",
+        "_tail",
         "_versions",
-        "_watched",
         "checkpointed",
         "drew",
     )
@@ -70,13 +75,17 @@ class Cell:
         mode: Hashable,
         *,
         micro_batch: int,
+        seed: int,
         grad: bool,
+        protect: bool,
         checkpointed: bool,
     ) -> None:
         self._partition = partition
         self._mode = mode
         self._micro_batch = micro_batch
+        self._seed = seed
         self._grad = grad
+        self._protect = grad or protect
         self.checkpointed = checkpointed
         self.drew = False
         self._n_inputs = 0
@@ -93,17 +102,19 @@ class Cell:
         self._edges: list[GradientEdge | None] = []
         self._buffers: Buffers = {}
         self._promised: list[bool] = []
-        self._watched: frozenset[int] = frozenset()
+        self._tail: Tail | None = None
 
-    def forget_facts(self) -> None:
-        """Let the partition look anew at micro-batches of this cell's kind."""
-        self._partition.forget(self._kind)
+    def forward(self, packet: Packet, state: CallerState, tail: Tail | None = None) -> Packet:
+        """Run the layers on the cell's input; return what goes on to the next partition.
 
-    def forward(self, packet: Packet, state: CallerState, seed: int) -> Packet:
-        """Run the layers on the cell's input; return what goes on to the next partition."""
+        Args:
+            packet: The input.
+            state: Settings of the caller.
+            tail: Runs behind the layers, in the recompute too.
+        """
         records = self._grad and not self.checkpointed
         self._n_inputs = len(packet.leaves)
-        self._kind = self._partition.kind_of(self._mode, packet, state, self._grad)
+        self._kind = self._partition.kind_of(self._mode, packet, state, self._grad, tail)
         look = self.checkpointed and self._micro_batch == 0
         facts = self._partition.facts(self._kind)
         finds_out = self._grad and facts is None
@@ -115,12 +126,12 @@ class Cell:
                 kind=self._kind,
                 facts=facts,
                 grad=records,
-                protect=self._grad,
+                protect=self._protect,
                 state=state,
-                seed=seed,
-                micro_batch=self._micro_batch,
+                randomness=OwnRandomness(self._seed, self._micro_batch),
                 keep_buffers=self.checkpointed,
                 look=look,
+                tail=tail,
             )
         self.drew = result.drew
         if self.checkpointed and any(result.needs_gradient):
@@ -128,7 +139,7 @@ class Cell:
             self._versions = _versions(packet.leaves)
             self._buffers = result.buffers
             self._promised = result.needs_gradient
-            self._watched = result.watched
+            self._tail = tail
         elif records and any(result.needs_gradient):
             self._leaves = leaves
             self._edges = _edges(result.leaves)
@@ -143,7 +154,7 @@ class Cell:
         self._keep = keep
         self._parameters = parameters
 
-    def recompute(self, state: CallerState, seed: int, *, watch_all: bool) -> None:
+    def recompute(self, state: CallerState) -> None:
         """Make the graph that the checkpointed forward did not record.
 
         Raises:
@@ -166,17 +177,15 @@ class Cell:
                 packet.structure,
                 kind=self._kind,
                 promised=self._promised,
-                watched=self._watched,
                 buffers={place: tensor.clone() for place, tensor in self._buffers.items()}
                 if self._keep
                 else self._buffers,
-                watch_all=watch_all,
                 state=state,
-                seed=seed,
-                micro_batch=self._micro_batch,
+                randomness=OwnRandomness(self._seed, self._micro_batch),
+                tail=self._tail,
             )
         if not self._keep:
-            self._input, self._buffers = None, {}
+            self._input, self._buffers, self._tail = None, {}, None
         self._leaves = leaves
         self._edges = _edges(outputs)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from gpipebal.errors import BalanceError, DuplicateLayerError, ModelError
+from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.plan import Plan
 from gpipebal.schedule import check_count
@@ -20,7 +20,6 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
 
     Raises:
         ModelError: `module` is not an `nn.Sequential`.
-        DuplicateLayerError: a layer stands twice in the chain, or two layers share a parameter.
     """
     if not isinstance(module, nn.Sequential):
         raise ModelError(
@@ -28,22 +27,9 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
             f"type(module)={type(module).__name__}.\n"
             "Fix: write the model as nn.Sequential of its layers."
         )
-    layers = OrderedDict(
+    return OrderedDict(
         (name, layer) for name, layer in module._modules.items() if layer is not None
     )
-    owner: dict[int, str] = {}
-    for name, layer in layers.items():
-        tensors: list[tuple[str, Tensor]] = [("parameter", p) for p in layer.parameters()]
-        tensors += [("buffer", b) for b in layer.buffers()]
-        for what, item in tensors:
-            if owner.setdefault(id(item), name) != name:
-                raise DuplicateLayerError(
-                    f"a {what} stands twice in the chain: in layer {owner[id(item)]!r} and in "
-                    f"layer {name!r} (module with duplicate children is not supported).\n"
-                    "Fix: make a layer of its own for each place. Only layers without parameters "
-                    "and buffers may stand twice."
-                )
-    return layers
 
 
 def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:

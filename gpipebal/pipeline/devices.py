@@ -12,6 +12,7 @@ from gpipebal.errors import BalanceError, DeviceError
 from gpipebal.schedule import check_count
 
 __all__ = [
+    "Place",
     "check_threads",
     "choose_devices",
     "move_layer",
@@ -19,6 +20,9 @@ __all__ = [
     "share_of_cores",
     "visible_cores",
 ]
+
+#: Where a partition can be told to run.
+Place = torch.device | str | int | torch.cuda.Stream
 
 #: A partition may have this many threads even on a machine of fewer cores.
 MOST_THREADS = 64
@@ -82,13 +86,13 @@ def parse_device(device: torch.device | str | int) -> torch.device:
 
 
 def choose_devices(
-    devices: Iterable[torch.device | str | int] | None, n_partitions: int
-) -> list[torch.device]:
-    """Return one device per partition.
+    devices: Iterable[Place] | None, n_partitions: int
+) -> tuple[list[torch.device], list[torch.cuda.Stream | None]]:
+    """Return one device per partition, and the stream of each that was given one.
 
     Args:
-        devices: Devices in order, at least as many as partitions; None: the CUDA devices, or on
-            a machine with none, the CPU for every partition.
+        devices: Devices in order, or CUDA streams on them, at least as many as partitions; None:
+            the CUDA devices, or on a machine with none, the CPU for every partition.
         n_partitions: Number of partitions.
 
     Raises:
@@ -97,19 +101,24 @@ def choose_devices(
     if devices is None:
         count = torch.cuda.device_count()
         devices = [f"cuda:{k}" for k in range(count)] if count else ["cpu"] * n_partitions
-    elif isinstance(devices, (str, int, torch.device)):
+    elif isinstance(devices, (str, int, torch.device, torch.cuda.Stream)):
         raise DeviceError(
             f"devices is not a list: devices={devices!r} (expected one device per partition).\n"
             f"Fix: devices=[{devices!r}] * {n_partitions}."
         )
-    parsed = [parse_device(device) for device in devices]
+    given = list(devices)
+    streams = [place if isinstance(place, torch.cuda.Stream) else None for place in given]
+    parsed = [
+        parse_device(place.device if isinstance(place, torch.cuda.Stream) else place)
+        for place in given
+    ]
     if len(parsed) < n_partitions:
         raise DeviceError(
             f"there are too few devices: {len(parsed)} for {n_partitions} partitions.\n"
             "Fix: give one device per partition (one device may be named several times), or a "
             f"balance of {max(1, len(parsed))} partitions."
         )
-    return parsed[:n_partitions]
+    return parsed[:n_partitions], streams[:n_partitions]
 
 
 def move_layer(name: str, layer: nn.Module, device: torch.device) -> None:

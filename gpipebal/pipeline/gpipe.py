@@ -5,79 +5,89 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import (
-    ModelError,
-    PipelineError,
-    UnsupportedPlanError,
-)
+from gpipebal.errors import PipelineError
 from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
 from gpipebal.pipeline.chain import check_balance, check_plan_names, layers_of, plan_warnings
-from gpipebal.pipeline.devices import check_threads, choose_devices, move_layer, share_of_cores
-from gpipebal.pipeline.lane import make_lane
-from gpipebal.pipeline.ledger import Ledger
-from gpipebal.pipeline.microbatch import flatten, scatter_leaves, unflatten
-from gpipebal.pipeline.minibatch import MiniBatch
-from gpipebal.pipeline.partition import Partition
-from gpipebal.pipeline.recorder import Recorder
-from gpipebal.pipeline.worker import WorkerPool
+from gpipebal.pipeline.container import Container
+from gpipebal.pipeline.devices import (
+    Place,
+    check_threads,
+    choose_devices,
+    move_layer,
+    share_of_cores,
+)
+from gpipebal.pipeline.inputs import Inputs, part_inputs
+from gpipebal.pipeline.loss import MicroBatchLoss, Reduction
+from gpipebal.pipeline.minibatch import MiniBatch, Watchers
+from gpipebal.pipeline.parting import join_gradients
+from gpipebal.pipeline.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
-from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
+from gpipebal.schedule import Checkpoint, check_schedule, make_schedule, modes_of
+from gpipebal.skip.layout import find_skips
 
 __all__ = ["GPipe"]
-
-# Kept beside the layers, which are registered under their own names: a layer may have one of
-# these names too.
-_SETTINGS = frozenset({"chunks", "checkpoint", "balance", "devices", "threads_per_partition"})
-
 
 # Two first forwards at once must not make two sets of workers for the same layers.
 _starting = threading.Lock()
 
 
-class GPipe(nn.Module):
+class GPipe(Container):
     """Run an `nn.Sequential` as a pipeline over several devices, as one differentiable module.
 
-    The mini-batch is parted along dim 0 into micro-batches, which the partitions work on side by
-    side, in the forward and in the backward. Gradients, buffers and state-dict keys are those of
-    the plain model run over the same micro-batches.
+    The mini-batch is parted into micro-batches, which the partitions work on side by side, in the
+    forward and in the backward. Gradients, buffers and state-dict keys are those of the plain
+    model run over the same micro-batches.
 
     The pipeline uses the caller's own layers, moved to their devices. Inputs are moved to the
-    first device, outputs stay on the last.
+    first device, outputs stay on the last. Layers may hand values past others with
+    `gpipebal.skip`.
 
     Args:
         module: The chain. Its direct children are the layers.
         balance: Number of layers in each partition; they add up to ``len(module)``.
-        devices: One device per partition (`torch.device`, str or int); more are ignored. None:
-            the CUDA devices in order; on a machine with none, the CPU for every partition.
+        devices: One device per partition (`torch.device`, str or int), or a CUDA stream to
+            compute on; more are ignored. None: the CUDA devices in order; on a machine with none,
+            the CPU for every partition.
         chunks: Micro-batches per mini-batch, 1 or more. A mini-batch of fewer rows gives one
             micro-batch per row.
         checkpoint: Which micro-batches keep only their input, and are recomputed in the
-            backward: ``'always'``, ``'except_last'`` or ``'never'``. In eval mode none are.
+            backward: ``'always'``, ``'except_last'`` or ``'never'``, or a list with one of them
+            for each partition. In eval mode none are.
         deferred_batch_norm: Update the running statistics of batch normalisation once per
             mini-batch, with the figures of all its rows. The layers concerned are replaced by
             `DeferredBatchNorm`s that share everything with the caller's.
+        in_dims: Dimension along which each tensor of the input has its rows, as a pytree that is
+            a prefix of the input's. None: the tensor has no rows, and every micro-batch gets all
+            of it.
+        keyword_dims: The same for keyword arguments, by name; 0 for those that are not named.
+        out_dims: Dimension along which each tensor of the output has its rows. None: it has
+            none, and the micro-batches' tensors are stacked.
         threads_per_partition: Intra-operation threads of each CPU partition; None: its share of
             the cores. CUDA partitions are left alone.
+        timeout: Seconds in which some worker must end an action; if none does, the call raises
+            an error that says what each is doing, instead of waiting on. None: wait for ever.
 
     Attributes:
         balance: Number of layers in each partition.
         devices: Device of each partition.
         chunks: Micro-batches per mini-batch.
-        checkpoint: The checkpoint mode.
+        checkpoint: The checkpoint mode, or the modes.
+        schedule: Schedule of `step`: ``'gpipe'``, or what the plan says.
         threads_per_partition: Intra-operation threads of a CPU partition.
+        timeout: Seconds in which some worker must end an action.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential` (a TypeError).
-        DuplicateLayerError: a layer stands twice in the chain, or two layers share a parameter.
-        BalanceError: `balance`, `chunks` or `checkpoint` cannot be used (a ValueError).
+        ModelError: `module` is not an `nn.Sequential`, or its skips do not pair up (a TypeError).
+        DuplicateLayerError: partitions on different devices share a parameter or buffer.
+        BalanceError: `balance`, `chunks`, `checkpoint`, `timeout` or a number of threads cannot
+            be used (a ValueError).
         DeviceError: a device does not exist, or there are fewer devices than partitions.
 
     Source:
@@ -95,37 +105,43 @@ class GPipe(nn.Module):
         (torch.Size([6, 2]), torch.Size([8, 4]))
     """
 
-    balance: list[int]
-    devices: list[torch.device]
-    chunks: int
-    checkpoint: CheckpointMode
-    threads_per_partition: int
-
     def __init__(
         self,
         module: nn.Module,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[torch.device | str | int] | None = None,
+        devices: Iterable[Place] | None = None,
         chunks: int = 1,
-        checkpoint: CheckpointMode = "except_last",
+        checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = False,
+        in_dims: Any = 0,
+        keyword_dims: Mapping[str, Any] | None = None,
+        out_dims: Any = 0,
         threads_per_partition: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self.schedule = "gpipe"
+        self.timeout = timeout
+        self.in_dims, self.keyword_dims = in_dims, dict(keyword_dims or {})
+        self.out_dims = out_dims
         layers = layers_of(module)
+        find_skips(list(layers.values()), list(layers))
         if deferred_batch_norm:
+            memo: dict[nn.Module, nn.Module] = {}
             for name, layer in layers.items():
-                layers[name] = convert_deferred_batch_norm(layer)
+                layers[name] = convert_deferred_batch_norm(layer, memo)
         self.balance = check_balance(balance, len(layers))
-        self.devices = choose_devices(devices, len(self.balance))
+        modes_of(self.checkpoint, len(self.balance))
+        self.devices, self._streams = choose_devices(devices, len(self.balance))
         self.threads_per_partition = (
             share_of_cores(len(self.balance))
             if threads_per_partition is None
             else check_threads("threads_per_partition", threads_per_partition)
         )
+        check_shared(layers, self.balance, self.devices)
         self.training = module.training
         names = iter(layers)
         for size, device in zip(self.balance, self.devices, strict=True):
@@ -134,9 +150,7 @@ class GPipe(nn.Module):
                 move_layer(name, layers[name], device)
                 # Not add_module: the layers keep their names, whatever this class defines.
                 self._modules[name] = layers[name]
-        self._runtime: _Runtime | None = None
-        self._recorder: Recorder | None = None
-        self._ledger: Ledger | None = None
+        self._runtime: Runtime | None = None
 
     @classmethod
     def from_plan(
@@ -144,32 +158,39 @@ class GPipe(nn.Module):
         module: nn.Module,
         plan: Plan,
         *,
-        devices: Iterable[torch.device | str | int] | None = None,
+        devices: Iterable[Place] | None = None,
         deferred_batch_norm: bool = False,
+        in_dims: Any = 0,
+        keyword_dims: Mapping[str, Any] | None = None,
+        out_dims: Any = 0,
         threads_per_partition: int | None = None,
+        timeout: float | None = None,
     ) -> GPipe:
         """Make the pipeline that a plan describes.
+
+        A plan with schedule ``'1f1b'`` is kept by `step`; calling the pipeline runs all forwards
+        before the first backward, whatever the plan says.
 
         Args:
             module: The model that the plan was made for.
             plan: The plan.
             devices: As for `GPipe`.
             deferred_batch_norm: As for `GPipe`.
+            in_dims: As for `GPipe`.
+            keyword_dims: As for `GPipe`.
+            out_dims: As for `GPipe`.
             threads_per_partition: As for `GPipe`.
+            timeout: As for `GPipe`.
 
         Warns:
             UserWarning: the partitions will have other threads than the layers were profiled
                 with, or a layer has changed since.
 
         Raises:
-            UnsupportedPlanError: the plan has a schedule other than ``'gpipe'``.
+            UnsupportedPlanError: the plan has a schedule other than ``'gpipe'`` and ``'1f1b'``.
             BalanceError: the plan's layers are not the module's.
         """
-        if plan.schedule != "gpipe":
-            raise UnsupportedPlanError(
-                f"GPipe cannot run this plan: schedule={plan.schedule!r} (expected 'gpipe').\n"
-                "Fix: solve(..., schedule='gpipe')."
-            )
+        check_schedule(plan.schedule)
         check_plan_names(plan, list(layers_of(module)))
         pipe = cls(
             module,
@@ -178,18 +199,24 @@ class GPipe(nn.Module):
             chunks=plan.chunks,
             checkpoint=plan.checkpoint,
             deferred_batch_norm=deferred_batch_norm,
+            in_dims=in_dims,
+            keyword_dims=keyword_dims,
+            out_dims=out_dims,
             threads_per_partition=threads_per_partition,
+            timeout=timeout,
         )
+        pipe.schedule = plan.schedule
         for warning in plan_warnings(plan, layers_of(module), pipe.threads_per_partition):
             warnings.warn(warning, stacklevel=2)
         return pipe
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
-            input: A tensor, or a pytree of tensors, with the same rows along dim 0. Other leaves
-                go to every micro-batch as they are.
+            input: A tensor, or a pytree of tensors, with the same rows. Other leaves go to every
+                micro-batch as they are.
+            keywords: Given to the first layer beside its input, parted likewise.
 
         Returns:
             The output of the last layer, joined over the micro-batches, on the last device.
@@ -197,42 +224,97 @@ class GPipe(nn.Module):
         Raises:
             ModelError: the input or a layer's output has no tensor, or tensors that differ in
                 rows.
+            BalanceError: a dimension in `in_dims`, `keyword_dims` or `out_dims` does not fit.
+            PipelineTimeoutError: no worker came forward within `timeout`.
             BaseException: whatever a layer raised, with its own type and traceback, and notes
                 that name partition, phase, micro-batch and layer.
         """
-        inputs, structure = flatten(input)
-        micro_batches = scatter_leaves(
-            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs], self.chunks
-        )
+        leaves, inputs = self._parted(input, keywords)
         if not self._modules:
             return input
-        grad = torch.is_grad_enabled()
-        runtime = self._started()
-        mini_batch = MiniBatch(
-            runtime.partitions,
-            runtime.lanes,
-            runtime.pool,
-            micro_batches,
-            structure,
-            [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs],
-            self.checkpoint if self.training else "never",
-            grad=grad,
-            record=self._recorder.begin(len(self.balance)) if self._recorder else None,
-            ledger=self._ledger,
-        )
-        # The mini-batch cuts what it needs from these; keeping them would keep their memory.
-        del micro_batches
+        mini_batch = self._begin(inputs, "gpipe", None)
         mini_batch.forward()
-        output_structure = mini_batch.outputs[0].structure
-        return unflatten(attach_outputs(mini_batch, inputs), output_structure)
+        return attach_outputs(mini_batch, leaves, self.out_dims)
 
-    @property
-    def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The layers of each partition as an `nn.Sequential`: a view, made anew each time."""
-        views, layers = [], iter(self._modules.items())
-        for size in self.balance:
-            views.append(nn.Sequential(OrderedDict(next(layers) for _ in range(size))))  # type: ignore[misc]
-        return tuple(views)
+    def step(
+        self,
+        input: Any,
+        *,
+        target: Any = None,
+        loss_fn: Callable[..., Tensor],
+        reduction: Reduction = "mean",
+        target_dims: Any = 0,
+        schedule: str | None = None,
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Run a training step inside the pipeline: forwards, losses and backwards.
+
+        Does what ``loss_fn(pipe(input), target).backward()`` does, but the last partition
+        computes the loss, one micro-batch at a time. So no partition waits for the whole
+        mini-batch between forward and backward, the output (the logits of a large vocabulary)
+        exists for one micro-batch only, and schedule ``'1f1b'`` is possible: at most
+        ``n_partitions - j`` micro-batches are in flight in partition j.
+
+        Gradients are added to those of the parameters, and to those of inputs that require one.
+        The optimizer is the caller's, as usual. Under `torch.no_grad` only the loss is computed.
+        If a layer fails, gradients may have been added in part: clear them before the next step.
+
+        Args:
+            input: As for `forward`.
+            target: A tensor or a pytree of tensors, parted like the input; None: none.
+            loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a
+                target; returns a tensor with one element. For a scaled loss let it return
+                ``scaler.scale(loss)``.
+            reduction: ``'mean'`` if `loss_fn` takes the mean over the rows of a micro-batch: the
+                micro-batches' losses are weighted by their rows, which gives the mean over the
+                mini-batch. ``'sum'`` if it adds up: so do the micro-batches. (A mean over
+                something else than rows, such as the tokens that are not padding, needs a sum
+                that `loss_fn` divides by the mini-batch's number.)
+            target_dims: Dimension along which each tensor of the target has its rows, as a prefix
+                of its pytree; None: every micro-batch gets all of it.
+            schedule: ``'gpipe'`` or ``'1f1b'``; None: the pipeline's own.
+            keywords: Keyword arguments for the first layer.
+
+        Returns:
+            The loss of the mini-batch, without a graph, on the last device.
+
+        Raises:
+            UnsupportedPlanError: an unknown schedule.
+            PipelineError: the loss needs no gradient.
+            ModelError: `loss_fn` returned no loss; and as for `forward`.
+            BaseException: as for `forward`.
+
+        Source:
+            Schedule ``'1f1b'``: see `gpipebal.schedule.one_f_one_b_schedule`.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            >>> pipe = GPipe(model, [1, 2], chunks=2)
+            >>> loss = pipe.step(
+            ...     torch.ones(6, 4), target=torch.ones(6, 2), loss_fn=nn.functional.mse_loss
+            ... )
+            >>> loss.shape, loss.requires_grad, pipe[0].weight.grad.shape
+            (torch.Size([]), False, torch.Size([8, 4]))
+        """
+        leaves, inputs = self._parted(input, keywords or {})
+        if not self._modules:
+            raise PipelineError(
+                "a pipeline without layers has nothing to train.\nFix: give it layers."
+            )
+        loss = MicroBatchLoss(loss_fn, target, target_dims, inputs.rows, reduction)
+        mini_batch = self._begin(inputs, schedule or self.schedule, loss)
+        received = mini_batch.step()
+        gradients = join_gradients(received, mini_batch.rows, mini_batch.dims) if received else []
+        found = [
+            (leaf, gradient.to(leaf.device))
+            for leaf, gradient in zip(leaves, gradients, strict=False)
+            if gradient is not None
+        ]
+        if found:
+            torch.autograd.backward(
+                [leaf for leaf, _ in found], [gradient for _, gradient in found]
+            )
+        return loss.total(mini_batch.losses)
 
     def close(self) -> None:
         """End the workers; the next forward starts new ones. Harmless when repeated."""
@@ -240,110 +322,48 @@ class GPipe(nn.Module):
         if runtime is not None:
             runtime.pool.close()
 
-    def start_recording(self, recorder: Recorder) -> None:
-        """Let `trace` watch the coming mini-batches."""
-        if self._recorder is not None:
-            raise PipelineError(
-                "this pipeline is traced already.\nFix: use the recorder of the outer trace."
-            )
-        self._recorder = recorder
-
-    def stop_recording(self) -> None:
-        """End what `start_recording` began."""
-        self._recorder = None
-
-    def start_metering(self, ledger: Ledger) -> None:
-        """Let `measure_memory` watch the coming mini-batches."""
-        if self._ledger is not None:
-            raise PipelineError(
-                "this pipeline is metered already.\nFix: use the meter of the outer block."
-            )
-        self._ledger = ledger
-
-    def stop_metering(self) -> None:
-        """End what `start_metering` began."""
-        self._ledger = None
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter([layer for layer in self._modules.values() if layer is not None])
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self)[index]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "chunks":
-            value = check_count(name, value)
-        elif name == "checkpoint":
-            check_checkpoint(value)
-        elif name in _SETTINGS and name in self.__dict__:
-            raise PipelineError(
-                f"{name} of a pipeline cannot be changed: {name}={value!r}.\n"
-                f"Fix: make another pipeline of the same layers, GPipe(..., {name}=...)."
-            )
-        if name in _SETTINGS:
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
-
     def __getstate__(self) -> dict[str, Any]:
         # Threads and streams belong to this object in this process: a copy starts its own.
-        return {**self.__dict__, "_runtime": None, "_recorder": None, "_ledger": None}
+        streams = [None] * len(self.balance)
+        return {**super().__getstate__(), "_runtime": None, "_streams": streams}
 
-    def extra_repr(self) -> str:
-        """Show the settings beside the layers."""
-        return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+    def _parted(self, input: Any, keywords: Mapping[str, Any]) -> tuple[list[Any], Inputs]:
+        return part_inputs(input, keywords, self.in_dims, self.keyword_dims, self.chunks)
 
-    def cuda(self, device: Any = None) -> GPipe:
-        """Refuse: each partition has its own device."""
-        raise _moving_denied()
+    def _begin(self, inputs: Inputs, schedule: str, loss: MicroBatchLoss | None) -> MiniBatch:
+        """Make a mini-batch that is ready to run."""
+        runtime = self._started()
+        checkpoint = self.checkpoint if self.training else "never"
+        n_partitions = len(self.balance)
+        return MiniBatch(
+            runtime,
+            inputs,
+            make_schedule(schedule, n_partitions, len(inputs.micro_batches), checkpoint),
+            loss=loss,
+            watchers=Watchers(
+                self._recorder.begin(n_partitions) if self._recorder else None,
+                self._ledger,
+                self.timeout,
+            ),
+        )
 
-    def cpu(self) -> GPipe:
-        """Refuse: each partition has its own device."""
-        raise _moving_denied()
-
-    def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Change the dtype of the parameters; refuse to move them to another device."""
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None:
-            raise _moving_denied()
-        super().to(*args, **kwargs)
-        return self
-
-    def _started(self) -> _Runtime:
+    def _started(self) -> Runtime:
         with _starting:
             runtime = self._runtime
             if (
                 runtime is None
                 or runtime.pool.process != os.getpid()
+                or runtime.pool.is_given_up
                 # A layer was replaced since.
                 or runtime.layers != list(self._modules.values())
             ):
                 _check_number(len(self._modules), self.balance)
-                runtime = _Runtime(self)
+                layers = dict(zip(self._modules, self, strict=True))
+                runtime = Runtime(
+                    layers, self.balance, self.devices, self._streams, self.threads_per_partition
+                )
                 self._runtime = runtime
             return runtime
-
-
-class _Runtime:
-    """What a pipeline needs to run and cannot copy: partitions' facts, streams, threads."""
-
-    def __init__(self, pipe: GPipe) -> None:
-        names, layers = list(pipe._modules), list(pipe)
-        self.layers = layers
-        self.partitions: list[Partition] = []
-        first = 0
-        for j, (size, device) in enumerate(zip(pipe.balance, pipe.devices, strict=True)):
-            end = first + size
-            self.partitions.append(Partition(j, names[first:end], layers[first:end], first, device))
-            first = end
-        self.lanes = [make_lane(device) for device in pipe.devices]
-        threads = [
-            pipe.threads_per_partition if device.type == "cpu" else None for device in pipe.devices
-        ]
-        self.pool = WorkerPool(self.lanes, threads)
 
 
 def _check_number(n_layers: int, balance: list[int]) -> None:
@@ -353,10 +373,3 @@ def _check_number(n_layers: int, balance: list[int]) -> None:
             f"{sum(balance)}, the sum of its balance).\n"
             "Fix: change the nn.Sequential, and make another pipeline of it."
         )
-
-
-def _moving_denied() -> ModelError:
-    return ModelError(
-        "a pipeline cannot be moved: each partition lives on its own device.\n"
-        "Fix: give the devices when making it, GPipe(..., devices=[...])."
-    )

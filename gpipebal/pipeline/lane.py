@@ -59,11 +59,16 @@ class Lane:
 
 
 class CudaLane(Lane):
-    """A CUDA partition's lane: a compute stream, a copy stream, and events between them."""
+    """A CUDA partition's lane: a compute stream, a copy stream, and events between them.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The device.
+        compute: The stream to compute on; None: a new one.
+    """
+
+    def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         super().__init__(device)
-        self.compute = torch.cuda.Stream(device)
+        self.compute = torch.cuda.Stream(device) if compute is None else compute
         self.copy = torch.cuda.Stream(device)
 
     def enter_thread(self) -> None:
@@ -123,6 +128,6 @@ class CudaLane(Lane):
         return event
 
 
-def make_lane(device: torch.device) -> Lane:
-    """Make the lane of a partition on `device`."""
-    return CudaLane(device) if device.type == "cuda" else Lane(device)
+def make_lane(device: torch.device, stream: torch.cuda.Stream | None = None) -> Lane:
+    """Make the lane of a partition on `device`; on CUDA it computes on `stream`, if given."""
+    return CudaLane(device, stream) if device.type == "cuda" else Lane(device)

@@ -8,10 +8,13 @@ runs the row of its partition, action by action::
     recompute R(i, j)  run the layers again on the kept input, now with a graph
     backward  B(i, j)  take the output's gradient, run the graph, put the input's into j - 1's
 
+Forwards and backwards are two phases, between which the caller computes its loss; or one, if the
+last partition computes it, micro-batch by micro-batch.
+
 Who owns what. A cell is touched only by the worker of its partition, between phases by nobody. A
 packet belongs to whoever took it out of an inbox. The mini-batch belongs to the caller, and lives
 as long as the caller's graph of the output does. The only shared states are the inboxes and the
-failure list, each behind a lock.
+failures, each behind a lock.
 
 What happens on a fault. The first failure closes all inboxes: a worker that waits gives up, one
 that computes ends its cell and stops before the next. The caller waits until all have stopped,
@@ -23,6 +26,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,85 +35,107 @@ from torch import Tensor
 from gpipebal.pipeline.batchnorm import Statistics, gathering
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.cell import Cell
-from gpipebal.pipeline.inbox import Inbox, InboxClosedError, Stop
-from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline.failures import Failures
+from gpipebal.pipeline.inbox import InboxClosedError, Stop
+from gpipebal.pipeline.inputs import Inputs
 from gpipebal.pipeline.ledger import Ledger
-from gpipebal.pipeline.microbatch import Packet, count_rows
-from gpipebal.pipeline.partition import Partition
+from gpipebal.pipeline.loss import MicroBatchLoss
+from gpipebal.pipeline.microbatch import Packet
 from gpipebal.pipeline.randomness import draw_seed
 from gpipebal.pipeline.recorder import MiniBatchRecord
-from gpipebal.pipeline.worker import WorkerPool
-from gpipebal.schedule import Action, CheckpointMode, gpipe_schedule, is_checkpointed
+from gpipebal.pipeline.routes import Routes
+from gpipebal.pipeline.runtime import Runtime
+from gpipebal.schedule import Action, Schedule
 
-__all__ = ["MiniBatch"]
+__all__ = ["MiniBatch", "Watchers"]
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """Who looks on, and for how long.
+
+    Attributes:
+        record: Where each action's times go; None when nobody traces.
+        ledger: Where live memory is counted; None when nobody meters.
+        timeout: Seconds without the end of any action after which the caller gives up; None:
+            never.
+    """
+
+    record: MiniBatchRecord | None = None
+    ledger: Ledger | None = None
+    timeout: float | None = None
 
 
 class MiniBatch:
-    """The cells of one mini-batch and their way through both phases.
+    """The cells of one mini-batch and their way through the phases.
 
     Args:
-        partitions: Partitions of the pipeline.
-        lanes: Their devices and streams.
-        pool: Their workers.
-        micro_batches: Leaves of each micro-batch of the input, cut off from autograd.
-        structure: Pytree of the input.
-        needs_gradient: Which leaves of the input need a gradient.
-        checkpoint: Which micro-batches are recomputed.
-        grad: Whether a backward can follow.
-        record: Where each action's times go; None when nobody traces.
-        ledger: Where live memory is counted; None when nobody meters.
+        runtime: Partitions of the pipeline, their devices and workers.
+        inputs: The input, whose micro-batches this takes away.
+        schedule: Order of the actions.
+        loss: What the last partition computes behind its layers; None: nothing.
+        watchers: Who looks on.
+
+    Attributes:
+        outputs: After the forward, the output of each micro-batch.
+        losses: After a step, the loss of each micro-batch.
     """
 
     def __init__(
         self,
-        partitions: Sequence[Partition],
-        lanes: Sequence[Lane],
-        pool: WorkerPool,
-        micro_batches: Sequence[Sequence[Any]],
-        structure: Any,
-        needs_gradient: Sequence[bool],
-        checkpoint: CheckpointMode,
+        runtime: Runtime,
+        inputs: Inputs,
+        schedule: Schedule,
         *,
-        grad: bool,
-        record: MiniBatchRecord | None,
-        ledger: Ledger | None,
+        loss: MicroBatchLoss | None = None,
+        watchers: Watchers,
     ) -> None:
-        self.chunks = len(micro_batches)
-        self.rows = [count_rows(leaves) for leaves in micro_batches]
-        self.n_partitions = len(partitions)
-        self.grad = grad
-        self.state = CallerState.capture(tuple({lane.device.type for lane in lanes}))
-        self.schedule = gpipe_schedule(self.n_partitions, self.chunks, checkpoint)
-        self.lanes = lanes
-        self.record = record
-        self._ledger = ledger
-        self._statistics = Statistics()
+        self.runtime = runtime
+        self.lanes = runtime.lanes
+        self.schedule = schedule
+        self.chunks = len(inputs.micro_batches)
+        self.rows = inputs.rows
+        self.dims = inputs.dims
+        self.grad = torch.is_grad_enabled()
+        self.state = CallerState.capture(tuple({lane.device.type for lane in self.lanes}))
         self.outputs: list[Packet] = []
-        self._pool = pool
-        self._failures: list[tuple[Action, BaseException]] = []
-        self._failing = threading.Lock()
-        self._seed = 0
-        self._inputs = [
-            Packet(list(leaves), structure, list(needs_gradient)) for leaves in micro_batches
-        ]
+        self.losses: list[Tensor | None] = [None] * self.chunks
+        self._loss = loss
+        self._watchers = watchers
+        self._statistics = Statistics()
+        self._failures = Failures()
+        self._stop = Stop()
+        self._routes = Routes(runtime.partitions, self.lanes, self._stop, watchers.ledger)
+        self._tied = runtime.tied.sums()
+        self._spent = not self.grad
+        # A model without randomness leaves the caller's generator as it found it.
+        self._drawn_from = torch.default_generator.get_state()
+        seed = draw_seed()
+        recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
+        # What goes to every micro-batch is read again after one of them has run.
+        protect = None in self.dims and self.chunks > 1
         self._cells = [
             [
                 Cell(
                     partition,
                     mode,
                     micro_batch=i,
-                    grad=grad,
-                    checkpointed=grad and is_checkpointed(checkpoint, i, self.chunks),
+                    seed=seed,
+                    grad=self.grad,
+                    protect=protect and partition.index == 0,
+                    checkpointed=self.grad and (partition.index, i) in recomputed,
                 )
                 for i in range(self.chunks)
             ]
-            for partition, mode in [(partition, partition.mode()) for partition in partitions]
+            for partition, mode in [(part, part.mode()) for part in runtime.partitions]
         ]
-        self._stop = Stop()
-        self._watch_all = False
-        self._inboxes: list[Inbox] = []
-        self._returns: list[Inbox] = []
-        self._spent = not grad
+        starts = [lane.follow_caller() for lane in self.lanes]
+        self._starts = starts
+        for i, leaves in enumerate(inputs.micro_batches):
+            packet = Packet(leaves, inputs.structure, inputs.needs_gradient, starts[0])
+            self._routes.put_input(i, packet)
+        # Keeping them here would keep their memory.
+        inputs.micro_batches = []
 
     def forward(self) -> None:
         """Run all forwards; the outputs stand in `outputs`, in the order of micro-batches.
@@ -118,37 +144,34 @@ class MiniBatch:
             BaseException: whatever a layer raised, noted with partition, layer, micro-batch
                 and phase.
         """
-        self._inboxes = [Inbox(self._stop) for _ in range(self.n_partitions + 1)]
-        drawn_from = torch.default_generator.get_state()
-        self._seed = draw_seed()
-        drawn_to = torch.default_generator.get_state()
-        starts = [lane.follow_caller() for lane in self.lanes]
-        for i, packet in enumerate(self._inputs):
-            self._inboxes[0].put(i, packet._replace(ready=starts[0]))
-        self._inputs = []
-        try:
-            self._run_phase("F", starts)
-        finally:
-            drew = any(cell.drew for row in self._cells for cell in row)
-            unseen = not torch.equal(torch.default_generator.get_state(), drawn_to)
-            if not drew and not unseen:
-                # A model without randomness leaves the caller's generator as it found it.
-                torch.default_generator.set_state(drawn_from)
-        if unseen:
-            # Somebody drew from the process's generator: another thread of the program, or a
-            # layer that is not watched because it did not draw before. Look at the layers anew
-            # in the next mini-batch, and in this one's recomputes.
-            self._watch_all = True
-            for row in self._cells:
-                row[0].forget_facts()
-        for lane, end in zip(self.lanes, self._ends, strict=True):
-            lane.give_to_caller((), end)
-        self._statistics.commit()
-        last = self._inboxes[-1]
-        self.outputs = [last.take(i) for i in range(self.chunks)]
+        self._run_forward_phase("F")
+        self.outputs = [self._routes.take_output(i) for i in range(self.chunks)]
         for packet in self.outputs:
             self.lanes[-1].give_to_caller(packet.leaves, packet.ready)
-        self._inboxes = []
+
+    def step(self) -> list[list[Tensor | None]]:
+        """Run all forwards, losses and backwards; the losses stand in `losses`.
+
+        Without gradients only the forwards and losses are run.
+
+        Returns:
+            For each micro-batch, the gradient of each leaf of its input.
+
+        Raises:
+            BaseException: as for `forward`.
+        """
+        self._spent = True
+        if not self.grad:
+            self._run_forward_phase("F")
+            received: list[list[Tensor | None]] = []
+        else:
+            for row in self._cells:
+                for cell in row:
+                    cell.begin_backward(keep=False, parameters=True)
+            self._run_forward_phase("FRB")
+            received = self._take_input_gradients()
+        self.lanes[-1].give_to_caller(self.losses, None)
+        return received
 
     def backward(
         self,
@@ -181,29 +204,39 @@ class MiniBatch:
                 "pipeline again."
             )
         self._spent = not keep
-        self._returns = [Inbox(self._stop) for _ in range(self.n_partitions + 1)]
-        starts = [lane.follow_caller() for lane in self.lanes]
+        self._starts = [lane.follow_caller() for lane in self.lanes]
         for i, leaves in enumerate(gradients):
-            self._returns[self.n_partitions].put(i, (list(leaves), ready))
+            self._routes.put_output_gradients(i, (list(leaves), ready))
         for row in self._cells:
             for cell in row:
                 cell.begin_backward(keep=keep, parameters=parameters)
-        self._run_phase("RB", starts)
-        first = self._returns[0]
-        received = [first.take(i) for i in range(self.chunks)]
-        self._returns = []
+        self._run_phase("RB")
+        received = self._take_input_gradients()
         if self._spent:
             self._release_cells()
-        for leaves, ready in received:
-            self.lanes[0].give_to_caller(leaves, ready)
-        for lane, end in zip(self.lanes, self._ends, strict=True):
-            lane.give_to_caller((), end)
-        return [leaves for leaves, _ in received]
+        return received
 
-    def _run_phase(self, kinds: str, starts: Sequence[Any]) -> None:
+    def _take_input_gradients(self) -> list[list[Tensor | None]]:
+        found = [self._routes.take_input_gradients(i) for i in range(self.chunks)]
+        for leaves, ready in found:
+            self.lanes[0].give_to_caller(leaves, ready)
+        self.runtime.tied.add_up(self._tied, self.lanes)
+        return [list(leaves) for leaves, _ in found]
+
+    def _run_forward_phase(self, kinds: str) -> None:
+        """Run a phase that has the forwards; what they leave in the layers is settled here."""
+        try:
+            self._run_phase(kinds)
+        finally:
+            if not any(cell.drew for row in self._cells for cell in row):
+                torch.default_generator.set_state(self._drawn_from)
+        self._statistics.commit()
+
+    def _run_phase(self, kinds: str) -> None:
         """Let every worker run its row; return when all have, raise when one failed."""
         rows = self.schedule.phase(kinds)
-        self._ends: list[Any] = [None] * self.n_partitions
+        pool = self.runtime.pool
+        self._ends: list[Any] = [None] * len(rows)
         finished = [threading.Event() for _ in rows]
 
         def task_of(j: int) -> Callable[[], None]:
@@ -211,7 +244,7 @@ class MiniBatch:
 
             def task() -> None:
                 try:
-                    variables.run(self._run_row, j, rows[j], starts[j])
+                    variables.run(self._run_row, j, rows[j])
                 finally:
                     finished[j].set()
 
@@ -219,120 +252,95 @@ class MiniBatch:
 
         n_submitted = [0]
         try:
-            self._pool.submit([task_of(j) for j in range(self.n_partitions)], n_submitted)
-            for event in finished:
-                event.wait()
+            pool.submit([task_of(j) for j in range(len(rows))], n_submitted)
+            pool.wait_for(finished, self._watchers.timeout)
         except BaseException:
-            # Interrupted: let the cells in progress end. A second interrupt ends this wait too,
-            # and leaves the workers to stop on their own, and the cells to them.
-            self._close_inboxes()
-            for event in finished[: n_submitted[0]]:
-                event.wait()
-            self._release_cells()
+            # Interrupted, or nobody comes forward: let the cells in progress end, unless the pool
+            # has been given up. A second interrupt ends this wait too, and leaves the workers to
+            # stop on their own, and the cells to them.
+            self._close()
+            if not pool.is_given_up:
+                for event in finished[: n_submitted[0]]:
+                    event.wait()
+                self._release_cells()
             raise
         if self._failures:
             self._release_cells()
-            raise self._first_failure()
+            raise self._failures.take_first(self.schedule)
+        for lane, end in zip(self.lanes, self._ends, strict=True):
+            lane.give_to_caller((), end)
 
-    def _run_row(self, j: int, row: Sequence[Action], start: Any) -> None:
-        lane = self.lanes[j]
+    def _run_row(self, j: int, row: Sequence[Action]) -> None:
+        lane, activity = self.lanes[j], self.runtime.pool.activities[j]
+        ledger = self._watchers.ledger
         action = row[0]
         try:
-            lane.wait_for(start)
+            lane.wait_for(self._starts[j])
             with (
-                self._ledger.watch(j) if self._ledger else nullcontext(),
+                ledger.watch(j) if ledger else nullcontext(),
                 gathering(self._statistics),
+                self.runtime.tied.collecting(self._tied[j]),
             ):
                 for action in row:
+                    activity.wait_for(action)
                     self._run_action(action)
+                    activity.end()
             self._ends[j] = lane.mark()
         except InboxClosedError:
             pass  # another worker failed, and tells why
         except BaseException as error:
-            error.add_note(_where(action))
-            with self._failing:
-                self._failures.append((action, error))
-            self._close_inboxes()
+            self._failures.add(action, error)
+            self._close()
+        finally:
+            activity.rest()
 
     def _run_action(self, action: Action) -> None:
-        j, i = action.partition, action.micro_batch
+        j, kind, i = action
         cell, lane = self._cells[j][i], self.lanes[j]
-        if action.kind == "F":
-            packet = self._inboxes[j].take(i)
-            leaves = self._receive(lane, j, packet.leaves, packet.ready)
-            started = self._clock(lane)
-            output = cell.forward(packet._replace(leaves=leaves), self.state, self._seed)
-            self._tell(action, lane, started)
-            self._inboxes[j + 1].put(i, output._replace(ready=lane.mark()))
-        elif action.kind == "R":
+        if kind == "F":
+            packet = self._routes.take_input(j, i)
+            started = self._start(action)
+            loss = self._loss if j == len(self.lanes) - 1 else None
+            tail = None if loss is None else loss.of(i, lane, self._starts[-1])
+            output = cell.forward(packet, self.state, tail)
+            self._end(action, started)
+            if loss is None:
+                self._routes.put_output(j, i, output._replace(ready=lane.mark()))
+            else:
+                self.losses[i] = loss.check(output, grad=self.grad)
+        elif kind == "R":
             # A recompute waits for nobody, so a failed mini-batch has to be noticed here.
             self._stop.check()
-            started = self._clock(lane)
-            cell.recompute(self.state, self._seed, watch_all=self._watch_all)
-            self._tell(action, lane, started)
+            started = self._start(action)
+            cell.recompute(self.state)
+            self._end(action, started)
         else:
-            gradients, ready = self._returns[j + 1].take(i)
-            gradients = self._receive(lane, j, gradients, ready)
-            started = self._clock(lane)
+            loss = self._loss if j == len(self.lanes) - 1 else None
+            if loss is None:
+                gradients = self._routes.take_gradients(j, i)
+            else:
+                self._stop.check()
+                gradients = [loss.gradient(i, self.losses[i])]
+            started = self._start(action)
             received = cell.backward(gradients)
-            self._tell(action, lane, started)
-            self._returns[j].put(i, (received, lane.mark()))
+            self._end(action, started)
+            self._routes.put_gradients(j, i, received, lane.mark())
 
-    def _receive(self, lane: Lane, j: int, leaves: Sequence[Any], ready: Any) -> list[Any]:
-        received = lane.receive(leaves, ready)
-        if self._ledger is not None:
-            self._ledger.hold(received, j)
-        return received
+    def _start(self, action: Action) -> Any:
+        j = action.partition
+        self.runtime.pool.activities[j].run(self.runtime.partitions[j])
+        return self.lanes[j].clock() if self._watchers.record is not None else None
 
-    def _clock(self, lane: Lane) -> Any:
-        return lane.clock() if self.record is not None else None
+    def _end(self, action: Action, started: Any) -> None:
+        if self._watchers.record is not None:
+            self._watchers.record.add(action, started, self.lanes[action.partition].clock())
 
-    def _tell(self, action: Action, lane: Lane, started: Any) -> None:
-        if self.record is not None:
-            self.record.add(action, started, lane.clock())
-
-    def _close_inboxes(self) -> None:
+    def _close(self) -> None:
         self._spent = True
         self._stop.is_set = True
-        for inbox in (*self._inboxes, *self._returns):
-            inbox.wake()
+        self._routes.close()
 
     def _release_cells(self) -> None:
         for row in self._cells:
             for cell in row:
                 cell.release()
-
-    def _first_failure(self) -> BaseException:
-        order = {action: k for k, action in enumerate(self._by_clock())}
-        failures = sorted(self._failures, key=lambda failure: order[failure[0]])
-        error = failures[0][1]
-        for action, other in failures[1:]:
-            error.add_note(f"also failed: {_where(action)}: {type(other).__name__}: {other}")
-        self._failures = []
-        return error
-
-    def _by_clock(self) -> list[Action]:
-        # An action's place in the schedule: the clock cycle in which it would run if every
-        # action took one cycle, then its partition.
-        n = self.n_partitions
-        return sorted(
-            (action for row in self.schedule.rows for action in row),
-            key=lambda a: (
-                a.kind != "F",
-                a.micro_batch + a.partition
-                if a.kind == "F"
-                else (self.chunks - 1 - a.micro_batch) + (n - 1 - a.partition),
-                a.partition if a.kind == "F" else -a.partition,
-                a.kind == "B",
-            ),
-        )
-
-
-_PHASES = {"F": "forward", "R": "recompute", "B": "backward"}
-
-
-def _where(action: Action) -> str:
-    return (
-        f"in partition {action.partition}, {_PHASES[action.kind]} of "
-        f"micro-batch {action.micro_batch}"
-    )

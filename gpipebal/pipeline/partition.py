@@ -1,9 +1,8 @@
 """A partition as its worker runs it: a run of layers on one device, and what is known of them.
 
-The same layers behave alike for every micro-batch of one kind, so four facts are found out once,
+The same layers behave alike for every micro-batch of one kind, so three facts are found out once,
 on the first micro-batch of a new kind, and used from then on:
 
-* which layers draw random numbers (only those get generators of their own);
 * which of the boundary tensors the first layers write to (only those are copied, so that the
   recompute and the neighbour still see them unharmed);
 * which buffers the layers write to (only those are copied for a recompute, which then starts from
@@ -17,30 +16,42 @@ layer that changes otherwise is noticed in the recompute, before it can make a w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.microbatch import Packet, check_travels, flatten, unflatten
-from gpipebal.pipeline.randomness import OwnRandomness, cell_seed
+from gpipebal.pipeline.microbatch import Call, Packet, check_travels, flatten, unflatten
+from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.skip.skippable import is_skippable
+from gpipebal.skip.tracker import Key, Skips, using
 
-__all__ = ["Buffers", "Facts", "ForwardResult", "Partition"]
+__all__ = ["Buffers", "Facts", "ForwardResult", "Partition", "Route", "Tail"]
 
 #: Copies of buffers, by the module that has them and their name there.
 Buffers = Mapping[tuple[nn.Module, str], Tensor]
+
+#: What runs behind the layers of the last partition, if the pipeline computes the loss.
+Tail = Callable[[Any], Tensor]
+
+
+class Route(NamedTuple):
+    """A skip connection between two partitions: what one stashes, the other pops."""
+
+    key: Key
+    source: int
+    destination: int
 
 
 @dataclass
 class Facts:
     """What was found out about one kind of micro-batch."""
 
-    random_layers: frozenset[int]
     written_inputs: frozenset[int]
     written_buffers: frozenset[tuple[nn.Module, str]]
     outputs_need_gradient: tuple[bool, ...]
@@ -54,8 +65,7 @@ class ForwardResult:
         leaves: Leaves of the output.
         structure: Their pytree.
         needs_gradient: Which of them need a gradient.
-        drew: Whether a watched layer drew random numbers.
-        watched: Which layers were watched for that.
+        drew: Whether a layer drew random numbers.
         buffers: Written buffers as they were before, for a recompute; empty in a recompute.
     """
 
@@ -63,7 +73,6 @@ class ForwardResult:
     structure: Any
     needs_gradient: list[bool]
     drew: bool
-    watched: frozenset[int]
     buffers: Buffers
 
 
@@ -77,6 +86,11 @@ class Partition:
         layers: The layers themselves.
         first: Index of its first layer in the whole chain.
         device: Where its layers live.
+        incoming: Skip connections that come in from other partitions. If there are any, the
+            partition's input is the list of the value and what they bring.
+        outgoing: Skip connections that go out to other partitions, likewise.
+        foreign_buffers: Buffers that layers of other partitions have too.
+        running: The layer of its own that runs, or ran last.
     """
 
     index: int
@@ -84,14 +98,17 @@ class Partition:
     layers: Sequence[nn.Module]
     first: int
     device: torch.device
+    incoming: Sequence[Route] = ()
+    outgoing: Sequence[Route] = ()
+    foreign_buffers: frozenset[tuple[nn.Module, str]] = frozenset()
+    running: int = 0
     _facts: dict[Hashable, Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._modules = list(
             dict.fromkeys(module for layer in self.layers for module in layer.modules())
         )
-
-        self._all_layers = frozenset(range(len(self.layers)))
+        self._skips = any(is_skippable(module) for module in self._modules)
 
     def mode(self) -> Hashable:
         """Name the state of the layers: what may change the facts changes the mode."""
@@ -108,8 +125,10 @@ class Partition:
         )
 
     @staticmethod
-    def kind_of(mode: Hashable, packet: Packet, state: CallerState, grad: bool) -> Hashable:
-        """Name the kind of a micro-batch that meets layers in this mode."""
+    def kind_of(
+        mode: Hashable, packet: Packet, state: CallerState, grad: bool, tail: Tail | None
+    ) -> Hashable:
+        """Name the kind of a micro-batch that meets layers in this mode, and a loss or none."""
         kinds = [
             (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else _name(leaf)
             for leaf in packet.leaves
@@ -121,6 +140,7 @@ class Partition:
             tuple(packet.needs_gradient),
             state.autocast,
             grad,
+            tail is not None,
         )
 
     def facts(self, kind: Hashable) -> Facts | None:
@@ -141,10 +161,10 @@ class Partition:
         grad: bool,
         protect: bool,
         state: CallerState,
-        seed: int,
-        micro_batch: int,
+        randomness: OwnRandomness,
         keep_buffers: bool = False,
         look: bool = False,
+        tail: Tail | None = None,
     ) -> ForwardResult:
         """Run the layers on one micro-batch.
 
@@ -156,25 +176,26 @@ class Partition:
             facts: What is known of it, as the caller of this saw it when it made `leaves`: in
                 between another mini-batch may have let it be forgotten.
             grad: Whether to record a graph.
-            protect: Whether a graph is or will be wanted, so that the input must stay as it is.
+            protect: Whether somebody reads the input later, so that it must stay as it is.
             state: Settings of the caller.
-            seed: Seed of the mini-batch.
-            micro_batch: Which micro-batch it is.
+            randomness: Random numbers of the micro-batch.
             keep_buffers: Whether it will be recomputed, so that written buffers are copied.
             look: Whether to record a graph only to see which outputs need a gradient: a layer may
                 have been frozen or thawed in a way that its parameters do not show.
+            tail: Runs behind the layers.
 
         Raises:
-            ModelError: a layer returned no tensor.
+            ModelError: a layer returned no tensor, or writes to a buffer that layers of another
+                partition have too.
         """
         find_out = facts is None
         buffers: Buffers = {}
-        if find_out and protect:
+        if find_out and (protect or self.foreign_buffers):
             buffers = _copies(self._buffer_places())
         elif facts is not None and keep_buffers:
             buffers = _copies(facts.written_buffers)
         # Facts are found with a graph, because only a graph tells which outputs need a gradient.
-        with state.entered(grad=grad or look or (find_out and protect)):
+        with state.entered(grad=grad or look or (find_out and state.grad_enabled)):
             inputs = list(leaves)
             written: Sequence[int] | frozenset[int] = (
                 range(len(inputs)) if facts is None else facts.written_inputs
@@ -183,16 +204,15 @@ class Partition:
                 if isinstance(inputs[k], Tensor):
                     inputs[k] = inputs[k].clone()
             versions = [_version(leaf) for leaf in inputs]
-            watched = self._all_layers if facts is None else facts.random_layers
-            value, drew = self._run_layers(unflatten(inputs, structure), watched, seed, micro_batch)
+            value = self._run_layers(unflatten(inputs, structure), randomness, tail)
             outputs, out_structure = flatten(value)
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
         if facts is None:
             # By value, because torch's batch normalisation writes without counting a version.
             own = {place: place[0]._buffers[place[1]] for place in buffers}
             buffers = {p: b for p, b in buffers.items() if not _equal(b, own[p])}
+            self._check_own(buffers)
             facts = Facts(
-                random_layers=frozenset(drew),
                 written_inputs=frozenset(
                     k
                     for k, leaf in enumerate(inputs)
@@ -204,9 +224,9 @@ class Partition:
             self._facts[kind] = facts
         elif look:
             facts.outputs_need_gradient = tuple(needs)
-        elif protect and not grad:
+        elif state.grad_enabled and not grad:
             needs = list(facts.outputs_need_gradient)
-        return ForwardResult(outputs, out_structure, needs, bool(drew), watched, buffers)
+        return ForwardResult(outputs, out_structure, needs, randomness.drew, buffers)
 
     def recompute(
         self,
@@ -215,12 +235,10 @@ class Partition:
         *,
         kind: Hashable,
         promised: Sequence[bool],
-        watched: frozenset[int],
         buffers: Buffers,
-        watch_all: bool,
         state: CallerState,
-        seed: int,
-        micro_batch: int,
+        randomness: OwnRandomness,
+        tail: Tail | None = None,
     ) -> list[Any]:
         """Run the layers on a checkpointed micro-batch again, now with a graph.
 
@@ -229,12 +247,10 @@ class Partition:
             structure: Their pytree.
             kind: Kind of the micro-batch.
             promised: Which outputs were said to need a gradient.
-            watched: Which layers were watched in the forward.
             buffers: Written buffers as they were before the forward.
-            watch_all: Whether a layer may have drawn random numbers without being watched.
             state: Settings of the caller.
-            seed: Seed of the mini-batch.
-            micro_batch: Which micro-batch it is.
+            randomness: Random numbers of the micro-batch.
+            tail: Runs behind the layers.
 
         Returns:
             Leaves of the output.
@@ -249,30 +265,27 @@ class Partition:
                 leaf.clone() if k in written and isinstance(leaf, Tensor) else leaf
                 for k, leaf in enumerate(leaves)
             ]
-            value, drew = self._run_layers(
-                unflatten(inputs, structure),
-                self._all_layers if watch_all else watched,
-                seed,
-                micro_batch,
-            )
-        outputs, _ = flatten(value)
+            outputs, _ = flatten(self._run_layers(unflatten(inputs, structure), randomness, tail))
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
-        strangers = [self.names[k] for k in drew if k not in watched]
-        if needs != list(promised) or strangers:
+        if needs != list(promised):
             self.forget(kind)
-            what = (
-                f"layer {strangers[0]!r} draws random numbers, and did not when this kind of "
-                "micro-batch was first seen"
-                if strangers
-                else "other outputs need a gradient than when this kind of micro-batch was first "
-                "seen"
-            )
             raise ModelError(
-                f"partition {self.index} cannot be recomputed: {what}.\n"
+                f"partition {self.index} cannot be recomputed: other outputs need a gradient than "
+                "when this kind of micro-batch was first seen.\n"
                 "Fix: run the mini-batch again, its layers are looked at anew; if they change from "
                 "call to call, use checkpoint='never'."
             )
         return outputs
+
+    def _check_own(self, written: Iterable[tuple[nn.Module, str]]) -> None:
+        for module, name in written:
+            if (module, name) in self.foreign_buffers:
+                raise ModelError(
+                    f"a buffer is written to by two partitions: {name!r} of a "
+                    f"{type(module).__name__} in partition {self.index} and in another one "
+                    "(expected one at most).\n"
+                    "Fix: choose a balance that has all layers with this buffer in one partition."
+                )
 
     def _buffer_places(self) -> list[tuple[nn.Module, str]]:
         return [
@@ -282,24 +295,37 @@ class Partition:
             if buffer is not None
         ]
 
-    def _run_layers(
-        self, value: Any, watched: frozenset[int], seed: int, micro_batch: int
-    ) -> tuple[Any, list[int]]:
-        drew = []
-        for k, layer in enumerate(self.layers):
-            try:
-                if k in watched:
-                    with OwnRandomness(cell_seed(seed, self.first + k, micro_batch)) as randomness:
+    def _run_layers(self, value: Any, randomness: OwnRandomness, tail: Tail | None) -> Any:
+        skips = None
+        if self._skips:
+            arrived: list[Any] = []
+            if self.incoming:
+                value, *arrived = value
+            keys = [route.key for route in self.incoming]
+            skips = Skips(dict(zip(keys, arrived, strict=True)))
+            del arrived
+        where = "before its first layer"
+        try:
+            with randomness.watching(), using(skips) if skips is not None else nullcontext():
+                for k, layer in enumerate(self.layers):
+                    self.running = k
+                    where = f"in layer {self.names[k]!r} (layer {self.first + k} of the chain)"
+                    randomness.enter_layer(self.first + k)
+                    if isinstance(value, Call):
+                        value = layer(value.input, **value.keywords)
+                    else:
                         value = layer(value)
-                    if randomness.drew:
-                        drew.append(k)
-                else:
-                    value = layer(value)
-                check_travels(value, self.names[k])
-            except BaseException as error:
-                error.add_note(f"in layer {self.names[k]!r} (layer {self.first + k} of the chain)")
-                raise
-        return value, drew
+                    check_travels(value, self.names[k])
+                if tail is not None:
+                    where = "in the loss"
+                    randomness.enter_layer(self.first + len(self.layers))
+                    value = tail(value)
+        except BaseException as error:
+            error.add_note(where)
+            raise
+        if skips is not None and self.outgoing:
+            return [value, *(skips.load(route.key) for route in self.outgoing)]
+        return value
 
 
 def _copies(places: Iterable[tuple[nn.Module, str]]) -> Buffers:

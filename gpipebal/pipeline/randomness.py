@@ -6,19 +6,19 @@ differs from its forward. So a layer that draws gets numbers from a generator of
 (mini-batch, layer, micro-batch): the same for forward and recompute, and the same for every
 balance. The mini-batch's seed is drawn from the default generator of the caller, so that
 `torch.manual_seed` rules as usual.
-
-Watching every operation costs time, so it is done once: the first micro-batch of a new kind runs
-with all layers watched, after that only the layers that drew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipebal.pipeline.random_ops import catch_random_operations
 
 __all__ = ["OwnRandomness", "cell_seed", "draw_seed"]
 
@@ -37,43 +37,78 @@ def cell_seed(seed: int, layer: int, micro_batch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-class OwnRandomness(TorchDispatchMode):
-    """Let the random operations of a block draw from generators of its own.
+class OwnRandomness:
+    """Random numbers of one micro-batch, from a generator of its own for each layer.
+
+    Args:
+        seed: Seed of the mini-batch.
+        micro_batch: Which micro-batch it is.
 
     Attributes:
-        drew: Whether any random operation ran inside the block.
+        drew: Whether any random operation ran inside `watching`.
     """
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
+    __slots__ = ("_generators", "_layer", "_micro_batch", "_seed", "drew")
+
+    def __init__(self, seed: int, micro_batch: int) -> None:
         self.drew = False
         self._seed = seed
+        self._micro_batch = micro_batch
+        self._layer = 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let the random operations of this thread and block draw here."""
+        with catch_random_operations(self._draw):
+            yield
+
+    def enter_layer(self, layer: int) -> None:
+        """Turn to the generators of a layer, given by its place in the whole chain."""
+        self._layer = layer
+        if self._generators:
+            self._generators = {}
+
+    def _draw(self, operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not _draws(operation, args, kwargs):
+            return operation(*args, **kwargs)
         self.drew = True
         if kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        generator = self._generator(_device_of(args, kwargs))
-        if generator is None:
-            return func(*args, **kwargs)
-        if any(argument.name == "generator" for argument in func._schema.arguments):
-            return func(*args, **{**kwargs, "generator": generator})
-        return _run_with_default(generator, func, args, kwargs)
-
-    def _generator(self, device: torch.device) -> torch.Generator | None:
+            return operation(*args, **kwargs)
+        device = _device_of(args, kwargs)
         if device.type == "meta":
-            return None
-        if device not in self._generators:
+            return operation(*args, **kwargs)
+        generator = self._generator(device)
+        if any(argument.name == "generator" for argument in operation._schema.arguments):
+            return operation(*args, **{**kwargs, "generator": generator})
+        return _run_with_default(generator, operation, args, kwargs)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        generator = self._generators.get(device)
+        if generator is None:
             generator = torch.Generator(device)
-            generator.manual_seed(self._seed)
+            generator.manual_seed(cell_seed(self._seed, self._layer, self._micro_batch))
             self._generators[device] = generator
-        return self._generators[device]
+        return generator
+
+
+#: Arguments that, if they are 0 or False, keep an operation from drawing at all.
+_SWITCHES = ("dropout_p", "dropout", "p", "train", "training")
+
+
+def _draws(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether this call draws: attention and recurrent kernels do only with dropout."""
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name in _SWITCHES:
+            if place < len(args):
+                value = args[place]
+            else:
+                value = kwargs.get(
+                    argument.name, argument.default_value if argument.has_default_value() else None
+                )
+            if isinstance(value, (bool, int, float)) and not value:
+                return False
+    return True
 
 
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
@@ -88,7 +123,7 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _run_with_default(generator: torch.Generator, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_with_default(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:
     # The operation reads the process's default generator: lend it our state, then restore.
     device = generator.device
     default = (
@@ -100,7 +135,7 @@ def _run_with_default(generator: torch.Generator, func: Any, args: Any, kwargs: 
         before = default.get_state()
         default.set_state(generator.get_state())
         try:
-            return func(*args, **kwargs)
+            return operation(*args, **kwargs)
         finally:
             generator.set_state(default.get_state())
             default.set_state(before)

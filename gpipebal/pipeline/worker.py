@@ -22,6 +22,7 @@ from queue import SimpleQueue
 import torch
 
 from gpipebal.errors import PipelineError
+from gpipebal.pipeline.activity import Activity, timeout_error
 from gpipebal.pipeline.lane import Lane
 
 __all__ = ["WorkerPool"]
@@ -40,10 +41,15 @@ class WorkerPool:
 
     Attributes:
         process: Process that started the threads; a forked child has none of them.
+        activities: What each worker is doing.
+        is_given_up: Whether a worker hung, so that the pool takes no more tasks and nobody waits
+            for its threads.
     """
 
     def __init__(self, lanes: Sequence[Lane], threads: Sequence[int | None]) -> None:
         self.process = os.getpid()
+        self.activities = [Activity() for _ in lanes]
+        self.is_given_up = False
         self._queues: list[_Queue] = [SimpleQueue() for _ in lanes]
         self._submitting = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -106,6 +112,34 @@ class WorkerPool:
             for queue, task in zip(self._queues, tasks, strict=True):
                 queue.put(task)
                 n_submitted[0] += 1
+
+    def wait_for(self, finished: Sequence[threading.Event], timeout: float | None) -> None:
+        """Wait until all tasks have ended.
+
+        Args:
+            finished: Set by each task when it ends.
+            timeout: Seconds without the end of any action after which to give up; None: never.
+
+        Raises:
+            PipelineTimeoutError: given up; the text says what every worker is doing.
+        """
+        n_done = -1
+        for event in finished:
+            while not event.wait(timeout):
+                before, n_done = n_done, sum(activity.n_done for activity in self.activities)
+                if n_done == before:
+                    assert timeout is not None
+                    error = timeout_error(timeout, self.activities, self._threads)
+                    self._give_up()
+                    raise error
+
+    def _give_up(self) -> None:
+        with self._submitting:
+            self.is_given_up = True
+            # Those that still can end by themselves; the one that hangs cannot be waited for.
+            self._end.detach()
+            for queue in self._queues:
+                queue.put(None)
 
     def close(self) -> None:
         """End the threads, after what they were handed; wait for them. Harmless when repeated."""

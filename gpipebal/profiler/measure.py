@@ -22,7 +22,8 @@ from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.devices import check_threads, parse_device, share_of_cores, visible_cores
 from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.pipeline.lane import Lane
-from gpipebal.pipeline.microbatch import chunk_sizes, count_rows, flatten, scatter, unflatten
+from gpipebal.pipeline.microbatch import flatten, unflatten
+from gpipebal.pipeline.parting import chunk_sizes, count_rows, scatter
 from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.progress import progress_bar

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.ledger import Ledger
-from gpipebal.pipeline.microbatch import gather_leaves, unflatten
+from gpipebal.pipeline.microbatch import unflatten
+from gpipebal.pipeline.parting import gather_leaves
 from gpipebal.profile import StepTerms
 
 __all__ = ["measure_step", "optimizer_state_bytes"]
@@ -52,11 +53,12 @@ def measure_step(
     Raises:
         ProfileError: the loss or the optimizer failed.
     """
+    dims = [0] * len(outputs)
     parts = [[_rows_of(leaf, rows, sizes[0]) for leaf in outputs] for rows in sizes]
-    gather_time = _median_time(lambda: gather_leaves(parts), device)
+    gather_time = _median_time(lambda: gather_leaves(parts, structure, dims), device)
     loss_time = loss_bytes = None
     if loss_fn is not None:
-        leaves = gather_leaves(parts)
+        leaves = gather_leaves(parts, structure, dims)
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
 
         def run_loss() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gpipebal.errors import UsageError
 from gpipebal.models import MODELS
 from gpipebal.pipeline import scatter
-from gpipebal.pipeline.microbatch import chunk_sizes
+from gpipebal.pipeline.parting import chunk_sizes
 
 __all__ = ["Workload", "default_optimizer", "load_workload"]
 

@@ -1,0 +1,18 @@
+"""torchgpipe's interface: ``from gpipebal.compat.torchgpipe import GPipe``.
+
+Everything that torchgpipe 0.0.7 documents stands here under its own name: `GPipe`,
+`is_checkpointing`, `is_recomputing`, and the modules `balance`, `skip` and `batchnorm`. State
+dictionaries have its keys, ``partitions.<j>.<name>``. The few deliberate differences are listed in
+docs/migration.md.
+"""
+
+from __future__ import annotations
+
+from gpipebal.compat.torchgpipe import balance, batchnorm, skip
+from gpipebal.compat.torchgpipe.gpipe import GPipe
+from gpipebal.pipeline import is_checkpointing, is_recomputing
+
+# A star import gives what torchgpipe's gave; the modules are attributes.
+__all__ = ["GPipe", "is_checkpointing", "is_recomputing"]
+
+_MODULES = (balance, batchnorm, skip)

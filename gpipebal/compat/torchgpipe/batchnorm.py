@@ -1,0 +1,159 @@
+"""torchgpipe's `DeferredBatchNorm`: it knows how many micro-batches make a mini-batch.
+
+In a pipeline a mini-batch ends when its forward does, as for gpipebal's own deferred layers. Called
+without one, in a loop over micro-batches, it ends at the `chunks`-th call.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipebal.pipeline import batchnorm
+from gpipebal.pipeline.batchnorm import Statistics, gathering
+from gpipebal.pipeline.checkpoint import is_recomputing
+from gpipebal.schedule import check_count
+
+__all__ = ["DeferredBatchNorm"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
+    """Batch normalisation whose running statistics are those of whole mini-batches.
+
+    Each call normalises one micro-batch by its own mean and variance. Parameters, buffers and
+    state-dict keys are plain BatchNorm's; torchgpipe's two further buffers, ``sum`` and
+    ``sum_squares``, are left out, and ignored where a state dictionary has them.
+
+    Args:
+        num_features: Channels, which stand along dim 1.
+        eps: As for `torch.nn.BatchNorm2d`.
+        momentum: As for `torch.nn.BatchNorm2d`; None: the average of all mini-batches.
+        affine: Whether to scale and shift by learned parameters.
+        chunks: Calls that make a mini-batch, outside of a pipeline.
+
+    Attributes:
+        chunks: As given.
+
+    Example:
+        >>> import torch
+        >>> layer = DeferredBatchNorm(1, momentum=1.0, chunks=2)
+        >>> for micro_batch in torch.tensor([[0.0], [2.0], [4.0], [6.0]]).split(2):
+        ...     _ = layer(micro_batch)
+        ...     print(layer.running_mean.item(), layer.num_batches_tracked.item())
+        0.0 0
+        3.0 1
+    """
+
+    chunks: int
+    _seen: int
+    _statistics: Statistics | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        chunks: int = 1,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine)
+        self._begin(chunks)
+
+    def _begin(self, chunks: int) -> None:
+        self.chunks = check_count("chunks", chunks)
+        self._seen = 0
+        self._statistics = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a micro-batch of shape (rows, channels, ...)."""
+        in_pipeline = batchnorm._current.statistics is not None
+        tracks = self.training and self.track_running_stats
+        if in_pipeline or not tracks or is_recomputing():
+            return super().forward(input)
+        if self._statistics is None:
+            self._statistics = Statistics()
+        with gathering(self._statistics):
+            output = super().forward(input)
+        self._seen += 1
+        if self._seen == self.chunks:
+            self._seen = 0
+            self._statistics.commit()
+        return output
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in ("sum", "sum_squares"):
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What half a mini-batch has gathered is not part of a copy.
+        state = {**self.__dict__, "_seen": 0, "_statistics": None}
+        if self.plain_class is None:
+            return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+        return _blank, (self.plain_class,), state
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
+        """Return a module whose BatchNorm layers are deferred.
+
+        Parameters, buffers, hooks and the training flag are shared with the original, and so is
+        the class: a deferred BatchNorm2d is a BatchNorm2d. Containers of such layers are replaced
+        by shallow copies, so the original keeps its own layers.
+
+        Args:
+            module: Any module.
+            chunks: Calls that make a mini-batch, outside of a pipeline.
+
+        Returns:
+            The converted module; `module` itself where there is nothing to convert.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            >>> DeferredBatchNorm.convert_deferred_batch_norm(model, chunks=4)[1].chunks
+            4
+        """
+        check_count("chunks", chunks)
+        # A layer that stands in two places becomes one that stands in two places.
+        memo: dict[nn.Module, nn.Module] = {
+            layer: _deferred(layer, chunks)
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm)
+        }
+        return batchnorm.convert_deferred_batch_norm(module, memo)  # type: ignore[return-value]
+
+
+def _deferred(layer: _BatchNorm, chunks: int) -> _BatchNorm:
+    """Return a deferred layer that shares everything with `layer`; itself if nothing is to do."""
+    if not layer.track_running_stats:
+        return layer
+    if isinstance(layer, DeferredBatchNorm) and layer.chunks == chunks:
+        return layer
+    if isinstance(layer, batchnorm.DeferredBatchNorm):
+        plain = layer.plain_class
+    else:
+        # A SyncBatchNorm would talk to other processes, and update the statistics by itself.
+        plain = None if isinstance(layer, nn.SyncBatchNorm) else type(layer)
+    deferred = _blank(plain)
+    deferred.__dict__.update(layer.__dict__)
+    deferred._begin(chunks)
+    return deferred
+
+
+_classes: dict[type[nn.Module], type[DeferredBatchNorm]] = {}
+
+
+def _blank(plain: type[nn.Module] | None) -> DeferredBatchNorm:
+    """Make a deferred layer without contents, which is also of the plain class."""
+    if plain is None:
+        return DeferredBatchNorm.__new__(DeferredBatchNorm)
+    if plain not in _classes:
+        # The plain class first: a subclass that wraps super().forward wraps the deferred one.
+        bases = (plain, DeferredBatchNorm)
+        _classes[plain] = type(f"Deferred{plain.__name__}", bases, {"plain_class": plain})
+    kind = _classes[plain]
+    return kind.__new__(kind)

@@ -1,0 +1,246 @@
+"""torchgpipe's `GPipe`: gpipebal's, seen as a module that holds its partitions.
+
+gpipebal registers layers under their own names, so that a state dictionary is the plain model's for
+every balance. torchgpipe registers partitions, and the names of everything below begin with
+``partitions.<j>.``. Here the pipeline is the former, and shows itself as the latter::
+
+    gpipebal      pipe ── first, act, second            first.weight
+    torchgpipe    pipe ── partitions ─┬─ 0 ── first     partitions.0.first.weight
+                                      └─ 1 ── act, second
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import gpipebal.pipeline
+from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
+from gpipebal.compat.torchgpipe.partitions import PartitionLayers
+from gpipebal.errors import BalanceError, ModelError
+from gpipebal.pipeline.chain import check_balance, layers_of
+from gpipebal.pipeline.devices import Place
+from gpipebal.pipeline.runtime import Runtime
+from gpipebal.schedule import CHECKPOINT_MODES
+
+__all__ = ["GPipe"]
+
+_PARTITION = re.compile(r"^partitions\.\d+\.")
+
+
+class GPipe(gpipebal.pipeline.GPipe):
+    """Run an `nn.Sequential` as a pipeline: torchgpipe's arguments, errors and state-dict keys.
+
+    Args:
+        module: The chain. Its direct children are the layers.
+        balance: Number of layers in each partition.
+        devices: One device per partition; more are ignored. None: the CUDA devices in order; on a
+            machine with none the CPU for every partition, where torchgpipe has no device at all.
+        chunks: Micro-batches per mini-batch; whatever ``int`` makes a number of 1 or more of.
+        checkpoint: ``'always'``, ``'except_last'`` or ``'never'``.
+        deferred_batch_norm: Update the running statistics of batch normalisation once per
+            mini-batch.
+        **settings: Further arguments of `gpipebal.GPipe`.
+
+    Raises:
+        ModelError: `module` is not an `nn.Sequential` (a TypeError).
+        DuplicateLayerError: partitions on different devices share a parameter or buffer (a
+            ValueError).
+        BalanceError: `balance`, `chunks` or `checkpoint` cannot be used (a ValueError).
+        DeviceError: a device does not exist, or there are fewer devices than partitions (an
+            IndexError).
+
+    Source:
+        Interface of torchgpipe 0.0.7 (Kim et al., 2020). Differs: docs/migration.md lists how.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> pipe = GPipe(model, [1, 2], chunks=2)
+        >>> pipe(torch.ones(6, 4)).shape, list(pipe.state_dict())[-1]
+        (torch.Size([6, 2]), 'partitions.1.2.bias')
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Place] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        **settings: Any,
+    ) -> None:
+        chunks = int(chunks)
+        if not isinstance(checkpoint, (list, tuple)):
+            checkpoint = str(checkpoint)
+            if checkpoint not in CHECKPOINT_MODES:
+                raise BalanceError(
+                    "checkpoint is not one of 'always', 'except_last', or 'never': "
+                    f"checkpoint={checkpoint!r}.\nFix: checkpoint='except_last'."
+                )
+        balance = _check_balance(module, balance)
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
+        super().__init__(
+            module,
+            balance,
+            devices=devices,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            **settings,
+        )
+        # Beside the registered layers, not among them.
+        self.__dict__["_partitions"] = nn.ModuleList(
+            PartitionLayers(OrderedDict(partition._modules)) for partition in super().partitions
+        )
+
+    @property
+    def partitions(self) -> nn.ModuleList:  # type: ignore[override]
+        """The partitions: an `nn.ModuleList` of `nn.Sequential`s, whose layers may be replaced."""
+        partitions: nn.ModuleList = self.__dict__["_partitions"]
+        return partitions
+
+    def forward(self, input: Any, **keywords: Any) -> Any:
+        """Run a mini-batch through the pipeline.
+
+        Args:
+            input: A tensor, or a tuple of tensors, with the same rows along dim 0.
+            keywords: As for `gpipebal.GPipe`.
+
+        Returns:
+            The output of the last layer, joined over the micro-batches, on the last device.
+
+        Raises:
+            ModelError: input or output has something else than tensors (a TypeError).
+            BaseException: whatever a layer raised.
+        """
+        _check_tensors("input", input)
+        if not len(self):
+            return input
+        output = super().forward(input, **keywords)
+        _check_tensors("output", output)
+        return output
+
+    def _started(self) -> Runtime:
+        self._take_over_layers()
+        return super()._started()
+
+    def _take_over_layers(self) -> None:
+        """Let the layers that stand in the partitions now be those of the pipeline."""
+        for partition in self.partitions:
+            self._modules.update(partition._modules)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dictionary; its keys begin with ``partitions.<j>.``."""
+        self._take_over_layers()
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        # In their order, and also where the dictionary has the keys of other modules.
+        for mapping in (state, getattr(state, "_metadata", {})):
+            for key in [key for key in mapping if key.startswith(prefix)]:
+                mapping[prefix + self._in_partition(key[len(prefix) :])] = mapping.pop(key)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dictionary: torchgpipe's, of this balance or of another, or the model's."""
+        state = OrderedDict(state_dict)
+        versions = getattr(state_dict, "_metadata", {})
+        state._metadata = {self._below(name): version for name, version in versions.items()}  # type: ignore[attr-defined]
+        found = super().load_state_dict(state, strict, assign)
+        found.missing_keys[:] = map(self._in_partition, found.missing_keys)
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # Called before the layers load theirs, which they look for under their own names.
+        error_messages: list[str] = args[-1]
+        self._take_over_layers()
+        for key in [key for key in state_dict if key.startswith(f"{prefix}partitions.")]:
+            name = prefix + self._below(key[len(prefix) :])
+            value = state_dict.pop(key)
+            if name in state_dict:
+                error_messages.append(
+                    f"two keys are for {name!r}, one of them {key!r}: the layers of each "
+                    "partition seem to be numbered from 0, as torch.distributed.pipeline.sync "
+                    "did; docs/migration.md says how to load those."
+                )
+            state_dict[name] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _below(self, name: str) -> str:
+        """Return what gpipebal registers as torchgpipe's `name`; others stay as they are."""
+        below = _PARTITION.sub("", name, count=1)
+        return below if below.partition(".")[0] in self._modules else name
+
+    def _in_partition(self, name: str) -> str:
+        """Return torchgpipe's name of what gpipebal registers as `name`."""
+        layer, dot, rest = name.partition(".")
+        for j, partition in enumerate(self.partitions):
+            if layer in partition._modules:
+                return f"partitions.{j}.{layer}{dot}{rest}"
+        return name
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the one child, ``partitions``."""
+        yield "partitions", self.partitions
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module, ``partitions``, each partition, and everything in them."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            below = f"{prefix}.partitions" if prefix else "partitions"
+            yield from self.partitions.named_modules(memo, below, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        self._check_no_layer(name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._check_no_layer(name)
+        super().__setattr__(name, value)
+
+    def _check_no_layer(self, name: str) -> None:
+        # Layers are no attributes: one may be called "chunks".
+        if name in self.__dict__.get("_modules", ()):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}.\n"
+                "Fix: look for this layer, or set it, in pipe.partitions[j]."
+            )
+
+
+def _check_balance(module: nn.Module, balance: Iterable[int] | None) -> Iterable[int] | None:
+    if not isinstance(module, nn.Sequential):
+        return balance  # refused by the pipeline
+    try:
+        return check_balance(balance, len(layers_of(module)))
+    except BalanceError as error:
+        what, _, _ = str(error).partition("\nFix: ")
+        raise BalanceError(
+            f"{what}\nFix: let it be found:\n"
+            "    from gpipebal.compat.torchgpipe.balance import balance_by_time\n"
+            "    balance = balance_by_time(2, model, sample)"
+        ) from None
+
+
+def _check_tensors(what: str, value: Any) -> None:
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, Tensor):
+            raise ModelError(
+                f"expected Tensor, but got {type(leaf).__name__}: {what} must be a tensor or a "
+                "tuple of tensors.\n"
+                "Fix: gpipebal.GPipe takes other values beside tensors."
+            )

@@ -1,0 +1,155 @@
+"""The module around the layers of a pipeline: their names, its settings, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.recorder import Recorder
+from gpipebal.schedule import Checkpoint, check_checkpoint, check_count, check_schedule, modes_of
+
+__all__ = ["Container"]
+
+# Kept beside the layers, which are registered under their own names: a layer may have one of
+# these names too.
+_CHANGEABLE = frozenset({"chunks", "checkpoint", "schedule", "timeout"})
+_SETTINGS = _CHANGEABLE | {
+    "balance",
+    "devices",
+    "threads_per_partition",
+    "in_dims",
+    "keyword_dims",
+    "out_dims",
+}
+
+
+class Container(nn.Module):
+    """Layers in partitions, under the names that they have in the plain model.
+
+    So ``state_dict`` and ``named_parameters`` are the plain model's for every balance.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: Checkpoint
+    schedule: str
+    timeout: float | None
+    threads_per_partition: int
+    in_dims: Any
+    keyword_dims: Any
+    out_dims: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recorder: Recorder | None = None
+        self._ledger: Ledger | None = None
+
+    @property
+    def partitions(self) -> tuple[nn.Sequential, ...]:
+        """The layers of each partition as an `nn.Sequential`: a view, made anew each time."""
+        views, layers = [], iter(self._modules.items())
+        for size in self.balance:
+            views.append(nn.Sequential(OrderedDict(next(layers) for _ in range(size))))  # type: ignore[misc]
+        return tuple(views)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([layer for layer in self._modules.values() if layer is not None])
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self)[index]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SETTINGS:
+            super().__setattr__(name, value)
+            return
+        if name in self.__dict__ and name not in _CHANGEABLE:
+            raise PipelineError(
+                f"{name} of a pipeline cannot be changed: {name}={value!r}.\n"
+                f"Fix: make another pipeline of the same layers, GPipe(..., {name}=...)."
+            )
+        if name == "chunks":
+            value = check_count(name, value)
+        elif name == "checkpoint":
+            check_checkpoint(value)
+            value = value if isinstance(value, str) else list(value)
+            if "balance" in self.__dict__:
+                modes_of(value, len(self.balance))
+        elif name == "schedule":
+            check_schedule(value)
+        elif name == "timeout":
+            _check_timeout(value)
+        object.__setattr__(self, name, value)
+
+    def start_recording(self, recorder: Recorder) -> None:
+        """Let `trace` watch the coming mini-batches."""
+        if self._recorder is not None:
+            raise PipelineError(
+                "this pipeline is traced already.\nFix: use the recorder of the outer trace."
+            )
+        self._recorder = recorder
+
+    def stop_recording(self) -> None:
+        """End what `start_recording` began."""
+        self._recorder = None
+
+    def start_metering(self, ledger: Ledger) -> None:
+        """Let `measure_memory` watch the coming mini-batches."""
+        if self._ledger is not None:
+            raise PipelineError(
+                "this pipeline is metered already.\nFix: use the meter of the outer block."
+            )
+        self._ledger = ledger
+
+    def stop_metering(self) -> None:
+        """End what `start_metering` began."""
+        self._ledger = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Who watches this object does not watch a copy.
+        return {**self.__dict__, "_recorder": None, "_ledger": None}
+
+    def extra_repr(self) -> str:
+        """Show the settings beside the layers."""
+        return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+
+    def cuda(self, device: Any = None) -> Self:
+        """Refuse: each partition has its own device."""
+        raise _moving_denied()
+
+    def cpu(self) -> Self:
+        """Refuse: each partition has its own device."""
+        raise _moving_denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Change the dtype of the parameters; refuse to move them to another device."""
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            raise _moving_denied()
+        super().to(*args, **kwargs)
+        return self
+
+
+def _check_timeout(timeout: object) -> None:
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):  # type: ignore[operator]
+        raise BalanceError(
+            f"timeout is no time: timeout={timeout!r} (expected seconds above 0, or None).\n"
+            "Fix: timeout=None to wait for ever."
+        )
+
+
+def _moving_denied() -> ModelError:
+    return ModelError(
+        "a pipeline cannot be moved: each partition lives on its own device.\n"
+        "Fix: give the devices when making it, GPipe(..., devices=[...])."
+    )

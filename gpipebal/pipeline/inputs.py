@@ -1,0 +1,72 @@
+"""The input of a mini-batch, parted into micro-batches and cut off from the caller's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipebal.pipeline.microbatch import Call, flatten
+from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
+
+__all__ = ["Inputs", "part_inputs"]
+
+
+@dataclass
+class Inputs:
+    """The input of a mini-batch, parted.
+
+    Attributes:
+        micro_batches: Leaves of each micro-batch, cut off from autograd.
+        structure: Their pytree.
+        dims: Dimension along which each leaf has its rows; None: all micro-batches get all of it.
+        rows: Rows of each micro-batch.
+        needs_gradient: Which leaves need a gradient.
+    """
+
+    micro_batches: list[list[Any]]
+    structure: Any
+    dims: list[Dim]
+    rows: list[int]
+    needs_gradient: list[bool]
+
+
+def part_inputs(
+    input: Any,
+    keywords: Mapping[str, Any],
+    in_dims: Any,
+    keyword_dims: Mapping[str, Any],
+    chunks: int,
+) -> tuple[list[Any], Inputs]:
+    """Part what a pipeline was called with.
+
+    Args:
+        input: A tensor or a pytree of tensors.
+        keywords: Keyword arguments for the first layer.
+        in_dims: Dimension of each tensor of the input, as a prefix of its pytree.
+        keyword_dims: The same for each keyword; 0 for those that are not named.
+        chunks: Micro-batches wanted.
+
+    Returns:
+        The leaves of all of it as the caller gave them, and the parts.
+
+    Raises:
+        ModelError: no tensor has rows, or two have different ones.
+        BalanceError: a dimension does not fit.
+    """
+    leaves, structure = flatten(input)
+    dims = spread_dims(in_dims, structure, "in_dims")
+    for name, value in keywords.items():
+        found, of_keyword = flatten(value)
+        leaves += found
+        dims += spread_dims(keyword_dims.get(name, 0), of_keyword, f"keyword_dims[{name!r}]")
+    if keywords:
+        _, structure = flatten(Call(input, dict(keywords)))
+    rows = chunk_sizes(count_rows(leaves, structure, dims), chunks)
+    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    grad = torch.is_grad_enabled()
+    needs = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return leaves, Inputs(scatter_leaves(detached, rows, dims), structure, dims, rows, needs)

@@ -1,0 +1,127 @@
+"""The loss inside the pipeline: computed by the last partition, one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline.microbatch import Packet, flatten, unflatten
+from gpipebal.pipeline.parting import Dim, count_rows, scatter_leaves, spread_dims
+from gpipebal.pipeline.partition import Tail
+
+__all__ = ["MicroBatchLoss", "Reduction"]
+
+#: How `loss_fn` treats the rows it is given: takes their mean, or their sum.
+Reduction = Literal["mean", "sum"]
+
+
+class MicroBatchLoss:
+    """A loss over the mini-batch as a weighted sum of losses over its micro-batches.
+
+    Args:
+        loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target;
+            returns a tensor with one element.
+        target: A tensor or a pytree of tensors over the whole mini-batch; None: there is none.
+        target_dims: Dimension along which each of them has its rows, as a prefix of the pytree.
+        rows: Rows of each micro-batch.
+        reduction: Whether `loss_fn` gives the mean over the rows or their sum.
+
+    Raises:
+        BalanceError: an unknown reduction, or a target of other rows than the input.
+        ModelError: the tensors of the target have different rows.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor],
+        target: Any,
+        target_dims: Any,
+        rows: Sequence[int],
+        reduction: Reduction,
+    ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise BalanceError(
+                f"reduction does not exist: reduction={reduction!r} (expected 'mean' or 'sum').\n"
+                "Fix: reduction='mean' if loss_fn takes the mean over its rows, 'sum' if it adds "
+                "them up."
+            )
+        self._loss_fn = loss_fn
+        self._targets: list[list[Any]] | None = None
+        if target is not None:
+            leaves, self._structure = flatten(target)
+            dims = spread_dims(target_dims, self._structure, "target_dims")
+            _check_rows(leaves, self._structure, dims, sum(rows))
+            self._targets = scatter_leaves(leaves, rows, dims)
+        total = sum(rows)
+        self.weights = [
+            1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
+        ]
+
+    def of(self, i: int, lane: Lane, ready: Any) -> Tail:
+        """Return the loss of micro-batch `i` as a function of its output; called by the worker."""
+        loss_fn = self._loss_fn
+        if self._targets is None:
+            return lambda output: _checked(loss_fn(output))
+        target = unflatten(lane.receive(self._targets[i], ready), self._structure)
+        return lambda output: _checked(loss_fn(output, target))
+
+    def check(self, output: Packet, *, grad: bool) -> Tensor:
+        """Return the loss that a cell gave.
+
+        Args:
+            output: What the cell gave.
+            grad: Whether a backward will follow.
+
+        Raises:
+            PipelineError: a backward will follow, and nothing in it needs a gradient.
+        """
+        loss: Tensor = output.leaves[0]
+        if grad and not output.needs_gradient[0]:
+            raise PipelineError(
+                "the loss needs no gradient: no parameter and no input that it depends on does.\n"
+                "Fix: let a parameter require a gradient, or call step under torch.no_grad()."
+            )
+        return loss
+
+    def gradient(self, i: int, loss: Tensor | None) -> Tensor:
+        """Return the gradient of the mini-batch's loss by the loss of micro-batch `i`."""
+        assert loss is not None
+        return torch.full_like(loss, self.weights[i])
+
+    def total(self, losses: Sequence[Tensor | None]) -> Tensor:
+        """Add up the losses of the micro-batches, in their order, to that of the mini-batch."""
+        terms = [
+            loss if weight == 1.0 else loss * weight
+            for loss, weight in zip(losses, self.weights, strict=True)
+            if loss is not None
+        ]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+
+
+def _check_rows(leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], rows: int) -> None:
+    if all(dim is None or not isinstance(x, Tensor) for x, dim in zip(leaves, dims, strict=True)):
+        return
+    found = count_rows(leaves, structure, dims)
+    if found != rows:
+        raise BalanceError(
+            f"target has other rows than the input: {found} (expected {rows}).\n"
+            "Fix: give one target per row, or name its dimension in target_dims."
+        )
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(
+            f"loss_fn returned no loss: got {got} (expected a tensor with one element).\n"
+            "Fix: let loss_fn take the mean or the sum over the rows of a micro-batch."
+        )
+    return loss

@@ -1,0 +1,270 @@
+"""Part a mini-batch into micro-batches, and join what they give.
+
+Every tensor of a mini-batch has its rows along one dimension, dim 0 unless another is named. A
+tensor whose dimension is None has no rows: every micro-batch gets all of it (an input), or the
+micro-batches' tensors are stacked (an output)::
+
+    dim 0      (6, 3) ──▶ (2, 3) (2, 3) (2, 3) ──▶ (6, 3)
+    dim 1      (3, 6) ──▶ (3, 2) (3, 2) (3, 2) ──▶ (3, 6)
+    None       (3, 3) ──▶ (3, 3) (3, 3) (3, 3) ──▶ (3, 3, 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from gpipebal.errors import BalanceError, ModelError
+from gpipebal.pipeline.microbatch import flatten, name_of_leaf, unflatten
+
+__all__ = [
+    "Dim",
+    "chunk_sizes",
+    "count_rows",
+    "gather",
+    "gather_leaves",
+    "join_gradients",
+    "part_gradients",
+    "scatter",
+    "scatter_leaves",
+    "spread_dims",
+]
+
+#: The dimension along which a tensor has its rows; None: it has none.
+Dim = int | None
+
+
+def chunk_sizes(rows: int, chunks: int) -> list[int]:
+    """Part `rows` into ``max(1, min(chunks, rows))`` sizes that differ by at most one.
+
+    Example:
+        >>> chunk_sizes(7, 4), chunk_sizes(2, 4), chunk_sizes(0, 4)
+        ([2, 2, 2, 1], [1, 1], [0])
+    """
+    n_chunks = max(1, min(chunks, rows))
+    small, n_large = divmod(rows, n_chunks)
+    return [small + 1] * n_large + [small] * (n_chunks - n_large)
+
+
+def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
+    """Give every leaf of a pytree its dimension.
+
+    Args:
+        dims: A pytree of ints and None that is a prefix of the structure: one entry may stand
+            for a whole branch.
+        structure: The pytree.
+        name: Name of the argument, for the error.
+
+    Raises:
+        BalanceError: `dims` is no prefix of the structure, or has another entry.
+
+    Example:
+        >>> spread_dims((1, None), flatten((0, {"a": 0, "b": 0}))[1], "in_dims")
+        [1, None, None]
+    """
+    if type(dims) is int or dims is None:
+        return [dims] * structure.num_leaves
+    spread = pytree._broadcast_to_and_flatten(dims, structure)
+    if spread is None or any(type(dim) is not int and dim is not None for dim in spread):
+        raise BalanceError(
+            f"{name} does not fit: {name}={dims!r} for a value of the form "
+            f"{unflatten(['*'] * structure.num_leaves, structure)!r} (expected ints and None in "
+            "the same form; one entry may stand for a whole branch).\n"
+            f"Fix: {name}=0 if every tensor has its rows along dim 0."
+        )
+    return spread
+
+
+def count_rows(
+    leaves: Sequence[Any], structure: pytree.TreeSpec | None = None, dims: Sequence[Dim] = ()
+) -> int:
+    """Return the rows that all tensors of a mini-batch have.
+
+    Args:
+        leaves: Leaves of the mini-batch.
+        structure: Its pytree, to name a leaf in an error; None: the leaves are a list.
+        dims: Dimension of each leaf; empty: 0 for all.
+
+    Raises:
+        ModelError: no tensor has rows, one has not got the dimension, or two have different rows.
+    """
+    structure = flatten(list(leaves))[1] if structure is None else structure
+    rows: int | None = None
+    for index, (leaf, dim) in enumerate(zip(leaves, dims or [0] * len(leaves), strict=True)):
+        if not isinstance(leaf, Tensor) or dim is None:
+            continue
+        if not -leaf.dim() <= dim < leaf.dim():
+            has = "no dimensions" if leaf.dim() == 0 else f"shape {tuple(leaf.shape)}"
+            raise ModelError(
+                f"input tensor cannot be parted: {name_of_leaf(structure, index)} has {has} "
+                f"(expected rows along dim {dim}).\n"
+                "Fix: give it one value per row, make it a Python number, or name its dimension in "
+                "in_dims (None: every micro-batch gets all of it)."
+            )
+        if rows is not None and leaf.shape[dim] != rows:
+            raise ModelError(
+                f"input tensors have different rows: {name_of_leaf(structure, index)} has "
+                f"{leaf.shape[dim]} along dim {dim} (expected {rows}, as the tensors before it).\n"
+                "Fix: give every tensor the same rows, or name its dimension in in_dims (None: "
+                "every micro-batch gets all of it)."
+            )
+        rows = leaf.shape[dim]
+    if rows is None:
+        kinds = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
+        raise ModelError(
+            f"input has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
+            "tensors).\nFix: pass the mini-batch as tensors with its rows along dim 0."
+        )
+    return rows
+
+
+def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
+    """Part a mini-batch into micro-batches.
+
+    Every tensor is cut into views along its dimension; tensors without one, and other leaves, go
+    to every micro-batch as they are.
+
+    Args:
+        value: A tensor, or a pytree of tensors with the same rows.
+        chunks: Micro-batches wanted, 1 or more; a mini-batch of fewer rows gives one per row.
+        dims: Dimension along which each tensor has its rows, as a prefix of the pytree.
+
+    Returns:
+        ``max(1, min(chunks, rows))`` micro-batches of the same structure, as equal as possible.
+
+    Raises:
+        ModelError: there is no tensor, or two tensors have different rows.
+        BalanceError: `dims` does not fit.
+
+    Example:
+        >>> [tuple(part.shape) for part in scatter(torch.zeros(5, 3), 2)]
+        [(3, 3), (2, 3)]
+    """
+    leaves, structure = flatten(value)
+    spread = spread_dims(dims, structure, "dims")
+    sizes = chunk_sizes(count_rows(leaves, structure, spread), chunks)
+    return [unflatten(part, structure) for part in scatter_leaves(leaves, sizes, spread)]
+
+
+def scatter_leaves(
+    leaves: Sequence[Any], sizes: Sequence[int], dims: Sequence[Dim]
+) -> list[list[Any]]:
+    """Do what `scatter` does on the leaves alone: one list of leaves per micro-batch."""
+    columns = [
+        leaf.split(list(sizes), dim=dim)
+        if isinstance(leaf, Tensor) and dim is not None
+        else [leaf] * len(sizes)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return [list(part) for part in zip(*columns, strict=True)]
+
+
+def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
+    """Join the micro-batches' outputs.
+
+    Tensors are concatenated along their dimension, or stacked where that is None; of other leaves
+    the first micro-batch's is kept.
+
+    Args:
+        outputs: One value per micro-batch.
+        dims: Dimension along which each tensor has its rows, as a prefix of the pytree.
+
+    Raises:
+        ModelError: the outputs have different structures, or a tensor has not got its dimension.
+        BalanceError: `dims` does not fit.
+
+    Example:
+        >>> gather([torch.zeros(3, 2), torch.zeros(2, 2)]).shape
+        torch.Size([5, 2])
+        >>> gather([torch.tensor(1.0), torch.tensor(2.0)], None)
+        tensor([1., 2.])
+    """
+    parts = [flatten(output) for output in outputs]
+    structure = parts[0][1]
+    for index, (_, other) in enumerate(parts):
+        if other != structure:
+            raise ModelError(
+                f"outputs of the micro-batches differ: micro-batch {index} gave {other} "
+                f"(expected {structure}, as micro-batch 0).\n"
+                "Fix: let the last layer return the same structure for every micro-batch."
+            )
+    spread = spread_dims(dims, structure, "dims")
+    return unflatten(gather_leaves([leaves for leaves, _ in parts], structure, spread), structure)
+
+
+def gather_leaves(
+    parts: Sequence[Sequence[Any]], structure: pytree.TreeSpec, dims: Sequence[Dim]
+) -> list[Any]:
+    """Do what `gather` does on the leaves alone: one list of leaves per micro-batch."""
+    joined = []
+    for index, (column, dim) in enumerate(zip(zip(*parts, strict=True), dims, strict=True)):
+        first = column[0]
+        if not isinstance(first, Tensor):
+            joined.append(first)
+        elif dim is None:
+            joined.append(torch.stack(column))
+        elif len(column) == 1 and (first.dim() or dim == 0):
+            # One micro-batch is the mini-batch; a tensor without rows comes out as it is.
+            joined.append(first)
+        elif not -first.dim() <= dim < first.dim():
+            raise ModelError(
+                f"output tensor cannot be joined: {name_of_leaf(structure, index)} has "
+                f"{'no dimensions' if first.dim() == 0 else f'shape {tuple(first.shape)}'} "
+                f"(expected rows along dim {dim}).\n"
+                "Fix: let the last layer return one value per row, or out_dims=None to stack the "
+                "micro-batches' values."
+            )
+        else:
+            joined.append(torch.cat(column, dim=dim))
+    return joined
+
+
+def part_gradients(
+    gradient: Tensor | None, sizes: Sequence[int], dim: Dim
+) -> Sequence[Tensor | None]:
+    """Part the gradient of a joined output as `gather_leaves` joined it."""
+    if gradient is None:
+        return [None] * len(sizes)
+    if dim is None:
+        return gradient.unbind()
+    return [gradient] if len(sizes) == 1 else gradient.split(list(sizes), dim=dim)
+
+
+def join_gradients(
+    received: Sequence[Sequence[Tensor | None]], rows: Sequence[int], dims: Sequence[Dim]
+) -> list[Tensor | None]:
+    """Join the gradients of the micro-batches' inputs; where only some have one, add zeros.
+
+    Args:
+        received: For each micro-batch, the gradient of each leaf of its input.
+        rows: Rows of each micro-batch.
+        dims: Dimension of each leaf. Where it is None the leaf went to all of them, and its
+            gradient is the sum of theirs.
+    """
+    joined: list[Tensor | None] = []
+    for column, dim in zip(zip(*received, strict=True), dims, strict=True):
+        found = [gradient for gradient in column if gradient is not None]
+        if len(column) == 1 or not found:
+            joined.append(column[0] if len(column) == 1 else None)
+        elif dim is None:
+            total = found[0]
+            for gradient in found[1:]:
+                total = total + gradient
+            joined.append(total)
+        else:
+            parts = [
+                _zeros(found[0], n_rows, dim) if gradient is None else gradient
+                for gradient, n_rows in zip(column, rows, strict=True)
+            ]
+            joined.append(torch.cat(parts, dim=dim))
+    return joined
+
+
+def _zeros(like: Tensor, rows: int, dim: int) -> Tensor:
+    shape = list(like.shape)
+    shape[dim] = rows
+    return like.new_zeros(shape)

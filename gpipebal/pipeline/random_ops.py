@@ -1,0 +1,161 @@
+"""Where torch's random operations are caught: the only use of its dispatcher's private parts.
+
+torch dispatches every operation along a list of keys, and a key that a thread includes goes first.
+One of them exists for modes and has no meaning of its own. Here every random operation gets a
+kernel for that key, and all other operations pass it by in C++: a thread that includes the key pays
+for its random operations only, and a thread that does not pays nothing. A dispatch mode in Python
+does the same work (`catch_all` is one, for a torch without the key), but stops at every operation:
+three times the time of a small transformer layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Draw", "catch_random_operations", "prepare"]
+
+#: Runs a random operation: given the operation, its arguments and its keyword arguments.
+Draw = Callable[[Any, Any, dict[str, Any]], Any]
+
+_KEY = "TESTING_ONLY_GenericMode"
+
+_installing = threading.Lock()
+_current = threading.local()
+
+
+def _is_random(operation: Any) -> bool:
+    """Tell whether an operation draws random numbers when it is called."""
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def catch_random_operations(draw: Draw) -> AbstractContextManager[Any]:
+    """Return a context in which this thread's random operations are given to `draw`.
+
+    Operations that a compiler traces are left alone: they draw when the compiled code runs.
+    """
+    if not _catchers:
+        prepare()
+    catcher = _catchers[0]
+    return _Catch(draw, catcher) if catcher is not None else _CatchAll(draw)
+
+
+class _Catch:
+    """The context of a thread that includes the key."""
+
+    __slots__ = ("_before", "_catcher", "_draw", "_guard")
+
+    def __init__(self, draw: Draw, catcher: _Catcher) -> None:
+        self._draw = draw
+        self._catcher = catcher
+
+    def __enter__(self) -> None:
+        self._before = getattr(_current, "draw", None)
+        _current.draw = self._draw
+        self._guard = torch._C._IncludeDispatchKeyGuard(self._catcher.key)
+        self._guard.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._guard.__exit__(*exception)
+        _current.draw = self._before
+
+
+class _CatchAll(TorchDispatchMode):
+    """The same as a dispatch mode."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self._draw = draw
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_random(func):
+            return func(*args, **(kwargs or {}))
+        return self._draw(func, args, kwargs or {})
+
+
+class _Catcher:
+    """Kernels for the random operations, registered for the life of the process."""
+
+    def __init__(self) -> None:
+        key = torch._C._parse_dispatch_key(_KEY)
+        if key is None:
+            raise RuntimeError("this torch has no such key")
+        self.key = key
+        self._keys = torch._C.DispatchKeySet(self.key)
+        self._libraries = [torch.library.Library("_", "IMPL", _KEY)]
+        self._libraries[0].fallback(torch.library.fallthrough_kernel)
+        self._known: set[str] = set()
+
+    def add_new_operations(self) -> None:
+        """Register a kernel for every random operation that there is by now."""
+        new = [name for name in torch._C._dispatch_get_all_op_names() if name not in self._known]
+        self._known.update(new)
+        libraries: dict[str, torch.library.Library] = {}
+        for name in new:
+            operation = _operation(name)
+            # Operations that are made of others are caught where those draw.
+            if operation is None or not _is_random(operation) or _is_composite(name):
+                continue
+            namespace = name.partition("::")[0]
+            if namespace not in libraries:
+                libraries[namespace] = torch.library.Library(namespace, "IMPL", _KEY)
+                self._libraries.append(libraries[namespace])
+            libraries[namespace].impl(operation, functools.partial(self._kernel, operation))
+
+    def _kernel(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        draw: Draw | None = getattr(_current, "draw", None)
+        with torch._C._ExcludeDispatchKeyGuard(self._keys):
+            if draw is None or TracingContext.try_get() is not None:
+                return operation(*args, **kwargs)
+            return draw(operation, args, kwargs)
+
+
+def _make_catcher() -> _Catcher | None:
+    try:
+        catcher = _Catcher()
+        catcher.add_new_operations()
+        caught: list[Any] = []
+
+        def draw(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            caught.append(operation)
+            return operation(*args, **kwargs)
+
+        with _Catch(draw, catcher):
+            torch.empty(1).bernoulli_(0.5, generator=torch.Generator())
+        return catcher if caught else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # another torch: it has not got the key, or not these functions
+
+
+_catchers: list[_Catcher | None] = []
+
+
+def prepare() -> None:
+    """Find the random operations that there are by now; catching needs this once before."""
+    with _installing:
+        if not _catchers:
+            _catchers.append(_make_catcher())
+        elif _catchers[0] is not None:
+            _catchers[0].add_new_operations()
+
+
+def _operation(name: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None  # listed, but not to be called from Python
+
+
+def _is_composite(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")

@@ -1,0 +1,131 @@
+"""Routes: how values and gradients get from one cell to another.
+
+One inbox per partition and direction. The values of micro-batch i lie under the key i; those of a
+skip connection under its own key and i, straight in the inbox of the partition that pops it, so no
+partition in between ever sees them::
+
+    forward    caller ─▶ 0 ─▶ 1 ─▶ 2 ─▶ caller        backward  caller ◀─ 0 ◀─ 1 ◀─ 2 ◀─ caller
+                         └─── skip ──▶┘                                   └◀── skip ──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gpipebal.pipeline.inbox import Inbox, Stop
+from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.microbatch import Packet, join_packets, split_packet
+from gpipebal.pipeline.partition import Partition
+
+__all__ = ["Routes"]
+
+#: The gradients of one packet's leaves, and what their reader waits for.
+_Gradients = tuple[Sequence[Tensor | None], Any]
+
+
+class Routes:
+    """The inboxes of one mini-batch.
+
+    Inbox j of a direction is what partition j reads; the caller reads the forward's last and the
+    backward's first.
+
+    Args:
+        partitions: Partitions of the pipeline, with their skip connections.
+        lanes: Their devices and streams.
+        stop: Whether the mini-batch has been stopped.
+        ledger: Where received tensors are charged; None when nobody meters.
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        lanes: Sequence[Lane],
+        stop: Stop,
+        ledger: Ledger | None,
+    ) -> None:
+        self._partitions = partitions
+        self._lanes = lanes
+        self._ledger = ledger
+        self._values = [Inbox(stop) for _ in range(len(partitions) + 1)]
+        # Element j + 1 is what partition j reads, element 0 what the caller reads.
+        self._gradients = [Inbox(stop) for _ in range(len(partitions) + 1)]
+        # How many leaves each part of a cell's input has, to part its gradients.
+        self._parts: dict[tuple[int, int], list[int]] = {}
+
+    def close(self) -> None:
+        """Wake everybody who waits, after a stop; drop what lies about."""
+        for inbox in (*self._values, *self._gradients):
+            inbox.wake()
+
+    def put_input(self, i: int, packet: Packet) -> None:
+        """Give micro-batch `i` to the first partition."""
+        self._values[0].put(i, packet)
+
+    def take_input(self, j: int, i: int) -> Packet:
+        """Wait for the input of a cell, and bring it to the partition's device."""
+        packets = [self._receive(j, self._values[j].take(i))]
+        incoming = self._partitions[j].incoming
+        if not incoming:
+            return packets[0]
+        packets += [self._receive(j, self._values[j].take((route.key, i))) for route in incoming]
+        self._parts[j, i] = [len(packet.leaves) for packet in packets]
+        return join_packets(packets)
+
+    def put_output(self, j: int, i: int, packet: Packet) -> None:
+        """Send the output of a cell on, and what it stashed for other partitions."""
+        outgoing = self._partitions[j].outgoing
+        if outgoing:
+            packet, *skips = split_packet(packet)
+            for route, skip in zip(outgoing, skips, strict=True):
+                self._values[route.destination].put((route.key, i), skip)
+        self._values[j + 1].put(i, packet)
+
+    def take_output(self, i: int) -> Packet:
+        """Wait, as the caller, for the output of micro-batch `i`."""
+        packet: Packet = self._values[-1].take(i)
+        return packet
+
+    def put_output_gradients(self, i: int, gradients: _Gradients) -> None:
+        """Give the gradients of micro-batch i's output to the last partition."""
+        self._gradients[-1].put(i, gradients)
+
+    def take_gradients(self, j: int, i: int, *, of_skips_alone: bool = False) -> list[Any]:
+        """Wait for the gradients of a cell's output, and bring them to the partition's device."""
+        keys: list[Any] = [] if of_skips_alone else [i]
+        keys += [(route.key, i) for route in self._partitions[j].outgoing]
+        received: list[Any] = []
+        for key in keys:
+            gradients, ready = self._gradients[j + 1].take(key)
+            received += self._bring(j, gradients, ready)
+        return received
+
+    def put_gradients(self, j: int, i: int, gradients: Sequence[Tensor | None], ready: Any) -> None:
+        """Send the gradients of a cell's input back to where its parts came from."""
+        start = 0
+        parts = self._parts.get((j, i))
+        if parts is not None:
+            start = parts[0]
+            for route, size in zip(self._partitions[j].incoming, parts[1:], strict=True):
+                part = gradients[start : start + size]
+                self._gradients[route.source + 1].put((route.key, i), (part, ready))
+                start += size
+            gradients = gradients[: parts[0]]
+        self._gradients[j].put(i, (gradients, ready))
+
+    def take_input_gradients(self, i: int) -> _Gradients:
+        """Wait, as the caller, for the gradients of micro-batch i's input."""
+        gradients: _Gradients = self._gradients[0].take(i)
+        return gradients
+
+    def _receive(self, j: int, packet: Packet) -> Packet:
+        return packet._replace(leaves=self._bring(j, packet.leaves, packet.ready))
+
+    def _bring(self, j: int, leaves: Sequence[Any], ready: Any) -> list[Any]:
+        received = self._lanes[j].receive(leaves, ready)
+        if self._ledger is not None:
+            self._ledger.hold(received, j)
+        return received

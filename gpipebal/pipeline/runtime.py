@@ -1,0 +1,131 @@
+"""The runtime: what a pipeline needs to run and cannot copy: facts, streams and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipebal.errors import DuplicateLayerError
+from gpipebal.pipeline.batchnorm import DeferredBatchNorm
+from gpipebal.pipeline.lane import make_lane
+from gpipebal.pipeline.partition import Partition, Route
+from gpipebal.pipeline.random_ops import prepare
+from gpipebal.pipeline.tied import TiedParameters
+from gpipebal.pipeline.worker import WorkerPool
+from gpipebal.skip.layout import find_skips
+
+__all__ = ["Runtime", "check_shared"]
+
+
+class Runtime:
+    """Partitions, their devices and streams, and their workers.
+
+    Args:
+        layers: The layers of the chain by name.
+        balance: Number of layers in each partition.
+        devices: Device of each partition.
+        streams: CUDA stream of each partition; None: one of its own.
+        threads: Intra-operation threads of a CPU partition.
+
+    Attributes:
+        layers: The layers, to notice when one has been replaced.
+        partitions: Runs of layers and what is known of them.
+        lanes: Devices and streams.
+        pool: The workers.
+        tied: Parameters that several partitions use.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        balance: Sequence[int],
+        devices: Sequence[torch.device],
+        streams: Sequence[Any],
+        threads: int,
+    ) -> None:
+        prepare()
+        self.layers = list(layers.values())
+        check_shared(layers, balance, devices)
+        self.partitions = _partitions(layers, balance, devices)
+        self.lanes = [
+            make_lane(device, stream) for device, stream in zip(devices, streams, strict=True)
+        ]
+        self.tied = TiedParameters(self.partitions)
+        self.pool = WorkerPool(
+            self.lanes, [threads if device.type == "cpu" else None for device in devices]
+        )
+
+
+def _partitions(
+    layers: Mapping[str, nn.Module], balance: Sequence[int], devices: Sequence[torch.device]
+) -> list[Partition]:
+    names, chain = list(layers), list(layers.values())
+    of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
+    routes = [
+        Route(key, of_layer[source], of_layer[destination])
+        for key, (source, destination) in find_skips(chain, names).items()
+    ]
+    users: dict[int, set[int]] = {}
+    for layer, j in zip(chain, of_layer, strict=True):
+        for buffer in layer.buffers():
+            users.setdefault(id(buffer), set()).add(j)
+    partitions = []
+    first = 0
+    for j, (size, device) in enumerate(zip(balance, devices, strict=True)):
+        end = first + size
+        partitions.append(
+            Partition(
+                j,
+                names[first:end],
+                chain[first:end],
+                first,
+                device,
+                [r for r in routes if r.destination == j and r.source != j],
+                [r for r in routes if r.source == j and r.destination != j],
+                frozenset(
+                    (module, name)
+                    for layer in chain[first:end]
+                    for module in layer.modules()
+                    for name, buffer in module._buffers.items()
+                    if buffer is not None and len(users[id(buffer)]) > 1
+                ),
+            )
+        )
+        first = end
+    return partitions
+
+
+def check_shared(
+    layers: Mapping[str, nn.Module], balance: Sequence[int], devices: Sequence[torch.device]
+) -> None:
+    """Make sure that what layers share can be shared: on one device, and with one writer.
+
+    Raises:
+        DuplicateLayerError: two partitions on different devices have one parameter or buffer, or
+            two partitions have one deferred batch normalisation.
+    """
+    of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
+    owner: dict[int, tuple[str, int]] = {}
+    for (name, layer), j in zip(layers.items(), of_layer, strict=True):
+        items: list[tuple[str, Any]] = [("parameter", p) for p in layer.parameters()]
+        items += [("buffer", b) for b in layer.buffers()]
+        items += [
+            ("deferred batch normalisation", m)
+            for m in layer.modules()
+            if isinstance(m, DeferredBatchNorm)
+        ]
+        for what, item in items:
+            other, k = owner.setdefault(id(item), (name, j))
+            if k == j or (isinstance(item, torch.Tensor) and devices[j] == devices[k]):
+                continue
+            where = f"on {devices[k]} and {devices[j]}" if devices[j] != devices[k] else "in both"
+            raise DuplicateLayerError(
+                f"a {what} stands twice in the chain: in layer {other!r} of partition {k} and in "
+                f"layer {name!r} of partition {j}, {where} (module with duplicate children is not "
+                "supported across devices).\n"
+                "Fix: choose a balance that has both layers in one partition, or devices that have "
+                "both partitions on one device."
+            )

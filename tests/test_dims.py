@@ -1,0 +1,152 @@
+"""Dimensions other than 0, tensors without rows, and keyword arguments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipebal.errors import BalanceError, ModelError
+from gpipebal.pipeline import GPipe, gather, scatter
+from gpipebal.schedule import CHECKPOINT_MODES
+
+pytestmark = pytest.mark.timeout(60)
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+
+
+class Attend(nn.Module):
+    """Mix positions by a table that every row shares; sequence first, rows along dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        value, table = pair
+        return self.linear(torch.einsum("st,trc->src", table, value)).tanh(), table
+
+
+class First(nn.Module):
+    """Keep the first of two."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0]
+
+
+@MODES
+def test_rows_along_another_dimension_and_a_tensor_without_rows(checkpoint: Any) -> None:
+    """Splitting along dim 1 and giving all micro-batches one table gives the plain gradients."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Attend(), Attend(), First())
+    pipe = GPipe(
+        copy.deepcopy(plain), [1, 2], chunks=3, checkpoint=checkpoint, in_dims=(1, None), out_dims=1
+    )
+    results = []
+    for model in (plain, pipe):
+        value = torch.linspace(-1, 1, 4 * 7 * 3, dtype=torch.float64).view(4, 7, 3)
+        table = torch.linspace(0, 1, 16, dtype=torch.float64).view(4, 4)
+        value.requires_grad_()
+        table.requires_grad_()
+        output = model((value, table))
+        output.square().sum().backward()
+        parameters = [parameter.grad for parameter in model.parameters()]
+        results.append([output.detach(), value.grad, table.grad, *parameters])
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_an_in_place_layer_does_not_harm_a_shared_tensor() -> None:
+    """What goes to all micro-batches is the same for each, with and without gradients."""
+
+    class Bump(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] * pair[1].add_(1)
+
+    pipe = GPipe(nn.Sequential(Bump(), nn.Identity()), [1, 1], chunks=4, in_dims=(0, None))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for _ in range(2):
+                shared = torch.ones(3)
+                assert pipe((torch.ones(4, 3), shared)).unique().tolist() == [2.0]
+
+
+def test_outputs_without_rows_are_stacked() -> None:
+    """With out_dims=None each micro-batch's tensor stays, and its gradient finds its way back."""
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.mean()
+
+    pipe = GPipe(nn.Sequential(nn.Identity(), Mean()), [1, 1], chunks=2, out_dims=(0, None))
+    inputs = torch.arange(6.0, requires_grad=True)
+    output, means = pipe(inputs)
+    assert output.tolist() == [0, 1, 2, 3, 4, 5]
+    assert means.tolist() == [1, 4]
+    (means * torch.tensor([3.0, 6.0])).sum().backward()
+    assert inputs.grad is not None
+    assert inputs.grad.tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_keyword_arguments_reach_the_first_layer() -> None:
+    """They are parted like the input, by `keyword_dims` where it names them; no other layer's."""
+    seen = []
+
+    class Scale(nn.Module):
+        def forward(self, x: Tensor, *, by: Tensor, plus: Tensor, flag: bool = False) -> Tensor:
+            seen.append((tuple(x.shape), tuple(by.shape), tuple(plus.shape), flag))
+            return x * by + plus
+
+    pipe = GPipe(
+        nn.Sequential(Scale(), nn.Linear(2, 2)), [1, 1], chunks=2, keyword_dims={"plus": None}
+    )
+    by = torch.full((4, 1), 2.0, requires_grad=True)
+    plus = torch.zeros(2, requires_grad=True)
+    output = pipe(torch.ones(4, 2), by=by, plus=plus, flag=True)
+    output.sum().backward()
+    assert set(seen) == {((2, 2), (2, 1), (2,), True)}
+    expected = pipe[1].weight.sum().item()  # type: ignore[operator, union-attr]
+    assert by.grad is not None
+    assert plus.grad is not None
+    torch.testing.assert_close(by.grad, torch.full((4, 1), expected))
+    torch.testing.assert_close(plus.grad.sum(), torch.tensor(4 * expected))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        pipe(torch.ones(4, 2), by=by, plus=plus, other=1)
+
+
+def test_errors_name_the_leaf_and_the_argument() -> None:
+    """A dimension that does not fit says which, where, and what would fit."""
+    value = {"x": torch.zeros(4, 2), "mask": torch.zeros(3, 2)}
+    with pytest.raises(ModelError, match=r"leaf \['mask'\] has 3 along dim 0 \(expected 4"):
+        scatter(value, 2)
+    assert len(scatter(value, 2, {"x": 0, "mask": None})) == 2
+    with pytest.raises(ModelError, match=r"leaf \['x'\] has shape \(4, 2\) \(expected rows along"):
+        scatter(value, 2, {"x": 2, "mask": None})
+    with pytest.raises(BalanceError, match=r"dims does not fit: dims=\(0, 1\) for a value of the"):
+        scatter(value, 2, (0, 1))
+    with pytest.raises(BalanceError, match="does not fit"):
+        scatter(value, 2, {"x": True, "mask": 0})
+    with pytest.raises(ModelError, match="no tensor with rows"):
+        scatter(value, 2, None)
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, in_dims={"x": 0})
+    with pytest.raises(BalanceError, match="in_dims does not fit"):
+        pipe(torch.zeros(4, 2))
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, out_dims=(0, 0))
+    with pytest.raises(BalanceError, match="out_dims does not fit"):
+        pipe(torch.zeros(4, 2))
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(-3, 2))
+@settings(deadline=None)
+def test_gather_undoes_scatter_along_any_dimension(rows: int, chunks: int, dim: int) -> None:
+    """Parting along a dimension and joining along it gives the same tensor."""
+    shape = [2, 3, 4]
+    shape[dim] = rows
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    parts = scatter(tensor, chunks, dim)
+    assert len(parts) == min(chunks, rows)
+    assert torch.equal(gather(parts, dim), tensor)

@@ -1,0 +1,171 @@
+"""Parameters, buffers and layers that stand in several places of a chain."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from chains import run_plain
+from torch import Tensor, nn
+
+from gpipebal.errors import DuplicateLayerError, ModelError
+from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.runtime import check_shared
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+
+pytestmark = pytest.mark.timeout(60)
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+
+
+def tied_chain() -> nn.Sequential:
+    """An embedding whose weight is the weight of the last layer too, and a layer that repeats."""
+    torch.manual_seed(0)
+    embedding, middle = nn.Embedding(11, 6), nn.Linear(6, 6)
+    head = nn.Linear(6, 11)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, middle, nn.Tanh(), middle, head).double()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all gradients by name."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@MODES
+@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3], [1, 1, 1, 1, 1]])
+def test_tied_parameters_get_the_plain_models_gradients(
+    balance: list[int], checkpoint: CheckpointMode
+) -> None:
+    """Whatever partitions share a parameter, its gradient is the sum of all uses, twice over."""
+    plain = tied_chain()
+    pipe = GPipe(copy.deepcopy(plain), balance, chunks=3, checkpoint=checkpoint)
+    tokens = torch.arange(10) % 11
+    for _ in range(2):  # gradients accumulate
+        run_plain(plain, tokens, 3).square().sum().backward()
+        pipe(tokens).square().sum().backward()
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    found, expected = gradients(pipe), gradients(plain)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_the_sum_over_partitions_is_the_same_in_every_run() -> None:
+    """Two workers that find gradients of one parameter never add in the order of the clock."""
+    torch.manual_seed(0)
+    shared = nn.Linear(33, 33)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(33, 1))
+    pipe = GPipe(model, [2, 2, 2], chunks=6, checkpoint="never")
+    inputs = torch.randn(24, 33)
+    results = set()
+    for _ in range(25):
+        pipe.zero_grad()
+        pipe(inputs).sum().backward()
+        results.add(shared.weight.grad.numpy().tobytes())  # type: ignore[union-attr]
+    assert len(results) == 1
+
+
+def test_a_shared_layer_outside_of_the_pipeline_is_as_before() -> None:
+    """The plain model's own backward adds to `.grad` itself, before and after the pipeline's."""
+    model = tied_chain()
+    pipe = GPipe(model, [2, 3], chunks=2)
+    tokens = torch.arange(6)
+    pipe(tokens).square().sum().backward()
+    first = gradients(model)
+    model(tokens).square().sum().backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, 2 * first[name])
+
+
+def test_tied_parameters_of_another_dtype_are_caught_again() -> None:
+    """After `pipe.to(dtype)` torch adds gradients in another node; they are caught there too."""
+    plain = tied_chain()
+    pipe = GPipe(copy.deepcopy(plain).float(), [2, 3], chunks=2)
+    tokens = torch.arange(6)
+    pipe(tokens).sum().backward()
+    pipe.zero_grad()
+    pipe.to(torch.float64)
+    pipe.load_state_dict(plain.state_dict())
+    pipe(tokens).square().sum().backward()
+    run_plain(plain, tokens, 2).square().sum().backward()
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(pipe)[name], gradient)
+
+
+def test_gradients_of_tied_parameters_are_tensors_of_their_own() -> None:
+    """Two tied parameters that get one gradient do not end up with one tensor."""
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    class Add(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (self.first + self.second)
+
+    pipe = GPipe(nn.Sequential(Add(), Add()), [1, 1])
+    pipe(torch.zeros(1, 2)).sum().backward()
+    assert first.grad is not None
+    assert second.grad is not None
+    first.grad.zero_()
+    assert second.grad.tolist() == [2.0, 2.0]
+
+
+def test_gradients_of_the_input_alone_leave_tied_parameters_alone() -> None:
+    """`torch.autograd.grad` on the input neither adds to nor makes gradients of parameters."""
+    layer = nn.Linear(2, 2)
+    pipe = GPipe(nn.Sequential(layer, layer), [1, 1], chunks=2)
+    inputs = torch.ones(4, 2, requires_grad=True)
+    torch.autograd.grad(pipe(inputs).sum(), inputs)
+    assert layer.weight.grad is None
+
+
+def test_a_frozen_tied_parameter_gets_no_gradient() -> None:
+    """A shared layer may be frozen, and thawed again."""
+    layer = nn.Linear(2, 2)
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), layer, layer), [2, 1])
+    layer.requires_grad_(False)
+    pipe(torch.ones(2, 2)).sum().backward()
+    assert layer.weight.grad is None
+    layer.requires_grad_(True)
+    pipe(torch.ones(2, 2)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@MODES
+def test_batch_normalisation_that_stands_twice_in_a_partition(checkpoint: CheckpointMode) -> None:
+    """A layer with buffers may repeat inside a partition; its statistics see every call."""
+    norm = nn.BatchNorm1d(3).double()
+    plain = nn.Sequential(nn.Linear(3, 3).double(), norm, nn.ReLU(), norm)
+    pipe = GPipe(copy.deepcopy(plain), [1, 3], chunks=2, checkpoint=checkpoint)
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+    run_plain(plain, inputs, 2).square().sum().backward()
+    pipe(inputs).square().sum().backward()
+    for mine, theirs in zip(pipe.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    deferred = GPipe(plain, [1, 3], chunks=2, deferred_batch_norm=True)
+    assert deferred[1] is deferred[3]
+
+
+def test_two_partitions_that_write_to_one_buffer_are_refused() -> None:
+    """Which of two workers wrote last would depend on the clock: that is an error with a fix."""
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(norm, nn.Linear(2, 2), norm)
+    pipe = GPipe(model, [1, 2], chunks=2)
+    with pytest.raises(ModelError, match=r"written to by two partitions: 'running_mean'"):
+        pipe(torch.randn(4, 2))
+    GPipe(model, [3], chunks=2)(torch.randn(4, 2))  # the fix
+    assert torch.isfinite(pipe.eval()(torch.randn(4, 2))).all()  # nothing is written in eval mode
+    with pytest.raises(DuplicateLayerError, match="deferred batch normalisation stands twice"):
+        GPipe(model, [1, 2], chunks=2, deferred_batch_norm=True)
+
+
+def test_sharing_across_devices_is_refused() -> None:
+    """One parameter cannot live on two devices; the error names both layers."""
+    layer = nn.Linear(2, 2)
+    devices = [torch.device("cpu"), torch.device("meta")]
+    with pytest.raises(ValueError, match=r"layer 'a' of partition 0 and in layer 'b' of partition"):
+        check_shared({"a": layer, "b": nn.Sequential(layer)}, [1, 1], devices)
+    check_shared({"a": layer, "b": nn.Sequential(layer)}, [1, 1], devices[:1] * 2)

@@ -1,0 +1,130 @@
+"""A pipeline that does not come forward says what every worker is doing."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import PipelineTimeoutError
+from gpipebal.pipeline import GPipe
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Stuck(nn.Module):
+    """Wait until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.gate = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gate.wait(30)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["call", "step"])
+def test_a_stuck_layer_is_named(how: str) -> None:
+    """The error names layer, micro-batch and line of the stuck worker, and what others wait for."""
+    stuck = Stuck()
+    model = nn.Sequential(nn.Linear(2, 2), stuck, nn.Linear(2, 2))
+    pipe = GPipe(model, [1, 1, 1], chunks=2, timeout=0.3)
+    with pytest.raises(PipelineTimeoutError) as caught:
+        if how == "call":
+            pipe(torch.ones(4, 2))
+        else:
+            pipe.step(torch.ones(4, 2), loss_fn=torch.sum, schedule="1f1b")
+    text = str(caught.value)
+    assert isinstance(caught.value, TimeoutError)
+    assert "timeout=0.3 s" in text
+    assert "partition 1 runs the forward of micro-batch 0 in layer '1', for " in text
+    assert "assert self.gate.wait(30)" in text
+    assert "partition 2 waits to start the forward of micro-batch 0, for " in text
+    assert "Fix: " in text
+    # The next mini-batch gets new workers, and the old ones end once they are let go.
+    runtime = pipe._runtime
+    assert runtime is not None
+    stuck.gate.set()
+    output = pipe(torch.ones(4, 2))
+    output.sum().backward()
+    for thread in runtime.pool._threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_slow_is_not_stuck() -> None:
+    """As long as actions end one after the other, the whole may take longer than the timeout."""
+    calls = []
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Event().wait(0.05)
+            calls.append(1)
+            return x
+
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Slow()), [1, 1], chunks=8, timeout=0.3)
+    pipe(torch.ones(8, 2)).sum().backward()
+    assert len(calls) >= 8
+
+
+def test_a_backward_that_hangs_is_named_too() -> None:
+    """The timeout holds for the backward as well, and the graph is spent afterwards."""
+    gate = threading.Event()
+
+    class Block(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            assert gate.wait(30)
+            return gradient
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Block.apply(x)
+
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Layer()), [1, 1], chunks=1, timeout=0.3)
+    output = pipe(torch.ones(2, 2))
+    with pytest.raises(PipelineTimeoutError, match="partition 1 runs the backward of micro-batch"):
+        output.sum().backward()
+    gate.set()
+    with pytest.raises(RuntimeError, match="ran already"):
+        output.sum().backward()
+    pipe(torch.ones(2, 2)).sum().backward()
+    del pipe, output
+    gc.collect()
+
+
+def test_the_process_can_end_with_a_worker_that_hangs() -> None:
+    """A worker that never comes back does not keep the interpreter from exiting."""
+    code = (
+        "import threading, torch, gpipebal as gb\n"
+        "class Hang(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        threading.Event().wait()\n"
+        "pipe = gb.GPipe(torch.nn.Sequential(Hang()), [1], timeout=0.2)\n"
+        "try:\n"
+        "    pipe(torch.ones(1))\n"
+        "except TimeoutError as error:\n"
+        "    print('told')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "soon", True])
+def test_timeouts_that_are_none_are_refused(timeout: object) -> None:
+    """A timeout is a time above 0, or None."""
+    with pytest.raises(ValueError, match="timeout is no time"):
+        GPipe(nn.Sequential(nn.ReLU()), [1], timeout=timeout)  # type: ignore[arg-type]
