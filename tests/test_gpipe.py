@@ -291,3 +291,34 @@ def test_one_pipe_in_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_optimizer_state_moves_between_splits() -> None:
+    """Model and Adam state saved under one split go on under another, and in the plain model."""
+    torch.manual_seed(0)
+    inputs, target = torch.randn(6, 4), torch.randn(6, 2)
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
+        )
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), target).backward()
+            optimizer.step()
+
+    first = GPipe(make(), [1, 3], deferred_batch_norm=True)
+    optimizer = torch.optim.Adam(first.parameters(), lr=0.1)
+    train(first, optimizer, 3)
+    model_state = {name: value.clone() for name, value in first.state_dict().items()}
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
+    train(first, optimizer, 2)
+    for other in (GPipe(make(), [2, 1, 1]), make()):
+        other.load_state_dict(model_state)
+        again = torch.optim.Adam(other.parameters(), lr=0.1)
+        again.load_state_dict(copy.deepcopy(optimizer_state))
+        train(other, again, 2)
+        for mine, theirs in zip(other.parameters(), first.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

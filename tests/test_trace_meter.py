@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe, measure_memory, trace
+from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.recorder import MiniBatchRecord
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode, gpipe_schedule
 
 WIDTH = 64
@@ -171,3 +173,19 @@ def test_predicted_memory_is_the_measured_one(checkpoint: CheckpointMode) -> Non
     for partition, measured in zip(plan.partitions, meter.peak_bytes, strict=True):
         predicted = partition.memory.total
         assert 0.95 * measured - late <= predicted <= 1.05 * measured
+
+
+def test_copies_between_devices_are_recorded() -> None:
+    """A tensor from another device is a copy with a start and an end; one at home is none."""
+    lane = Lane(torch.device("meta"))
+    spans: list[tuple[float, float]] = []
+    received = lane.receive([torch.ones(2), 7, torch.ones(2, device="meta")], None, spans)
+    assert [getattr(leaf, "device", None) for leaf in received] == [lane.device, None, lane.device]
+    assert len(spans) == 1
+    assert spans[0][0] <= spans[0][1]
+    lane.receive([received[0]], None, spans)
+    assert len(spans) == 1
+    record = MiniBatchRecord(2)
+    record.add(1, "F", 0, 1.0, 3.0)
+    record.add(1, "C", 1, 2.0, 2.5)
+    assert [str(event) for event in record.timeline().events] == ["1F0", "1C1"]

@@ -308,3 +308,25 @@ def test_zero_rows() -> None:
     output = pipe(torch.zeros(0, 3))
     assert output.shape == (0, 2)
     output.sum().backward()
+
+
+@MODES
+def test_the_default_dtype_is_that_of_the_forward(checkpoint: CheckpointMode) -> None:
+    """A layer that makes a new tensor makes it alike in forward and recompute."""
+
+    class Make(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.full((1,), 1 / 3)
+
+    pipe = GPipe(nn.Sequential(nn.Identity(), Make()), [1, 1], chunks=2, checkpoint=checkpoint)
+    inputs = torch.zeros(4, requires_grad=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        output = pipe(inputs)
+        assert output.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    output.sum().backward()
+    assert torch.get_default_dtype() == torch.float32
+    assert inputs.grad is not None
+    assert inputs.grad.tolist() == [1, 1, 1, 1]

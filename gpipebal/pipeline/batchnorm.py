@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.checkpoint import is_recomputing
 
-__all__ = ["DeferredBatchNorm", "Statistics", "convert_deferred_batch_norm", "gathering"]
+__all__ = ["DeferredBatchNorm", "Statistics", "convert_deferred_batch_norm", "gathering", "is_gathering"]
 
 
 class _Moments:
@@ -92,6 +92,11 @@ def gathering(statistics: Statistics | None) -> Iterator[None]:
         yield
     finally:
         _current.statistics = before
+
+
+def is_gathering() -> bool:
+    """Tell whether deferred layers of this thread gather, as they do inside a pipeline."""
+    return _current.statistics is not None
 
 
 class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -2,8 +2,9 @@
 
 Threads inherit none of torch's thread-local settings, so each cell runs inside the settings that
 the caller had when the mini-batch went in: autocast, inference mode, the default device of
-``with torch.device(...)``, hooks on saved tensors, and context variables. Recompute and backward
-use the forward's settings too, because the forward decides which numbers must come out again.
+``with torch.device(...)``, the default dtype, hooks on saved tensors, context variables. Recompute
+and backward use the forward's settings too, because the forward decides which numbers must come
+out again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class CallerState:
     autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
     device: torch.device | None
+    dtype: torch.dtype
     saved_tensors_hooks: tuple[Any, Any] | None
     variables: contextvars.Context = field(repr=False)
 
@@ -45,6 +47,7 @@ class CallerState:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=_default_device(),
+            dtype=torch.get_default_dtype(),
             saved_tensors_hooks=_top_saved_tensors_hooks(),
             variables=contextvars.copy_context(),
         )
@@ -67,6 +70,22 @@ class CallerState:
                     torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
                 )
             yield
+
+    @contextmanager
+    def default_dtype(self) -> Iterator[None]:
+        """Run a block under the default dtype of these settings.
+
+        torch has one for the whole process: entered by the caller's thread, for all workers.
+        """
+        now = torch.get_default_dtype()
+        if now == self.dtype:
+            yield
+            return
+        torch.set_default_dtype(self.dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(now)
 
 
 def _default_device() -> torch.device | None:

@@ -130,10 +130,19 @@ class Container(nn.Module):
         """Refuse: each partition has its own device."""
         raise _moving_denied()
 
+    def xpu(self, device: Any = None) -> Self:
+        """Refuse: each partition has its own device."""
+        raise _moving_denied()
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        """Refuse: each partition has its own device."""
+        raise _moving_denied()
+
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Change the dtype of the parameters; refuse to move them to another device."""
-        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None:
+        # Not left to torch's own parser, which fails on a device that the machine has not got.
+        places = [*args[:1], kwargs.get("device"), kwargs.get("tensor")]
+        if any(isinstance(place, (torch.device, torch.Tensor, str, int)) for place in places):
             raise _moving_denied()
         super().to(*args, **kwargs)
         return self

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CudaLane", "Lane", "make_lane"]
+__all__ = ["CudaLane", "Lane", "Span", "make_lane"]
+
+#: Two points in time of a lane's `clock`.
+Span = tuple[Any, Any]
 
 
 class Lane:
@@ -36,15 +39,29 @@ class Lane:
         if ready is not None:
             ready.synchronize()
 
-    def receive(self, leaves: Sequence[Any], ready: Any) -> list[Any]:
-        """Bring the tensors of another partition, or of the caller, to this device."""
+    def receive(
+        self, leaves: Sequence[Any], ready: Any, spans: list[Span] | None = None
+    ) -> list[Any]:
+        """Bring the tensors of another partition, or of the caller, to this device.
+
+        Args:
+            leaves: The tensors, among other things.
+            ready: What to wait for before reading them.
+            spans: Gets the points in time between which they were copied, if any was; None: no
+                clock is read.
+        """
         self.wait_for(ready)
-        return [
-            leaf.to(self.device)
-            if isinstance(leaf, Tensor) and leaf.device != self.device
-            else leaf
-            for leaf in leaves
+        strange = [isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves]
+        if not any(strange):
+            return list(leaves)
+        started = self.clock() if spans is not None else None
+        received = [
+            leaf.to(self.device) if moves else leaf
+            for leaf, moves in zip(leaves, strange, strict=True)
         ]
+        if spans is not None:
+            spans.append((started, self.clock()))
+        return received
 
     def mark(self) -> Any:
         """Return what others wait for before they use what this lane has computed so far."""
@@ -85,24 +102,28 @@ class CudaLane(Lane):
         if ready is not None:
             self.compute.wait_event(ready)
 
-    def receive(self, leaves: Sequence[Any], ready: Any) -> list[Any]:
+    def receive(
+        self, leaves: Sequence[Any], ready: Any, spans: list[Span] | None = None
+    ) -> list[Any]:
         """Copy tensors from elsewhere on the copy stream; read those at home in place."""
         received = []
-        copied = False
+        strange = [isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves]
         if ready is not None:
             self.copy.wait_event(ready)
         with torch.cuda.stream(self.copy):
-            for leaf in leaves:
-                if isinstance(leaf, Tensor) and leaf.device != self.device:
+            started = self._clock(self.copy) if spans is not None and any(strange) else None
+            for leaf, moves in zip(leaves, strange, strict=True):
+                if moves:
                     if leaf.is_cuda:
                         leaf.record_stream(self.copy)
                     # From pinned memory a copy would go on while the caller refills it.
                     leaf = leaf.to(self.device, non_blocking=leaf.is_cuda)
-                    copied = True
                 if isinstance(leaf, Tensor):
                     leaf.record_stream(self.compute)
                 received.append(leaf)
-        if copied:
+            if started is not None and spans is not None:
+                spans.append((started, self._clock(self.copy)))
+        if any(strange):
             self.compute.wait_event(self.copy.record_event())
         else:
             self.wait_for(ready)
@@ -123,8 +144,11 @@ class CudaLane(Lane):
 
     def clock(self) -> torch.cuda.Event:
         """Record a timing event on the compute stream."""
+        return self._clock(self.compute)
+
+    def _clock(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self.compute)
+        event.record(stream)
         return event
 
 

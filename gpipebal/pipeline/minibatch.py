@@ -105,7 +105,9 @@ class MiniBatch:
         self._statistics = Statistics()
         self._failures = Failures()
         self._stop = Stop()
-        self._routes = Routes(runtime.partitions, self.lanes, self._stop, watchers.ledger)
+        self._routes = Routes(
+            runtime.partitions, self.lanes, self._stop, watchers.ledger, watchers.record
+        )
         self._tied = runtime.tied.sums()
         self._spent = not self.grad
         # A model without randomness leaves the caller's generator as it found it.
@@ -210,7 +212,8 @@ class MiniBatch:
         for row in self._cells:
             for cell in row:
                 cell.begin_backward(keep=keep, parameters=parameters)
-        self._run_phase("RB")
+        with self.state.default_dtype():
+            self._run_phase("RB")
         received = self._take_input_gradients()
         if self._spent:
             self._release_cells()
@@ -333,7 +336,7 @@ class MiniBatch:
 
     def _end(self, action: Action, started: Any) -> None:
         if self._watchers.record is not None:
-            self._watchers.record.add(action, started, self.lanes[action.partition].clock())
+            self._watchers.record.add(*action, started, self.lanes[action.partition].clock())
 
     def _close(self) -> None:
         self._spent = True

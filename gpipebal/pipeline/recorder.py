@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from gpipebal.errors import PipelineError
-from gpipebal.schedule import Action
 from gpipebal.timeline import Event, Timeline
 
 __all__ = ["MiniBatchRecord", "Recorder"]
@@ -20,14 +19,14 @@ class MiniBatchRecord:
 
     def __init__(self, n_partitions: int) -> None:
         self._n_partitions = n_partitions
-        self._actions: list[tuple[Action, Any, Any]] = []
+        self._actions: list[tuple[int, str, int, Any, Any]] = []
         self._adding = threading.Lock()
         self._timeline: Timeline | None = None
 
-    def add(self, action: Action, started: Any, ended: Any) -> None:
-        """Keep the times of one action; called by the worker that ran it."""
+    def add(self, partition: int, kind: str, micro_batch: int, started: Any, ended: Any) -> None:
+        """Keep the times of one action or copy; called by the worker that ran it."""
         with self._adding:
-            self._actions.append((action, started, ended))
+            self._actions.append((partition, kind, micro_batch, started, ended))
             self._timeline = None
 
     def timeline(self) -> Timeline:
@@ -41,13 +40,11 @@ class MiniBatchRecord:
             return self._timeline
 
     def _resolve(self) -> Timeline:
-        seconds = _common_clock([t for _, *times in self._actions for t in times])
+        seconds = _common_clock([t for *_, start, end in self._actions for t in (start, end)])
         events = []
-        for k, (action, _, _) in enumerate(self._actions):
+        for k, (partition, kind, micro_batch, _, _) in enumerate(self._actions):
             start, end = seconds[2 * k], seconds[2 * k + 1]
-            events.append(
-                Event(action.partition, action.kind, action.micro_batch, start, max(start, end))
-            )
+            events.append(Event(partition, kind, micro_batch, start, max(start, end)))
         events.sort(key=lambda event: (event.start, event.partition))
         return Timeline(tuple(events), self._n_partitions, "measured")
 

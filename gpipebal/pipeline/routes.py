@@ -16,10 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from gpipebal.pipeline.inbox import Inbox, Stop
-from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline.lane import Lane, Span
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import Packet, join_packets, split_packet
 from gpipebal.pipeline.partition import Partition
+from gpipebal.pipeline.recorder import MiniBatchRecord
+from gpipebal.timeline import COPY_KIND
 
 __all__ = ["Routes"]
 
@@ -38,6 +40,7 @@ class Routes:
         lanes: Their devices and streams.
         stop: Whether the mini-batch has been stopped.
         ledger: Where received tensors are charged; None when nobody meters.
+        record: Where the times of copies go; None when nobody traces.
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class Routes:
         lanes: Sequence[Lane],
         stop: Stop,
         ledger: Ledger | None,
+        record: MiniBatchRecord | None,
     ) -> None:
         self._partitions = partitions
         self._lanes = lanes
         self._ledger = ledger
+        self._record = record
         self._values = [Inbox(stop) for _ in range(len(partitions) + 1)]
         # Element j + 1 is what partition j reads, element 0 what the caller reads.
         self._gradients = [Inbox(stop) for _ in range(len(partitions) + 1)]
@@ -67,11 +72,11 @@ class Routes:
 
     def take_input(self, j: int, i: int) -> Packet:
         """Wait for the input of a cell, and bring it to the partition's device."""
-        packets = [self._receive(j, self._values[j].take(i))]
+        packets = [self._receive(j, i, self._values[j].take(i))]
         incoming = self._partitions[j].incoming
         if not incoming:
             return packets[0]
-        packets += [self._receive(j, self._values[j].take((route.key, i))) for route in incoming]
+        packets += [self._receive(j, i, self._values[j].take((route.key, i))) for route in incoming]
         self._parts[j, i] = [len(packet.leaves) for packet in packets]
         return join_packets(packets)
 
@@ -93,14 +98,13 @@ class Routes:
         """Give the gradients of micro-batch i's output to the last partition."""
         self._gradients[-1].put(i, gradients)
 
-    def take_gradients(self, j: int, i: int, *, of_skips_alone: bool = False) -> list[Any]:
+    def take_gradients(self, j: int, i: int) -> list[Any]:
         """Wait for the gradients of a cell's output, and bring them to the partition's device."""
-        keys: list[Any] = [] if of_skips_alone else [i]
-        keys += [(route.key, i) for route in self._partitions[j].outgoing]
+        keys: list[Any] = [i, *((route.key, i) for route in self._partitions[j].outgoing)]
         received: list[Any] = []
         for key in keys:
             gradients, ready = self._gradients[j + 1].take(key)
-            received += self._bring(j, gradients, ready)
+            received += self._bring(j, i, gradients, ready)
         return received
 
     def put_gradients(self, j: int, i: int, gradients: Sequence[Tensor | None], ready: Any) -> None:
@@ -121,11 +125,15 @@ class Routes:
         gradients: _Gradients = self._gradients[0].take(i)
         return gradients
 
-    def _receive(self, j: int, packet: Packet) -> Packet:
-        return packet._replace(leaves=self._bring(j, packet.leaves, packet.ready))
+    def _receive(self, j: int, i: int, packet: Packet) -> Packet:
+        return packet._replace(leaves=self._bring(j, i, packet.leaves, packet.ready))
 
-    def _bring(self, j: int, leaves: Sequence[Any], ready: Any) -> list[Any]:
-        received = self._lanes[j].receive(leaves, ready)
+    def _bring(self, j: int, i: int, leaves: Sequence[Any], ready: Any) -> list[Any]:
+        spans: list[Span] | None = None if self._record is None else []
+        received = self._lanes[j].receive(leaves, ready, spans)
+        if self._record is not None:
+            for started, ended in spans or ():
+                self._record.add(j, COPY_KIND, i, started, ended)
         if self._ledger is not None:
             self._ledger.hold(received, j)
         return received

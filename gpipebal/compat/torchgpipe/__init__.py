@@ -8,11 +8,11 @@ docs/migration.md.
 
 from __future__ import annotations
 
-from gpipebal.compat.torchgpipe import balance, batchnorm, skip
+from gpipebal.compat.torchgpipe import balance as balance
+from gpipebal.compat.torchgpipe import batchnorm as batchnorm
+from gpipebal.compat.torchgpipe import skip as skip
 from gpipebal.compat.torchgpipe.gpipe import GPipe
 from gpipebal.pipeline import is_checkpointing, is_recomputing
 
 # A star import gives what torchgpipe's gave; the modules are attributes.
 __all__ = ["GPipe", "is_checkpointing", "is_recomputing"]
-
-_MODULES = (balance, batchnorm, skip)

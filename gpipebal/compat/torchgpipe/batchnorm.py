@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipebal.pipeline import batchnorm
 from gpipebal.pipeline.batchnorm import Statistics, gathering
-from gpipebal.pipeline.checkpoint import is_recomputing
 from gpipebal.schedule import check_count
 
 __all__ = ["DeferredBatchNorm"]
@@ -71,9 +70,8 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch of shape (rows, channels, ...)."""
-        in_pipeline = batchnorm._current.statistics is not None
-        tracks = self.training and self.track_running_stats
-        if in_pipeline or not tracks or is_recomputing():
+        in_pipeline = batchnorm.is_gathering()
+        if in_pipeline or not self.training or not self.track_running_stats:
             return super().forward(input)
         if self._statistics is None:
             self._statistics = Statistics()

@@ -75,9 +75,9 @@ def skippable(
                 super().__init__()
                 self.module = kind(*args, **kwargs)
 
-            def forward(self, input: Any) -> Any:
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
                 # A generator, if the user's forward yields; `derive` makes a class that drives it.
-                return self.module(input)
+                return self.module(*args, **kwargs)
 
             def __repr__(self) -> str:
                 return f"@skippable({self.module})"

@@ -1,0 +1,138 @@
+"""Layers that were compiled by `torch.compile`, and mixed precision."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from chains import run_plain
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from gpipebal.pipeline import GPipe
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+
+pytestmark = [
+    pytest.mark.timeout(200),
+    # torch's own compiler warns of its own parts.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled() -> Any:
+    """Start every test without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def block(dropout: float = 0.0) -> nn.Sequential:
+    """Make a layer worth compiling."""
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 8))
+
+
+@BACKENDS
+@MODES
+def test_compiled_layers_are_compiled_once(backend: str, checkpoint: CheckpointMode) -> None:
+    """Gradients are the plain model's, and further mini-batches of one shape compile nothing."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[block() for _ in range(3)])
+    counter = CompileCounterWithBackend(backend)
+    compiled = [torch.compile(copy.deepcopy(layer), backend=counter) for layer in plain]
+    pipe = GPipe(nn.Sequential(*compiled), [1, 2], chunks=4, checkpoint=checkpoint)
+    inputs = torch.randn(8, 8)
+    counts = []
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe(inputs).square().sum().backward()
+        counts.append(counter.frame_count)
+    # With and without a graph, and with an input that needs no gradient: never once per cell.
+    assert counts[0] <= 3
+    assert counts == counts[:1] * 3
+    run_plain(plain, inputs, 4).square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@BACKENDS
+def test_compiled_dropout_draws_the_same_in_every_mode_and_balance(backend: str) -> None:
+    """Random numbers of compiled code depend on the seed alone, recompute or not."""
+    base = nn.Sequential(*[block(0.5) for _ in range(3)])
+    results: list[list[Tensor]] = []
+    runs: list[tuple[CheckpointMode, list[int]]] = [
+        ("never", [3]),
+        ("always", [1, 2]),
+        ("except_last", [1, 1, 1]),
+    ]
+    for checkpoint, balance in runs:
+        layers = [torch.compile(copy.deepcopy(layer), backend=backend) for layer in base]
+        pipe = GPipe(nn.Sequential(*layers), balance, chunks=4, checkpoint=checkpoint)
+        for _ in range(2):
+            pipe.zero_grad()
+            torch.manual_seed(3)
+            output = pipe(torch.ones(8, 8))
+            output.square().sum().backward()
+        results.append(
+            [output.detach(), *[p.grad for p in pipe.parameters() if p.grad is not None]]
+        )
+        pipe.close()
+    for other in results[1:]:
+        for mine, theirs in zip(other, results[0], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@MODES
+@pytest.mark.parametrize("step", [False, True])
+def test_bfloat16_autocast_gives_the_plain_models_numbers(
+    checkpoint: CheckpointMode, step: bool
+) -> None:
+    """Cells compute in the caller's autocast, forward, recompute and loss.
+
+    Without torch's cache of cast weights: with it the plain model adds up micro-batches in
+    bfloat16.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    pipe = GPipe(copy.deepcopy(plain), [1, 2], chunks=3, checkpoint=checkpoint)
+    inputs = torch.randn(6, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        expected = run_plain(plain, inputs, 3)
+        expected.float().square().sum().backward()
+        assert expected.dtype == torch.bfloat16
+        if step:
+            pipe.step(inputs, loss_fn=lambda y: y.float().square().sum(), reduction="sum")
+        else:
+            output = pipe(inputs)
+            assert torch.equal(output, expected)
+            output.float().square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_grad_scaler_works_as_on_the_plain_model() -> None:
+    """Scaling, unscaling and skipping a step with infinite gradients are torch's own business."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2)
+    inputs = torch.randn(4, 4)
+    values = []
+    for model in (plain, pipe):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        values.append([scaler.get_scale(), *[p.detach().clone() for p in model.parameters()]])
+    assert values[0][0] == values[1][0]
+    for mine, theirs in zip(values[1][1:], values[0][1:], strict=True):
+        torch.testing.assert_close(mine, theirs)
