@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gpipebal.profiler import profile_model
     from gpipebal.simulator import simulate
     from gpipebal.timeline import Timeline
+    from gpipebal.verification import verify
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "simulate",
     "solve",
     "trace",
+    "verify",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "simulate": "gpipebal.simulator",
     "solve": "gpipebal.planner",
     "trace": "gpipebal.pipeline",
+    "verify": "gpipebal.verification",
 }
 
 _MODULES = (
@@ -89,6 +92,7 @@ _MODULES = (
     "solvers",
     "timeline",
     "units",
+    "verification",
 )
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "ProfileError",
     "UnsupportedPlanError",
     "UsageError",
+    "VerificationError",
 ]
 
 
@@ -68,3 +69,7 @@ class PipelineTimeoutError(PipelineError, TimeoutError):
 
 class UsageError(GpipebalError, ValueError):
     """A command line whose words do not name something that exists."""
+
+
+class VerificationError(GpipebalError, AssertionError):
+    """A pipeline that differs from the plain model; the text names the first difference."""

@@ -20,6 +20,7 @@ BUILTINS = {
     "ProfileError": (ValueError,),
     "UnsupportedPlanError": (ValueError,),
     "UsageError": (ValueError,),
+    "VerificationError": (AssertionError,),
 }
 
 

@@ -37,6 +37,7 @@ RANKS = {
     "plots": 5,
     "report": 5,
     "run": 5,
+    "verification": 5,
     "cli": 6,
     "compat": 6,
     "__main__": 6,

@@ -26,6 +26,7 @@ PUBLIC = [
     "simulate",
     "solve",
     "trace",
+    "verify",
 ]
 
 

@@ -23,13 +23,14 @@ SMALLER = {
     "import resnet101": "import resnet",
     "images, chunks=8)  #": "images, chunks=4, timeout=0)  #",
     "images, 2, chunks=8)  # or": "images, 2, chunks=4, timeout=0)  # or",
+    "randint(0, 1000, (32,))": "randint(0, 4, (8,))",
 }
 
 
 def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The README's code runs as it stands, with a smaller model."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     code = "\n".join(blocks)
     for text, smaller in SMALLER.items():
         assert text in code, f"the README changed: {text!r} is not in its examples"

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.checkpoint import is_recomputing
 
-__all__ = ["DeferredBatchNorm", "Statistics", "convert_deferred_batch_norm", "gathering", "is_gathering"]
+__all__ = [
+    "DeferredBatchNorm",
+    "Statistics",
+    "convert_deferred_batch_norm",
+    "gathering",
+    "is_gathering",
+]
 
 
 class _Moments:

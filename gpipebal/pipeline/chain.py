@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from gpipebal.errors import BalanceError, ModelError
+from gpipebal.errors import BalanceError, ModelError, UnsupportedPlanError
 from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.plan import Plan
-from gpipebal.schedule import check_count
+from gpipebal.schedule import SCHEDULES, check_count
 
-__all__ = ["check_balance", "check_plan_names", "layers_of", "plan_warnings"]
+__all__ = ["check_balance", "check_plan_names", "check_plan_schedule", "layers_of", "plan_warnings"]
 
 
 def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
@@ -84,6 +84,21 @@ def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
         f"{_name_at(names, k)} in the module.\n"
         "Fix: profile this module and solve again."
     )
+
+
+def check_plan_schedule(plan: Plan) -> None:
+    """Make sure that the executor can run a plan's schedule.
+
+    Raises:
+        UnsupportedPlanError: it cannot; the error names what can.
+    """
+    if plan.schedule not in SCHEDULES:
+        raise UnsupportedPlanError(
+            f"GPipe cannot run this plan: schedule={plan.schedule!r} (expected one of "
+            f"{', '.join(map(repr, SCHEDULES))}).\n"
+            "Fix: plan with schedule='gpipe' or '1f1b'. Interleaved and zero-bubble schedules are "
+            "run by torch.distributed.pipelining, with the plan's balance as its split points."
+        )
 
 
 def plan_warnings(

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
-from gpipebal.pipeline.chain import check_balance, check_plan_names, layers_of, plan_warnings
+from gpipebal.pipeline.chain import (
+    check_balance,
+    check_plan_names,
+    check_plan_schedule,
+    layers_of,
+    plan_warnings,
+)
 from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.devices import (
     Place,
@@ -29,7 +35,7 @@ from gpipebal.pipeline.minibatch import MiniBatch, Watchers
 from gpipebal.pipeline.parting import join_gradients
 from gpipebal.pipeline.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
-from gpipebal.schedule import Checkpoint, check_schedule, make_schedule, modes_of
+from gpipebal.schedule import Checkpoint, make_schedule, modes_of
 from gpipebal.skip.layout import find_skips
 
 __all__ = ["GPipe"]
@@ -190,7 +196,7 @@ class GPipe(Container):
             UnsupportedPlanError: the plan has a schedule other than ``'gpipe'`` and ``'1f1b'``.
             BalanceError: the plan's layers are not the module's.
         """
-        check_schedule(plan.schedule)
+        check_plan_schedule(plan)
         check_plan_names(plan, list(layers_of(module)))
         pipe = cls(
             module,

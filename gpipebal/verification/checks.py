@@ -1,0 +1,174 @@
+"""verify: does the pipeline do what the plain model does?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError, VerificationError
+from gpipebal.pipeline.gpipe import GPipe
+from gpipebal.pipeline.inputs import part_inputs
+from gpipebal.pipeline.loss import Reduction
+from gpipebal.schedule import SCHEDULES
+from gpipebal.verification.compare import Comparison, DifferenceError
+from gpipebal.verification.report import Agreement, VerifyReport
+from gpipebal.verification.runs import name_of_run, plain_copy, run_pipe, run_plain
+from gpipebal.verification.search import find_layer
+from gpipebal.verification.task import Task
+from gpipebal.verification.tolerance import Tolerance
+
+__all__ = ["verify"]
+
+
+def verify(
+    module: nn.Module,
+    pipe: GPipe,
+    sample: Any,
+    *,
+    keywords: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    target_dims: Any = 0,
+    reduction: Reduction = "mean",
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> VerifyReport:
+    """Compare a pipeline with the plain model, and name the first difference.
+
+    Runs one mini-batch through the plain model, micro-batch by micro-batch on one device, and
+    through the pipeline, with the same random numbers; then compares outputs, gradients and
+    buffers. With a `loss_fn` it also compares `GPipe.step`, under each schedule. Both run with the
+    settings that hold at the call: gradients or none, autocast, training or eval mode (the
+    pipeline's, layer by layer).
+
+    Everything runs on copies: parameters, gradients, buffers, inputs and random states stay as
+    they are, and the pipeline's own workers are not used. Only what a copy still shares, such as
+    a global variable that a layer writes to, can change. Hooks on parameters are not copied. One
+    copy of the layers at a time is in memory, beside the gradients and buffers of two. If there is
+    a difference, both run once more to find the first layer with another result, which takes the
+    memory of all layers' results.
+
+    Args:
+        module: The chain that the pipeline was made of.
+        pipe: The pipeline.
+        sample: A mini-batch; a tuple is one input.
+        keywords: Keyword arguments for the first layer.
+        loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target.
+            None: a random projection of all outputs that need a gradient.
+        target: A tensor or a pytree of tensors, for `loss_fn`.
+        target_dims: As for `GPipe.step`.
+        reduction: As for `GPipe.step`.
+        rtol: How large a difference may be, as a part of the largest value of the tensor. None:
+            that of `torch.testing` for the dtype (1.3e-6 for float32), under autocast for the
+            dtype it casts to.
+        atol: How large a difference may be in addition. None: that of `torch.testing` for the
+            dtype (1e-5 for float32, 1e-7 for float64) times the largest value of all outputs, of
+            the layer's buffers, or of the gradients of this and later layers; so values that are
+            zero but for rounding agree.
+        seed: Seed of the random numbers.
+
+    Returns:
+        What was compared, and how well it agrees.
+
+    Raises:
+        VerificationError: something differs (an AssertionError); the text names the first
+            difference, in the order state, outputs, loss, gradients from the last layer to the
+            first, buffers.
+        ModelError: `module` is no `nn.Sequential`, `pipe` no `GPipe`, there is a target and no
+            `loss_fn`, or the layers cannot be copied.
+        BalanceError: a tolerance is no number of 0 or more.
+        BaseException: whatever a layer raised, noted with the run it happened in.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 2))
+        >>> pipe = GPipe(model, [1, 2], chunks=2)
+        >>> report = verify(model, pipe, torch.ones(6, 4))
+        >>> report.outputs.count, report.gradients.count, report.without_gradients
+        (1, 4, '')
+    """
+    if not isinstance(pipe, GPipe):
+        raise ModelError(
+            f"pipe is no pipeline: type(pipe)={type(pipe).__name__} (expected GPipe).\n"
+            "Fix: verify(module, GPipe(module, balance), sample)."
+        )
+    if target is not None and loss_fn is None:
+        raise ModelError(
+            "a target is given without a loss: loss_fn=None (expected a function of output and "
+            "target).\nFix: give loss_fn, or leave out target."
+        )
+    task = Task(sample, keywords or {}, loss_fn, target, target_dims, reduction, seed)
+    comparison = Comparison(Tolerance(rtol, atol, _autocast_dtypes(pipe)))
+    # The call, and with a loss a step under each schedule.
+    schedules = [None, *(SCHEDULES if loss_fn is not None and len(pipe) else ())]
+    with _random_states_kept(pipe):
+        plain = plain_copy(module, pipe)
+        try:
+            comparison.check_models(plain, pipe)
+        except DifferenceError as difference:
+            raise _error(difference, "") from None
+        expected = run_plain(plain, pipe, task)
+        # Its memory is free for the next copy.
+        del plain
+        for schedule in schedules:
+            found = run_pipe(pipe, task, schedule, trains=expected.trains)
+            try:
+                comparison.check(expected, found, name_of_run(schedule))
+            except DifferenceError as difference:
+                del found
+                trains = expected.trains
+                layer = find_layer(
+                    module, pipe, task, schedule, comparison.tolerance, trains=trains
+                )
+                raise _error(difference, layer) from None
+    parts = part_inputs(sample, task.keywords, pipe.in_dims, pipe.keyword_dims, pipe.chunks)[1]
+    agreements = {
+        kind: Agreement.of(comparison.found.get(kind, {}))
+        for kind in ("outputs", "losses", "gradients", "buffers")
+    }
+    reason = "" if expected.trains else "nothing needs one"
+    return VerifyReport(
+        runs=tuple(map(name_of_run, schedules)),
+        micro_batches=len(parts.rows),
+        balance=tuple(pipe.balance),
+        **agreements,
+        without_gradients=reason if torch.is_grad_enabled() else "they are switched off",
+    )
+
+
+def _error(difference: DifferenceError, layer: str) -> VerificationError:
+    evidence = f"{difference.evidence}\n{layer}" if layer else difference.evidence
+    return VerificationError(
+        f"the pipeline differs from the plain model: {difference.what}.\n"
+        f"{evidence}\n"
+        f"Fix: {difference.advice}"
+    )
+
+
+def _autocast_dtypes(pipe: GPipe) -> tuple[torch.dtype, ...]:
+    # The plain model casts a weight once, and sums its gradient up in the small type; a pipeline
+    # casts it once for every micro-batch and partition.
+    kinds = {device.type for device in pipe.devices}
+    return tuple(
+        torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
+    )
+
+
+@contextmanager
+def _random_states_kept(pipe: GPipe) -> Iterator[None]:
+    """Put back the state of every generator that a layer might draw from."""
+    numbers = [device.index for device in pipe.devices if device.type == "cuda"]
+    # Layers that draw from Python or numpy are wrong in a pipeline: found, but not carried on.
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=sorted(set(numbers)), device_type="cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

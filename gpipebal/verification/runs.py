@@ -1,0 +1,262 @@
+"""The runs that are compared: the plain model over the pipeline's micro-batches, and the pipeline.
+
+Each run has a copy of the layers to itself, so the caller's stay as they are, and each starts from
+the same seed. The plain model draws its random numbers where the pipeline does: from generators of
+mini-batch, layer and micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.pipeline.batchnorm import (
+    DeferredBatchNorm,
+    Statistics,
+    convert_deferred_batch_norm,
+    gathering,
+)
+from gpipebal.pipeline.chain import layers_of
+from gpipebal.pipeline.devices import move_layer
+from gpipebal.pipeline.gpipe import GPipe
+from gpipebal.pipeline.inputs import Inputs, part_inputs
+from gpipebal.pipeline.microbatch import Call, flatten, name_of_leaf, unflatten
+from gpipebal.pipeline.parting import gather, scatter_leaves
+from gpipebal.pipeline.random_ops import prepare
+from gpipebal.pipeline.randomness import OwnRandomness, draw_seed
+from gpipebal.skip.tracker import Skips, using
+from gpipebal.verification.task import Outcome, Task, copied, layers_alone, outcome_of
+
+__all__ = ["Watch", "name_of_run", "plain_copy", "run_pipe", "run_plain"]
+
+#: Is given the index of every layer that has run, and its result.
+Watch = Callable[[int, Any], None]
+
+
+def plain_copy(module: nn.Module, pipe: GPipe) -> nn.Module:
+    """Copy a module to one device, in the modes of the pipeline's layers.
+
+    Batch normalisation that the pipeline defers is deferred in the copy too.
+
+    Raises:
+        ModelError: the module is no chain, or cannot be copied.
+        DeviceError: it holds no values.
+    """
+    layers_of(module)
+    plain: nn.Module = copied("the model", module, {})
+    if pipe.devices:
+        for name, layer in layers_of(plain).items():
+            move_layer(name, layer, pipe.devices[0])
+    modules = dict(plain.named_modules(remove_duplicate=False))
+    memo: dict[nn.Module, nn.Module] = {}
+    for name, theirs in layers_alone(pipe).named_modules(remove_duplicate=False):
+        mine = modules.get(name)
+        if mine is None:
+            continue  # `verify` will say so, if it matters
+        if isinstance(theirs, DeferredBatchNorm):
+            mine = convert_deferred_batch_norm(mine, memo)
+            plain.set_submodule(name, mine)
+        mine.training = theirs.training
+    return plain
+
+
+def run_plain(plain: nn.Module, pipe: GPipe, task: Task, watch: Watch | None = None) -> Outcome:
+    """Run the plain model over the micro-batches that the pipeline would make of a task.
+
+    Args:
+        plain: A copy of the plain model, for this run alone.
+        pipe: The pipeline.
+        task: What it runs on.
+        watch: Sees every layer's result.
+
+    Raises:
+        BaseException: whatever a layer raised.
+    """
+    task = task.fresh()
+    leaves, inputs = _parted(pipe, task)
+    torch.default_generator.manual_seed(task.seed)
+    with _noting("in the plain model, which verify ran first"), _threads_of(pipe):
+        if len(pipe):
+            outputs = _run_micro_batches(plain, pipe.devices[0], leaves, inputs, watch)
+            output = _moved(gather(outputs, pipe.out_dims), pipe.devices[-1])
+            del outputs
+        else:
+            output = task.sample
+        return outcome_of(output, task).with_state(plain, _input_leaves(leaves, inputs))
+
+
+def run_pipe(
+    pipe: GPipe, task: Task, schedule: str | None, *, trains: bool, watch: Watch | None = None
+) -> Outcome:
+    """Run a copy of a pipeline.
+
+    Args:
+        pipe: The pipeline.
+        task: What it runs on.
+        schedule: That of a `step`, which computes the loss; None: the pipeline is called.
+        trains: Whether a step has a backward.
+        watch: Sees every layer's result, in the thread of its worker.
+
+    Raises:
+        BaseException: whatever a layer raised.
+    """
+    task = task.fresh()
+    mine: GPipe = copied("the pipeline", pipe, {})
+    leaves, inputs = _parted(mine, task)
+    if watch is not None:
+        for k, (name, layer) in enumerate(list(mine._modules.items())):
+            assert layer is not None
+            mine._modules[name] = _Watched(layer, k, watch)
+    torch.default_generator.manual_seed(task.seed)
+    try:
+        with _noting(f"in {name_of_run(schedule)}; the plain model ran through"):
+            if schedule is None:
+                outcome = outcome_of(mine(task.sample, **task.keywords), task)
+            else:
+                with nullcontext() if trains else torch.no_grad():
+                    outcome = Outcome(None, [], [], _step(mine, task, schedule), trains)
+        return outcome.with_state(layers_alone(mine), _input_leaves(leaves, inputs))
+    finally:
+        mine.close()
+
+
+def name_of_run(schedule: str | None) -> str:
+    """Write the call of a pipeline, or its step under a schedule."""
+    return "pipe(sample)" if schedule is None else f"pipe.step(sample, schedule={schedule!r})"
+
+
+def _step(pipe: GPipe, task: Task, schedule: str) -> Tensor:
+    assert task.loss_fn is not None
+    return pipe.step(
+        task.sample,
+        target=task.target,
+        loss_fn=task.loss_fn,
+        reduction=task.reduction,
+        target_dims=task.target_dims,
+        schedule=schedule,
+        keywords=task.keywords,
+    )
+
+
+@contextmanager
+def _threads_of(pipe: GPipe) -> Iterator[None]:
+    """Compute with as many threads as a CPU partition: kernels part their sums by threads."""
+    before = torch.get_num_threads()
+    if pipe.devices and pipe.devices[0].type == "cpu":
+        torch.set_num_threads(pipe.threads_per_partition)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _noting(where: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(where)
+        raise
+
+
+def _parted(pipe: GPipe, task: Task) -> tuple[list[Any], Inputs]:
+    return part_inputs(task.sample, task.keywords, pipe.in_dims, pipe.keyword_dims, pipe.chunks)
+
+
+def _input_leaves(leaves: list[Any], inputs: Inputs) -> dict[str, Tensor]:
+    """Name the leaves of the input that can get a gradient."""
+    names = [name_of_leaf(inputs.structure, k) for k in range(len(leaves))]
+    return {
+        "the input" if name == "the tensor" else f"input {name}": leaf
+        for name, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    leaves, structure = flatten(value)
+    return unflatten(
+        [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+    )
+
+
+def _run_micro_batches(
+    plain: nn.Module,
+    device: torch.device,
+    leaves: list[Any],
+    inputs: Inputs,
+    watch: Watch | None,
+) -> list[Any]:
+    """Return the plain model's output for each micro-batch, in one graph with the inputs."""
+    prepare()
+    seed = draw_seed()
+    statistics = Statistics()
+    outputs = []
+    with _in_places(plain, watch) as now, gathering(statistics):
+        for i, part in enumerate(scatter_leaves(leaves, inputs.rows, inputs.dims)):
+            # Clones, because torch refuses layers that write to a part of a split tensor.
+            own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in part]
+            value = _moved(unflatten(own, inputs.structure), device)
+            now.randomness = OwnRandomness(seed, i)
+            now.keywords = value.keywords if isinstance(value, Call) else {}
+            with now.randomness.watching(), using(Skips()):
+                outputs.append(plain(value.input if isinstance(value, Call) else value))
+    statistics.commit()
+    return outputs
+
+
+class _Now:
+    """What holds for the micro-batch that is running."""
+
+    randomness: OwnRandomness
+    keywords: Mapping[str, Any]
+
+
+class _Watched(nn.Module):
+    """A place in a chain, whose results are watched."""
+
+    def __init__(self, layer: nn.Module, index: int, watch: Watch | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.index = index
+        self.watch = watch
+
+    def forward(self, value: Any, **keywords: Any) -> Any:
+        value = self.layer(value, **keywords)
+        if self.watch is not None:
+            self.watch(self.index, value)
+        return value
+
+
+class _Place(_Watched):
+    """A place in the plain chain: says which layer runs, and gives keywords to the first."""
+
+    def __init__(self, layer: nn.Module, index: int, watch: Watch | None, now: _Now) -> None:
+        super().__init__(layer, index, watch)
+        self.now = now
+
+    def forward(self, value: Any, **keywords: Any) -> Any:
+        self.now.randomness.enter_layer(self.index)
+        if self.index == 0:
+            keywords = {**self.now.keywords, **keywords}
+        return super().forward(value, **keywords)
+
+
+@contextmanager
+def _in_places(plain: nn.Module, watch: Watch | None) -> Iterator[_Now]:
+    """Put every layer of a chain into a place of its own, for this block.
+
+    The chain's own forward runs, and not just its layers: a class may have overridden it.
+    """
+    layers = layers_of(plain)
+    now = _Now()
+    for k, (name, layer) in enumerate(layers.items()):
+        plain._modules[name] = _Place(layer, k, watch, now)
+    try:
+        yield now
+    finally:
+        plain._modules.update(layers)

@@ -1,0 +1,260 @@
+"""The executor on CUDA: streams, copies, events and the allocator. Skipped without a device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from chains import run_plain, skip_chain
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import gpipebal as gb
+from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
+from gpipebal.skip import pop, skippable, stash
+
+# A hang is what these tests look for: a few seconds are enough for any of them.
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(60)]
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+CUDA = "cuda:0"
+
+
+def wide_chain(n_layers: int = 4, width: int = 256) -> nn.Sequential:
+    """Make layers that keep a stream busy for a while."""
+    layers = [layer for _ in range(n_layers) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers).double()
+
+
+@MODES
+@pytest.mark.parametrize("how", ["call", *SCHEDULES])
+@pytest.mark.parametrize("balance", [[8], [4, 4], [2, 2, 2, 2]])
+def test_partitions_on_one_device_never_wait_for_each_other_for_ever(
+    balance: list[int], how: str, checkpoint: CheckpointMode
+) -> None:
+    """Every worker runs its backward in its own thread: no deadlock, and the CPU's gradients."""
+    plain = wide_chain()
+    pipe = GPipe(
+        copy.deepcopy(plain),
+        balance,
+        devices=[CUDA] * len(balance),
+        chunks=4,
+        checkpoint=checkpoint,
+    )
+    inputs = torch.randn(32, 256, dtype=torch.float64)
+    target = torch.randn(32, 256, dtype=torch.float64)
+    mse_loss(run_plain(plain, inputs, 4), target).backward()
+    for _ in range(3):
+        pipe.zero_grad()
+        if how == "call":
+            mse_loss(pipe(inputs.to(CUDA)), target.to(CUDA)).backward()
+        else:
+            pipe.step(inputs, target=target, loss_fn=mse_loss, schedule=how)
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_the_device_thread_may_be_busy_with_the_callers_own_graph() -> None:
+    """A CUDA graph before and after the pipeline, whose backward runs in torch's device thread."""
+    pipe = GPipe(wide_chain(), [4, 4], devices=[CUDA, CUDA], chunks=4)
+    before, after = nn.Linear(256, 256).double().to(CUDA), nn.Linear(256, 1).double().to(CUDA)
+    inputs = torch.randn(16, 256, dtype=torch.float64, device=CUDA, requires_grad=True)
+    for _ in range(5):
+        after(pipe(before(inputs).tanh())).sum().backward()
+    assert inputs.grad is not None
+    assert before.weight.grad is not None
+    assert torch.isfinite(inputs.grad).all()
+
+
+@MODES
+def test_results_are_ready_for_the_caller_without_a_synchronisation(checkpoint: Any) -> None:
+    """Outputs and gradients are read on the caller's stream right away, many times over."""
+    plain = wide_chain().to(CUDA)
+    pipe = GPipe(copy.deepcopy(plain), [4, 4], devices=[CUDA, CUDA], chunks=4)
+    pipe.checkpoint = checkpoint
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (plain, pipe)]
+    for _ in range(20):
+        inputs = torch.randn(64, 256, dtype=torch.float64, device=CUDA)
+        for model, optimizer in zip((plain, pipe), optimizers, strict=True):
+            optimizer.zero_grad()
+            output = run_plain(model, inputs, 4) if model is plain else model(inputs)
+            output.square().mean().backward()
+            optimizer.step()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_cpu_and_cuda_partitions_mix() -> None:
+    """Tensors and gradients cross between a CPU and a CUDA partition; inputs keep their device."""
+    plain = skip_chain().double()
+    for devices in (["cpu", CUDA], [CUDA, "cpu"]):
+        pipe = GPipe(copy.deepcopy(plain), [2, 3], devices=devices, chunks=2)
+        mine, theirs = (torch.ones(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        output = pipe(mine)
+        assert output.device.type == pipe.devices[-1].type
+        output.square().sum().backward()
+        plain.zero_grad()
+        run_plain(plain, theirs, 2).square().sum().backward()
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("make", [lambda: 0, lambda: "cuda", lambda: torch.device(CUDA)])
+def test_devices_by_index_string_and_object(make: Any) -> None:
+    """A device may be given in each of torch's ways."""
+    pipe = GPipe(wide_chain(1), [1, 1], devices=[make(), make()])
+    assert [device.type for device in pipe.devices] == ["cuda", "cuda"]
+
+
+def test_an_existing_stream_is_computed_on() -> None:
+    """A partition that is given a stream runs its layers there."""
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.cuda.current_stream())
+            return x
+
+    stream = torch.cuda.Stream()
+    pipe = GPipe(nn.Sequential(Look()), [1], devices=[stream], chunks=2)
+    pipe(torch.ones(4, 2, device=CUDA))
+    assert seen == [stream, stream]
+    copy.deepcopy(pipe)(torch.ones(4, 2, device=CUDA))  # a copy has a stream of its own
+    assert seen[-1] != stream
+
+
+@MODES
+def test_dropout_is_the_same_in_the_recompute(checkpoint: CheckpointMode) -> None:
+    """CUDA random numbers depend on the seed alone, not on balance, mode or stream."""
+    results = []
+    for balance, mode in (([3], "never"), ([1, 2], checkpoint)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)).double()
+        pipe = GPipe(model, balance, devices=[CUDA] * len(balance), chunks=3)
+        pipe.checkpoint = mode  # type: ignore[assignment]
+        torch.manual_seed(3)
+        pipe(torch.ones(6, 64, dtype=torch.float64, device=CUDA)).square().sum().backward()
+        results.append(pipe[0].weight.grad)
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_skips_and_batch_normalisation() -> None:
+    """Skips cross streams, and deferred statistics are committed after all of them."""
+
+    @skippable(stash=["x"])
+    class Keep(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("x", x * 2)
+            return x
+
+    @skippable(pop=["x"])
+    class Add(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x + (yield pop("x"))
+
+    model = nn.Sequential(Keep(), nn.Identity(), nn.BatchNorm1d(8), Add()).double()
+    plain = copy.deepcopy(model).to(CUDA)
+    pipe = GPipe(model, [1, 1, 2], devices=[CUDA] * 3, chunks=4, deferred_batch_norm=True)
+    inputs = torch.randn(16, 8, dtype=torch.float64, device=CUDA)
+    pipe(inputs).sum().backward()
+    plain(inputs)
+    for mine, theirs in zip(pipe.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_trace_has_the_schedules_order_and_copies() -> None:
+    """CUDA events give a timeline of every action, and of the copies from the CPU."""
+    pipe = GPipe(wide_chain(), [4, 4], devices=[CUDA, CUDA], chunks=4, checkpoint="always")
+    with gb.trace(pipe) as recorder:
+        pipe(torch.randn(64, 256, dtype=torch.float64)).sum().backward()
+    timeline = recorder.timeline
+    timeline.check()
+    kinds = [event.kind for event in timeline.events]
+    assert {kind: kinds.count(kind) for kind in "FRBC"} == {"F": 8, "R": 8, "B": 8, "C": 4}
+    assert all(event.end > event.start for event in timeline.events)
+
+
+def test_the_allocator_sees_what_the_ledger_counts() -> None:
+    """The peak of the allocator is that of the counted storages, but for rounding and libraries."""
+    pipe = GPipe(wide_chain(8, 1024).float(), [8, 8], devices=[CUDA, CUDA], chunks=4)
+    inputs = torch.randn(1024, 1024, device=CUDA)
+    pipe(inputs).sum().backward()
+    pipe.zero_grad()
+    with measure_memory(pipe) as meter:
+        pipe(inputs).sum().backward()
+    (peak,) = meter.device_peak_bytes.values()
+    assert meter.total_peak_bytes <= peak * 1.03
+
+
+def test_a_fault_on_cuda_leaves_the_pipeline_usable() -> None:
+    """An exception in the middle arrives with its notes, and the next mini-batch is right."""
+    fail = [True]
+
+    class Fault(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if fail[0]:
+                raise ValueError("broken")
+            return x
+
+    pipe = GPipe(
+        nn.Sequential(nn.Linear(8, 8), Fault(), nn.Linear(8, 8)), [1, 2], devices=[CUDA, CUDA]
+    )
+    inputs = torch.randn(4, 8, device=CUDA)
+    with pytest.raises(ValueError, match="broken"):
+        pipe(inputs)
+    fail[0] = False
+    pipe(inputs).sum().backward()
+    assert pipe[0].weight.grad is not None
+
+
+def test_half_precision_with_a_grad_scaler() -> None:
+    """float16 autocast and a GradScaler train as on the plain model."""
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).to(CUDA)
+    pipe = GPipe(copy.deepcopy(plain), [1, 2], devices=[CUDA, CUDA], chunks=2)
+    inputs, target = torch.randn(16, 64, device=CUDA), torch.randn(16, 8, device=CUDA)
+    for model in (plain, pipe):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
+                output = run_plain(model, inputs, 2) if model is plain else model(inputs)
+                loss = mse_loss(output.float(), target)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_in_a_step_waits_for_the_device() -> None:
+    """No operation of forward or backward synchronises the host with the device."""
+    pipe = GPipe(wide_chain(), [4, 4], devices=[CUDA, CUDA], chunks=4, checkpoint="never")
+    inputs = torch.randn(64, 256, dtype=torch.float64, device=CUDA)
+    gradient = torch.ones(64, 256, dtype=torch.float64, device=CUDA)
+    pipe(inputs).backward(gradient)  # the first one makes workers and finds facts
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pipe(inputs).backward(gradient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@MODES
+def test_two_devices(checkpoint: CheckpointMode) -> None:
+    """Partitions on two devices give the plain model's gradients."""
+    plain = wide_chain()
+    pipe = GPipe(copy.deepcopy(plain), [4, 4], chunks=4, checkpoint=checkpoint)
+    inputs = torch.randn(32, 256, dtype=torch.float64)
+    run_plain(plain, inputs, 4).square().sum().backward()
+    output = pipe(inputs)
+    assert output.device == torch.device("cuda", 1)
+    output.square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
