@@ -16,6 +16,10 @@ from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = [
     pytest.mark.timeout(200),
+    # torch 2.11 dies when a second thread compiles, with or without a pipeline.
+    pytest.mark.skipif(
+        torch.__version__ < (2, 12), reason="torch before 2.12 cannot compile in several threads"
+    ),
     # torch's own compiler warns of its own parts.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from broken_layers import (
-    Count,
     CountCalls,
     Cut,
     Detach,
@@ -45,7 +44,6 @@ RECOMPUTED = {
         IN_RECOMPUTE,
     ),
     "recompute detaches": (Detach, "gradient of parameter '1.weight' is None", NOWHERE),
-    "recompute counts": (Count, "buffer '1.calls' is off by 3, inf of its largest", NOWHERE),
 }
 
 #: By name: a layer that makes a pipeline differ, and what the error says.

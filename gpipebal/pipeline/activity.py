@@ -84,9 +84,11 @@ def timeout_error(
     lines = []
     for j, (activity, thread) in enumerate(zip(activities, threads, strict=True)):
         lines.append(activity.describe(j))
-        frame = frames.get(thread.ident or 0)
+        frame = frames.pop(thread.ident or 0, None)
         if " runs " in lines[-1] and frame is not None:
             lines += "".join(traceback.format_stack(frame)[-_FRAMES:]).rstrip().splitlines()
+    # One of them is this function's own: a circle that would keep the mini-batch.
+    del frames
     return PipelineTimeoutError(
         f"no worker of the pipeline ended an action: timeout={timeout} s (expected one to end in "
         "that time).\n" + "\n".join(lines) + "\n"

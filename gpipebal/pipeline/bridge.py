@@ -172,7 +172,9 @@ class _Attach(torch.autograd.Function):
         ctx.crossing = crossing
         ctx.wanted = wanted
         ctx.set_materialize_grads(False)
-        return outputs
+        # Not the tensors themselves: torch would take the outputs for views that must not be
+        # written to.
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:

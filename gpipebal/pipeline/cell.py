@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.buffers import Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.microbatch import Packet
-from gpipebal.pipeline.partition import Buffers, Partition, Tail
-from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.pipeline.microbatch import Packet, find_overlaps
+from gpipebal.pipeline.partition import Partition, Tail
+from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness
 
 __all__ = ["Cell"]
 
@@ -44,15 +45,14 @@ class Cell:
 
     Attributes:
         checkpointed: As given.
-        drew: Whether a layer drew random numbers in the forward.
     """
 
     __slots__ = (
-        "_buffers",
         "_edges",
         "_grad",
         "_input",
         "_keep",
+        "_kept",
         "_kind",
         "_leaves",
         "_micro_batch",
@@ -66,7 +66,6 @@ class Cell:
         "_tail",
         "_versions",
         "checkpointed",
-        "drew",
     )
 
     def __init__(
@@ -75,7 +74,7 @@ class Cell:
         mode: Hashable,
         *,
         micro_batch: int,
-        seed: int,
+        seed: MiniBatchSeed,
         grad: bool,
         protect: bool,
         checkpointed: bool,
@@ -87,7 +86,6 @@ class Cell:
         self._grad = grad
         self._protect = grad or protect
         self.checkpointed = checkpointed
-        self.drew = False
         self._n_inputs = 0
         self._kind: Any = None
         self._versions: list[int] = []
@@ -98,9 +96,9 @@ class Cell:
     def release(self) -> None:
         """Forget all tensors."""
         self._input: Packet | None = None
-        self._leaves: list[Any] = []
+        self._leaves: list[Tensor | None] = []
         self._edges: list[GradientEdge | None] = []
-        self._buffers: Buffers = {}
+        self._kept: Kept | None = None
         self._promised: list[bool] = []
         self._tail: Tail | None = None
 
@@ -133,20 +131,21 @@ class Cell:
                 look=look,
                 tail=tail,
             )
-        self.drew = result.drew
+        self._partition.check_writes(self._kind, packet)
         if self.checkpointed and any(result.needs_gradient):
             self._input = packet
             self._versions = _versions(packet.leaves)
-            self._buffers = result.buffers
+            self._kept = result.kept
             self._promised = result.needs_gradient
             self._tail = tail
         elif records and any(result.needs_gradient):
-            self._leaves = leaves
+            self._leaves = _wanting(leaves)
             self._edges = _edges(result.leaves)
         return Packet(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in result.leaves],
             result.structure,
             [self._grad and needs for needs in result.needs_gradient],
+            overlaps=find_overlaps(result.leaves),
         )
 
     def begin_backward(self, *, keep: bool, parameters: bool) -> None:
@@ -160,8 +159,8 @@ class Cell:
         Raises:
             ModelError: the kept input was written to, or a layer does not do what it did before.
         """
-        packet = self._input
-        if packet is None:
+        packet, kept = self._input, self._kept
+        if packet is None or kept is None:
             return  # no output needs a gradient
         if _versions(packet.leaves) != self._versions:
             raise ModelError(
@@ -177,16 +176,14 @@ class Cell:
                 packet.structure,
                 kind=self._kind,
                 promised=self._promised,
-                buffers={place: tensor.clone() for place, tensor in self._buffers.items()}
-                if self._keep
-                else self._buffers,
+                kept=kept.again() if self._keep else kept,
                 state=state,
                 randomness=OwnRandomness(self._seed, self._micro_batch),
                 tail=self._tail,
             )
         if not self._keep:
-            self._input, self._buffers, self._tail = None, {}, None
-        self._leaves = leaves
+            self._input, self._kept, self._tail = None, None, None
+        self._leaves = _wanting(leaves)
         self._edges = _edges(outputs)
 
     def backward(self, gradients: Sequence[Any]) -> list[Tensor | None]:
@@ -198,16 +195,19 @@ class Cell:
             if edge is not None and gradient is not None:
                 roots.append(edge)
                 seeds.append(gradient)
-        wanted = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        wanted = [leaf for leaf in self._leaves if leaf is not None]
         keep = self._keep and not self.checkpointed
         if roots and (self._parameters or wanted):
-            torch.autograd.backward(
-                roots,
-                seeds,
-                retain_graph=keep,
-                inputs=None if self._parameters else wanted,
-            )
-        found = [leaf.grad if isinstance(leaf, Tensor) else None for leaf in self._leaves]
+            randomness = OwnRandomness(self._seed, self._micro_batch)
+            randomness.enter_backward(self._partition.index)
+            with randomness.watching():
+                torch.autograd.backward(
+                    roots,
+                    seeds,
+                    retain_graph=keep,
+                    inputs=None if self._parameters else wanted,
+                )
+        found = [None if leaf is None else leaf.grad for leaf in self._leaves]
         for leaf in wanted:
             leaf.grad = None
         if not keep:
@@ -222,6 +222,11 @@ def _as_leaves(packet: Packet) -> list[Any]:
         leaf.detach().requires_grad_() if needs else leaf
         for leaf, needs in zip(packet.leaves, packet.needs_gradient, strict=True)
     ]
+
+
+def _wanting(leaves: Sequence[Any]) -> list[Tensor | None]:
+    """Keep the leaves of autograd; the memory of others is not the cell's to hold."""
+    return [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
 def _edges(outputs: Sequence[Any]) -> list[GradientEdge | None]:

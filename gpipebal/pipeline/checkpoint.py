@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 __all__ = ["is_checkpointing", "is_recomputing", "phase"]
 
-
-class _Pass(threading.local):
-    checkpointing = False
-    recomputing = False
-
-
-_current = _Pass()
+# Context variables and not the thread's own: a pipeline inside a layer of another one carries them
+# to its workers.
+_checkpointing = ContextVar("checkpointing", default=False)
+_recomputing = ContextVar("recomputing", default=False)
 
 
 def is_checkpointing() -> bool:
-    """Tell a layer that this forward records no graph and will be run again in the backward.
+    """Tell a layer that this forward keeps no graph and will be run again in the backward.
 
     Returns:
         True inside the first pass of a checkpointed micro-batch, else False.
     """
-    return _current.checkpointing
+    return _checkpointing.get()
 
 
 def is_recomputing() -> bool:
@@ -34,15 +31,19 @@ def is_recomputing() -> bool:
     Returns:
         True inside the recompute of a checkpointed micro-batch, else False.
     """
-    return _current.recomputing
+    return _recomputing.get()
 
 
 @contextmanager
 def phase(*, checkpointing: bool = False, recomputing: bool = False) -> Iterator[None]:
-    """Set, for this thread and this block, what the two questions answer."""
-    before = _current.checkpointing, _current.recomputing
-    _current.checkpointing, _current.recomputing = checkpointing, recomputing
+    """Set, for this block, what the two questions answer."""
+    # In a pipeline inside another one's layer, the outer one's pass is the inner one's too.
+    before = (
+        _checkpointing.set(checkpointing or _checkpointing.get()),
+        _recomputing.set(recomputing or _recomputing.get()),
+    )
     try:
         yield
     finally:
-        _current.checkpointing, _current.recomputing = before
+        _checkpointing.reset(before[0])
+        _recomputing.reset(before[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Self
@@ -150,9 +151,9 @@ class Container(nn.Module):
 
 def _check_timeout(timeout: object) -> None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and timeout > 0):  # type: ignore[operator]
+    if timeout is not None and not (number and 0 < timeout <= threading.TIMEOUT_MAX):  # type: ignore[operator]
         raise BalanceError(
-            f"timeout is no time: timeout={timeout!r} (expected seconds above 0, or None).\n"
+            f"timeout is no time: timeout={timeout!r} (expected finite seconds above 0, or None).\n"
             "Fix: timeout=None to wait for ever."
         )
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpipebal.errors import BalanceError, DeviceError
+from gpipebal.pipeline.container import Container
 from gpipebal.schedule import check_count
 
 __all__ = [
@@ -133,4 +134,5 @@ def move_layer(name: str, layer: nn.Module, device: torch.device) -> None:
                 f"layer {name!r} has no values: its parameters are on the meta device.\n"
                 "Fix: make the model on a real device before you run it."
             )
-    layer.to(device)
+    if not isinstance(layer, Container):  # a pipeline inside a pipeline stays on its devices
+        layer.to(device)

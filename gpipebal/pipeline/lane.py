@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CudaLane", "Lane", "Span", "make_lane"]
+__all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane"]
 
 #: Two points in time of a lane's `clock`.
 Span = tuple[Any, Any]
@@ -36,8 +36,8 @@ class Lane:
 
     def wait_for(self, ready: Any) -> None:
         """Let the lane's coming work start after `ready`: a CPU can only wait on the host."""
-        if ready is not None:
-            ready.synchronize()
+        for event in _events(ready):
+            event.synchronize()
 
     def receive(
         self, leaves: Sequence[Any], ready: Any, spans: list[Span] | None = None
@@ -98,9 +98,9 @@ class CudaLane(Lane):
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, ready: Any) -> None:
-        """Let the compute stream wait for an event."""
-        if ready is not None:
-            self.compute.wait_event(ready)
+        """Let the compute stream wait for events."""
+        for event in _events(ready):
+            self.compute.wait_event(event)
 
     def receive(
         self, leaves: Sequence[Any], ready: Any, spans: list[Span] | None = None
@@ -108,8 +108,8 @@ class CudaLane(Lane):
         """Copy tensors from elsewhere on the copy stream; read those at home in place."""
         received = []
         strange = [isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves]
-        if ready is not None:
-            self.copy.wait_event(ready)
+        for event in _events(ready):
+            self.copy.wait_event(event)
         with torch.cuda.stream(self.copy):
             started = self._clock(self.copy) if spans is not None and any(strange) else None
             for leaf, moves in zip(leaves, strange, strict=True):
@@ -136,8 +136,8 @@ class CudaLane(Lane):
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
         """Let the caller's stream on this device wait, and keep the memory until it has read."""
         current = torch.cuda.current_stream(self.device)
-        if ready is not None:
-            current.wait_event(ready)
+        for event in _events(ready):
+            current.wait_event(event)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(current)
@@ -150,6 +150,19 @@ class CudaLane(Lane):
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+def _events(ready: Any) -> Sequence[Any]:
+    """Return the events to wait for: none, one, or several of which some may be none."""
+    if ready is None:
+        return ()
+    return [event for event in ready if event is not None] if isinstance(ready, list) else [ready]
+
+
+def caller_events(leaves: Sequence[Any]) -> list[torch.cuda.Event]:
+    """Mark the caller's work on the devices of these tensors, on its current stream of each."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def make_lane(device: torch.device, stream: torch.cuda.Stream | None = None) -> Lane:

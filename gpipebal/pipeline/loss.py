@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline.lane import Lane, caller_events
 from gpipebal.pipeline.microbatch import Packet, flatten, unflatten
 from gpipebal.pipeline.parting import Dim, count_rows, scatter_leaves, spread_dims
 from gpipebal.pipeline.partition import Tail
@@ -61,6 +61,10 @@ class MicroBatchLoss:
         self.weights = [
             1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
         ]
+
+    def events(self) -> list[Any]:
+        """Return what a lane must wait for before it reads the target."""
+        return [] if self._targets is None else caller_events(self._targets[0])
 
     def of(self, i: int, lane: Lane, ready: Any) -> Tail:
         """Return the loss of micro-batch `i` as a function of its output; called by the worker."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -19,6 +21,7 @@ __all__ = [
     "Call",
     "Packet",
     "check_travels",
+    "find_overlaps",
     "flatten",
     "join_packets",
     "name_of_leaf",
@@ -34,13 +37,15 @@ class Packet(NamedTuple):
         leaves: Leaves of the pytree; tensors are detached.
         structure: How `unflatten` puts them together.
         needs_gradient: One flag per leaf: the tensor's gradient is wanted back.
-        ready: What the receiver waits for before it reads the tensors (a CUDA event), or None.
+        ready: What the receiver waits for before it reads the tensors (CUDA events).
+        overlaps: Indices of leaves that have memory in common with another value on its way.
     """
 
     leaves: list[Any]
     structure: pytree.TreeSpec
     needs_gradient: list[bool]
     ready: Any = None
+    overlaps: frozenset[int] = frozenset()
 
 
 class Call(NamedTuple):
@@ -77,9 +82,13 @@ def join_packets(packets: Sequence[Packet]) -> Packet:
     """Make one packet of several: its value is the list of theirs."""
     value = [unflatten(packet.leaves, packet.structure) for packet in packets]
     leaves, structure = flatten(value)
-    return Packet(
-        leaves, structure, [needs for packet in packets for needs in packet.needs_gradient]
-    )
+    needs = [needs for packet in packets for needs in packet.needs_gradient]
+    overlaps: set[int] = set()
+    start = 0
+    for packet in packets:
+        overlaps.update(start + k for k in packet.overlaps)
+        start += len(packet.leaves)
+    return Packet(leaves, structure, needs, None, frozenset(overlaps))
 
 
 def split_packet(packet: Packet) -> list[Packet]:
@@ -88,9 +97,59 @@ def split_packet(packet: Packet) -> list[Packet]:
     for part in unflatten(packet.leaves, packet.structure):
         leaves, structure = flatten(part)
         end = start + len(leaves)
-        packets.append(Packet(leaves, structure, packet.needs_gradient[start:end], packet.ready))
+        needs = packet.needs_gradient[start:end]
+        overlaps = frozenset(k - start for k in packet.overlaps if start <= k < end)
+        packets.append(Packet(leaves, structure, needs, packet.ready, overlaps))
         start = end
     return packets
+
+
+class _Address:
+    """A tensor's place in memory, for numpy to compare and never to read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+        }
+
+
+def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:
+    """Return the indices of the tensors that have memory in common with another one.
+
+    Two views of one tensor that have no element in common, as `torch.chunk` makes them, do not.
+    """
+    tensors = [
+        (k, leaf)
+        for k, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
+    ]
+    if len(tensors) < 2:
+        return frozenset()
+    by_storage: dict[int, list[tuple[int, Tensor]]] = {}
+    for k, tensor in tensors:
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((k, tensor))
+    found: set[int] = set()
+    for group in by_storage.values():
+        addresses = (
+            [(k, np.asarray(_Address(tensor))) for k, tensor in group] if len(group) > 1 else []
+        )
+        for at, (k, one) in enumerate(addresses):
+            for other, another in addresses[at + 1 :]:
+                if _share(one, another):
+                    found |= {k, other}
+    return frozenset(found)
+
+
+def _share(one: Any, other: Any) -> bool:
+    try:
+        return bool(np.shares_memory(one, other, max_work=10_000))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def check_travels(value: Any, layer: str) -> None:

@@ -38,10 +38,11 @@ from gpipebal.pipeline.cell import Cell
 from gpipebal.pipeline.failures import Failures
 from gpipebal.pipeline.inbox import InboxClosedError, Stop
 from gpipebal.pipeline.inputs import Inputs
+from gpipebal.pipeline.lane import caller_events
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.loss import MicroBatchLoss
-from gpipebal.pipeline.microbatch import Packet
-from gpipebal.pipeline.randomness import draw_seed
+from gpipebal.pipeline.microbatch import Packet, find_overlaps
+from gpipebal.pipeline.randomness import MiniBatchSeed
 from gpipebal.pipeline.recorder import MiniBatchRecord
 from gpipebal.pipeline.routes import Routes
 from gpipebal.pipeline.runtime import Runtime
@@ -110,9 +111,7 @@ class MiniBatch:
         )
         self._tied = runtime.tied.sums()
         self._spent = not self.grad
-        # A model without randomness leaves the caller's generator as it found it.
-        self._drawn_from = torch.default_generator.get_state()
-        seed = draw_seed()
+        seed = MiniBatchSeed()
         recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
         # What goes to every micro-batch is read again after one of them has run.
         protect = None in self.dims and self.chunks > 1
@@ -133,9 +132,17 @@ class MiniBatch:
         ]
         starts = [lane.follow_caller() for lane in self.lanes]
         self._starts = starts
+        ready = [starts[0], *caller_events(inputs.micro_batches[0])]
         for i, leaves in enumerate(inputs.micro_batches):
-            packet = Packet(leaves, inputs.structure, inputs.needs_gradient, starts[0])
-            self._routes.put_input(i, packet)
+            self._routes.put_input(
+                i,
+                Packet(
+                    leaves, inputs.structure, inputs.needs_gradient, ready, find_overlaps(leaves)
+                ),
+            )
+        self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
+        # What a recompute needs unchanged: the layers' modes and parameters.
+        self._states: list[Any] = []
         # Keeping them here would keep their memory.
         inputs.micro_batches = []
 
@@ -205,6 +212,7 @@ class MiniBatch:
                 "Fix: loss.backward(retain_graph=True) for all but the last backward, or run the "
                 "pipeline again."
             )
+        self._check_unchanged()
         self._spent = not keep
         self._starts = [lane.follow_caller() for lane in self.lanes]
         for i, leaves in enumerate(gradients):
@@ -228,12 +236,20 @@ class MiniBatch:
 
     def _run_forward_phase(self, kinds: str) -> None:
         """Run a phase that has the forwards; what they leave in the layers is settled here."""
-        try:
-            self._run_phase(kinds)
-        finally:
-            if not any(cell.drew for row in self._cells for cell in row):
-                torch.default_generator.set_state(self._drawn_from)
+        self._run_phase(kinds)
         self._statistics.commit()
+        if any(cell.checkpointed for row in self._cells for cell in row):
+            self._states = [(part.mode(), part.versions()) for part in self.runtime.partitions]
+
+    def _check_unchanged(self) -> None:
+        for partition, state in zip(self.runtime.partitions, self._states, strict=False):
+            if (partition.mode(), partition.versions()) != state:
+                raise RuntimeError(
+                    f"the checkpointed micro-batches of partition {partition.index} cannot be "
+                    "recomputed: since their forward a parameter was written to, or frozen, or a "
+                    "layer was switched between train and eval.\n"
+                    "Fix: call backward() before the optimizer's step, and before eval()."
+                )
 
     def _run_phase(self, kinds: str) -> None:
         """Let every worker run its row; return when all have, raise when one failed."""
@@ -262,7 +278,11 @@ class MiniBatch:
             # has been given up. A second interrupt ends this wait too, and leaves the workers to
             # stop on their own, and the cells to them.
             self._close()
-            if not pool.is_given_up:
+            if pool.is_given_up:
+                for partition in self.runtime.partitions:
+                    partition.is_given_up = True
+                    partition.buffers.give_back()
+            else:
                 for event in finished[: n_submitted[0]]:
                     event.wait()
                 self._release_cells()
@@ -304,7 +324,7 @@ class MiniBatch:
             packet = self._routes.take_input(j, i)
             started = self._start(action)
             loss = self._loss if j == len(self.lanes) - 1 else None
-            tail = None if loss is None else loss.of(i, lane, self._starts[-1])
+            tail = None if loss is None else loss.of(i, lane, self._target_ready)
             output = cell.forward(packet, self.state, tail)
             self._end(action, started)
             if loss is None:

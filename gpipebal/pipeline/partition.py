@@ -5,9 +5,9 @@ on the first micro-batch of a new kind, and used from then on:
 
 * which of the boundary tensors the first layers write to (only those are copied, so that the
   recompute and the neighbour still see them unharmed);
-* which buffers the layers write to (only those are copied for a recompute, which then starts from
-  the same buffers as the forward, and leaves no trace in them: batch normalisation counts each
-  micro-batch once);
+* which buffers the layers write to (only those, and small ones in any case, are copied for a
+  recompute, which then starts from the same buffers as the forward, and leaves no trace in them:
+  batch normalisation counts each micro-batch once);
 * which outputs need a gradient (a checkpointed forward records no graph that could tell).
 
 Which outputs need a gradient is looked at again in the first micro-batch of every mini-batch. A
@@ -16,25 +16,28 @@ layer that changes otherwise is noticed in the recompute, before it can make a w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.buffers import Buffers, Kept, Place
 from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.inbox import InboxClosedError
 from gpipebal.pipeline.microbatch import Call, Packet, check_travels, flatten, unflatten
 from gpipebal.pipeline.randomness import OwnRandomness
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
-__all__ = ["Buffers", "Facts", "ForwardResult", "Partition", "Route", "Tail"]
+__all__ = ["Facts", "ForwardResult", "Partition", "Route", "Tail"]
 
-#: Copies of buffers, by the module that has them and their name there.
-Buffers = Mapping[tuple[nn.Module, str], Tensor]
+#: Kinds of micro-batches that are remembered at one time.
+MOST_KINDS = 64
 
 #: What runs behind the layers of the last partition, if the pipeline computes the loss.
 Tail = Callable[[Any], Tensor]
@@ -53,7 +56,6 @@ class Facts:
     """What was found out about one kind of micro-batch."""
 
     written_inputs: frozenset[int]
-    written_buffers: frozenset[tuple[nn.Module, str]]
     outputs_need_gradient: tuple[bool, ...]
 
 
@@ -65,15 +67,13 @@ class ForwardResult:
         leaves: Leaves of the output.
         structure: Their pytree.
         needs_gradient: Which of them need a gradient.
-        drew: Whether a layer drew random numbers.
-        buffers: Written buffers as they were before, for a recompute; empty in a recompute.
+        kept: What a recompute needs of the buffers; None if there will be none.
     """
 
     leaves: list[Any]
     structure: Any
     needs_gradient: list[bool]
-    drew: bool
-    buffers: Buffers
+    kept: Kept | None
 
 
 @dataclass(eq=False)
@@ -91,6 +91,8 @@ class Partition:
         outgoing: Skip connections that go out to other partitions, likewise.
         foreign_buffers: Buffers that layers of other partitions have too.
         running: The layer of its own that runs, or ran last.
+        is_given_up: Whether its worker hangs and has been given up: it must start no other layer.
+        buffers: The buffers of its layers.
     """
 
     index: int
@@ -100,14 +102,16 @@ class Partition:
     device: torch.device
     incoming: Sequence[Route] = ()
     outgoing: Sequence[Route] = ()
-    foreign_buffers: frozenset[tuple[nn.Module, str]] = frozenset()
+    foreign_buffers: frozenset[Place] = frozenset()
     running: int = 0
+    is_given_up: bool = False
     _facts: dict[Hashable, Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._modules = list(
             dict.fromkeys(module for layer in self.layers for module in layer.modules())
         )
+        self.buffers = Buffers(self._modules, self.foreign_buffers)
         self._skips = any(is_skippable(module) for module in self._modules)
 
     def mode(self) -> Hashable:
@@ -130,7 +134,7 @@ class Partition:
     ) -> Hashable:
         """Name the kind of a micro-batch that meets layers in this mode, and a loss or none."""
         kinds = [
-            (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else _name(leaf)
+            (leaf.dtype, leaf.dim(), leaf.numel() == 0) if isinstance(leaf, Tensor) else _name(leaf)
             for leaf in packet.leaves
         ]
         return (
@@ -139,8 +143,20 @@ class Partition:
             tuple(kinds),
             tuple(packet.needs_gradient),
             state.autocast,
+            state.inference_mode,
             grad,
             tail is not None,
+        )
+
+    def versions(self) -> Hashable:
+        """Tell how often each parameter has been written to: a recompute needs them unchanged."""
+        return tuple(
+            [
+                (id(parameter), parameter._version)
+                for module in self._modules
+                for parameter in module._parameters.values()
+                if parameter is not None and not is_lazy(parameter) and not parameter.is_inference()
+            ]
         )
 
     def facts(self, kind: Hashable) -> Facts | None:
@@ -189,11 +205,8 @@ class Partition:
                 partition have too.
         """
         find_out = facts is None
-        buffers: Buffers = {}
-        if find_out and (protect or self.foreign_buffers):
-            buffers = _copies(self._buffer_places())
-        elif facts is not None and keep_buffers:
-            buffers = _copies(facts.written_buffers)
+        kept = self.buffers.keep() if keep_buffers else None
+        before = self.buffers.copies(alone=not protect) if find_out else {}
         # Facts are found with a graph, because only a graph tells which outputs need a gradient.
         with state.entered(grad=grad or look or (find_out and state.grad_enabled)):
             inputs = list(leaves)
@@ -208,25 +221,43 @@ class Partition:
             outputs, out_structure = flatten(value)
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
         if facts is None:
-            # By value, because torch's batch normalisation writes without counting a version.
-            own = {place: place[0]._buffers[place[1]] for place in buffers}
-            buffers = {p: b for p, b in buffers.items() if not _equal(b, own[p])}
-            self._check_own(buffers)
+            changed = self.buffers.look(before)
+            if kept is not None:
+                kept = Kept(
+                    {**kept.copies, **changed},
+                    {place: v for place, v in kept.versions.items() if place not in changed},
+                )
             facts = Facts(
                 written_inputs=frozenset(
-                    k
-                    for k, leaf in enumerate(inputs)
-                    if versions[k] is not None and _version(leaf) != versions[k]
+                    k for k, leaf in enumerate(inputs) if _was_written(leaves[k], leaf, versions[k])
                 ),
-                written_buffers=frozenset(buffers),
                 outputs_need_gradient=tuple(needs),
             )
-            self._facts[kind] = facts
+            self._remember(kind, facts)
         elif look:
             facts.outputs_need_gradient = tuple(needs)
         elif state.grad_enabled and not grad:
             needs = list(facts.outputs_need_gradient)
-        return ForwardResult(outputs, out_structure, needs, randomness.drew, buffers)
+        return ForwardResult(outputs, out_structure, needs, kept)
+
+    def check_writes(self, kind: Hashable, packet: Packet) -> None:
+        """Make sure that no layer has written to a tensor that others will read.
+
+        Raises:
+            ModelError: one has.
+        """
+        if not packet.overlaps:
+            return
+        facts = self._facts.get(kind)
+        if facts is not None and packet.overlaps & facts.written_inputs:
+            self.forget(kind)
+            raise ModelError(
+                f"a layer of partition {self.index} writes to a tensor whose memory is also that "
+                "of another value on its way between partitions (two views of one tensor, or a "
+                "tensor and its skip).\n"
+                "Fix: choose a balance that has the layer that makes both in one partition with "
+                "the one that writes, or let either work on a clone()."
+            )
 
     def recompute(
         self,
@@ -235,7 +266,7 @@ class Partition:
         *,
         kind: Hashable,
         promised: Sequence[bool],
-        buffers: Buffers,
+        kept: Kept,
         state: CallerState,
         randomness: OwnRandomness,
         tail: Tail | None = None,
@@ -247,7 +278,7 @@ class Partition:
             structure: Their pytree.
             kind: Kind of the micro-batch.
             promised: Which outputs were said to need a gradient.
-            buffers: Written buffers as they were before the forward.
+            kept: The buffers as they were before the forward.
             state: Settings of the caller.
             randomness: Random numbers of the micro-batch.
             tail: Runs behind the layers.
@@ -260,7 +291,8 @@ class Partition:
         """
         facts = self._facts.get(kind)
         written = frozenset(range(len(leaves))) if facts is None else facts.written_inputs
-        with state.entered(grad=True), _replaced(buffers):
+        self.buffers.check(kept)
+        with state.entered(grad=True), self.buffers.replaced(kept):
             inputs = [
                 leaf.clone() if k in written and isinstance(leaf, Tensor) else leaf
                 for k, leaf in enumerate(leaves)
@@ -277,23 +309,11 @@ class Partition:
             )
         return outputs
 
-    def _check_own(self, written: Iterable[tuple[nn.Module, str]]) -> None:
-        for module, name in written:
-            if (module, name) in self.foreign_buffers:
-                raise ModelError(
-                    f"a buffer is written to by two partitions: {name!r} of a "
-                    f"{type(module).__name__} in partition {self.index} and in another one "
-                    "(expected one at most).\n"
-                    "Fix: choose a balance that has all layers with this buffer in one partition."
-                )
-
-    def _buffer_places(self) -> list[tuple[nn.Module, str]]:
-        return [
-            (module, name)
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+    def _remember(self, kind: Hashable, facts: Facts) -> None:
+        self._facts[kind] = facts
+        while len(self._facts) > MOST_KINDS:
+            # The oldest: a dictionary keeps its order.
+            self._facts.pop(next(iter(self._facts)), None)
 
     def _run_layers(self, value: Any, randomness: OwnRandomness, tail: Tail | None) -> Any:
         skips = None
@@ -308,6 +328,8 @@ class Partition:
         try:
             with randomness.watching(), using(skips) if skips is not None else nullcontext():
                 for k, layer in enumerate(self.layers):
+                    if self.is_given_up:
+                        raise InboxClosedError
                     self.running = k
                     where = f"in layer {self.names[k]!r} (layer {self.first + k} of the chain)"
                     randomness.enter_layer(self.first + k)
@@ -328,37 +350,23 @@ class Partition:
         return value
 
 
-def _copies(places: Iterable[tuple[nn.Module, str]]) -> Buffers:
-    copies = {}
-    for module, name in places:
-        buffer = module._buffers[name]
-        if buffer is not None:
-            copies[module, name] = buffer.detach().clone()
-    return copies
-
-
-def _equal(left: Tensor, right: Tensor | None) -> bool:
-    return right is not None and left.shape == right.shape and torch.equal(left, right)
-
-
-@contextmanager
-def _replaced(buffers: Buffers) -> Iterator[None]:
-    """Let modules see other buffers, and put their own back."""
-    own = {place: place[0]._buffers[place[1]] for place in buffers}
-    for (module, name), tensor in buffers.items():
-        module._buffers[name] = tensor
-    try:
-        yield
-    finally:
-        for (module, name), buffer in own.items():
-            module._buffers[name] = buffer
-
-
 def _name(leaf: Any) -> Hashable:
-    """Name a leaf that is no tensor: by its value if that can be compared, else by its kind."""
-    if isinstance(leaf, (bool, int, float, str)):
+    """Name a leaf that is no tensor: a switch by its value, else by its kind.
+
+    Not a number by its value: one that counts the steps would make a kind of each.
+    """
+    if isinstance(leaf, (bool, str)):
         return (type(leaf).__name__, leaf)
     return type(leaf).__qualname__
+
+
+def _was_written(before: Any, leaf: Any, version: int | None) -> bool:
+    if not isinstance(leaf, Tensor):
+        return False
+    if version is None:
+        # Of a tensor that counts no versions `leaf` is a copy, if anybody reads `before` later.
+        return leaf is not before and not torch.equal(leaf, before)
+    return _version(leaf) != version
 
 
 def _version(leaf: Any) -> int | None:

@@ -5,7 +5,7 @@ side would get numbers in the order of the clock: another result in every run, a
 differs from its forward. So a layer that draws gets numbers from a generator of its own, seeded by
 (mini-batch, layer, micro-batch): the same for forward and recompute, and the same for every
 balance. The mini-batch's seed is drawn from the default generator of the caller, so that
-`torch.manual_seed` rules as usual.
+`torch.manual_seed` rules as usual; a mini-batch that draws nothing leaves it as it was.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from gpipebal.errors import ModelError
 from gpipebal.pipeline.random_ops import catch_random_operations
 
-__all__ = ["OwnRandomness", "cell_seed", "draw_seed"]
+__all__ = ["MiniBatchSeed", "OwnRandomness", "cell_seed", "draw_seed"]
 
 # Operations without a generator argument draw from a default generator: one at a time.
 _default_generators = threading.Lock()
@@ -31,10 +32,24 @@ def draw_seed() -> int:
     return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu"))
 
 
-def cell_seed(seed: int, layer: int, micro_batch: int) -> int:
+def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:
     """Mix a mini-batch's seed with a layer and a micro-batch into a seed of 63 bits."""
     text = f"{seed}/{layer}/{micro_batch}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class MiniBatchSeed:
+    """The seed of a mini-batch, drawn when the first of its cells needs it."""
+
+    def __init__(self) -> None:
+        self._value: int | None = None
+        self._drawing = threading.Lock()
+
+    def __int__(self) -> int:
+        with self._drawing:
+            if self._value is None:
+                self._value = draw_seed()
+            return self._value
 
 
 class OwnRandomness:
@@ -48,13 +63,14 @@ class OwnRandomness:
         drew: Whether any random operation ran inside `watching`.
     """
 
-    __slots__ = ("_generators", "_layer", "_micro_batch", "_seed", "drew")
+    __slots__ = ("_backward_of", "_generators", "_layer", "_micro_batch", "_seed", "drew")
 
-    def __init__(self, seed: int, micro_batch: int) -> None:
+    def __init__(self, seed: int | MiniBatchSeed, micro_batch: int) -> None:
         self.drew = False
         self._seed = seed
         self._micro_batch = micro_batch
-        self._layer = 0
+        self._layer: int | str = 0
+        self._backward_of: int | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @contextmanager
@@ -63,23 +79,37 @@ class OwnRandomness:
         with catch_random_operations(self._draw):
             yield
 
-    def enter_layer(self, layer: int) -> None:
+    def enter_layer(self, layer: int | str) -> None:
         """Turn to the generators of a layer, given by its place in the whole chain."""
         self._layer = layer
         if self._generators:
             self._generators = {}
 
+    def enter_backward(self, partition: int) -> None:
+        """Turn to the generators of a cell's backward."""
+        self._backward_of = partition
+        self.enter_layer(f"backward of partition {partition}")
+
     def _draw(self, operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not _draws(operation, args, kwargs):
-            return operation(*args, **kwargs)
-        self.drew = True
         if kwargs.get("generator") is not None:
             return operation(*args, **kwargs)
+        takes = any(argument.name == "generator" for argument in operation._schema.arguments)
+        if not takes and not _draws(operation, args, kwargs):
+            return operation(*args, **kwargs)
+        if self._backward_of is not None and torch.is_grad_enabled():
+            raise ModelError(
+                f"a layer of partition {self._backward_of} draws random numbers while it is run "
+                "again in a backward, by torch.utils.checkpoint or the like, which could not make "
+                "them those of the forward.\n"
+                "Fix: let the pipeline recompute, GPipe(..., checkpoint='always'), and not the "
+                "layer itself."
+            )
+        self.drew = True
         device = _device_of(args, kwargs)
         if device.type == "meta":
             return operation(*args, **kwargs)
         generator = self._generator(device)
-        if any(argument.name == "generator" for argument in operation._schema.arguments):
+        if takes:
             return operation(*args, **{**kwargs, "generator": generator})
         return _run_with_default(generator, operation, args, kwargs)
 
@@ -87,7 +117,7 @@ class OwnRandomness:
         generator = self._generators.get(device)
         if generator is None:
             generator = torch.Generator(device)
-            generator.manual_seed(cell_seed(self._seed, self._layer, self._micro_batch))
+            generator.manual_seed(cell_seed(int(self._seed), self._layer, self._micro_batch))
             self._generators[device] = generator
         return generator
 

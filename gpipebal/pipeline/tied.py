@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -38,6 +39,8 @@ class TiedParameters:
                     owners.setdefault(parameter, set()).add(partition.index)
         self.parameters = [p for p, found in owners.items() if len(found) > 1]
         self._n_partitions = len(partitions)
+        # Two mini-batches of two threads may be ready at once.
+        self._adding = threading.Lock()
         # torch keeps the node that adds to `.grad` only while a graph does; the hook is on it.
         self._nodes: dict[nn.Parameter, Any] = {}
 
@@ -66,16 +69,27 @@ class TiedParameters:
 
     def add_up(self, sums: Sequence[_Sums], lanes: Sequence[Lane]) -> None:
         """Add the sums of the partitions to ``.grad``; called in the caller's thread."""
-        for parameter in self.parameters:
-            for j, of_partition in enumerate(sums):
-                gradient = of_partition.pop(parameter, None)
-                if gradient is None:
-                    continue
-                lanes[j].give_to_caller([gradient], None)
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad = parameter.grad + gradient
+        with self._adding, torch.no_grad():
+            for parameter in self.parameters:
+                found = False
+                for j, of_partition in enumerate(sums):
+                    gradient = of_partition.pop(parameter, None)
+                    if gradient is not None:
+                        found = True
+                        lanes[j].give_to_caller([gradient], None)
+                        parameter.grad = _added(parameter.grad, gradient)
+                if found:
+                    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                        hook(parameter)
+
+
+def _added(known: Tensor | None, gradient: Tensor) -> Tensor:
+    """Add a gradient in place, where torch can: a sparse one to a dense one, not the other way."""
+    if known is None:
+        return gradient
+    if known.is_sparse and not gradient.is_sparse:
+        return gradient.add_(known)
+    return known.add_(gradient)
 
 
 def _catcher(parameter: nn.Parameter) -> Any:
@@ -84,9 +98,12 @@ def _catcher(parameter: nn.Parameter) -> Any:
         gradient = gradients[0]
         if sums is None or gradient is None:
             return None  # a backward outside of the pipeline
-        known = sums.get(parameter)
-        # A copy: the same tensor may be on its way to other parameters too.
-        sums[parameter] = gradient.detach().clone() if known is None else known + gradient
+        with torch.no_grad():
+            known = sums.get(parameter)
+            if known is None or (known.is_sparse and not gradient.is_sparse):
+                # A copy: the same tensor may be on its way to other parameters too.
+                gradient = gradient.detach().clone()
+            sums[parameter] = _added(known, gradient)
         return (None,)  # nothing is added to `.grad`
 
     return catch

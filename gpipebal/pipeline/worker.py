@@ -104,6 +104,11 @@ class WorkerPool:
                 "GPipe has checkpoint=."
             )
         with self._submitting:
+            if self.is_given_up:
+                raise PipelineError(
+                    "a mini-batch that began before a timeout can go no further: its workers were "
+                    "given up.\nFix: run the mini-batch again."
+                )
             if not self._end.alive:
                 raise PipelineError(
                     "the pipeline is closed, and a mini-batch that it began can go no further.\n"
@@ -123,15 +128,14 @@ class WorkerPool:
         Raises:
             PipelineTimeoutError: given up; the text says what every worker is doing.
         """
-        n_done = -1
+        n_done = sum(activity.n_done for activity in self.activities)
         for event in finished:
             while not event.wait(timeout):
                 before, n_done = n_done, sum(activity.n_done for activity in self.activities)
                 if n_done == before:
                     assert timeout is not None
-                    error = timeout_error(timeout, self.activities, self._threads)
                     self._give_up()
-                    raise error
+                    raise timeout_error(timeout, self.activities, self._threads)
 
     def _give_up(self) -> None:
         with self._submitting:
@@ -142,7 +146,16 @@ class WorkerPool:
                 queue.put(None)
 
     def close(self) -> None:
-        """End the threads, after what they were handed; wait for them. Harmless when repeated."""
+        """End the threads, after what they were handed; wait for them. Harmless when repeated.
+
+        Raises:
+            PipelineError: one of the threads calls it, which would wait for itself.
+        """
+        if threading.current_thread() in self._threads:
+            raise PipelineError(
+                "a pipeline was closed by one of its own layers, which would wait for itself.\n"
+                "Fix: close it when its call has returned."
+            )
         with self._submitting:
             self._end()
 

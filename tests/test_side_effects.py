@@ -1,0 +1,303 @@
+"""What layers and callers do beside computing: write to buffers, draw in backwards, close."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from chains import run_plain
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from gpipebal.errors import ModelError, PipelineError
+from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
+from gpipebal.pipeline.buffers import SMALL
+from gpipebal.pipeline.microbatch import find_overlaps
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+
+pytestmark = pytest.mark.timeout(60)
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+
+
+class Observer(nn.Module):
+    """Scale by the largest value seen so far, which may change at any micro-batch."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.largest: Tensor
+        self.register_buffer("largest", torch.full((size,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().max() > self.largest[0]:
+            self.largest.fill_(float(x.detach().max()))
+        return x / self.largest[0].clone()
+
+
+@MODES
+def test_a_buffer_may_begin_to_change_at_any_micro_batch(checkpoint: CheckpointMode) -> None:
+    """A recompute sees the buffers of its own forward, also when a later one changed them."""
+    plain = nn.Sequential(nn.Linear(1, 1, bias=False), Observer()).double()
+    nn.init.ones_(plain[0].weight)  # type: ignore[arg-type]
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=4, checkpoint=checkpoint)
+    inputs = torch.tensor([[1.0], [3.0], [2.0], [5.0]], dtype=torch.float64)
+    run_plain(plain, inputs, 4).sum().backward()
+    pipe(inputs).sum().backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+    assert torch.equal(pipe[1].largest, plain[1].largest)  # type: ignore[arg-type]
+
+
+def test_a_large_buffer_that_begins_to_change_is_refused_once() -> None:
+    """Large buffers are copied once they have changed: an error before, right numbers after."""
+    plain = nn.Sequential(nn.Linear(1, 1, bias=False), Observer(SMALL)).double()
+    nn.init.ones_(plain[0].weight)  # type: ignore[arg-type]
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint="always")
+    inputs = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    with pytest.raises(ModelError, match="buffer 'largest' of a Observer has changed"):
+        pipe(inputs).sum().backward()
+    for model in (plain, pipe):
+        model.zero_grad()
+        model[1].largest.fill_(2.0)  # type: ignore[index, operator, union-attr]
+    run_plain(plain, inputs, 2).sum().backward()
+    pipe(inputs).sum().backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+
+
+class Noisy(torch.autograd.Function):
+    """Add noise to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.rand_like(gradient)
+
+
+class NoisyBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Noisy.apply(x)
+
+
+@MODES
+def test_random_numbers_of_a_backward_depend_on_the_seed_alone(checkpoint: CheckpointMode) -> None:
+    """Workers whose backwards draw side by side get the same numbers in every run."""
+    model = nn.Sequential(nn.Linear(3, 3), NoisyBackward(), nn.Linear(3, 3), NoisyBackward())
+    pipe = GPipe(model, [2, 2], chunks=4, checkpoint=checkpoint)
+    results = set()
+    for _ in range(20):
+        pipe.zero_grad()
+        torch.manual_seed(1)
+        pipe(torch.ones(8, 3)).sum().backward()
+        results.add(tuple(pipe[0].weight.grad.flatten().tolist()))  # type: ignore[union-attr]
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_inside_a_layer(reentrant: bool) -> None:
+    """Without random numbers it works; with them it is refused, because it would draw others."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 3), nn.Dropout(p), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch_checkpoint(self.body, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    plain = nn.Sequential(nn.Linear(3, 3), Wrapped(0.0)).double()
+    inputs = torch.randn(4, 3, dtype=torch.float64)
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint="never")
+    run_plain(plain, inputs, 2).sum().backward()
+    pipe(inputs).sum().backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), Wrapped(0.5)), [1, 1], chunks=2, checkpoint="never")
+    with pytest.raises(ModelError, match=r"run again in a backward, by torch.utils.checkpoint"):
+        pipe(torch.ones(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:, 1:]])
+def test_writing_to_shared_memory_across_a_cut_is_refused(view: Any) -> None:
+    """A tensor and a view of it that cross a cut cannot be written to behind it, in any mode."""
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, view(x)
+
+    class Write(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0].mul_(2).sum(1) + pair[1].sum(1)
+
+    layers = [nn.Linear(3, 3), Two(), Write()]
+    for grad in (True, False):
+        pipe = GPipe(nn.Sequential(*layers), [2, 1], chunks=2)
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(ModelError, match="memory is also that of"),
+        ):
+            pipe(torch.ones(4, 3))
+        fixed = GPipe(nn.Sequential(*layers), [1, 2], chunks=2)
+        with torch.set_grad_enabled(grad):
+            plain = nn.Sequential(*layers)(torch.ones(4, 3))
+            torch.testing.assert_close(fixed(torch.ones(4, 3)), plain)
+
+
+def test_parts_of_a_tensor_may_be_written_to() -> None:
+    """Views without an element in common, such as chunks, are no trouble."""
+    x = torch.zeros(4, 6)
+    assert find_overlaps(x.chunk(3, dim=1)) == frozenset()
+    assert find_overlaps([x, 7, x[1:], torch.zeros(2)]) == {0, 2}
+    assert find_overlaps([x[::2], x[1::2]]) == frozenset()
+
+    class Split(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x.chunk(2, dim=1)
+
+    class Write(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0].mul_(2) + pair[1]
+
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 4), Split(), Write()), [2, 1], chunks=2)
+    pipe(torch.ones(4, 3)).sum().backward()
+
+
+def test_the_output_may_be_written_to() -> None:
+    """In-place operations on the pipeline's output work, and gradients flow through them."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    inputs = torch.ones(4, 2, requires_grad=True)
+    (expected,) = torch.autograd.grad(pipe(inputs).mul(3).relu().sum(), inputs)
+    output = pipe(inputs)
+    output.mul_(3).relu_()
+    output.sum().backward()
+    torch.testing.assert_close(inputs.grad, expected)
+
+
+def test_inference_mode_finds_in_place_layers_too() -> None:
+    """What all micro-batches share stays whole, in inference mode and after it."""
+
+    class Bump(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] * pair[1].add_(1)
+
+    pipe = GPipe(nn.Sequential(Bump()), [1], chunks=4, in_dims=(0, None))
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert pipe((torch.ones(4), torch.zeros(1))).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("change", ["parameter", "eval", "freeze"])
+def test_changes_between_forward_and_backward_are_refused(change: str) -> None:
+    """A recompute that could not give what its forward gave is an error, as in the plain model."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    pipe = GPipe(model, [2, 1], chunks=2, checkpoint="always")
+    loss = pipe(torch.randn(6, 3)).sum()
+    if change == "parameter":
+        with torch.no_grad():
+            pipe[0].weight.mul_(2)  # type: ignore[operator, union-attr]
+    elif change == "eval":
+        pipe.eval()
+    else:
+        pipe[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="of partition 0 cannot be recomputed: since"):
+        loss.backward()
+
+
+def test_other_threads_random_numbers_are_drawn_once() -> None:
+    """A pipeline that draws nothing does not rewind the generator over another thread's numbers."""
+    inside, drawn = threading.Event(), threading.Event()
+
+    class Wait(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert drawn.wait(30)
+            return x
+
+    pipe = GPipe(nn.Sequential(Wait()), [1])
+    numbers = []
+    for _ in range(2):
+        inside.clear()
+        drawn.clear()
+        thread = threading.Thread(target=lambda: pipe(torch.ones(1, 1)))
+        thread.start()
+        assert inside.wait(30)
+        numbers.append(torch.rand(()).item())
+        drawn.set()
+        thread.join()
+    assert numbers[0] != numbers[1]
+
+
+def test_a_pipeline_inside_a_layer_of_another() -> None:
+    """It runs on its own workers, and its layers know when the outer one repeats them."""
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((is_checkpointing(), is_recomputing()))
+            return x
+
+    inner = GPipe(nn.Sequential(nn.Linear(2, 2), Look()), [1, 1], checkpoint="never")
+    outer = GPipe(nn.Sequential(nn.Linear(2, 2), inner), [1, 1], chunks=1, checkpoint="always")
+    outer(torch.ones(2, 2)).sum().backward()
+    assert seen == [(True, False), (False, True)]
+    assert inner[0].weight.grad is not None
+
+
+def test_closing_a_pipeline_inside_itself_is_refused() -> None:
+    """A layer that closes its own pipeline gets an error instead of waiting for itself."""
+
+    class Close(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pool.close()
+            return x
+
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Close()), [1, 1])
+    pool = pipe._started().pool
+    with pytest.raises(PipelineError, match="closed by one of its own layers"):
+        pipe(torch.ones(2, 2))
+
+
+def test_a_number_in_the_input_does_not_make_a_kind_of_its_own() -> None:
+    """What is remembered of micro-batches does not grow with a counter that goes through."""
+
+    class Count(nn.Module):
+        def forward(self, pair: tuple[Tensor, int]) -> Tensor:
+            return pair[0] * pair[1]
+
+    pipe = GPipe(nn.Sequential(Count()), [1], chunks=2)
+    for step in range(10):
+        assert pipe((torch.ones(2), step)).tolist() == [step, step]
+    (partition,) = pipe._started().partitions
+    assert len(partition._facts) == 1
+
+
+def test_the_sum_of_a_tied_gradient_is_added_in_place_and_told() -> None:
+    """`.grad` stays the tensor that it was, and post-accumulate hooks see the sum at last."""
+    layer = nn.Linear(2, 2, bias=False)
+    buffer = torch.zeros(2, 2)
+    layer.weight.grad = buffer
+    seen: list[Tensor] = []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[union-attr]
+    pipe = GPipe(nn.Sequential(layer, layer), [1, 1], chunks=2)
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert layer.weight.grad is buffer
+    assert buffer.any()
+    assert torch.equal(seen[-1], buffer)
+
+
+def test_sparse_and_dense_gradients_of_one_parameter() -> None:
+    """A sparse embedding whose weight is the dense weight of another partition's layer."""
+    for order in (0, 1):
+        embedding, head = nn.Embedding(4, 3, sparse=True), nn.Linear(3, 4, bias=False)
+        head.weight = embedding.weight
+        plain = nn.Sequential(embedding, nn.Tanh(), head).double()
+        pipe = GPipe(copy.deepcopy(plain), [2, 1], chunks=2)
+        for _ in range(2 + order):
+            plain(torch.arange(4)).square().sum().backward()
+            pipe(torch.arange(4)).square().sum().backward()
+        torch.testing.assert_close(
+            pipe[0].weight.grad.to_dense(),  # type: ignore[operator, union-attr]
+            plain[0].weight.grad.to_dense(),  # type: ignore[operator, union-attr]
+        )
