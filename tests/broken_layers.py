@@ -26,15 +26,6 @@ class Scale(nn.Module):
         return (x @ self.weight) * self.factor()
 
 
-class Count(Scale):
-    """Counts its recomputes only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if gb.is_recomputing():
-            self.calls.add_(1)
-        return super().forward(x)
-
-
 class CountCalls(Scale):
     """Counts in the pipeline's threads only."""
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -12,7 +15,7 @@ from chains import run_plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gpipebal.errors import ModelError, PipelineError
+from gpipebal.errors import BalanceError, DeviceError, ModelError, PipelineError
 from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
 from gpipebal.pipeline.buffers import SMALL
 from gpipebal.pipeline.microbatch import find_overlaps
@@ -301,3 +304,118 @@ def test_sparse_and_dense_gradients_of_one_parameter() -> None:
             pipe[0].weight.grad.to_dense(),  # type: ignore[operator, union-attr]
             plain[0].weight.grad.to_dense(),  # type: ignore[operator, union-attr]
         )
+
+
+@dataclasses.dataclass
+class Pair:
+    """Two tensors in an object that is no pytree."""
+
+    x: Tensor
+    y: Tensor
+
+
+def test_tensors_hidden_in_objects_are_refused_at_a_cut() -> None:
+    """Nobody could part, move or differentiate them; inside a partition they are no matter."""
+
+    class Make(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Pair]:
+            return x, Pair(x * 2, x)
+
+    class Use(nn.Module):
+        def forward(self, value: tuple[Tensor, Pair]) -> Tensor:
+            return value[0] * value[1].x
+
+    layers = [nn.Linear(2, 2), Make(), Use()]
+    pipe = GPipe(nn.Sequential(*layers), [2, 1], chunks=2, checkpoint="always")
+    with pytest.raises(
+        ModelError, match=r"output of partition 0 has tensors inside .* 'x' of a Pair"
+    ):
+        pipe(torch.ones(4, 2))
+    with pytest.raises(ModelError, match="the input has tensors inside an object"):
+        pipe((torch.ones(4, 2), Pair(torch.ones(4), torch.ones(4))))
+    GPipe(nn.Sequential(*layers), [1, 2], chunks=2)(torch.ones(4, 2)).sum().backward()
+
+
+def test_parameters_that_were_lent_for_the_forward_are_missed_in_the_recompute() -> None:
+    """`functional_call` around the forward alone is an error with checkpoints, right without."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    lent = {n: (p.detach() * 2).requires_grad_() for n, p in pipe.named_parameters()}
+    output = torch.func.functional_call(pipe, lent, (torch.ones(4, 2),))
+    with pytest.raises(RuntimeError, match="written to, replaced or frozen"):
+        output.sum().backward()
+    pipe.checkpoint = "never"
+    torch.func.functional_call(pipe, lent, (torch.ones(4, 2),)).sum().backward()
+    assert lent["0.weight"].grad is not None
+    assert pipe[0].weight.grad is None
+
+
+@MODES
+def test_a_layer_that_becomes_in_place_is_looked_at_again(checkpoint: CheckpointMode) -> None:
+    """The mini-batch in which it is noticed may fail; the next one is right."""
+
+    class Double(nn.Module):
+        in_place = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2) if self.in_place else x * 2
+
+    double = Double()
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), double), [1, 1], chunks=3, checkpoint=checkpoint)
+    inputs = torch.randn(6, 3)
+    pipe(inputs).sum().backward()
+    double.in_place = True
+    with pytest.raises((RuntimeError, TypeError)):
+        pipe(inputs).sum().backward()
+    plain = copy.deepcopy(nn.Sequential(*pipe))
+    pipe.zero_grad()
+    plain.zero_grad()
+    pipe(inputs).square().sum().backward()
+    run_plain(plain, inputs, 3).square().sum().backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+
+
+def test_an_interrupt_of_a_layer_that_hangs_ends_the_call_and_the_process() -> None:
+    """One Ctrl-C is enough, after a while of patience; the interpreter exits, the worker stays."""
+    code = (
+        "import os, signal, threading, torch, gpipebal as gb\n"
+        "from gpipebal.pipeline import minibatch\n"
+        "minibatch.GRACE = 0.2\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Hang(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        threading.Event().wait()\n"
+        "pipe = gb.GPipe(torch.nn.Sequential(Hang()), [1])\n"
+        "try:\n"
+        "    pipe(torch.ones(1))\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_errors_name_the_argument_that_helps() -> None:
+    """The fix of an error about dimensions, devices or plans is one that works."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2)
+    with pytest.raises(ModelError, match="keyword_dims for a keyword argument"):
+        pipe(torch.ones(4, 2), bias=torch.ones(3))
+    with pytest.raises(ModelError, match=r"(?s)target tensor cannot be parted.*target_dims"):
+        pipe.step(torch.ones(4, 2), target=torch.tensor(1.0), loss_fn=lambda y, t: (y * t).sum())
+    pipe.step(
+        torch.ones(4, 2),
+        target=torch.tensor(1.0),
+        target_dims=None,
+        loss_fn=lambda y, t: (y * t).sum(),
+    )
+    with pytest.raises(ModelError, match="is a pipeline already"):
+        GPipe(pipe, [1])
+    with pytest.raises(BalanceError, match=r"is no list of numbers of layers: type\(balance\)=int"):
+        GPipe(nn.Sequential(nn.Linear(2, 2)), 1)  # type: ignore[arg-type]
+    with pytest.raises(BalanceError, match="keyword_dims is no dict"):
+        GPipe(nn.Sequential(nn.Linear(2, 2)), [1], keyword_dims=3)  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="this machine has 0 CUDA devices"):
+            GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=[0])

@@ -72,7 +72,8 @@ class Activity:
             return f"partition {j} waits to start the {cell}, for {seconds:.1f} s"
         layer = ""
         if action.kind != "B" and partition is not None and partition.names:
-            layer = f" in layer {partition.names[partition.running]!r}"
+            named = dict(enumerate(map(repr, partition.names))).get(partition.running)
+            layer = " in the loss" if named is None else f" in layer {named}"
         return f"partition {j} runs the {cell}{layer}, for {seconds:.1f} s"
 
 

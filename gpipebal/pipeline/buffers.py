@@ -131,8 +131,10 @@ class Buffers:
             self.give_back()
 
     def give_back(self) -> None:
-        """Give the modules back their own buffers, once: a worker that hangs in `replaced` and is
-        given up finds nothing left to give back, should it ever end.
+        """Give the modules back their own buffers, once.
+
+        A worker that hangs in `replaced` and is given up finds nothing left to give back, should
+        it ever end.
         """
         lent, self._lent = self._lent, {}
         for (module, name), own in lent.items():

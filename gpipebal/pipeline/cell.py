@@ -24,7 +24,7 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.buffers import Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.microbatch import Packet, find_overlaps
+from gpipebal.pipeline.microbatch import Packet, check_nothing_hidden, find_overlaps
 from gpipebal.pipeline.partition import Partition, Tail
 from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness
 
@@ -102,6 +102,10 @@ class Cell:
         self._promised: list[bool] = []
         self._tail: Tail | None = None
 
+    def forget_facts(self) -> None:
+        """Let the partition look anew at micro-batches of this cell's kind."""
+        self._partition.forget(self._kind)
+
     def forward(self, packet: Packet, state: CallerState, tail: Tail | None = None) -> Packet:
         """Run the layers on the cell's input; return what goes on to the next partition.
 
@@ -117,6 +121,8 @@ class Cell:
         facts = self._partition.facts(self._kind)
         finds_out = self._grad and facts is None
         leaves = _as_leaves(packet) if records or look or finds_out else packet.leaves
+        # Before the layers run: one may write to its input that did not when it was looked at.
+        versions = _versions(packet.leaves) if self.checkpointed else []
         with phase(checkpointing=self.checkpointed):
             result = self._partition.forward(
                 leaves,
@@ -134,13 +140,14 @@ class Cell:
         self._partition.check_writes(self._kind, packet)
         if self.checkpointed and any(result.needs_gradient):
             self._input = packet
-            self._versions = _versions(packet.leaves)
+            self._versions = versions
             self._kept = result.kept
             self._promised = result.needs_gradient
             self._tail = tail
         elif records and any(result.needs_gradient):
             self._leaves = _wanting(leaves)
             self._edges = _edges(result.leaves)
+        check_nothing_hidden(result.leaves, f"the output of partition {self._partition.index}")
         return Packet(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in result.leaves],
             result.structure,

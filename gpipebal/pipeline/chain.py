@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from gpipebal.errors import BalanceError, ModelError, UnsupportedPlanError
+from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.plan import Plan
 from gpipebal.schedule import SCHEDULES, check_count
@@ -21,6 +22,11 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
     Raises:
         ModelError: `module` is not an `nn.Sequential`.
     """
+    if isinstance(module, Container):
+        raise ModelError(
+            f"module is a pipeline already: type(module)={type(module).__name__} (expected the "
+            "plain nn.Sequential).\nFix: give the model that the pipeline was made of."
+        )
     if not isinstance(module, nn.Sequential):
         raise ModelError(
             "module must be nn.Sequential to be partitioned: "
@@ -45,6 +51,12 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
     )
     if balance is None:
         raise BalanceError(f"balance is required: balance=None (expected a list).\n{advice}")
+    if isinstance(balance, Plan) or not isinstance(balance, Iterable) or isinstance(balance, str):
+        way = "GPipe.from_plan(model, plan)" if isinstance(balance, Plan) else "balance=[2, 3]"
+        raise BalanceError(
+            f"balance is no list of numbers of layers: type(balance)={type(balance).__name__} "
+            f"(expected a list).\nFix: {way}."
+        )
     sizes = list(balance)
     for size in sizes:
         try:
@@ -92,6 +104,11 @@ def check_plan_schedule(plan: Plan) -> None:
     Raises:
         UnsupportedPlanError: it cannot; the error names what can.
     """
+    if not isinstance(plan, Plan):
+        raise UnsupportedPlanError(
+            f"plan is no plan: type(plan)={type(plan).__name__} (expected Plan).\n"
+            "Fix: plan = solve(profile, partitions), or GPipe(model, balance) with a balance."
+        )
     if plan.schedule not in SCHEDULES:
         raise UnsupportedPlanError(
             f"GPipe cannot run this plan: schedule={plan.schedule!r} (expected one of "

@@ -63,7 +63,8 @@ def parse_device(device: torch.device | str | int) -> torch.device:
         DeviceError: it is no device, of a kind that is not supported, or does not exist.
     """
     try:
-        parsed = torch.device(device)
+        # A number alone torch reads as a device of a kind that the machine may not have.
+        parsed = torch.device("cuda", device) if type(device) is int else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(
             f"device is not readable: device={device!r} (expected 'cpu', 'cuda' or 'cuda:0').\n"

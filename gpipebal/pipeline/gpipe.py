@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import PipelineError
+from gpipebal.errors import BalanceError, PipelineError
 from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
 from gpipebal.pipeline.chain import (
@@ -131,7 +131,7 @@ class GPipe(Container):
         self.checkpoint = checkpoint
         self.schedule = "gpipe"
         self.timeout = timeout
-        self.in_dims, self.keyword_dims = in_dims, dict(keyword_dims or {})
+        self.in_dims, self.keyword_dims = in_dims, _by_name(keyword_dims)
         self.out_dims = out_dims
         layers = layers_of(module)
         find_skips(list(layers.values()), list(layers))
@@ -282,7 +282,8 @@ class GPipe(Container):
             keywords: Keyword arguments for the first layer.
 
         Returns:
-            The loss of the mini-batch, without a graph, on the last device.
+            The loss of the mini-batch, without a graph, on the last device: what `loss_fn` gave,
+            so a scaled one if it scales.
 
         Raises:
             UnsupportedPlanError: an unknown schedule.
@@ -370,6 +371,15 @@ class GPipe(Container):
                 )
                 self._runtime = runtime
             return runtime
+
+
+def _by_name(keyword_dims: object) -> dict[str, Any]:
+    if keyword_dims is None or isinstance(keyword_dims, Mapping):
+        return dict(keyword_dims or {})
+    raise BalanceError(
+        f"keyword_dims is no dict: keyword_dims={keyword_dims!r} (expected names and dimensions).\n"
+        "Fix: keyword_dims={'mask': None}, say."
+    )
 
 
 def _check_number(n_layers: int, balance: list[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.microbatch import Call, flatten
+from gpipebal.pipeline.microbatch import Call, check_nothing_hidden, flatten
 from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
 
 __all__ = ["Inputs", "part_inputs"]
@@ -65,7 +65,9 @@ def part_inputs(
         dims += spread_dims(keyword_dims.get(name, 0), of_keyword, f"keyword_dims[{name!r}]")
     if keywords:
         _, structure = flatten(Call(input, dict(keywords)))
-    rows = chunk_sizes(count_rows(leaves, structure, dims), chunks)
+    check_nothing_hidden(leaves, "the input")
+    argument = "in_dims, or in keyword_dims for a keyword argument" if keywords else "in_dims"
+    rows = chunk_sizes(count_rows(leaves, structure, dims, argument=argument), chunks)
     detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     grad = torch.is_grad_enabled()
     needs = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]

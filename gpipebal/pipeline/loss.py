@@ -113,7 +113,7 @@ class MicroBatchLoss:
 def _check_rows(leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], rows: int) -> None:
     if all(dim is None or not isinstance(x, Tensor) for x, dim in zip(leaves, dims, strict=True)):
         return
-    found = count_rows(leaves, structure, dims)
+    found = count_rows(leaves, structure, dims, what="target", argument="target_dims")
     if found != rows:
         raise BalanceError(
             f"target has other rows than the input: {found} (expected {rows}).\n"

@@ -20,6 +20,7 @@ from gpipebal.errors import ModelError
 __all__ = [
     "Call",
     "Packet",
+    "check_nothing_hidden",
     "check_travels",
     "find_overlaps",
     "flatten",
@@ -150,6 +151,35 @@ def _share(one: Any, other: Any) -> bool:
         return bool(np.shares_memory(one, other, max_work=10_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+def find_hidden_tensor(leaves: Sequence[Any]) -> tuple[type, str] | None:
+    """Return the type and attribute of an object among the leaves that hides a tensor, or None."""
+    for leaf in leaves:
+        if leaf is None or isinstance(leaf, (Tensor, bool, int, float, complex, str, bytes, type)):
+            continue
+        names = [*getattr(leaf, "__dict__", ()), *getattr(type(leaf), "__slots__", ())]
+        for name in names:
+            if isinstance(name, str) and isinstance(getattr(leaf, name, None), Tensor):
+                return type(leaf), name
+    return None
+
+
+def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
+    """Refuse objects with tensors in them: nobody would part, move or differentiate those.
+
+    Raises:
+        ModelError: there is one.
+    """
+    hidden = find_hidden_tensor(leaves)
+    if hidden is not None:
+        kind, name = hidden
+        raise ModelError(
+            f"{where} has tensors inside an object that is no pytree: attribute {name!r} of a "
+            f"{kind.__name__} (expected tensors in tuples, lists, dicts or named tuples).\n"
+            f"Fix: torch.export.register_dataclass({kind.__name__}) for a dataclass, or pass its "
+            "tensors as a tuple."
+        )
 
 
 def check_travels(value: Any, layer: str) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpipebal.errors import PipelineTimeoutError
 from gpipebal.pipeline.batchnorm import Statistics, gathering
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.cell import Cell
@@ -49,6 +50,9 @@ from gpipebal.pipeline.runtime import Runtime
 from gpipebal.schedule import Action, Schedule
 
 __all__ = ["MiniBatch", "Watchers"]
+
+#: Seconds without the end of any action after which an interrupted call waits no longer.
+GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -246,9 +250,10 @@ class MiniBatch:
             if (partition.mode(), partition.versions()) != state:
                 raise RuntimeError(
                     f"the checkpointed micro-batches of partition {partition.index} cannot be "
-                    "recomputed: since their forward a parameter was written to, or frozen, or a "
-                    "layer was switched between train and eval.\n"
-                    "Fix: call backward() before the optimizer's step, and before eval()."
+                    "recomputed: since their forward a parameter was written to, replaced or "
+                    "frozen, or a layer was switched between train and eval.\n"
+                    "Fix: call backward() before the optimizer's step, before eval(), and inside "
+                    "the block of torch.func.functional_call; or checkpoint='never'."
                 )
 
     def _run_phase(self, kinds: str) -> None:
@@ -274,18 +279,22 @@ class MiniBatch:
             pool.submit([task_of(j) for j in range(len(rows))], n_submitted)
             pool.wait_for(finished, self._watchers.timeout)
         except BaseException:
-            # Interrupted, or nobody comes forward: let the cells in progress end, unless the pool
-            # has been given up. A second interrupt ends this wait too, and leaves the workers to
-            # stop on their own, and the cells to them.
+            # Interrupted, or nobody comes forward: let the cells in progress end, unless they hang.
+            # A second interrupt ends this wait too. Workers that are not waited for are given up:
+            # they stop on their own, and the cells are left to them.
             self._close()
-            if pool.is_given_up:
-                for partition in self.runtime.partitions:
-                    partition.is_given_up = True
-                    partition.buffers.give_back()
-            else:
-                for event in finished[: n_submitted[0]]:
-                    event.wait()
-                self._release_cells()
+            try:
+                if not pool.is_given_up:
+                    pool.wait_for(finished[: n_submitted[0]], GRACE)
+                    self._release_cells()
+            except PipelineTimeoutError:
+                pass  # the interrupt is what the caller gets to see
+            except BaseException:
+                pool.give_up()
+                raise
+            finally:
+                if pool.is_given_up:
+                    self._give_up()
             raise
         if self._failures:
             self._release_cells()
@@ -312,6 +321,8 @@ class MiniBatch:
         except InboxClosedError:
             pass  # another worker failed, and tells why
         except BaseException as error:
+            # Perhaps because a layer does not do any more what was found out about it.
+            self._cells[j][action.micro_batch].forget_facts()
             self._failures.add(action, error)
             self._close()
         finally:
@@ -362,6 +373,11 @@ class MiniBatch:
         self._spent = True
         self._stop.is_set = True
         self._routes.close()
+
+    def _give_up(self) -> None:
+        for partition in self.runtime.partitions:
+            partition.is_given_up = True
+            partition.buffers.give_back()
 
     def _release_cells(self) -> None:
         for row in self._cells:

@@ -80,7 +80,12 @@ def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
 
 
 def count_rows(
-    leaves: Sequence[Any], structure: pytree.TreeSpec | None = None, dims: Sequence[Dim] = ()
+    leaves: Sequence[Any],
+    structure: pytree.TreeSpec | None = None,
+    dims: Sequence[Dim] = (),
+    *,
+    what: str = "input",
+    argument: str = "in_dims",
 ) -> int:
     """Return the rows that all tensors of a mini-batch have.
 
@@ -88,6 +93,8 @@ def count_rows(
         leaves: Leaves of the mini-batch.
         structure: Its pytree, to name a leaf in an error; None: the leaves are a list.
         dims: Dimension of each leaf; empty: 0 for all.
+        what: What they are, for an error.
+        argument: Where their dimensions can be named, for an error.
 
     Raises:
         ModelError: no tensor has rows, one has not got the dimension, or two have different rows.
@@ -100,23 +107,23 @@ def count_rows(
         if not -leaf.dim() <= dim < leaf.dim():
             has = "no dimensions" if leaf.dim() == 0 else f"shape {tuple(leaf.shape)}"
             raise ModelError(
-                f"input tensor cannot be parted: {name_of_leaf(structure, index)} has {has} "
+                f"{what} tensor cannot be parted: {name_of_leaf(structure, index)} has {has} "
                 f"(expected rows along dim {dim}).\n"
                 "Fix: give it one value per row, make it a Python number, or name its dimension in "
-                "in_dims (None: every micro-batch gets all of it)."
+                f"{argument} (None: every micro-batch gets all of it)."
             )
         if rows is not None and leaf.shape[dim] != rows:
             raise ModelError(
-                f"input tensors have different rows: {name_of_leaf(structure, index)} has "
+                f"{what} tensors have different rows: {name_of_leaf(structure, index)} has "
                 f"{leaf.shape[dim]} along dim {dim} (expected {rows}, as the tensors before it).\n"
-                "Fix: give every tensor the same rows, or name its dimension in in_dims (None: "
+                f"Fix: give every tensor the same rows, or name its dimension in {argument} (None: "
                 "every micro-batch gets all of it)."
             )
         rows = leaf.shape[dim]
     if rows is None:
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
         raise ModelError(
-            f"input has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
+            f"{what} has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
             "tensors).\nFix: pass the mini-batch as tensors with its rows along dim 0."
         )
     return rows

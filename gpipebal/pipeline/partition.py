@@ -90,7 +90,7 @@ class Partition:
             partition's input is the list of the value and what they bring.
         outgoing: Skip connections that go out to other partitions, likewise.
         foreign_buffers: Buffers that layers of other partitions have too.
-        running: The layer of its own that runs, or ran last.
+        running: The layer of its own that runs, or ran last; their number stands for the loss.
         is_given_up: Whether its worker hangs and has been given up: it must start no other layer.
         buffers: The buffers of its layers.
     """
@@ -339,7 +339,7 @@ class Partition:
                         value = layer(value)
                     check_travels(value, self.names[k])
                 if tail is not None:
-                    where = "in the loss"
+                    where, self.running = "in the loss", len(self.layers)
                     randomness.enter_layer(self.first + len(self.layers))
                     value = tail(value)
         except BaseException as error:

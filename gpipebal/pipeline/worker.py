@@ -134,10 +134,11 @@ class WorkerPool:
                 before, n_done = n_done, sum(activity.n_done for activity in self.activities)
                 if n_done == before:
                     assert timeout is not None
-                    self._give_up()
+                    self.give_up()
                     raise timeout_error(timeout, self.activities, self._threads)
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Take no more tasks, and wait for the threads no more: one of them hangs."""
         with self._submitting:
             self.is_given_up = True
             # Those that still can end by themselves; the one that hangs cannot be waited for.
