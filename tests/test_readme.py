@@ -24,6 +24,7 @@ SMALLER = {
     "images, chunks=8)  #": "images, chunks=4, timeout=0)  #",
     "images, 2, chunks=8)  # or": "images, 2, chunks=4, timeout=0)  # or",
     "randint(0, 1000, (32,))": "randint(0, 4, (8,))",
+    "balance, chunks=8)": "balance, chunks=4)",
 }
 
 

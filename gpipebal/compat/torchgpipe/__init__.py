@@ -16,3 +16,6 @@ from gpipebal.pipeline import is_checkpointing, is_recomputing
 
 # A star import gives what torchgpipe's gave; the modules are attributes.
 __all__ = ["GPipe", "is_checkpointing", "is_recomputing"]
+
+#: The version of torchgpipe whose interface this is.
+__version__ = "0.0.7"

@@ -1,0 +1,225 @@
+"""The ideal makespan: serially measured cells, placed as if nothing else cost time.
+
+The cells of a step are run in this process, on one thread, without any executor: plain calls of
+the layers and of `torch.autograd.backward`. A schedule is gone through as a partition's worker
+would: as many cells of one partition as can be run, then those of the other. So as many graphs are
+alive at one time as in the pipeline, and the costs of their memory are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from gpipebal.schedule import Action, Schedule
+from gpipebal.simulator import Durations, place
+
+__all__ = ["CellTimes", "ideal_with_barrier", "ideal_without_barrier", "run_serially"]
+
+
+@dataclass
+class CellTimes:
+    """Seconds of the cells of one step.
+
+    Attributes:
+        forward: For each partition, of each micro-batch.
+        recompute: For each partition, of each recomputed micro-batch.
+        backward: For each partition, of each micro-batch, without recompute.
+        loss_forward: Of the loss of each micro-batch.
+        loss_backward: Of the gradient of each of them with respect to the output.
+        pause: Of what ``loss(pipe(x))`` does between forward and backward, over the mini-batch:
+            join the outputs, loss, gradient of the outputs.
+    """
+
+    forward: list[list[float]]
+    recompute: list[list[float]]
+    backward: list[list[float]]
+    loss_forward: list[float] = field(default_factory=list)
+    loss_backward: list[float] = field(default_factory=list)
+    pause: float = 0.0
+
+    @classmethod
+    def empty(cls, n_partitions: int) -> CellTimes:
+        """Make the record of a step that has not been run."""
+        return cls(*([[] for _ in range(n_partitions)] for _ in range(3)))
+
+    def durations(self, *, loss: bool) -> Durations:
+        """Return the mean cell of each partition; with `loss`, the last one's has it in it."""
+        kinds = (self.forward, self.recompute, self.backward)
+        forward, recompute, backward = ([_mean(times) for times in kind] for kind in kinds)
+        if loss:
+            forward[-1] += _mean(self.loss_forward)
+            backward[-1] += _mean(self.loss_backward)
+        return Durations(tuple(forward), tuple(recompute), tuple(backward))
+
+
+def ideal_with_barrier(durations: Durations, chunks: int, checkpoint: str, pause: float) -> float:
+    """Return the ideal makespan of ``loss(pipe(x)).backward()``.
+
+    The loss is one for the whole mini-batch, so all forwards end before the first backward begins:
+    the makespan of the forwards, the pause, and the makespan of the backwards. A recompute is
+    early: it waits for no gradient.
+
+    Args:
+        durations: Seconds of each partition for one micro-batch.
+        chunks: Micro-batches.
+        checkpoint: ``'never'`` or ``'except_last'``.
+        pause: Seconds between the forwards and the backwards.
+
+    Example:
+        >>> durations = Durations((1.0, 2.0), (1.0, 2.0), (3.0, 2.0))
+        >>> ideal_with_barrier(durations, 4, "never", 0.5)  # 3 + 3 * 2, 0.5, 5 + 3 * 3
+        23.5
+        >>> ideal_with_barrier(durations, 4, "except_last", 0.5)  # 3 + 3 * 2, 0.5, 5 + 3 * 4
+        26.5
+    """
+    if checkpoint not in ("never", "except_last"):
+        raise ValueError(f"no formula for checkpoint={checkpoint!r}")
+    f, b = durations.forward, durations.backward  # f, b, r: forward, backward, recompute
+    r = durations.recompute if checkpoint == "except_last" else (0.0,) * len(f)
+    load = [backward + recompute for backward, recompute in zip(b, r, strict=True)]
+    forward = sum(f) + (chunks - 1) * max(f)
+    return forward + pause + sum(b) + (chunks - 1) * max(load)
+
+
+def ideal_without_barrier(schedule: Schedule, durations: Durations) -> float:
+    """Return the ideal makespan of a step whose loss is inside the last partition."""
+    return place(schedule, durations).makespan
+
+
+def run_serially(
+    partitions: Sequence[nn.Module],
+    schedule: Schedule,
+    inputs: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> CellTimes:
+    """Run a step cell by cell in this thread, and clock each.
+
+    Gradients are added to the parameters as by the plain model.
+
+    Args:
+        partitions: The layers of each partition.
+        schedule: Which micro-batches are recomputed, and in which order each partition works.
+        inputs: The mini-batch.
+        target: Its target.
+        loss_fn: Loss of a (micro-)batch, a mean over its rows.
+    """
+    step = _SerialStep(partitions, schedule, inputs, target, loss_fn)
+    rows = [deque(row) for row in schedule.rows]
+    while any(rows):
+        n_left = sum(map(len, rows))
+        for row in rows:
+            while row and step.can_run(row[0]):
+                step.run(row.popleft())
+        if sum(map(len, rows)) == n_left:
+            raise ValueError(f"schedule can never finish: {[row[0] for row in rows if row]} wait")
+    step.clock_pause(target)
+    return step.times
+
+
+class _SerialStep:
+    def __init__(
+        self,
+        partitions: Sequence[nn.Module],
+        schedule: Schedule,
+        inputs: Tensor,
+        target: Tensor,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self._partitions = partitions
+        self._chunks = schedule.chunks
+        self._targets = target.chunk(self._chunks)
+        self._loss_fn = loss_fn
+        self._outputs: dict[int, Tensor] = {}
+        # By (partition, micro-batch): what a cell waits for, and what it keeps for its backward.
+        self._arrived = {(0, i): part for i, part in enumerate(inputs.chunk(self._chunks))}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._graphs: dict[tuple[int, int], tuple[Tensor, object]] = {}
+        self._recomputed = {(a.partition, a.micro_batch) for a in _recomputes(schedule)}
+        self.times = CellTimes.empty(schedule.n_partitions)
+
+    def can_run(self, action: Action) -> bool:
+        place = (action.partition, action.micro_batch)
+        if action.kind == "F":
+            return place in self._arrived
+        return action.kind == "R" or place in self._gradients
+
+    def run(self, action: Action) -> None:
+        {"F": self._forward, "R": self._recompute, "B": self._backward}[action.kind](
+            action.partition, action.micro_batch
+        )
+
+    def _forward(self, j: int, i: int) -> None:  # j: partition, i: micro-batch
+        checkpointed = (j, i) in self._recomputed
+        # A checkpointed cell keeps its input for the recompute.
+        value = self._arrived[j, i] if checkpointed else self._arrived.pop((j, i))
+        started = time.perf_counter()
+        if checkpointed:
+            with torch.no_grad():
+                output = self._partitions[j](value)
+        else:
+            output = self._with_graph(j, i, value)
+        self.times.forward[j].append(time.perf_counter() - started)
+        if j + 1 < len(self._partitions):
+            self._arrived[j + 1, i] = output
+        else:
+            self._loss(j, i, output)
+
+    def _with_graph(self, j: int, i: int, value: Tensor) -> Tensor:
+        leaf = value.detach().requires_grad_(j > 0)
+        output = self._partitions[j](leaf)
+        self._graphs[j, i] = leaf, get_gradient_edge(output)
+        return output.detach()
+
+    def _recompute(self, j: int, i: int) -> None:
+        value = self._arrived.pop((j, i))
+        started = time.perf_counter()
+        self._with_graph(j, i, value)
+        self.times.recompute[j].append(time.perf_counter() - started)
+
+    def _loss(self, j: int, i: int, output: Tensor) -> None:
+        self._outputs[i] = output
+        started = time.perf_counter()
+        leaf = output.detach().requires_grad_()
+        loss = self._loss_fn(leaf, self._targets[i]) / self._chunks
+        self.times.loss_forward.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        loss.backward()
+        self.times.loss_backward.append(time.perf_counter() - started)
+        assert leaf.grad is not None
+        self._gradients[j, i] = leaf.grad
+
+    def _backward(self, j: int, i: int) -> None:
+        leaf, edge = self._graphs.pop((j, i))
+        gradient = self._gradients.pop((j, i))
+        started = time.perf_counter()
+        torch.autograd.backward((edge,), (gradient,))  # type: ignore[arg-type]
+        # The graph is freed here, as a worker frees it.
+        del edge
+        self.times.backward[j].append(time.perf_counter() - started)
+        if j > 0:
+            assert leaf.grad is not None
+            self._gradients[j - 1, i] = leaf.grad
+
+    def clock_pause(self, target: Tensor) -> None:
+        parts = [self._outputs[i] for i in range(self._chunks)]
+        started = time.perf_counter()
+        # One micro-batch needs no joining.
+        leaf = (torch.cat(parts) if len(parts) > 1 else parts[0]).requires_grad_()
+        self._loss_fn(leaf, target).backward()
+        self.times.pause = time.perf_counter() - started
+
+
+def _recomputes(schedule: Schedule) -> list[Action]:
+    return [action for row in schedule.phase("R") for action in row]
+
+
+def _mean(times: Sequence[float]) -> float:
+    return sum(times) / len(times) if times else 0.0

@@ -1,0 +1,106 @@
+"""Floors: what the executor must reach on two cores, and whether the stored result does."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from executor_benchmark.result import Case, Result
+
+__all__ = ["Floor", "floors"]
+
+#: The ways of gpipebal, as its users write them.
+_OURS = {
+    "gpipebal": "loss(pipe(x))",
+    "gpipebal_gpipe": "step('gpipe')",
+    "gpipebal_1f1b": "step('1f1b')",
+}
+
+#: The same schedule in torch.distributed.pipelining. Its GPipe takes the loss per micro-batch, as
+#: step('gpipe') does; loss(pipe(x)) waits for the whole mini-batch, and is compared all the same.
+_SAME_SCHEDULE = {
+    "gpipebal_gpipe": ("distributed_gpipe", "GPipe"),
+    "gpipebal": ("distributed_gpipe", "GPipe"),
+    "gpipebal_1f1b": ("distributed_1f1b", "1F1B"),
+}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """One floor and what was measured.
+
+    Attributes:
+        name: What is compared.
+        limit: The value to reach.
+        value: The value measured; None if it was not.
+        where: The case that the value is of, or over how many it was taken.
+        at_most: Whether the value must not be above the limit, instead of not below.
+    """
+
+    name: str
+    limit: float
+    value: float | None
+    where: str
+    at_most: bool = False
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the value reaches the limit; None if it was not measured."""
+        if self.value is None:
+            return None
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+
+def floors(result: Result) -> list[Floor]:
+    """Evaluate every floor, over the workloads that are not small."""
+    found = []
+    cases = result.cases(*result.workloads)
+    for way, name in _OURS.items():
+        values = _known((result.efficiency(case, way), case) for case in cases)
+        mean = statistics.fmean(value for value, _ in values) if values else None
+        found.append(Floor(f"efficiency of {name}, mean", 0.93, mean, _over(values)))
+        lowest, where = min(values, default=(None, None))
+        found.append(Floor(f"efficiency of {name}, worst", 0.85, lowest, _name(where)))
+
+    several = result.cases(*result.workloads, least_chunks=4)
+    for way, name in _OURS.items():
+        values = _known((result.ratio(case, "torchgpipe", way), case) for case in several)
+        # Of ratios the geometric mean: the same whichever way round they are taken.
+        mean = (
+            math.exp(statistics.fmean(math.log(value) for value, _ in values)) if values else None
+        )
+        found.append(
+            Floor(f"torchgpipe / {name}, mean", 1.6, mean, f"{_over(values)}, chunks >= 4")
+        )
+
+    for way, (peer, schedule) in _SAME_SCHEDULE.items():
+        values = _known((result.ratio(case, way, peer), case) for case in cases)
+        highest, where = max(values, default=(None, None))
+        name = f"{_OURS[way]} / torch.distributed {schedule}, worst"
+        found.append(Floor(name, 1.03, highest, _name(where), at_most=True))
+
+    alone = [
+        (row["gpipebal"]["median"] / row["plain_1"]["median"], row["workload"])
+        for row in result.record["one_partition"]
+    ]
+    highest, workload = max(alone, default=(None, "not measured"))
+    name = "one partition, chunks=1, never / plain, worst"
+    found.append(Floor(name, 1.03, highest, workload, at_most=True))
+    return found
+
+
+def _known(values: Iterable[tuple[float | None, Case]]) -> list[tuple[float, Case]]:
+    return [(value, case) for value, case in values if value is not None]
+
+
+def _over(values: list[tuple[float, Case]]) -> str:
+    return f"over {len(values)} cases"
+
+
+def _name(case: Case | None) -> str:
+    if case is None:
+        return "not measured"
+    workload, chunks, checkpoint = case
+    return f"{workload}, chunks={chunks}, {checkpoint}"

@@ -1,0 +1,78 @@
+"""A stored result: its records, found by workload, micro-batches, checkpoint mode and way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FORMAT", "VERSION", "Case", "Result"]
+
+FORMAT = "gpipebal-benchmark-executor"
+VERSION = 1
+
+#: Workload, micro-batches, checkpoint mode.
+Case = tuple[str, int, str]
+
+
+class Result:
+    """What the benchmark measured.
+
+    Args:
+        record: The content of a result file.
+
+    Attributes:
+        record: As given.
+        workloads: Names of the workloads that the floors are about.
+        small: Names of those with small cells.
+    """
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        if record.get("format") != FORMAT or record.get("version") != VERSION:
+            raise ValueError(f"not a result of this benchmark: format={record.get('format')!r}")
+        self.record = record
+        self.workloads = [name for name, about in record["workloads"].items() if not about["small"]]
+        self.small = [name for name, about in record["workloads"].items() if about["small"]]
+        self._rows = {
+            (row["workload"], row["chunks"], row["checkpoint"], row["way"]): row
+            for row in record["results"]
+            if "way" in row
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Read a result file."""
+        return cls(json.loads(path.read_text(encoding="utf-8")))
+
+    def cases(self, *workloads: str, least_chunks: int = 1) -> list[Case]:
+        """List what was measured of some workloads, in the order of the file."""
+        found = {
+            (name, chunks, checkpoint): None
+            for name, chunks, checkpoint, _ in self._rows
+            if name in workloads and checkpoint is not None and chunks >= least_chunks
+        }
+        return list(found)
+
+    def row(self, case: Case, way: str) -> Mapping[str, Any]:
+        """Return the record of one way; the plain model has no checkpoint mode."""
+        workload, chunks, checkpoint = case
+        key = (workload, chunks, None if way.startswith("plain") else checkpoint, way)
+        return self._rows.get(key, {"status": "no checkpointing"})
+
+    def median(self, case: Case, way: str) -> float | None:
+        """Return the median seconds of a step; None where it was not run."""
+        row = self.row(case, way)
+        return row["seconds"]["median"] if row["status"] == "ok" else None
+
+    def efficiency(self, case: Case, way: str) -> float | None:
+        """Return the ideal makespan over the measured one, each the median over the rounds."""
+        row = self.row(case, way)
+        if row["status"] != "ok" or "ideal" not in row:
+            return None
+        return row["ideal"]["median"] / row["seconds"]["median"]
+
+    def ratio(self, case: Case, way: str, over: str) -> float | None:
+        """Return one way's median step time over another's: above 1, the other is faster."""
+        top, bottom = self.median(case, way), self.median(case, over)
+        return None if top is None or bottom is None else top / bottom

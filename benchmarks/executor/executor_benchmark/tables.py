@@ -1,0 +1,218 @@
+"""Tables of the README, made from a stored result and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from executor_benchmark.floors import floors
+from executor_benchmark.result import Case, Result
+
+__all__ = ["environment", "fill_in", "floors_table", "results"]
+
+_COLUMNS = {
+    "plain_1": "plain 1 thr",
+    "plain_2": "plain 2 thr",
+    "gpipebal": "loss(pipe(x))",
+    "gpipebal_gpipe": "step gpipe",
+    "gpipebal_1f1b": "step 1f1b",
+    "torchgpipe": "torchgpipe",
+    "fairscale": "fairscale",
+    "distributed_gpipe": "dist GPipe",
+    "distributed_1f1b": "dist 1F1B",
+}
+_OURS = ("gpipebal", "gpipebal_gpipe", "gpipebal_1f1b")
+
+#: What each peer is compared with: the same schedule, called in the same way where there is one.
+_RATIOS = (
+    ("plain_1", "gpipebal"),
+    ("plain_2", "gpipebal"),
+    ("torchgpipe", "gpipebal"),
+    ("fairscale", "gpipebal"),
+    ("distributed_gpipe", "gpipebal_gpipe"),
+    ("distributed_1f1b", "gpipebal_1f1b"),
+)
+
+
+def fill_in(text: str, result: Result) -> str:
+    """Put everything that the result says between the marks of a README."""
+    for mark, block in (("result", results(result)), ("environment", environment(result))):
+        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def results(result: Result) -> str:
+    """Write all tables, as Markdown."""
+    parts = ["### Floors", _fenced(floors_table(result))]
+    parts += ["### Where another way is faster", _fenced(_losses_table(result))]
+    for name in result.workloads:
+        parts += [f"### {name}: {result.record['workloads'][name]['about']}"]
+        parts += [_about_balance(result, name)]
+        parts += [_fenced(_times_table(result, name)), _fenced(_ratios_table(result, name))]
+    if result.record["one_partition"]:
+        parts += ["### One partition, chunks=1, `never`"]
+        parts += [_fenced(_one_partition_table(result))]
+    for name in result.small:
+        parts += [f"### {name}: {result.record['workloads'][name]['about']}"]
+        parts += [_fenced(_times_table(result, name)), _fenced(_ratios_table(result, name))]
+    return "\n\n".join(parts)
+
+
+def floors_table(result: Result) -> str:
+    """Write one line per floor: limit, value, whether it is reached."""
+    words = {True: "reached", False: "NOT REACHED", None: "not measured"}
+    rows = [
+        [
+            floor.name,
+            f"{'<=' if floor.at_most else '>='} {floor.limit:.2f}",
+            "" if floor.value is None else f"{floor.value:.3f}",
+            words[floor.reached],
+            floor.where,
+        ]
+        for floor in floors(result)
+    ]
+    return _table(["floor", "limit", "value", "", "where"], rows, left=(0, 3, 4))
+
+
+def environment(result: Result) -> str:
+    """Write what it was measured on and with."""
+    facts = result.record["provenance"]
+    versions = ", ".join(
+        f"{name} {version or 'not installed'}" for name, version in facts["versions"].items()
+    )
+    other = facts["other_load"]
+    lines = [
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}, {facts['date']}",
+        versions,
+        f"{facts['rounds']} rounds after a warm-up ({facts['rounds_one_partition']} for one "
+        f"partition); the run took {facts['minutes']:.0f} minutes",
+        "other programs' share of the cores meanwhile: "
+        + ("unknown" if other is None else f"{100 * other:.1f} %"),
+    ]
+    return _fenced("\n".join(lines))
+
+
+def _losses_table(result: Result) -> str:
+    """Count the cases in which another way is faster than the one it is compared with."""
+    cases = result.cases(*result.workloads)
+    rows = []
+    for way, ours in _RATIOS:
+        known = [(result.ratio(case, ours, way), case) for case in cases]
+        ratios: list[tuple[float, Case]] = [(ratio, case) for ratio, case in known if ratio]
+        if not ratios:
+            rows.append([_COLUMNS[way], _COLUMNS[ours], _why_absent(result, way), "", ""])
+            continue
+        ahead = [(ratio, case) for ratio, case in ratios if ratio > 1]
+        most, where = max(ratios)
+        rows.append(
+            [
+                _COLUMNS[way],
+                _COLUMNS[ours],
+                f"{len(ahead)} of {len(ratios)}",
+                f"{most:.2f}x" if ahead else "",
+                f"{where[0]}, chunks={where[1]}, {where[2]}" if ahead else "",
+            ]
+        )
+    return _table(["way", "than", "faster in", "at most by", "where"], rows, left=(0, 1, 4))
+
+
+def _times_table(result: Result, workload: str) -> str:
+    """Write milliseconds of a step: median, and half the distance of the quartiles."""
+    rows = [
+        [str(case[1]), _mode(case), *(_time(result.row(case, way)) for way in _COLUMNS)]
+        for case in result.cases(workload)
+    ]
+    return _table(
+        ["chunks", "checkpoint", *_COLUMNS.values()], rows, left=(1,), title="ms per step"
+    )
+
+
+def _ratios_table(result: Result, workload: str) -> str:
+    """Write gpipebal's efficiencies, and the peers' step times over gpipebal's."""
+    rows = []
+    for case in result.cases(workload):
+        efficiencies = [_number(result.efficiency(case, way)) for way in _OURS]
+        ratios = [_number(result.ratio(case, *pair), "x") for pair in _RATIOS]
+        rows.append([str(case[1]), _mode(case), *efficiencies, *ratios])
+    header = [
+        *("chunks", "checkpoint"),
+        *(_COLUMNS[way] for way in _OURS),
+        *(_COLUMNS[way] for way, _ in _RATIOS),
+    ]
+    title = (
+        "efficiency of gpipebal's three ways, then step time of each other way over gpipebal's "
+        "(above 1, gpipebal is faster)"
+    )
+    return _table(header, rows, left=(1,), title=title)
+
+
+def _one_partition_table(result: Result) -> str:
+    rows = [
+        [
+            row["workload"],
+            _time({"status": "ok", "seconds": row["plain_1"]}),
+            _time({"status": "ok", "seconds": row["gpipebal"]}),
+            f"{row['gpipebal']['median'] / row['plain_1']['median']:.3f}",
+        ]
+        for row in result.record["one_partition"]
+    ]
+    return _table(["workload", "plain, ms", "gpipebal, ms", "gpipebal / plain"], rows, left=(0,))
+
+
+def _about_balance(result: Result, workload: str) -> str:
+    balance = result.record["workloads"][workload]["balance"]
+    return f"balance={balance} for every way, from the measured time of each layer."
+
+
+def _mode(case: Case) -> str:
+    # With one micro-batch nothing is recomputed in either mode.
+    return "either" if case[1] == 1 else case[2]
+
+
+def _time(row: Any) -> str:
+    if row["status"] != "ok":
+        return _short(row["status"])
+    seconds = row["seconds"]
+    return f"{1e3 * seconds['median']:.1f} ±{500 * (seconds['q3'] - seconds['q1']):.1f}"
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.2f}{unit}"
+
+
+def _why_absent(result: Result, way: str) -> str:
+    cases = result.cases(*result.workloads)
+    return _short(result.row(cases[0], way)["status"]) if cases else "-"
+
+
+def _short(status: str) -> str:
+    if status.startswith("failed"):
+        return "failed"
+    # Said in the README's text, for all rows at once.
+    return "-" if status in ("no checkpointing", "needs 2 micro-batches") else status
+
+
+def _table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Sequence[int],
+    title: str | None = None,
+) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join([title, *lines] if title else lines)
+
+
+def _fenced(text: str) -> str:
+    return f"```\n{text}\n```"

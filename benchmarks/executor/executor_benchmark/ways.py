@@ -1,0 +1,190 @@
+"""Ways to run a training step in this process: the plain model, gpipebal, torchgpipe, fairscale.
+
+Every way has a model of its own, equal to the others', and clears its gradients before the clock
+starts. A step is forward, loss and backward, without an optimizer. Each partition works with one
+thread, and so does the thread that calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor_benchmark.workloads import Workload, loss_fn
+from gpipebal import GPipe
+
+__all__ = ["CHECKPOINTS", "LABELS", "NotAvailableError", "Way", "make_way", "peer_version"]
+
+CHECKPOINTS = ("never", "except_last")
+
+#: Every way of running a step, with its name in the tables.
+LABELS = {
+    "plain_1": "plain, 1 thread",
+    "plain_2": "plain, 2 threads",
+    "gpipebal": "loss(pipe(x))",
+    "gpipebal_gpipe": "step gpipe",
+    "gpipebal_1f1b": "step 1f1b",
+    "torchgpipe": "torchgpipe",
+    "fairscale": "fairscale",
+    "distributed_gpipe": "dist GPipe",
+    "distributed_1f1b": "dist 1F1B",
+}
+
+
+class NotAvailableError(Exception):
+    """A way cannot be run here; the message is what its row says."""
+
+
+@dataclass
+class Way:
+    """A step that can be run again and again.
+
+    Attributes:
+        name: Key of `LABELS`.
+        model: Its own chain, whose parameters take the gradients.
+        step: Runs forward, loss and backward.
+        threads: Threads of the calling thread while the step runs.
+        close: Ends its workers.
+    """
+
+    name: str
+    model: nn.Module
+    step: Callable[[], Any]
+    threads: int = 1
+    close: Callable[[], None] = lambda: None
+
+    def run(self) -> float:
+        """Run a step; return its seconds."""
+        self.clear()
+        with _threads(self.threads):
+            started = time.perf_counter()
+            self.step()
+            return time.perf_counter() - started
+
+    def clear(self) -> None:
+        """Drop the gradients of the step before."""
+        self.model.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of the last step, in the order of the chain."""
+        return [parameter.grad for parameter in self.model.parameters()]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count != before:
+            torch.set_num_threads(before)
+
+
+def make_way(
+    name: str, workload: Workload, balance: Sequence[int], chunks: int, checkpoint: str
+) -> Way:
+    """Make a way of running a workload.
+
+    Args:
+        name: Key of `LABELS`; the ones of torch.distributed are made by `processes`.
+        workload: What to train.
+        balance: Layers of each partition.
+        chunks: Micro-batches.
+        checkpoint: Checkpoint mode; the plain model has none.
+
+    Raises:
+        NotAvailableError: it is not installed.
+    """
+    model, (inputs, target) = workload.make_model(), workload.make_batch()
+    if name.startswith("plain"):
+        return _plain(name, model, inputs, target, chunks)
+    pipe = _MAKERS[name](model, list(balance), chunks, checkpoint)
+    if name in ("gpipebal_gpipe", "gpipebal_1f1b"):
+        schedule = name.removeprefix("gpipebal_")
+
+        def step() -> Any:
+            return pipe.step(inputs, target=target, loss_fn=loss_fn, schedule=schedule)
+    else:
+
+        def step() -> Any:
+            loss_fn(pipe(inputs), target).backward()
+
+    return Way(name, model, step, close=getattr(pipe, "close", lambda: None))
+
+
+def _plain(name: str, model: nn.Module, inputs: Tensor, target: Tensor, chunks: int) -> Way:
+    """Take one micro-batch after the other through forward, loss and backward.
+
+    That is the plain model at its best: no two graphs are alive at once, and nothing is joined.
+    """
+    parts = list(zip(inputs.chunk(chunks), target.chunk(chunks), strict=True))
+
+    def step() -> None:
+        for part, part_target in parts:
+            (loss_fn(model(part), part_target) / chunks).backward()
+
+    return Way(name, model, step, threads=int(name.removeprefix("plain_")))
+
+
+def _make_gpipebal(model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str) -> Any:
+    return GPipe(
+        model,
+        balance,
+        devices=["cpu"] * len(balance),
+        chunks=chunks,
+        checkpoint=checkpoint,  # type: ignore[arg-type]  # one of CHECKPOINTS
+        threads_per_partition=1,
+    )
+
+
+def _make_torchgpipe(model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str) -> Any:
+    return _import("torchgpipe").GPipe(
+        model, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint
+    )
+
+
+def _make_fairscale(model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str) -> Any:
+    with warnings.catch_warnings():
+        # It says on every use that it is deprecated.
+        warnings.simplefilter("ignore")
+        return _import("fairscale.nn").Pipe(
+            model, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint
+        )
+
+
+_MAKERS: dict[str, Callable[[nn.Sequential, list[int], int, str], Any]] = {
+    "gpipebal": _make_gpipebal,
+    "gpipebal_gpipe": _make_gpipebal,
+    "gpipebal_1f1b": _make_gpipebal,
+    "torchgpipe": _make_torchgpipe,
+    "fairscale": _make_fairscale,
+}
+
+
+def _import(name: str) -> Any:
+    package = name.partition(".")[0]
+    if peer_version(package) is None:
+        raise NotAvailableError("not installed")
+    with warnings.catch_warnings():
+        # They were written for a torch that had not deprecated what they use.
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def peer_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

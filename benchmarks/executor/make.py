@@ -1,0 +1,147 @@
+"""Measure how close the executor comes to the ideal, and compare it with its peers.
+
+    python benchmarks/executor/make.py --small    measure all, write results.json and the README
+    python benchmarks/executor/make.py --quick --out /tmp/quick.json    try it, with tiny layers
+    python benchmarks/executor/make.py --readme   write the README's tables from results.json anew
+
+The peers that are not installed have a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from executor_benchmark import tables, workloads
+from executor_benchmark.machine import OtherLoad, provenance
+from executor_benchmark.measure import measure_group, measure_one_partition
+from executor_benchmark.processes import Processes
+from executor_benchmark.result import FORMAT, VERSION, Result
+
+from gpipebal.files import atomic_path, write_record
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+
+#: Share of the cores that other programs may use before a result is doubtful.
+QUIET = 0.02
+
+
+def main() -> None:
+    """Measure, store, print, and write the README."""
+    arguments = parse()
+    if not arguments.readme:
+        record = measure(arguments)
+        write_record(arguments.out, record)
+    result = Result.load(arguments.out)
+    print(tables.floors_table(result))
+    # A trial, or a part of the workloads, is no result to publish.
+    if arguments.out.resolve() == RESULTS.resolve():
+        write_readme(result)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    names = [workload.name for workload in workloads.WORKLOADS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
+    parser.add_argument("--workload", action="append", choices=names, help="only this; repeatable")
+    parser.add_argument("--small", action="store_true", help="also measure small cells")
+    parser.add_argument("--rounds", type=int, help="rounds that count (7; quick: 2)")
+    parser.add_argument("--quick", action="store_true", help="tiny layers; the times mean nothing")
+    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    arguments = parser.parse_args()
+    partial = arguments.quick or arguments.workload
+    if partial and not arguments.readme and arguments.out.resolve() == RESULTS.resolve():
+        parser.error("--quick and --workload make no complete result: give another file as --out")
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error("--rounds must be 1 or more")
+    return arguments
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all workloads, and return the record to store."""
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    load = OtherLoad()
+    rounds = arguments.rounds or (2 if arguments.quick else 7)
+    chosen = [
+        (workload, False)
+        for workload in workloads.WORKLOADS
+        if not arguments.workload or workload.name in arguments.workload
+    ]
+    chosen += [(workload, True) for workload in workloads.SMALL if arguments.small]
+    if arguments.quick:
+        chosen = [(workloads.tiny(workload), small) for workload, small in chosen]
+    about: dict[str, Any] = {}
+    results: list[dict[str, Any]] = []
+    one_partition: list[dict[str, Any]] = []
+    with Processes(workloads.N_PARTITIONS) as processes:
+        for workload, small in chosen:
+            balance, seconds = workloads.find_balance(workload)
+            about[workload.name] = describe(workload, small, balance, seconds)
+            for chunks in workload.chunks:
+                print(f"{time.monotonic() - started:5.0f} s  {workload.name}, chunks={chunks}")
+                results += measure_group(
+                    workload,
+                    balance,
+                    chunks,
+                    rounds=rounds,
+                    processes=processes,
+                    quick=arguments.quick,
+                )
+            if not small:
+                print(f"{time.monotonic() - started:5.0f} s  {workload.name}, one partition")
+                one_partition.append(measure_one_partition(workload, rounds=3 * rounds))
+    # Behind the block, where the processes have ended and their time is known.
+    other = load.share()
+    if other is None or other > QUIET:
+        print("warning: the machine was not quiet, or nobody knows: other load", other)
+    minutes = (time.monotonic() - started) / 60
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "provenance": {
+            **provenance(),
+            "rounds": rounds,
+            "rounds_one_partition": 3 * rounds,
+            "quick": arguments.quick,
+            "minutes": round(minutes, 2),
+            "other_load": None if other is None else round(other, 4),
+        },
+        "workloads": about,
+        "results": results,
+        "one_partition": one_partition,
+    }
+
+
+def describe(
+    workload: workloads.Workload, small: bool, balance: list[int], seconds: list[float]
+) -> dict[str, Any]:
+    """Tell what a workload is, and what its balance comes from."""
+    model = workload.make_model()
+    return {
+        "about": workload.about,
+        "small": small,
+        "rows": workload.rows,
+        "shape": list(workload.shape),
+        "n_layers": len(model),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "balance": balance,
+        "layer_seconds": [round(value, 7) for value in seconds],
+    }
+
+
+def write_readme(result: Result) -> None:
+    """Put the tables into the README."""
+    path = HERE / "README.md"
+    text = tables.fill_in(path.read_text(encoding="utf-8"), result)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""benchmarks/executor: its tables say what its file holds, and what it measures is what it says."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpipebal as gb
+from gpipebal.schedule import gpipe_schedule, make_schedule
+from gpipebal.simulator import Durations, place
+
+FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "executor"
+sys.path.insert(0, str(FOLDER))
+
+from executor_benchmark import cells, machine, measure, tables, ways, workloads  # noqa: E402
+from executor_benchmark.floors import floors  # noqa: E402
+from executor_benchmark.processes import Processes  # noqa: E402
+from executor_benchmark.result import FORMAT, VERSION, Result  # noqa: E402
+
+RESULTS = FOLDER / "results.json"
+TINY = [workloads.tiny(workload) for workload in workloads.WORKLOADS]
+FIXED = [workload for workload in TINY if not workload.random]
+OURS = ("gpipebal", "gpipebal_gpipe", "gpipebal_1f1b")
+
+
+def test_readme_says_what_the_stored_result_says() -> None:
+    """The README's tables are those of results.json."""
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert tables.fill_in(readme, Result.load(RESULTS)) == readme
+
+
+def test_stored_result_is_complete() -> None:
+    """The stored result has every workload, way and number of micro-batches, at full size."""
+    result = Result.load(RESULTS)
+    assert not result.record["provenance"]["quick"]
+    for workload in workloads.WORKLOADS:
+        assert result.record["workloads"][workload.name]["about"] == workload.about
+        chunks = {case[1] for case in result.cases(workload.name)}
+        assert chunks == set(workload.chunks)
+    for case in result.cases(*(workload.name for workload in workloads.WORKLOADS)):
+        # A peer may be absent, which its row says; gpipebal may not.
+        assert all(result.row(case, way)["status"] == "ok" for way in OURS)
+        assert all(result.efficiency(case, way) for way in OURS)
+
+
+def test_examples_of_the_ideal_makespan() -> None:
+    """The literal examples beside the formulas hold."""
+    failed, tried = doctest.testmod(cells)
+    assert tried and not failed
+
+
+_seconds = st.integers(0, 1000).map(lambda units: units / 64)
+
+
+@given(
+    cells_of=st.lists(st.tuples(_seconds, _seconds, _seconds), min_size=1, max_size=4),
+    chunks=st.integers(1, 9),
+    checkpoint=st.sampled_from(["never", "except_last"]),
+    pause=_seconds,
+)
+def test_barrier_formula_is_the_simulators_makespan(
+    cells_of: list[tuple[float, float, float]], chunks: int, checkpoint: Any, pause: float
+) -> None:
+    """The closed form equals the placed schedule, for any partitions, chunks and modes."""
+    durations = Durations(*map(tuple, zip(*cells_of, strict=True)))
+    placed = place(gpipe_schedule(len(cells_of), chunks, checkpoint), durations, pause=pause)
+    formula = cells.ideal_with_barrier(durations, chunks, checkpoint, pause)
+    assert formula == pytest.approx(placed.makespan, rel=1e-12)
+
+
+def test_barrier_formula_refuses_a_mode_it_is_not_for() -> None:
+    """Mode 'always' has another formula."""
+    with pytest.raises(ValueError, match="always"):
+        cells.ideal_with_barrier(Durations((1.0,), (1.0,), (1.0,)), 2, "always", 0.0)
+
+
+def test_loss_belongs_to_the_last_partition() -> None:
+    """Without a barrier the last partition's cells have the loss in them; with one, they do not."""
+    times = cells.CellTimes(
+        forward=[[1.0, 3.0], [2.0, 2.0]],
+        recompute=[[1.0], []],
+        backward=[[3.0, 3.0], [2.0, 4.0]],
+        loss_forward=[0.5, 0.5],
+        loss_backward=[0.25, 0.25],
+    )
+    assert times.durations(loss=False) == Durations((2.0, 2.0), (1.0, 0.0), (3.0, 3.0))
+    inside = times.durations(loss=True)
+    assert inside == Durations((2.0, 2.5), (1.0, 0.0), (3.0, 3.25))
+    # 0F0 0F1 .... .... 0B0 0B1        2 + 2.5 + 2.5 + 3.25 + 3.25 + 3 = 16.5
+    schedule = gpipe_schedule(2, 2, "never")
+    assert cells.ideal_without_barrier(schedule, inside) == 16.5
+
+
+@pytest.mark.parametrize("checkpoint", ways.CHECKPOINTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("workload", FIXED, ids=lambda workload: workload.name)
+def test_serial_cells_do_the_work_of_the_plain_model(
+    workload: workloads.Workload, schedule: str, checkpoint: Any
+) -> None:
+    """Cell by cell the gradients are the plain model's, and every cell is clocked once."""
+    wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
+    model = workload.make_model()
+    parts = [model[:1], model[1:]]
+    order = make_schedule(schedule, 2, 4, checkpoint)
+    times = cells.run_serially(parts, order, *workload.make_batch(), workloads.loss_fn)
+    _assert_same([parameter.grad for parameter in model.parameters()], wanted)
+    for kind, row in (("F", times.forward), ("R", times.recompute), ("B", times.backward)):
+        assert [len(clocked) for clocked in row] == [len(r) for r in order.phase(kind)]
+    assert len(times.loss_forward) == len(times.loss_backward) == 4
+    assert times.pause > 0
+
+
+def test_serial_cells_refuse_a_schedule_that_never_ends() -> None:
+    """A schedule whose rows wait for each other is not waited for."""
+    schedule = gpipe_schedule(2, 1, "never")
+    stuck = type(schedule)("stuck", (schedule.rows[0][::-1], schedule.rows[1]))
+    workload = FIXED[0]
+    model = workload.make_model()
+    parts = [model[:1], model[1:]]
+    with pytest.raises(ValueError, match="never finish"):
+        cells.run_serially(parts, stuck, *workload.make_batch(), workloads.loss_fn)
+
+
+@pytest.mark.parametrize("checkpoint", ways.CHECKPOINTS)
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("workload", FIXED, ids=lambda workload: workload.name)
+def test_ways_of_gpipebal_do_the_work_of_the_plain_model(
+    workload: workloads.Workload, name: str, checkpoint: str
+) -> None:
+    """A step of the pipeline leaves the plain model's gradients, and so does a second one."""
+    wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
+    n_layers = len(workload.make_model())
+    way = ways.make_way(name, workload, [1, n_layers - 1], 4, checkpoint)
+    try:
+        _assert_same(_run(way), wanted)
+        _assert_same(_run(way), wanted)
+    finally:
+        way.close()
+
+
+@pytest.mark.parametrize("checkpoint", ways.CHECKPOINTS)
+@pytest.mark.parametrize("peer", ["torchgpipe", "fairscale"])
+def test_old_peers_do_the_work_of_the_plain_model(peer: str, checkpoint: str) -> None:
+    """A step of a peer leaves the plain model's gradients, or its row says it is not installed."""
+    workload = FIXED[0]
+    balance = [1, len(workload.make_model()) - 1]
+    if ways.peer_version(peer) is None:
+        with pytest.raises(ways.NotAvailableError, match="not installed"):
+            ways.make_way(peer, workload, balance, 4, checkpoint)
+        return
+    wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
+    _assert_same(_run(ways.make_way(peer, workload, balance, 4, checkpoint)), wanted)
+
+
+def test_plain_model_takes_its_threads_only_for_its_step() -> None:
+    """The plain model's second thread is gone when the next way has its turn."""
+    way = ways.make_way("plain_2", FIXED[0], [1], 4, "never")
+    seen: list[int] = []
+    step, way.step = way.step, lambda: (seen.append(torch.get_num_threads()), step())
+    way.run()
+    assert (seen, torch.get_num_threads()) == ([2], 1)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_processes_do_the_work_of_the_plain_model_and_tell_their_failures() -> None:
+    """Two processes leave the plain model's gradients; one that fails is told, and not waited for.
+
+    After a failure no question is put any more: the other process may wait for the one that failed.
+    """
+    workload = FIXED[1]
+    wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
+    with Processes(2) as processes:
+        processes.build(workload, [4, 5], 4, quick=True)
+        for name in ("distributed_gpipe", "distributed_1f1b", "distributed_gpipe"):
+            assert processes.run(name) > 0
+            _assert_same(processes.gradients(), wanted)
+        with pytest.raises(RuntimeError, match="KeyError"):
+            processes.run("no such schedule")
+        with pytest.raises(RuntimeError, match="KeyError"):
+            processes.gradients()
+
+
+@pytest.mark.parametrize("workload", TINY[2:], ids=lambda workload: workload.name)
+def test_group_has_a_row_for_every_way(workload: workloads.Workload) -> None:
+    """Every way has a row in every mode it has, with as many times as rounds, and an ideal."""
+    rows = measure.measure_group(workload, [1, 1], 4, rounds=2, processes=None)
+    found = {(row["way"], row["checkpoint"]): row for row in rows if "way" in row}
+    modes = {name: ways.CHECKPOINTS for name in ways.LABELS}
+    modes |= {"plain_1": (None,), "plain_2": (None,)}
+    modes |= {"distributed_gpipe": ("never",), "distributed_1f1b": ("never",)}
+    assert set(found) == {(name, mode) for name, of_way in modes.items() for mode in of_way}
+    for name in OURS:
+        assert len(found[name, "never"]["seconds"]["all"]) == 2
+        assert found[name, "never"]["ideal"]["median"] > 0
+    assert found["distributed_gpipe", "never"]["status"] == "left out"
+
+
+def test_order_of_ways_changes_and_favours_no_position() -> None:
+    """Two rounds that follow each other put each way as far from the start as from the end."""
+    names = list(ways.LABELS)
+    orders = [measure._order(names, k) for k in range(8)]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    assert [order[::-1] for order in orders[::2]] == orders[1::2]
+    predecessors = {tuple(order[:-1][order.index("gpipebal") - 1 :][:1]) for order in orders}
+    assert len(predecessors) > 2
+
+
+def test_wrong_gradients_do_not_get_into_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way of gpipebal whose gradients are not the plain model's ends the benchmark."""
+
+    def make_wrong(name: str, *arguments: Any) -> ways.Way:
+        way = ways.make_way(name, *arguments)
+        if name == "gpipebal":
+            step = way.step
+            way.step = lambda: (step(), way.gradients()[0].mul_(2))
+        return way
+
+    monkeypatch.setattr(measure, "make_way", make_wrong)
+    with pytest.raises(AssertionError, match="off the plain model's"):
+        measure.measure_group(FIXED[0], [4, 4], 4, rounds=1, processes=None)
+
+
+def test_peer_that_fails_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer's failure is its row's status, and the others are measured."""
+
+    def make_broken(name: str, *arguments: Any) -> ways.Way:
+        if name == "torchgpipe":
+            return ways.Way(name, torch.nn.Linear(1, 1), lambda: 1 / 0)
+        return ways.make_way(name, *arguments)
+
+    monkeypatch.setattr(measure, "make_way", make_broken)
+    rows = measure.measure_group(FIXED[0], [4, 4], 1, rounds=1, processes=None)
+    status = {row["way"]: row["status"] for row in rows if "way" in row}
+    assert status["torchgpipe"] == "failed: division by zero"
+    assert status["gpipebal"] == "ok"
+
+
+def _record() -> dict[str, Any]:
+    """Return a small result: one workload, one case, round numbers."""
+
+    def row(way: str, median: float, ideal: float | None = None, **more: Any) -> dict[str, Any]:
+        about = {"workload": "mlp", "chunks": 4, "checkpoint": "never", "way": way, "status": "ok"}
+        times = {"median": median, "q1": median - 0.01, "q3": median + 0.01, "all": [median]}
+        ideals = {} if ideal is None else {"ideal": {**times, "median": ideal}}
+        return {**about, "seconds": times, **ideals, **more}
+
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "provenance": {
+            "date": "2024-01-01",
+            "cpu": "a processor",
+            "cores": 2,
+            "system": "Linux x86_64",
+            "versions": {"torch": "2.13.0", "fairscale": None},
+            "rounds": 7,
+            "rounds_one_partition": 21,
+            "minutes": 10.0,
+            "other_load": 0.004,
+        },
+        "workloads": {"mlp": {"about": "a chain", "small": False, "balance": [1, 1]}},
+        "results": [
+            row("plain_1", 0.7, checkpoint=None),
+            row("plain_2", 0.4, checkpoint=None),
+            row("gpipebal", 0.5, 0.475),
+            row("gpipebal_gpipe", 0.5, 0.45),
+            row("gpipebal_1f1b", 0.5, 0.4),
+            row("torchgpipe", 1.0, 0.475),
+            {
+                "workload": "mlp",
+                "chunks": 4,
+                "checkpoint": "never",
+                "way": "fairscale",
+                "status": "not installed",
+            },
+            row("distributed_gpipe", 0.5, 0.45),
+            row("distributed_1f1b", 0.4, 0.4),
+        ],
+        "one_partition": [
+            {
+                "workload": "mlp",
+                "plain_1": {"median": 1.0, "q1": 0.9, "q3": 1.1},
+                "gpipebal": {"median": 1.25, "q1": 1.2, "q3": 1.3},
+            }
+        ],
+    }
+
+
+def test_floors_are_evaluated_on_both_sides_of_their_limits() -> None:
+    """Every floor has the value that the times give, and says whether it is reached."""
+    found = {floor.name: floor for floor in floors(Result(_record()))}
+    values = {name: (floor.value, floor.reached) for name, floor in found.items()}
+    assert values["efficiency of loss(pipe(x)), mean"] == (pytest.approx(0.95), True)
+    assert values["efficiency of step('gpipe'), mean"] == (pytest.approx(0.9), False)
+    assert values["efficiency of step('gpipe'), worst"] == (pytest.approx(0.9), True)
+    assert values["efficiency of step('1f1b'), worst"] == (pytest.approx(0.8), False)
+    assert values["torchgpipe / loss(pipe(x)), mean"] == (pytest.approx(2.0), True)
+    assert values["step('gpipe') / torch.distributed GPipe, worst"] == (1.0, True)
+    assert values["step('1f1b') / torch.distributed 1F1B, worst"] == (1.25, False)
+    assert values["one partition, chunks=1, never / plain, worst"] == (1.25, False)
+    assert found["step('1f1b') / torch.distributed 1F1B, worst"].where == "mlp, chunks=4, never"
+
+
+def test_floor_that_was_not_measured_is_not_reached() -> None:
+    """A floor without a value is neither reached nor missed, and the table says so."""
+    record = _record()
+    record["results"] = [row for row in record["results"] if row["way"] != "torchgpipe"]
+    result = Result(record)
+    floor = next(each for each in floors(result) if each.name.startswith("torchgpipe / loss"))
+    assert (floor.value, floor.reached) == (None, None)
+    line = next(row for row in tables.floors_table(result).splitlines() if "torchgpipe" in row)
+    assert "not measured" in line
+
+
+def test_mean_of_ratios_is_the_same_either_way_round() -> None:
+    """Twice as fast in one case and half as fast in another is 1 on average."""
+    record = _record()
+    slow = copy.deepcopy([row for row in record["results"] if row["status"] == "ok"])
+    for row in slow:
+        row["chunks"] = 8
+        if row["way"] == "torchgpipe":
+            row["seconds"]["median"] = 0.25
+    record["results"] += slow
+    found = {floor.name: floor.value for floor in floors(Result(record))}
+    assert found["torchgpipe / loss(pipe(x)), mean"] == pytest.approx(1.0)
+
+
+def test_tables_show_losses_and_absent_peers() -> None:
+    """A way that is faster than ours is counted, and a peer that is not installed has a row."""
+    text = tables.results(Result(_record()))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["plain", "2", "thr", "loss(pipe(x))", "1", "of", "1", "1.25x"] in [
+        line[:8] for line in lines
+    ]
+    assert ["fairscale", "loss(pipe(x))", "not", "installed"] in lines
+    assert ["torchgpipe", "loss(pipe(x))", "0", "of", "1"] in lines
+    assert "500.0 ±10.0" in text
+
+
+def test_filling_in_replaces_what_stands_there() -> None:
+    """The README's own text stays, and a second filling in changes nothing."""
+    marks = "".join(
+        f"<!-- {mark}: results.json -->\nold\n<!-- end of {mark} -->\nkept\n"
+        for mark in ("result", "environment")
+    )
+    result = Result(_record())
+    text = tables.fill_in(marks, result)
+    assert "old" not in text and text.count("kept") == 2 and "a processor" in text
+    assert tables.fill_in(text, result) == text
+    with pytest.raises(ValueError, match="marks"):
+        tables.fill_in("no marks", result)
+
+
+def test_other_files_are_not_taken_for_results() -> None:
+    """A file of another format is refused."""
+    with pytest.raises(ValueError, match="gpipebal-plan"):
+        Result({"format": "gpipebal-plan", "version": 1})
+
+
+def test_other_load_does_not_count_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 cores in 10 s, 8 s busy, 6 of them our own: 2 of 20 belong to others."""
+    busy, own, clock = iter([100.0, 108.0]), iter([1.0, 7.0]), iter([0.0, 10.0])
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
+    monkeypatch.setattr(machine.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    load = machine.OtherLoad()
+    share = load.share()
+    monkeypatch.undo()
+    assert share == pytest.approx(0.1)
+
+
+def _run(way: ways.Way) -> list[torch.Tensor]:
+    way.run()
+    gradients = [gradient for gradient in way.gradients() if gradient is not None]
+    assert len(gradients) == len(list(way.model.parameters()))
+    return [gradient.clone() for gradient in gradients]
+
+
+def _assert_same(found: list[torch.Tensor | None], wanted: list[torch.Tensor]) -> None:
+    assert len(found) == len(wanted)
+    for ours, plain in zip(found, wanted, strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
