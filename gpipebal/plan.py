@@ -10,11 +10,20 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.files import read_record, write_record
-from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
+from gpipebal.schedule import (
+    SCHEDULES,
+    Checkpoint,
+    CheckpointMode,
+    check_count,
+    is_checkpointed,
+    make_schedule,
+    modes_of,
+)
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 __all__ = ["PartitionPlan", "PeakMemory", "Plan"]
@@ -25,7 +34,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Parts of the peak memory of one partition, in bytes; `total` is their sum.
+    """Parts of the peak memory of one partition, in bytes, at one moment; `total` is their sum.
 
     Attributes:
         parameters: Parameters.
@@ -34,7 +43,8 @@ class PeakMemory:
         optimizer: Optimizer state; None when it is not known, and then not counted.
         activations: What the micro-batches in flight keep for their backward.
         transient: Largest memory of one cell beyond all that.
-        outputs: On the last partition, the gathered outputs, the loss and their gradients.
+        outputs: On the last partition, what is there of the outputs, the loss and their
+            gradients.
     """
 
     parameters: int = 0
@@ -81,19 +91,23 @@ class Plan:
         partitions: One `PartitionPlan` per partition.
         chunks: Micro-batches per mini-batch.
         rows: Rows of the largest micro-batch.
-        checkpoint: Which micro-batches are recomputed.
+        checkpoint: Which micro-batches are recomputed: one mode, or a tuple with one for each
+            partition; see `modes`.
         schedule: Name of the schedule, such as ``'gpipe'``.
         objective: What was minimised: ``'makespan'`` or ``'bottleneck'``.
         value: The objective's value of this plan, in seconds.
-        lower_bound: A proven bound that no plan of the same problem can beat, in seconds.
+        lower_bound: A proven bound that no plan of the same problem can beat, in seconds. If
+            the balance was given, it is part of the problem.
         status: ``'optimal'`` or ``'feasible'``.
-        method: The algorithm that found it.
-        makespan: Predicted seconds from the first forward to the last backward.
+        method: The algorithm that found it, or ``'given'``.
+        makespan: Predicted seconds from the first forward to the last backward, without the
+            loss.
         bottleneck: The largest time of a partition for one micro-batch, in seconds: forward,
             plus recompute under its mode, plus backward.
         step_time: Predicted seconds of a training step: forwards, gather, loss, backwards,
             optimizer; None when a part of it was not measured.
-        pause_time: Seconds of gather and loss, between the phases; None if not measured.
+        pause_time: Seconds of gather and loss, between the phases; None if not measured, or if
+            the schedule has no phases.
         equal_split_value: The objective's value of the split into equally many layers.
         shared_memory: Whether neighbouring partitions share one memory (one CPU), so that the
             tensor at a cut exists once.
@@ -103,7 +117,7 @@ class Plan:
     partitions: tuple[PartitionPlan, ...]
     chunks: int
     rows: int
-    checkpoint: CheckpointMode
+    checkpoint: Checkpoint
     schedule: str
     objective: str
     value: float
@@ -119,8 +133,11 @@ class Plan:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_checkpoint(self.checkpoint)
+        if isinstance(self.checkpoint, list):
+            # As a file has it. The only way to normalise a field of a frozen dataclass.
+            object.__setattr__(self, "checkpoint", tuple(self.checkpoint))
         check_count("partitions", self.n_partitions)
+        modes_of(self.checkpoint, self.n_partitions)
         check_count("chunks", self.chunks)
         for j, partition in enumerate(self.partitions):
             check_count(f"layers of partition {j}", len(partition.layers))
@@ -166,24 +183,44 @@ class Plan:
         return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
     @property
+    def modes(self) -> tuple[CheckpointMode, ...]:
+        """Checkpoint mode of each partition."""
+        return modes_of(self.checkpoint, self.n_partitions)
+
+    @cached_property
+    def recomputed(self) -> tuple[int, ...]:
+        """How many micro-batches each partition recomputes.
+
+        It is the schedule that says so: ``'1f1b'`` leaves some recomputes out.
+        """
+        if self.schedule in SCHEDULES:
+            rows = make_schedule(
+                self.schedule, self.n_partitions, self.chunks, self.checkpoint
+            ).rows
+            return tuple(sum(action.kind == "R" for action in row) for row in rows)
+        return tuple(
+            sum(is_checkpointed(mode, i, self.chunks) for i in range(self.chunks))
+            for mode in self.modes
+        )
+
+    @property
     def recomputes(self) -> bool:
         """Whether any micro-batch is recomputed."""
-        return self.checkpoint == "always" or (self.checkpoint == "except_last" and self.chunks > 1)
+        return any(self.recomputed)
 
     def micro_batch_time(self, partition: int) -> float:
-        """Seconds that a partition works for one micro-batch under the plan's mode."""
+        """Seconds that a partition works for one micro-batch under its mode."""
         part = self.partitions[partition]
-        recompute_time = part.recompute_time if self.recomputes else 0.0
+        recompute_time = part.recompute_time if self.recomputed[partition] else 0.0
         return part.forward_time + recompute_time + part.backward_time
 
     @property
     def bubble_fraction(self) -> float:
         """Idle share of all devices' time inside the predicted makespan."""
-        recomputed = self.chunks - (self.checkpoint == "except_last") if self.recomputes else 0
         busy = sum(
             self.chunks * (part.forward_time + part.backward_time)
             + recomputed * part.recompute_time
-            for part in self.partitions
+            for part, recomputed in zip(self.partitions, self.recomputed, strict=True)
         )
         space = self.n_partitions * self.makespan
         return (space - busy) / space if space else 0.0
@@ -261,9 +298,12 @@ def _bad_value(where: str, name: str, value: Any) -> ProfileError:
 
 def _headline(plan: Plan) -> str:
     proof = "proven optimal" if plan.status == "optimal" else f"within {format_percent(plan.gap)}"
+    schedule = "" if plan.schedule == "gpipe" else f"schedule={plan.schedule!r}, "
+    modes = set(plan.modes)
+    checkpoint = f"checkpoint={modes.pop()!r}" if len(modes) == 1 else "checkpoint by partition"
     return (
         f"{plan.n_layers} layers on {plan.n_partitions} partitions, {plan.chunks} micro-batches "
-        f"of {plan.rows} rows, checkpoint={plan.checkpoint!r}: balance={list(plan.balance)}, "
+        f"of {plan.rows} rows, {schedule}{checkpoint}: balance={list(plan.balance)}, "
         f"{plan.objective} {format_seconds(plan.value)} ({proof})"
     )
 
@@ -271,14 +311,19 @@ def _headline(plan: Plan) -> str:
 def _table(plan: Plan) -> str:
     times = [plan.micro_batch_time(j) for j in range(plan.n_partitions)]
     total = sum(times) or 1.0
-    header = ["partition", "layers", "", "forward", "backward"]
+    mixed = len(set(plan.modes)) > 1
+    header = ["partition", "layers", ""]
+    header += ["checkpoint"] if mixed else []
+    header += ["forward", "backward"]
     header += ["recompute"] if plan.recomputes else []
     header += ["peak memory", "share"]
     rows = []
     for j, part in enumerate(plan.partitions):
         row = [str(j), str(len(part.layers)), _layer_range(part.layers)]
+        row += [plan.modes[j]] if mixed else []
         row += [format_seconds(part.forward_time), format_seconds(part.backward_time)]
-        row += [format_seconds(part.recompute_time)] if plan.recomputes else []
+        if plan.recomputes:
+            row += [format_seconds(part.recompute_time) if plan.recomputed[j] else "-"]
         row += [format_bytes(part.memory.total), format_percent(times[j] / total)]
         rows.append(row)
     widths = [max(len(line[k]) for line in [header, *rows]) for k in range(len(header))]
@@ -302,7 +347,8 @@ def _footer(plan: Plan) -> str:
         parts.insert(1, f"training step {format_seconds(plan.step_time)}")
     if plan.equal_split_value is not None and plan.equal_split_value > 0:
         gain = 1 - plan.value / plan.equal_split_value
-        parts.append(f"{format_percent(gain)} below the split into equally many layers")
+        where = "below" if gain >= 0 else "above"
+        parts.append(f"{format_percent(abs(gain))} {where} the split into equally many layers")
     text = "; ".join(parts)
     if any(p.memory.parameters and p.memory.optimizer is None for p in plan.partitions):
         text += "\nPeak memory does not count optimizer state: it was not given to the profiler."

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from gpipebal.errors import BalanceError, ProfileError, UnsupportedPlanError
 from gpipebal.plan import Plan
-from gpipebal.schedule import Action, Kind, Schedule, gpipe_schedule
+from gpipebal.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule
 from gpipebal.timeline import COMPUTE_KINDS, Event, Timeline
 
 __all__ = ["Durations", "place", "simulate"]
@@ -79,18 +79,19 @@ def simulate(
     """Predict the timeline of one mini-batch of a plan.
 
     Args:
-        plan: Gives the times of its partitions, chunks, checkpoint mode and schedule.
-        schedule: Order of the actions; None: the plan's own, of the name `plan.schedule`.
+        plan: Gives the times of its partitions, chunks, checkpoint modes and schedule.
+        schedule: Order of the actions; None: the plan's own, ``'gpipe'`` or ``'1f1b'``.
         pause: Seconds between the last forward of all partitions and the first recompute or
             backward, as ``loss(pipe(x)).backward()`` makes them wait; `plan.pause_time` is the
-            measured value. None: no wait, partitions turn to their backwards on their own.
+            measured value. None: no wait, partitions turn to their backwards on their own. A
+            schedule without phases, such as ``'1f1b'``, cannot have one.
 
     Returns:
         A Timeline with source ``'simulated'``.
 
     Raises:
         UnsupportedPlanError: the plan's schedule is none that can be built here.
-        BalanceError: the schedule does not fit the plan, or can never finish.
+        BalanceError: the schedule does not fit the plan, or can never finish (with a pause).
         ProfileError: `pause` is negative or not finite.
 
     Complexity:
@@ -108,17 +109,19 @@ def simulate(
         partition 2  ..0123DDCCBBAA....
     """
     if schedule is None:
-        if plan.schedule != "gpipe":
+        if plan.schedule not in SCHEDULES:
             raise UnsupportedPlanError(
                 f"plan has a schedule that cannot be built: schedule={plan.schedule!r} "
-                "(expected 'gpipe').\nFix: give the order of its actions as schedule=, or solve "
-                "with schedule='gpipe'."
+                f"(expected one of {', '.join(map(repr, SCHEDULES))}).\n"
+                "Fix: give the order of its actions as schedule=, or solve with schedule='gpipe'."
             )
-        schedule = gpipe_schedule(plan.n_partitions, plan.chunks, plan.checkpoint)
+        schedule = make_schedule(plan.schedule, plan.n_partitions, plan.chunks, plan.checkpoint)
     provenance = {
         "balance": list(plan.balance),
         "chunks": plan.chunks,
-        "checkpoint": plan.checkpoint,
+        "checkpoint": (
+            plan.checkpoint if isinstance(plan.checkpoint, str) else list(plan.checkpoint)
+        ),
         "costs": dict(plan.provenance),
     }
     return _place(schedule, Durations.of_plan(plan), pause, provenance)
@@ -146,6 +149,7 @@ def place(schedule: Schedule, durations: Durations, *, pause: float | None = Non
         O(n) for n actions.
 
     Example:
+        >>> from gpipebal.schedule import gpipe_schedule
         >>> durations = Durations(forward=(1.0, 3.0), recompute=(0.0, 0.0), backward=(1.0, 1.0))
         >>> place(gpipe_schedule(2, 2, "never"), durations).makespan
         10.0

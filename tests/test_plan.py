@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gpipebal.errors import BalanceError, FileFormatError
 from gpipebal.plan import PartitionPlan, PeakMemory, Plan
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 
@@ -76,6 +77,28 @@ def test_bubble_fraction_is_idle_over_all(checkpoint: str, recomputed: int) -> N
     assert plan.bubble_fraction * 40.0 + busy == pytest.approx(40.0)
 
 
+def test_each_partition_has_its_mode() -> None:
+    """Modes per partition decide each partition's time, and what all of them recompute."""
+    plan = _plan(checkpoint=["never", "except_last"])
+    assert plan.checkpoint == plan.modes == ("never", "except_last")
+    assert _plan().modes == ("except_last", "except_last")
+    assert plan.recomputes and plan.recomputed == (0, 3)
+    assert [plan.micro_batch_time(j) for j in range(2)] == [3.0, 2.0]
+    assert plan.bubble_fraction * 40.0 + 4 * (3.0 + 1.5) + 3 * 0.5 == pytest.approx(40.0)
+
+
+def test_recomputes_are_those_of_the_schedule() -> None:
+    """1F1B leaves out a recompute right behind its forward; the last partition does none."""
+    plan = _plan(checkpoint="always", schedule="1f1b")
+    assert plan.recomputed == (4, 0)
+    assert [plan.micro_batch_time(j) for j in range(2)] == [3.5, 1.5]
+    assert plan.bubble_fraction * 40.0 + 4 * (3.0 + 1.5) + 4 * 0.5 == pytest.approx(40.0)
+    alone = _plan(checkpoint="always", schedule="1f1b", chunks=1)
+    assert not alone.recomputes
+    # Of a schedule that is not known here, the modes are all there is to go by.
+    assert _plan(checkpoint="always", schedule="zigzag").recomputed == (4, 4)
+
+
 def test_gap_is_relative_to_the_value() -> None:
     """The gap says how far below the value the optimum can be; a value of zero has none."""
     assert _plan(value=20.0, lower_bound=15.0).gap == 0.25
@@ -112,15 +135,23 @@ def test_peak_memory_total_adds_every_part() -> None:
         max_size=3,
     ),
     step_time=st.none() | TIMES,
+    modes=st.none() | st.lists(st.sampled_from(CHECKPOINT_MODES), min_size=3, max_size=3),
 )
 def test_plan_survives_a_file(
     tmp_path_factory: pytest.TempPathFactory,
     partitions: list[PartitionPlan],
     step_time: float | None,
+    modes: list[CheckpointMode] | None,
 ) -> None:
     """Save and load give the same plan, in every bit."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    plan = _plan(partitions=tuple(partitions), step_time=step_time, provenance={"threads": 1})
+    checkpoint = "always" if modes is None else modes[: len(partitions)]
+    plan = _plan(
+        partitions=tuple(partitions),
+        checkpoint=checkpoint,
+        step_time=step_time,
+        provenance={"threads": 1},
+    )
     plan.save(path)
     assert Plan.load(path) == plan
     assert str(Plan.load(path)) == str(plan)
@@ -133,6 +164,8 @@ def test_plan_survives_a_file(
         ({"chunks": 0}, "chunks is too small: chunks=0"),
         ({"chunks": "4"}, "chunks is not a whole number: chunks='4'"),
         ({"checkpoint": "sometimes"}, "checkpoint mode does not exist: checkpoint='sometimes'"),
+        ({"checkpoint": ["always", "some"]}, "checkpoint mode does not exist: checkpoint='some'"),
+        ({"checkpoint": ["always"]}, r"len\(checkpoint\)=1 \(expected 2, one per partition\)"),
         (
             {"partitions": (PartitionPlan((), (), 0.0, 0.0, 0.0),)},
             "layers of partition 0 is too small: layers of partition 0=0",
@@ -154,6 +187,8 @@ def test_impossible_plan_is_refused(changes: dict[str, Any], message: str) -> No
         lambda r: r.update(partitions=3),
         lambda r: r.update(partitions=[]),
         lambda r: r.update(checkpoint="sometimes"),
+        lambda r: r.update(checkpoint=["never"]),
+        lambda r: r.update(checkpoint=["never", 1]),
         lambda r: r.update(surprise=1),
         lambda r: r["partitions"][0].pop("layers"),
         lambda r: r["partitions"][0].update(memory={"surprise": 1}),
@@ -189,6 +224,30 @@ makespan 20.0 s; training step 21.0 s; bubble 47.5 %; imbalance 1.273; \
 def test_plan_prints_as_a_table() -> None:
     """Printing a plan shows partitions, layers by name, times, peak memory and share."""
     assert str(_plan(step_time=21.0, equal_split_value=25.0)) == TABLE
+
+
+MIXED = """\
+3 layers on 2 partitions, 4 micro-batches of 8 rows, schedule='1f1b', checkpoint by partition: \
+balance=[2, 1], makespan 20.0 s (within 10.0 %)
+partition  layers          checkpoint  forward  backward  recompute  peak memory   share
+        0       2  a .. b      always   1.00 s    2.00 s     500 ms     2.00 KiB  70.0 %
+        1       1  c            never   250 ms    1.25 s          -        512 B  30.0 %
+makespan 20.0 s; bubble 50.0 %; imbalance 1.400; 25.0 % above the split into equally many layers"""
+
+
+def test_plan_with_modes_prints_them() -> None:
+    """A table with a mode per partition has a column for it; another schedule is named."""
+    plan = _plan(
+        checkpoint=["always", "never"],
+        schedule="1f1b",
+        status="feasible",
+        lower_bound=18.0,
+        equal_split_value=16.0,
+    )
+    assert str(plan) == MIXED
+    # Modes that are all the same need no column.
+    same = _plan(checkpoint=["except_last"] * 2, step_time=21.0, equal_split_value=25.0)
+    assert str(same) == TABLE
 
 
 def test_plan_says_what_it_does_not_know() -> None:

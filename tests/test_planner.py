@@ -13,8 +13,7 @@ from torch import nn
 
 import gpipebal as gb
 from gpipebal.errors import GpipebalError, UnsupportedPlanError
-from gpipebal.memory import partition_memory
-from gpipebal.planner import equal_split
+from gpipebal.planner import equal_split, evaluate
 from gpipebal.profile import StepTerms
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
@@ -83,10 +82,18 @@ def test_impossible_requests(options: dict[str, object], message: str) -> None:
     assert "Fix: " in str(caught.value)
 
 
-def test_unknown_schedules() -> None:
-    """A schedule that the planner does not know is refused."""
-    with pytest.raises(UnsupportedPlanError, match="schedule='1f1b'"):
-        gb.solve(gb.Profile.from_costs([1.0]), 1, schedule="1f1b")
+def test_what_cannot_be_solved_can_be_evaluated() -> None:
+    """Solving under 1F1B or modes per partition is refused, and the fix tells the costs."""
+    profile = gb.Profile.from_costs([1.0, 1.0])
+    with pytest.raises(UnsupportedPlanError, match=r"schedule='1f1b'.*\nFix: .*evaluate") as error:
+        gb.solve(profile, 2, schedule="1f1b")
+    fix = str(error.value).split("Fix: ")[1].split(" tells")[0]
+    assert eval(fix, {"gpipebal": gb, "profile": profile, "balance": [1, 1]}).schedule == "1f1b"
+    with pytest.raises(UnsupportedPlanError, match="for each partition: checkpoint="):
+        gb.solve(profile, 2, checkpoint=["always", "never"])  # type: ignore[arg-type]
+    assert evaluate(profile, [1, 1], checkpoint=["always", "never"]).modes == ("always", "never")
+    with pytest.raises(UnsupportedPlanError, match="schedule='zigzag'"):
+        gb.solve(profile, 1, schedule="zigzag")
 
 
 @given(n_layers=st.integers(1, 100), n_partitions=st.integers(1, 20))
@@ -97,54 +104,6 @@ def test_equal_split_is_equal(n_layers: int, n_partitions: int) -> None:
     bounds = equal_split(n_layers, n_partitions)
     sizes = [end - start for start, end in pairwise(bounds)]
     assert bounds[0] == 0 and bounds[-1] == n_layers and max(sizes) - min(sizes) <= 1
-
-
-def chain_of_known_bytes() -> gb.Profile:
-    """Three layers: each saves 100 bytes of its own and hands on 10; parameters 1000."""
-    return gb.Profile.from_costs(
-        [1.0] * 3,
-        parameter_bytes=[1000] * 3,
-        saved_bytes=[100] * 3,
-        output_bytes=[10] * 3,
-        chunks=4,
-    )
-
-
-def test_memory_of_the_modes() -> None:
-    """Micro-batches in flight cost all that is saved, or with checkpoints the input alone."""
-    profile = chain_of_known_bytes()
-    bounds = (0, 1, 3)
-
-    def activations(checkpoint: CheckpointMode) -> int:
-        return partition_memory(profile, bounds, chunks=4, checkpoint=checkpoint)[1].activations
-
-    # The peak is in the second backward of the step, when all gradients exist: one micro-batch
-    # is through. Partition 1 gets 10 bytes and saves 200 for each of the three others.
-    assert activations("never") == 3 * 210
-    assert activations("except_last") == 2 * 10 + 210
-    assert activations("always") == 2 * 10 + 210
-
-
-def test_memory_parts() -> None:
-    """Parameters and gradients count once, and an unknown optimizer is said, not guessed."""
-    peak = partition_memory(chain_of_known_bytes(), (0, 3), chunks=4, checkpoint="never")[0]
-    assert (peak.parameters, peak.gradients, peak.optimizer) == (3000, 3000, None)
-    assert peak.total == 6000 + peak.activations + peak.transient + peak.outputs
-    plan = gb.solve(chain_of_known_bytes(), 1)
-    assert "does not count optimizer state" in str(plan)
-
-
-def test_a_cut_in_one_memory_counts_once() -> None:
-    """Partitions that share a memory do not both hold the tensor at their cut."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
-    profile = gb.profile_model(model, torch.ones(400, 8), chunks=2, timeout=0)
-    apart = partition_memory(profile, (0, 2, 4), chunks=2, checkpoint="never")
-    together = partition_memory(
-        profile, (0, 2, 4), chunks=2, checkpoint="never", shared_memory=True
-    )
-    cut = profile.layers[1].output_bytes
-    assert apart[0].activations - together[0].activations == 2 * cut
-    assert apart[1].activations == together[1].activations
 
 
 class Stretch(nn.Module):

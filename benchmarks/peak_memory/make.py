@@ -1,0 +1,175 @@
+"""Count the peak memory of every partition, and compare it with what the formula predicts.
+
+    python benchmarks/peak_memory/make.py            measure, write results.json and the README
+    python benchmarks/peak_memory/make.py --readme   write the README's tables from results.json
+
+Every row is one training step that counts all live tensors, after one that does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from peak_memory_models import MODELS, Model
+from peak_memory_tables import FORMAT, VERSION, fill_in, summary
+from torch import nn
+
+import gpipebal as gb
+from gpipebal.files import atomic_path, read_record, write_record
+from gpipebal.memory import partition_memory
+from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.pipeline.devices import visible_cores
+from gpipebal.planner import evaluate
+from gpipebal.problem import to_bounds
+from gpipebal.profile import Profile
+from gpipebal.schedule import Checkpoint
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+
+#: How a step is done, and the checkpoint modes to do it with.
+WAYS = {
+    "loss(pipe(x))": ("always", "except_last", "never", "mixed"),
+    "step gpipe": ("always", "never"),
+    "step 1f1b": ("always", "never", "mixed"),
+}
+#: One mode per partition.
+MIXED = ("always", "never", "except_last", "never")
+CHUNKS = (4, 8)
+
+
+def main() -> None:
+    """Measure, store, print, and write the README."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="only this")
+    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    arguments = parser.parse_args()
+    if arguments.model and arguments.out.resolve() == RESULTS.resolve():
+        parser.error("--model makes no complete result: give another file as --out")
+    if not arguments.readme:
+        write_record(arguments.out, measure(arguments.model or list(MODELS)))
+    record = read_record(arguments.out, FORMAT, VERSION)
+    print(summary(record))
+    if arguments.out.resolve() == RESULTS.resolve():
+        path = HERE / "README.md"
+        text = fill_in(path.read_text(encoding="utf-8"), record)
+        with atomic_path(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def measure(names: list[str]) -> dict[str, Any]:
+    """Measure models in all ways, and return the record to store."""
+    started = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        for chunks in CHUNKS:
+            rows += measure_model(name, MODELS[name], chunks)
+            print(f"{time.monotonic() - started:5.0f} s  {name}, {chunks} micro-batches")
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "provenance": {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "device": "cpu",
+            "cores": visible_cores(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "gpipebal": gb.__version__,
+            "minutes": round((time.monotonic() - started) / 60, 2),
+        },
+        "models": {name: MODELS[name].about for name in names},
+        "rows": rows,
+    }
+
+
+def measure_model(name: str, model: Model, chunks: int) -> Iterator[dict[str, Any]]:
+    """Predict and count one model in all ways, for every number of partitions."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*model.layers())
+    sample, target = model.data()
+    profile = gb.profile_model(
+        layers,
+        sample,
+        chunks=chunks,
+        loss_fn=model.loss_fn,
+        target=target,
+        optimizer=model.optimizer,
+        timeout=0,
+        progress=False,
+    )
+    for n_partitions, balance in model.balances.items():
+        for way, modes in WAYS.items():
+            for mode in modes:
+                checkpoint = MIXED[:n_partitions] if mode == "mixed" else mode
+                pipe = GPipe(layers, balance, chunks=chunks, checkpoint=checkpoint)
+                counted, at_once = count(pipe, model, sample, target, way)
+                pipe.close()
+                layers.zero_grad()
+                predicted = predict(profile, balance, way, checkpoint)
+                yield {
+                    "model": name,
+                    "way": way,
+                    "mode": mode,
+                    "chunks": chunks,
+                    "balance": balance,
+                    "predicted": predicted,
+                    "counted": counted,
+                    "counted_at_once": at_once,
+                }
+
+
+def predict(
+    profile: Profile, balance: list[int], way: str, checkpoint: Checkpoint
+) -> list[dict[str, int | None]]:
+    """Return the parts of each partition's predicted peak."""
+    if way == "step gpipe":
+        # The one way that no plan describes: GPipe's order, with the loss inside.
+        peaks = partition_memory(
+            profile,
+            to_bounds(balance),
+            chunks=profile.chunks,
+            checkpoint=checkpoint,
+            loss_inside=True,
+            shared_memory=True,
+        )
+    else:
+        schedule = "1f1b" if way == "step 1f1b" else "gpipe"
+        plan = evaluate(profile, balance, checkpoint=checkpoint, schedule=schedule)
+        peaks = tuple(part.memory for part in plan.partitions)
+    return [{**asdict(peak), "total": peak.total} for peak in peaks]
+
+
+def count(
+    pipe: GPipe, model: Model, sample: torch.Tensor, target: torch.Tensor, way: str
+) -> tuple[list[int], int]:
+    """Return the most that each partition held, and that all held at one time."""
+    optimizer = model.optimizer(list(pipe.parameters()))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if way == "loss(pipe(x))":
+            model.loss_fn(pipe(sample), target).backward()
+        else:
+            schedule = way.removeprefix("step ")
+            pipe.step(sample, target=target, loss_fn=model.loss_fn, schedule=schedule)
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    with measure_memory(pipe, optimizer) as meter:
+        step()
+    return list(meter.peak_bytes), meter.total_peak_bytes
+
+
+if __name__ == "__main__":
+    main()

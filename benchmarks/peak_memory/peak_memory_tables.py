@@ -1,0 +1,100 @@
+"""Tables of the README, made from a stored result and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["FORMAT", "GOAL", "VERSION", "errors_of", "fill_in", "summary"]
+
+FORMAT = "gpipebal-benchmark-peak-memory"
+VERSION = 1
+#: How far a prediction may be from the count, as a fraction of the count.
+GOAL = 0.03
+
+_MIB = 2**20
+
+
+def errors_of(row: dict[str, Any]) -> list[float]:
+    """Return predicted over counted, less one, of each partition."""
+    pairs = zip(row["predicted"], row["counted"], strict=True)
+    return [predicted["total"] / counted - 1 for predicted, counted in pairs]
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Say how many predictions hold, which is the worst, and list those that do not."""
+    rows = record["rows"]
+    errors = [error for row in rows for error in errors_of(row)]
+    sums = [_error_of_sum(row) for row in rows]
+    lines = [
+        _held("partitions", errors),
+        _held("sums over the partitions of a pipeline", sums),
+    ]
+    beyond = [row for row in rows if any(abs(error) > GOAL for error in errors_of(row))]
+    if beyond:
+        lines += ["", f"Beyond {GOAL:.0%}:"]
+        lines += [f"{row['model']:<13} {_cells(row)}".rstrip() for row in beyond]
+    return "\n".join(lines)
+
+
+def fill_in(text: str, record: dict[str, Any]) -> str:
+    """Put everything that the record says between the marks of a README."""
+    for mark, block in (("result", _results(record)), ("environment", _environment(record))):
+        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def _results(record: dict[str, Any]) -> str:
+    parts = [f"```\n{summary(record)}\n```"]
+    for name, about in record["models"].items():
+        rows = [row for row in record["rows"] if row["model"] == name]
+        lines = [_HEADER, *map(_cells, rows)]
+        parts += [f"### {name}", f"{about}.", "```\n" + "\n".join(lines) + "\n```"]
+    return "\n\n".join(parts)
+
+
+_HEADER = (
+    f"{'step':<13} {'checkpoint':<11} {'chunks':>6}  {'counted by partition [MiB]':<31} "
+    f"{'predicted is off by':<31} {'sum':>7} {'off by':>7} {'at once':>8}"
+)
+
+
+def _cells(row: dict[str, Any]) -> str:
+    counted = " ".join(f"{n_bytes / _MIB:7.2f}" for n_bytes in row["counted"])
+    errors = " ".join(f"{_percent(error):>7}" for error in errors_of(row))
+    return (
+        f"{row['way']:<13} {row['mode']:<11} {row['chunks']:>6}  {counted:<31} {errors:<31} "
+        f"{sum(row['counted']) / _MIB:7.2f} {_percent(_error_of_sum(row)):>7} "
+        f"{row['counted_at_once'] / _MIB:8.2f}"
+    )
+
+
+def _error_of_sum(row: dict[str, Any]) -> float:
+    return float(sum(peak["total"] for peak in row["predicted"]) / sum(row["counted"]) - 1)
+
+
+def _held(what: str, errors: Sequence[float]) -> str:
+    n_held = sum(abs(error) <= GOAL for error in errors)
+    worst = max(errors, key=abs)
+    return (
+        f"{n_held} of {len(errors)} {what} within {GOAL:.0%}; "
+        f"the one farthest off by {_percent(worst)}"
+    )
+
+
+def _percent(fraction: float) -> str:
+    text = f"{fraction:+.1%}"
+    # No sign for what rounds to nothing.
+    return text[1:] if float(text[:-1]) == 0 else text
+
+
+def _environment(record: dict[str, Any]) -> str:
+    about = record["provenance"]
+    return (
+        f"{about['date']}, {about['cores']} cores ({about['system']}), Python {about['python']}, "
+        f"torch {about['torch']}, gpipebal {about['gpipebal']}; {about['minutes']:.1f} minutes."
+    )

@@ -1,0 +1,96 @@
+"""Tables of the README, made from a stored record and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from soak_benchmark.growth import Growth
+
+__all__ = ["environment", "fill_in", "is_passed", "result"]
+
+_PHASES = ("forward", "recompute", "backward")
+
+
+def is_passed(record: dict[str, Any]) -> bool:
+    """Tell whether nothing grew; a step that failed leaves no record."""
+    return all(growth.is_within for growth in _growths(record))
+
+
+def fill_in(text: str, record: dict[str, Any]) -> str:
+    """Put everything that the record says between the marks of a README."""
+    for mark, block in (("result", result(record)), ("environment", environment(record))):
+        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def result(record: dict[str, Any]) -> str:
+    """Write what was done and what was found, as Markdown."""
+    faults = sum(fault["times"] for fault in record["faults"])
+    checks = sum(record["checks"].values())
+    verdict = "nothing grew beyond its bound" if is_passed(record) else "SOMETHING GREW"
+    parts = [
+        f"{record['steps']:,} steps in {record['minutes']:.1f} minutes, {faults:,} faults, "
+        f"{checks:,} checks: no wrong number, no hang (the slowest step took "
+        f"{record['slowest_step_seconds']:.2f} s), {verdict}.",
+        _growth_table(record),
+        _fault_table(record),
+        _two_columns("steps", "", record["ways"]),
+        _two_columns("check", "times", record["checks"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def environment(record: dict[str, Any]) -> str:
+    """Write on what it ran."""
+    about = record["provenance"]
+    return (
+        f"{about['system']}, {about['cores']} cores, Python {about['python']}, torch "
+        f"{about['torch']}, gpipebal {about['gpipebal']}, {about['date']}, seed {about['seed']}."
+    )
+
+
+def _growths(record: dict[str, Any]) -> list[Growth]:
+    return [Growth(**growth) for growth in record["growth"]]
+
+
+def _growth_table(record: dict[str, Any]) -> str:
+    rows = [
+        [
+            growth.name,
+            f"{growth.first:,.0f}",
+            f"{growth.last:,.0f}",
+            f"{growth.last - growth.first:+,.0f}",
+            f"{growth.bound:,.0f}",
+            "kept" if growth.is_within else "NOT KEPT",
+        ]
+        for growth in _growths(record)
+    ]
+    return _table(["", "first quarter", "last quarter", "growth", "bound", ""], rows)
+
+
+def _fault_table(record: dict[str, Any]) -> str:
+    times = {(fault["kind"], fault["phase"]): fault["times"] for fault in record["faults"]}
+    kinds = sorted({kind for kind, _ in times}, key=str.lower)
+    rows = [[kind, *(f"{times.get((kind, phase), 0):,}" for phase in _PHASES)] for kind in kinds]
+    return _table(["fault", *_PHASES], rows)
+
+
+def _two_columns(left: str, right: str, counts: dict[str, int]) -> str:
+    return _table([left, right], [[name, f"{times:,}"] for name, times in counts.items()])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if k == 0 or k == 5 else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(["```", *lines, "```"])

@@ -1,0 +1,206 @@
+"""What a given balance costs, under any schedule and checkpoint modes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpipebal as gb
+from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.planner import equal_split, evaluate
+from gpipebal.problem import to_balance
+from gpipebal.profile import StepTerms
+from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, Checkpoint, make_schedule
+from gpipebal.simulator import Durations, place
+
+modes = st.sampled_from(CHECKPOINT_MODES)
+schedules = st.sampled_from(list(SCHEDULES))
+#: Forward, recompute and backward of partitions of one layer each; whole, so that sums are exact.
+costs = st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=5)
+
+
+def profile_of(costs: list[tuple[int, ...]], chunks: int = 1) -> gb.Profile:
+    """Make a profile of layers with these forward, recompute and backward times."""
+    forward, recompute, backward = ([float(t) for t in times] for times in zip(*costs, strict=True))
+    return gb.Profile.from_costs(forward, backward, recompute=recompute, chunks=chunks)
+
+
+def draw(plan: gb.Plan) -> str:
+    """Draw the simulated plan with one column per second, and keep the cells only."""
+    lines = gb.simulate(plan).text_gantt(width=round(plan.makespan)).splitlines()[1:]
+    return "\n".join(line.split()[-1] for line in lines)
+
+
+@settings(max_examples=50)
+@given(costs, st.integers(1, 6), modes, st.booleans())
+def test_the_balance_of_a_solved_plan_costs_what_it_says(
+    costs: list[tuple[int, ...]], chunks: int, mode: str, listed: bool
+) -> None:
+    """With one mode under GPipe the costs are the solver's, however the mode is given."""
+    profile = profile_of(costs, chunks).with_step(StepTerms(0.5, 0.25, 64, 0.125))
+    n_partitions = min(2, len(costs))
+    solved = gb.solve(profile, n_partitions, checkpoint=mode)  # type: ignore[arg-type]
+    checkpoint = [mode] * n_partitions if listed else mode
+    plan = evaluate(profile, solved.balance, checkpoint=checkpoint)  # type: ignore[arg-type]
+    for name in ("partitions", "makespan", "bottleneck", "step_time", "pause_time", "imbalance"):
+        assert getattr(plan, name) == getattr(solved, name), name
+    assert plan.equal_split_value == solved.equal_split_value
+    assert (plan.status, plan.method, plan.objective) == ("feasible", "given", "makespan")
+
+
+@settings(max_examples=100)
+@given(costs, st.integers(1, 6), st.lists(modes, min_size=5, max_size=5), schedules)
+def test_a_plan_is_its_simulation(
+    costs: list[tuple[int, ...]], chunks: int, checkpoint: list[str], schedule: str
+) -> None:
+    """Makespan and bubble are those of the schedule with the recomputes that it really has."""
+    n_partitions = len(costs)
+    checkpoint = checkpoint[:n_partitions]
+    plan = evaluate(
+        profile_of(costs),
+        [1] * n_partitions,
+        chunks=chunks,
+        checkpoint=checkpoint,  # type: ignore[arg-type]
+        schedule=schedule,
+    )
+    order = make_schedule(schedule, n_partitions, chunks, plan.checkpoint)
+    timeline = gb.simulate(plan)
+    assert timeline.events == place(order, Durations.of_plan(plan)).events
+    assert timeline.makespan == plan.makespan == plan.value
+    assert timeline.bubble_fraction == pytest.approx(plan.bubble_fraction, abs=1e-12)
+    times = [plan.micro_batch_time(j) for j in range(n_partitions)]
+    assert plan.bottleneck == max(times)
+    # The bound holds, and one partition, which waits for nobody, attains it.
+    assert plan.lower_bound <= plan.makespan
+    assert n_partitions > 1 or plan.lower_bound == plan.makespan
+    assert 0.0 <= plan.gap <= 1.0
+
+
+MIXED = """\
+012r...CrBrA
+.012r.CrBrA.
+..012CBA...."""
+
+ONE_F_ONE_B = """\
+012r.A3rBr.CrD
+.01rA2rB3rCrD.
+..0A1B2C.3D..."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "chunks", "drawing", "bound"),
+    [
+        ("gpipe", ("always", "always", "never"), 3, MIXED, 11.0),
+        ("1f1b", "always", 4, ONE_F_ONE_B, 14.0),
+    ],
+)
+def test_plans_are_their_drawings(
+    schedule: str, checkpoint: Checkpoint, chunks: int, drawing: str, bound: float
+) -> None:
+    """Plans with a mode per partition, or under 1F1B, are placed as drawn by hand.
+
+    Partition 1 works 9 (or 12) seconds, after one of partition 0 and before another one.
+    """
+    plan = evaluate(
+        profile_of([(1, 1, 1)] * 3),
+        [1, 1, 1],
+        chunks=chunks,
+        checkpoint=checkpoint,
+        schedule=schedule,
+    )
+    assert draw(plan) == drawing
+    assert plan.makespan == len(drawing.splitlines()[0])
+    assert plan.lower_bound == bound
+
+
+def test_a_pause_under_1f1b_is_refused_and_the_fix_works() -> None:
+    """Under 1F1B there is no moment when all forwards are done and no backward is."""
+    plan = evaluate(profile_of([(1, 0, 1)] * 2), [1, 1], chunks=4, schedule="1f1b")
+    with pytest.raises(BalanceError, match="with a pause: 0F2 stands after 0B0") as error:
+        gb.simulate(plan, pause=1.0)
+    assert str(error.value).endswith("Fix: pause=None.")
+    assert gb.simulate(plan, pause=None).makespan == 10
+
+
+def test_the_timeline_says_which_modes() -> None:
+    """A simulated timeline keeps schedule and modes as JSON values."""
+    profile = profile_of([(1, 1, 1)] * 2, chunks=3)
+    plan = evaluate(profile, [1, 1], checkpoint=("always", "never"), schedule="1f1b")
+    provenance = gb.simulate(plan).provenance
+    assert (provenance["schedule"], provenance["chunks"]) == ("1f1b", 3)
+    assert provenance["checkpoint"] == ["always", "never"]
+
+
+def test_step_under_1f1b_has_the_loss_inside() -> None:
+    """The last partition takes its share of the loss with each micro-batch; nobody gathers.
+
+    Two partitions, 4 micro-batches, forward 1 and backward 2: (4 + 1) * 3 s. A loss of 8 s adds 1 s
+    to each forward and backward of the last partition, which then works 4 * 5 s.
+    """
+    profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=4)
+    options = {"checkpoint": "never", "schedule": "1f1b"}
+    plan = evaluate(profile, [1, 1], **options)  # type: ignore[arg-type]
+    assert (plan.makespan, plan.lower_bound, plan.step_time) == (15.0, 15.0, None)
+    timed = profile.with_step(StepTerms(gather_time=100.0, loss_time=8.0, optimizer_time=0.5))
+    plan = evaluate(timed, [1, 1], **options)  # type: ignore[arg-type]
+    assert (plan.makespan, plan.pause_time) == (15.0, None)
+    assert plan.step_time == 1 + 4 * 5 + 2 + 0.5
+    # Twice the micro-batches are twice the rows, and twice the loss.
+    assert evaluate(timed, [1, 1], chunks=8, **options).step_time == 1 + 8 * 5 + 2 + 0.5  # type: ignore[arg-type]
+    bare = profile.with_step(StepTerms(gather_time=100.0, loss_time=8.0))
+    assert evaluate(bare, [1, 1], **options).step_time is None  # type: ignore[arg-type]
+
+
+def test_an_evaluated_plan_goes_into_a_file(tmp_path: object) -> None:
+    """A plan with modes and schedule comes back from its file as it was."""
+    plan = evaluate(
+        profile_of([(1, 1, 1)] * 3), [1, 2], checkpoint=["always", "never"], schedule="1f1b"
+    )
+    path = f"{tmp_path}/plan.json"
+    plan.save(path)
+    assert gb.Plan.load(path) == plan
+    assert gb.Plan.load(path).modes == ("always", "never")
+
+
+def test_an_unequal_balance_is_said_to_cost_more() -> None:
+    """A balance worse than the equal split says so in the table: 26 s against 20 s."""
+    plan = evaluate(profile_of([(1, 1, 1)] * 4), [3, 1], checkpoint="never", chunks=4)
+    assert (plan.value, plan.equal_split_value) == (26.0, 20.0)
+    assert "30.0 % above the split into equally many layers" in str(plan)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 12))
+def test_a_balance_must_fit(balance: list[int], n_layers: int) -> None:
+    """A balance that does not add up to the layers is refused, and the fix does."""
+    profile = gb.Profile.from_costs([1.0] * n_layers)
+    if sum(balance) == n_layers:
+        assert evaluate(profile, balance).balance == tuple(balance)
+        return
+    with pytest.raises(BalanceError, match=r"balance does not fit the profile") as error:
+        evaluate(profile, balance)
+    fix = str(error.value).split("balance=")[-1].rstrip(".")
+    n_partitions = min(len(balance), n_layers)
+    assert eval(fix) == list(to_balance(equal_split(n_layers, n_partitions)))
+    assert evaluate(profile, eval(fix)).n_partitions == n_partitions
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"balance": [0, 2]}, BalanceError, r"balance\[0\] is too small"),
+        ({"balance": ["2"]}, BalanceError, r"balance\[0\] is not a whole number"),
+        ({"balance": []}, BalanceError, r"sum\(balance\)=0"),
+        ({"chunks": 0}, BalanceError, "chunks is too small"),
+        ({"checkpoint": "some"}, BalanceError, "checkpoint='some'"),
+        ({"checkpoint": ["never"]}, BalanceError, r"len\(checkpoint\)=1 \(expected 2"),
+        ({"schedule": "zigzag"}, UnsupportedPlanError, "schedule='zigzag'"),
+    ],
+)
+def test_impossible_requests(
+    options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    """An impossible request names the argument, the rule and a fix."""
+    with pytest.raises(error, match=message) as caught:
+        evaluate(gb.Profile.from_costs([1.0, 1.0]), **{"balance": [1, 1], **options})  # type: ignore[arg-type]
+    assert "\nFix: " in str(caught.value)
