@@ -25,11 +25,6 @@ from gpipebal.pipeline.ledger import Ledger
 pytestmark = pytest.mark.timeout(60)
 
 
-def bug(reason: str) -> pytest.MarkDecorator:
-    """Mark a case that fails today, and must pass one day."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def difference(model: nn.Sequential, balance: list[int], inputs: Tensor, **settings: Any) -> float:
     """Return how far outputs, gradients and buffers of a step are off the plain model's."""
     plain = copy.deepcopy(model)
@@ -201,7 +196,6 @@ def test_random_numbers_of_other_threads() -> None:
     assert numbers[0] != numbers[1]
 
 
-@bug("a finalizer on every storage holds the ledger, as long as the parameters live")
 def test_a_meter_leaves_nothing_behind() -> None:
     """Measuring memory again and again does not take up more and more of it."""
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
@@ -251,7 +245,6 @@ class SharedMask(nn.Module):
             self.begun[0].wait(0.5)
 
 
-@bug("each of two recomputes gives back what it found, which may be the other's copy")
 def test_a_shared_buffer_stays_the_same_tensor() -> None:
     """A module in two partitions has its own buffer back after recomputes that overlap."""
     shared = SharedMask()

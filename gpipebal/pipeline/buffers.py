@@ -64,6 +64,8 @@ class Buffers:
         """Keep what a recompute will need; called before its forward."""
         copies, versions = {}, {}
         for place, buffer in self._present():
+            if place in self._foreign:
+                continue  # nobody writes to it, and another worker may be reading it
             if buffer.nbytes <= SMALL or place in self._written:
                 copies[place] = buffer.detach().clone()
             else:

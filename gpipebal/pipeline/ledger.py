@@ -43,6 +43,7 @@ class Ledger:
         self.peaks = [0] * n_owners
         self.total_peak = 0
         self._entries: dict[int, tuple[int, int]] = {}
+        self._finalizers: dict[int, weakref.finalize[..., Any]] = {}
         # Storages die in any thread and at any allocation, also inside these methods.
         self._lock = threading.RLock()
 
@@ -87,7 +88,11 @@ class Ledger:
             else:
                 n_bytes = storage.nbytes()
                 # torch keeps the storage's Python object as long as the storage lives.
-                weakref.finalize(storage, self._leave, key).atexit = False
+                # The ledger may go before the storage: it is held weakly, and takes its finalizers
+                # along.
+                finalizer = weakref.finalize(storage, _leave, weakref.ref(self), key)
+                finalizer.atexit = False
+                self._finalizers[key] = finalizer
             self._entries[key] = (owner, n_bytes)
             self.live[owner] += n_bytes
             self.peaks[owner] = max(self.peaks[owner], self.live[owner])
@@ -95,9 +100,20 @@ class Ledger:
 
     def _leave(self, key: int) -> None:
         with self._lock:
+            self._finalizers.pop(key, None)
             entry = self._entries.pop(key, None)
             if entry is not None:
                 self.live[entry[0]] -= entry[1]
+
+    def __del__(self) -> None:
+        for finalizer in list(self._finalizers.values()):
+            finalizer.detach()
+
+
+def _leave(ledger: weakref.ref[Ledger], key: int) -> None:
+    known = ledger()
+    if known is not None:
+        known._leave(key)
 
 
 class _Watch(TorchDispatchMode):
