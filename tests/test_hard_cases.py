@@ -1,4 +1,4 @@
-"""Single cases that were wrong once, or still are: found by random chains and by the soak.
+"""Single cases that were wrong once: found by random chains and by the soak.
 
 Every case gives the plain model's numbers, or is refused; none may be wrong without a word.
 """

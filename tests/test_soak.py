@@ -59,7 +59,7 @@ def test_stored_soak_is_whole_and_passed() -> None:
 
 def test_short_soak() -> None:
     """Random steps with faults: no wrong number, no lost fault, no tensor, thread or file more."""
-    record = soak(150, seed=1, every=10)
+    record = soak(120, seed=1, every=10)
     assert sum(fault["times"] for fault in record["faults"]) > 15
     assert {fault["phase"] for fault in record["faults"]} == set(PHASES)
     assert record["ways"].keys() == WAYS.keys()

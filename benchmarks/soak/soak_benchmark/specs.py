@@ -91,10 +91,6 @@ def draw_spec(seed: int, number: int, slots: list[Slot]) -> Spec:
     way = draw.choices(list(WAYS), list(WAYS.values()))[0]
     if way == "two threads" and slot.chain == "dropout":
         way = "call"  # which thread draws its seed first is nobody's to say
-    if way == "metered" and slot.is_elder:
-        # A meter leaves something behind for as long as the parameters live, here for ever.
-        # tests/test_hard_cases.py has this as a known bug; without it these lines can go.
-        way = "call"
     chunks = draw.randint(1, 4)
     least = 3 * chunks if slot.chain == "norm" else 1
     sizes = chunk_sizes(draw.randint(least, least + 6), chunks)
