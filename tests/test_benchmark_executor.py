@@ -118,6 +118,41 @@ def test_serial_cells_do_the_work_of_the_plain_model(
     assert times.pause > 0
 
 
+@pytest.mark.parametrize("checkpoint", ways.CHECKPOINTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("workload", FIXED, ids=lambda workload: workload.name)
+def test_cells_side_by_side_do_the_work_of_the_plain_model(
+    workload: workloads.Workload, schedule: str, checkpoint: Any
+) -> None:
+    """The run that makes inputs and gradients ready, and the threads, add the same gradients."""
+    wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
+    model = workload.make_model()
+    parts = [model[:1], model[1:]]
+    order = make_schedule(schedule, 2, 4, checkpoint)
+    times = cells.run_side_by_side(parts, order, *workload.make_batch(), workloads.loss_fn)
+    halves = [parameter.grad / 2 for parameter in model.parameters()]  # type: ignore[operator]
+    _assert_same(halves, wanted)
+    for kind, row in (("F", times.forward), ("R", times.recompute), ("B", times.backward)):
+        assert [len(clocked) for clocked in row] == [len(r) for r in order.phase(kind)]
+    assert len(times.loss_forward) == len(times.loss_backward) == 4
+
+
+def test_failure_in_a_thread_beside_others_is_told() -> None:
+    """A layer that fails in one thread ends the measurement with its own error."""
+    schedule = gpipe_schedule(2, 2, "never")
+    model = FIXED[0].make_model()
+    calls = iter(range(100))
+
+    def fail(*_: Any) -> None:
+        if next(calls) >= 2:
+            raise ZeroDivisionError
+
+    model[1].register_forward_hook(fail)
+    parts = [model[:1], model[1:]]
+    with pytest.raises(ZeroDivisionError):
+        cells.run_side_by_side(parts, schedule, *FIXED[0].make_batch(), workloads.loss_fn)
+
+
 def test_serial_cells_refuse_a_schedule_that_never_ends() -> None:
     """A schedule whose rows wait for each other is not waited for."""
     schedule = gpipe_schedule(2, 1, "never")
@@ -201,6 +236,7 @@ def test_group_has_a_row_for_every_way(workload: workloads.Workload) -> None:
     for name in OURS:
         assert len(found[name, "never"]["seconds"]["all"]) == 2
         assert found[name, "never"]["ideal"]["median"] > 0
+        assert len(found[name, "never"]["side_by_side"]["all"]) == 2
     assert found["distributed_gpipe", "never"]["status"] == "left out"
 
 
@@ -308,6 +344,22 @@ def test_floors_are_evaluated_on_both_sides_of_their_limits() -> None:
     assert values["step('1f1b') / torch.distributed 1F1B, worst"] == (1.25, False)
     assert values["one partition, chunks=1, never / plain, worst"] == (1.25, False)
     assert found["step('1f1b') / torch.distributed 1F1B, worst"].where == "mlp, chunks=4, never"
+
+
+def test_bare_threads_are_no_floor_but_stand_beside_them() -> None:
+    """What bare threads reach stands under the efficiencies, neither reached nor missed."""
+    record = _record()
+    for row in record["results"]:
+        if "ideal" in row:
+            row["side_by_side"] = {"median": row["ideal"]["median"] / 0.75}
+    found = {floor.name.strip(): floor for floor in floors(Result(record))}
+    bare = found["cells of step('gpipe') in bare threads, mean"]
+    assert (bare.value, bare.limit, bare.reached) == (pytest.approx(0.75), None, None)
+    result = Result(record)
+    assert "0.750" in tables.floors_table(result)
+    case = result.cases("mlp")[0]
+    assert result.attainable(case, "gpipebal_1f1b") == pytest.approx(0.75)
+    assert Result(_record()).attainable(case, "gpipebal_1f1b") is None
 
 
 def test_floor_that_was_not_measured_is_not_reached() -> None:

@@ -4,10 +4,16 @@ The cells of a step are run in this process, on one thread, without any executor
 the layers and of `torch.autograd.backward`. A schedule is gone through as a partition's worker
 would: as many cells of one partition as can be run, then those of the other. So as many graphs are
 alive at one time as in the pipeline, and the costs of their memory are the same.
+
+The same cells are also run *side by side*: each partition in a bare thread of its own, with inputs
+and gradients that lie ready, so that nobody waits for anybody. What they take then is more than
+alone, because the threads share caches, memory bandwidth and the interpreter; no executor within
+one process can take less.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +26,13 @@ from torch.autograd.graph import get_gradient_edge
 from gpipebal.schedule import Action, Schedule
 from gpipebal.simulator import Durations, place
 
-__all__ = ["CellTimes", "ideal_with_barrier", "ideal_without_barrier", "run_serially"]
+__all__ = [
+    "CellTimes",
+    "ideal_with_barrier",
+    "ideal_without_barrier",
+    "run_serially",
+    "run_side_by_side",
+]
 
 
 @dataclass
@@ -112,6 +124,68 @@ def run_serially(
         loss_fn: Loss of a (micro-)batch, a mean over its rows.
     """
     step = _SerialStep(partitions, schedule, inputs, target, loss_fn)
+    _run_through(step, schedule)
+    step.clock_pause(target)
+    return step.times
+
+
+def run_side_by_side(
+    partitions: Sequence[nn.Module],
+    schedule: Schedule,
+    inputs: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> CellTimes:
+    """Run the cells of a step with every partition in a thread of its own, and clock each.
+
+    A run through the step, not clocked, gives the threads copies of what they would wait for. Its
+    gradients are added to the parameters, and then those of the threads. The pause is not clocked.
+
+    Args:
+        partitions: The layers of each partition.
+        schedule: Which micro-batches are recomputed, and in which order each partition works.
+        inputs: The mini-batch.
+        target: Its target.
+        loss_fn: Loss of a (micro-)batch, a mean over its rows.
+    """
+    first = _SerialStep(partitions, schedule, inputs, target, loss_fn, keep=True)
+    _run_through(first, schedule)
+    steps = [
+        _SerialStep(partitions, schedule, inputs, target, loss_fn, ready=first.kept)
+        for _ in partitions
+    ]
+    del first
+    all_here = threading.Barrier(len(steps))
+    failures: list[BaseException] = []
+
+    def work(j: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            all_here.wait()
+            for action in schedule.rows[j]:
+                steps[j].run(action)
+        except BaseException as error:
+            failures.append(error)
+            all_here.abort()
+
+    threads = [threading.Thread(target=work, args=(j,)) for j in range(len(steps))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    times = CellTimes.empty(schedule.n_partitions)
+    for j, step in enumerate(steps):
+        for kind in ("forward", "recompute", "backward"):
+            getattr(times, kind)[j] = getattr(step.times, kind)[j]
+    times.loss_forward = steps[-1].times.loss_forward
+    times.loss_backward = steps[-1].times.loss_backward
+    return times
+
+
+def _run_through(step: _SerialStep, schedule: Schedule) -> None:
+    """Run every action of a step, as many of a partition as can be run before the next one's."""
     rows = [deque(row) for row in schedule.rows]
     while any(rows):
         n_left = sum(map(len, rows))
@@ -120,11 +194,23 @@ def run_serially(
                 step.run(row.popleft())
         if sum(map(len, rows)) == n_left:
             raise ValueError(f"schedule can never finish: {[row[0] for row in rows if row]} wait")
-    step.clock_pause(target)
-    return step.times
+
+
+@dataclass
+class _Kept:
+    """What the cells of a step are given, by (partition, micro-batch)."""
+
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class _SerialStep:
+    """One step, cell by cell.
+
+    With `keep` it keeps copies of what every cell is given; with those as `ready` no cell waits
+    for another.
+    """
+
     def __init__(
         self,
         partitions: Sequence[nn.Module],
@@ -132,6 +218,9 @@ class _SerialStep:
         inputs: Tensor,
         target: Tensor,
         loss_fn: Callable[[Tensor, Tensor], Tensor],
+        *,
+        keep: bool = False,
+        ready: _Kept | None = None,
     ) -> None:
         self._partitions = partitions
         self._chunks = schedule.chunks
@@ -141,6 +230,11 @@ class _SerialStep:
         # By (partition, micro-batch): what a cell waits for, and what it keeps for its backward.
         self._arrived = {(0, i): part for i, part in enumerate(inputs.chunk(self._chunks))}
         self._gradients: dict[tuple[int, int], Tensor] = {}
+        self.kept = _Kept() if keep else None
+        self._is_ready = ready is not None
+        if ready is not None:
+            self._arrived = dict(ready.inputs)
+            self._gradients = dict(ready.gradients)
         self._graphs: dict[tuple[int, int], tuple[Tensor, object]] = {}
         self._recomputed = {(a.partition, a.micro_batch) for a in _recomputes(schedule)}
         self.times = CellTimes.empty(schedule.n_partitions)
@@ -167,6 +261,8 @@ class _SerialStep:
         else:
             output = self._with_graph(j, i, value)
         self.times.forward[j].append(time.perf_counter() - started)
+        if self.kept is not None:
+            self.kept.inputs[j, i] = value.detach().clone()
         if j + 1 < len(self._partitions):
             self._arrived[j + 1, i] = output
         else:
@@ -194,7 +290,7 @@ class _SerialStep:
         loss.backward()
         self.times.loss_backward.append(time.perf_counter() - started)
         assert leaf.grad is not None
-        self._gradients[j, i] = leaf.grad
+        self._pass_gradient(j, i, leaf.grad)
 
     def _backward(self, j: int, i: int) -> None:
         leaf, edge = self._graphs.pop((j, i))
@@ -206,7 +302,13 @@ class _SerialStep:
         self.times.backward[j].append(time.perf_counter() - started)
         if j > 0:
             assert leaf.grad is not None
-            self._gradients[j - 1, i] = leaf.grad
+            self._pass_gradient(j - 1, i, leaf.grad)
+
+    def _pass_gradient(self, j: int, i: int, gradient: Tensor) -> None:
+        if self.kept is not None:
+            self.kept.gradients[j, i] = gradient.clone()
+        if not self._is_ready or j == len(self._partitions) - 1:
+            self._gradients[j, i] = gradient
 
     def clock_pause(self, target: Tensor) -> None:
         parts = [self._outputs[i] for i in range(self._chunks)]

@@ -33,22 +33,22 @@ class Floor:
 
     Attributes:
         name: What is compared.
-        limit: The value to reach.
+        limit: The value to reach; None: it is no floor, and stands there to compare with.
         value: The value measured; None if it was not.
         where: The case that the value is of, or over how many it was taken.
         at_most: Whether the value must not be above the limit, instead of not below.
     """
 
     name: str
-    limit: float
+    limit: float | None
     value: float | None
     where: str
     at_most: bool = False
 
     @property
     def reached(self) -> bool | None:
-        """Whether the value reaches the limit; None if it was not measured."""
-        if self.value is None:
+        """Whether the value reaches the limit; None if it was not measured or is no floor."""
+        if self.value is None or self.limit is None:
             return None
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
@@ -63,6 +63,13 @@ def floors(result: Result) -> list[Floor]:
         found.append(Floor(f"efficiency of {name}, mean", 0.93, mean, _over(values)))
         lowest, where = min(values, default=(None, None))
         found.append(Floor(f"efficiency of {name}, worst", 0.85, lowest, _name(where)))
+        bound = _known((result.attainable(case, way), case) for case in cases)
+        if bound:
+            mean = statistics.fmean(value for value, _ in bound)
+            label = f"  cells of {name} in bare threads"
+            found.append(Floor(f"{label}, mean", None, mean, _over(bound)))
+            lowest, where = min(bound)
+            found.append(Floor(f"{label}, worst", None, lowest, _name(where)))
 
     several = result.cases(*result.workloads, least_chunks=4)
     for way, name in _OURS.items():

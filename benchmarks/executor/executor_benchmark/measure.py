@@ -23,6 +23,7 @@ from executor_benchmark.cells import (
     ideal_with_barrier,
     ideal_without_barrier,
     run_serially,
+    run_side_by_side,
 )
 from executor_benchmark.processes import SCHEDULES, Processes
 from executor_benchmark.ways import CHECKPOINTS, LABELS, NotAvailableError, make_way
@@ -49,7 +50,11 @@ class _Turn:
 
 
 class _Cells:
-    """The cells of one schedule, run serially; `rounds` holds what they took."""
+    """The cells of one schedule.
+
+    `rounds` holds what they took one after the other, `beside` what they took with each partition
+    in a bare thread of its own.
+    """
 
     def __init__(
         self, workload: Workload, balance: Sequence[int], chunks: int, checkpoint: str, name: str
@@ -58,6 +63,7 @@ class _Cells:
         self.schedule = make_schedule(name, len(balance), chunks, checkpoint)
         self.model = workload.make_model()
         self.rounds: list[CellTimes] = []
+        self.beside: list[CellTimes] = []
         self._batch = workload.make_batch()
         ends = [sum(balance[: j + 1]) for j in range(len(balance))]
         self._partitions: list[nn.Module] = [
@@ -70,23 +76,38 @@ class _Cells:
         self.rounds.append(run_serially(self._partitions, self.schedule, inputs, target, loss_fn))
         return math.nan
 
+    def run_beside(self) -> float:
+        self.clear()
+        inputs, target = self._batch
+        self.beside.append(
+            run_side_by_side(self._partitions, self.schedule, inputs, target, loss_fn)
+        )
+        return math.nan
+
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.model.parameters()]
 
-    def ideals(self, *, barrier: bool) -> list[float]:
-        """Return the ideal makespan by the cells of each round."""
+    def ideals(self, *, barrier: bool, beside: bool = False) -> list[float]:
+        """Return the ideal makespan by the cells of each round, alone or side by side."""
+        rounds = self.beside if beside else self.rounds
         if not barrier:
             return [
-                ideal_without_barrier(self.schedule, cells.durations(loss=True))
-                for cells in self.rounds
+                ideal_without_barrier(self.schedule, cells.durations(loss=True)) for cells in rounds
             ]
+        # Nobody works beside the loss of the whole mini-batch.
+        pause = statistics.median(cells.pause for cells in self.rounds)
         chunks = self.schedule.chunks
         return [
-            ideal_with_barrier(cells.durations(loss=False), chunks, self.checkpoint, cells.pause)
-            for cells in self.rounds
+            ideal_with_barrier(
+                cells.durations(loss=False),
+                chunks,
+                self.checkpoint,
+                pause if beside else cells.pause,
+            )
+            for cells in rounds
         ]
 
 
@@ -158,11 +179,16 @@ def measure_group(
                 turns.append(
                     _Turn(f"cells_{name}", checkpoint, made.run, made.gradients, made.clear)
                 )
+                # With one micro-batch no two partitions ever work side by side.
+                if chunks > 1:
+                    beside = _Turn(f"beside_{name}", checkpoint, made.run_beside)
+                    turns.append(beside)
         _warm_up(turns, compare=not workload.random)
         for made in cells.values():
             made.rounds.clear()
+            made.beside.clear()
         _go_round(turns, rounds)
-    steps = [turn for turn in turns if not turn.name.startswith("cells")]
+    steps = [turn for turn in turns if not turn.name.startswith(("cells", "beside"))]
     return [_record(turn, workload, chunks, cells) for turn in steps] + [
         _cells_record(made, workload, chunks) for made in cells.values()
     ]
@@ -200,13 +226,15 @@ def _warm_up(turns: Sequence[_Turn], *, compare: bool) -> None:
     for turn in turns:
         if turn.status != "ok":
             continue
-        ours = turn.name.startswith(("plain", "gpipebal", "cells"))
+        ours = turn.name.startswith(("plain", "gpipebal", "cells", "beside"))
         try:
             turn.run()
-            found = turn.gradients() if turn.gradients is not None else []
+            found = [] if turn.gradients is None else turn.gradients()
             missing = [index for index, gradient in enumerate(found) if gradient is None]
             assert not missing, f"no gradient for parameters {missing}"
             gradients = [gradient for gradient in found if gradient is not None]
+            if turn.gradients is None:
+                continue  # cleared in its next run
             if wanted is None:
                 wanted = [gradient.clone() for gradient in gradients]
             apart = _distance(gradients, wanted) if compare else 0.0
@@ -267,6 +295,8 @@ def _record(
     made = cells.get((schedule, turn.checkpoint or ""))
     if made is not None:
         record["ideal"] = spread(made.ideals(barrier=barrier))
+        if made.beside:
+            record["side_by_side"] = spread(made.ideals(barrier=barrier, beside=True))
     return record
 
 

@@ -72,6 +72,13 @@ class Result:
             return None
         return row["ideal"]["median"] / row["seconds"]["median"]
 
+    def attainable(self, case: Case, way: str) -> float | None:
+        """Return the efficiency that bare threads reach with the same cells; see `cells`."""
+        row = self.row(case, way)
+        if row["status"] != "ok" or "side_by_side" not in row:
+            return None
+        return row["ideal"]["median"] / row["side_by_side"]["median"]
+
     def ratio(self, case: Case, way: str, over: str) -> float | None:
         """Return one way's median step time over another's: above 1, the other is faster."""
         top, bottom = self.median(case, way), self.median(case, over)

@@ -68,9 +68,9 @@ def floors_table(result: Result) -> str:
     rows = [
         [
             floor.name,
-            f"{'<=' if floor.at_most else '>='} {floor.limit:.2f}",
+            "" if floor.limit is None else f"{'<=' if floor.at_most else '>='} {floor.limit:.2f}",
             "" if floor.value is None else f"{floor.value:.3f}",
-            words[floor.reached],
+            "" if floor.limit is None else words[floor.reached],
             floor.where,
         ]
         for floor in floors(result)
@@ -136,16 +136,18 @@ def _ratios_table(result: Result, workload: str) -> str:
     rows = []
     for case in result.cases(workload):
         efficiencies = [_number(result.efficiency(case, way)) for way in _OURS]
+        efficiencies += [_number(result.attainable(case, way)) for way in _OURS[1:]]
         ratios = [_number(result.ratio(case, *pair), "x") for pair in _RATIOS]
         rows.append([str(case[1]), _mode(case), *efficiencies, *ratios])
     header = [
         *("chunks", "checkpoint"),
         *(_COLUMNS[way] for way in _OURS),
+        *("bare gpipe", "bare 1f1b"),
         *(_COLUMNS[way] for way, _ in _RATIOS),
     ]
     title = (
-        "efficiency of gpipebal's three ways, then step time of each other way over gpipebal's "
-        "(above 1, gpipebal is faster)"
+        "efficiency of gpipebal's three ways and of bare threads, then step time of each other way "
+        "over gpipebal's (above 1, gpipebal is faster)"
     )
     return _table(header, rows, left=(1,), title=title)
 
