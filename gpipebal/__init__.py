@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing, trace
     from gpipebal.plan import Plan
     from gpipebal.planner import solve
-    from gpipebal.profile import Profile
+    from gpipebal.profile import Profile, match_profile
     from gpipebal.profiler import profile_model
+    from gpipebal.rates import DeviceRates
+    from gpipebal.schedule_comparison import compare_schedules
     from gpipebal.simulator import simulate
     from gpipebal.timeline import Timeline
     from gpipebal.verification import verify
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeviceRates",
     "GPipe",
     "GpipebalError",
     "Plan",
@@ -42,8 +45,10 @@ __all__ = [
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
+    "compare_schedules",
     "is_checkpointing",
     "is_recomputing",
+    "match_profile",
     "profile_model",
     "simulate",
     "solve",
@@ -52,6 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DeviceRates": "gpipebal.rates",
     "GPipe": "gpipebal.pipeline",
     "GpipebalError": "gpipebal.errors",
     "Plan": "gpipebal.plan",
@@ -60,8 +66,10 @@ _HOMES = {
     "balance_by_size": "gpipebal.balance",
     "balance_by_time": "gpipebal.balance",
     "balance_cost": "gpipebal.balance",
+    "compare_schedules": "gpipebal.schedule_comparison",
     "is_checkpointing": "gpipebal.pipeline",
     "is_recomputing": "gpipebal.pipeline",
+    "match_profile": "gpipebal.profile",
     "profile_model": "gpipebal.profiler",
     "simulate": "gpipebal.simulator",
     "solve": "gpipebal.planner",
@@ -84,12 +92,15 @@ _MODULES = (
     "problem",
     "profile",
     "profiler",
+    "rates",
     "report",
     "run",
     "schedule",
+    "schedule_comparison",
     "simulator",
     "skip",
     "solvers",
+    "tables",
     "timeline",
     "units",
     "verification",

@@ -65,6 +65,7 @@ def balance_by_time(
         sample,
         device=device,
         chunks=chunks,
+        rows=(),
         partitions=count,
         timeout=timeout,
     )
@@ -115,7 +116,7 @@ def balance_by_size(
             "Fix: param_scale=2.0 for plain SGD."
         )
     count = _partitions_for(partitions, module)
-    profile = profile_model(module, sample, device=device, chunks=chunks, timeout=0.0)
+    profile = profile_model(module, sample, device=device, chunks=chunks, rows=(), timeout=0.0)
     charged: set[int] = set()
     costs = []
     for layer in profile.layers:

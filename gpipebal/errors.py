@@ -14,6 +14,7 @@ __all__ = [
     "DuplicateLayerError",
     "FileFormatError",
     "GpipebalError",
+    "InfeasibleError",
     "ModelError",
     "PipelineError",
     "PipelineTimeoutError",
@@ -30,6 +31,21 @@ class GpipebalError(Exception):
 
 class BalanceError(GpipebalError, ValueError):
     """A balance, a number of partitions, chunks or a checkpoint mode that cannot be used."""
+
+
+class InfeasibleError(BalanceError):
+    """A request that no split can meet; the text names the tightest partition and what would fit.
+
+    Attributes:
+        partition: The partition that lacks memory, in the split that lacks least; None where
+            rules about cuts, not memory, leave no split.
+        shortage: Bytes that it lacks.
+    """
+
+    def __init__(self, text: str, partition: int | None = None, shortage: int | None = None):
+        super().__init__(text)
+        self.partition = partition
+        self.shortage = shortage
 
 
 class ProfileError(GpipebalError, ValueError):

@@ -7,19 +7,34 @@ and ``version`` (an int that grows when old readers would misread it).
 from __future__ import annotations
 
 import json
+import math
 import os
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from gpipebal.errors import FileFormatError
 
-__all__ = ["atomic_path", "read_record", "write_record"]
+__all__ = [
+    "atomic_path",
+    "read_any",
+    "read_noun",
+    "read_record",
+    "text_of",
+    "tuple_of",
+    "without_header",
+    "write_record",
+]
 
 #: A file above this size is not a profile or a plan: refused before it is read (bytes).
 MAX_FILE_BYTES = 512 * 2**20
+#: No file of ours nests deeper than this; what does is refused before anything walks through it.
+MAX_DEPTH = 32
+
+_Noun = TypeVar("_Noun")
 
 
 @contextmanager
@@ -61,41 +76,152 @@ def read_record(path: str | os.PathLike[str], kind: str, version: int) -> dict[s
         FileFormatError: the file does not exist, cannot be read, is no JSON object, is of
             another kind, or was written by a newer gpipebal.
     """
-    source = Path(path)
-
-    def refuse(what: str, fix: str, cause: BaseException | None = None) -> NoReturn:
-        raise FileFormatError(f"{source} {what}\nFix: {fix}") from cause
-
-    try:
-        if source.stat().st_size > MAX_FILE_BYTES:
-            refuse(
-                f"is too large: {source.stat().st_size} bytes (expected at most {MAX_FILE_BYTES}).",
-                f"give a {kind} file.",
-            )
-        text = source.read_text(encoding="utf-8")
-    except OSError as error:
-        refuse(
-            f"cannot be read: {error.strerror or error}.", f"give the path of a {kind} file.", error
+    record = read_any(path, kind)
+    if record.get("format") != kind:
+        raise _refused(
+            path, f"is not a {kind} file: format={record.get('format')!r}.", f"give a {kind} file."
         )
-    except UnicodeDecodeError as error:
-        refuse("is not text.", f"give the path of a {kind} file.", error)
-    try:
-        record = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        refuse(f"is not readable JSON: {error}.", "make the file again.", error)
-    if not isinstance(record, dict) or record.get("format") != kind:
-        found = record.get("format") if isinstance(record, dict) else type(record).__name__
-        refuse(f"is not a {kind} file: format={found!r}.", f"give a {kind} file.")
     found = record.get("version")
     if type(found) is not int or found < 1:
-        refuse(f"has no readable version: version={found!r}.", "make the file again.")
+        raise _refused(path, f"has no readable version: version={found!r}.", "make the file again.")
     if found > version:
-        refuse(
+        raise _refused(
+            path,
             f"has a newer format: version={found} (this gpipebal reads up to {version}).",
             "upgrade gpipebal, or make the file again with this one.",
         )
     return record
 
 
+def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, Any]:
+    """Read a JSON object of any ``format``.
+
+    Args:
+        path: File to read.
+        kind: What was expected, for the error.
+
+    Raises:
+        FileFormatError: the file does not exist, cannot be read, or is no JSON object.
+    """
+    source = Path(path)
+    fix = f"give the path of a {kind} file."
+    try:
+        about = source.stat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
+            # Reading a pipe or a device might never end.
+            raise _refused(path, "cannot be read: it is no ordinary file.", fix)
+        if about.st_size > MAX_FILE_BYTES:
+            raise _refused(
+                path,
+                f"is too large: {about.st_size} bytes (expected at most {MAX_FILE_BYTES}).",
+                f"give a {kind} file.",
+            )
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror or error}.", fix) from error
+    except UnicodeDecodeError as error:
+        raise _refused(path, "is not text.", fix) from error
+    try:
+        record = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_without_duplicates,
+        )
+        _check_depth(record)
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, f"is not readable JSON: {error}.", "make the file again.") from error
+    if not isinstance(record, dict):
+        raise _refused(
+            path, f"is not a {kind} file: format={type(record).__name__!r}.", f"give a {kind} file."
+        )
+    return record
+
+
+def _refused(path: str | os.PathLike[str], what: str, fix: str) -> FileFormatError:
+    return FileFormatError(f"{Path(path)} {what}\nFix: {fix}")
+
+
+def read_noun(
+    path: str | os.PathLike[str],
+    kind: str,
+    version: int,
+    make: Callable[[Mapping[str, Any]], _Noun],
+) -> _Noun:
+    """Read a file as `read_record` does, and make of its record what it describes.
+
+    Raises:
+        FileFormatError: as for `read_record`, or `make` refused the record; the file is named.
+    """
+    record = read_record(path, kind, version)
+    try:
+        return make(record)
+    except FileFormatError as error:
+        raise FileFormatError(f"{Path(path)}: {error}") from error
+
+
+def without_header(record: Mapping[str, Any], kind: str, version: int) -> dict[str, Any]:
+    """Return what stands in a record beside its format and version, which are checked.
+
+    Raises:
+        ValueError: another format, or a version that is not read here.
+    """
+    content = dict(record)
+    found = content.pop("format"), content.pop("version")
+    if found[0] != kind or type(found[1]) is not int or not 1 <= found[1] <= version:
+        raise ValueError(
+            f"format={found[0]!r}, version={found[1]!r} (expected {kind!r}, 1 to {version})"
+        )
+    return content
+
+
+def tuple_of(value: Any, name: str) -> tuple[Any, ...]:
+    """Return a list of a record as a tuple; a text or an object is not taken for one."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} is no list: {type(value).__name__}")
+    return tuple(value)
+
+
+def text_of(value: Any, name: str) -> str:
+    """Return a text of a record: one that can be written and printed again."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is no text: {type(value).__name__}")
+    value.encode()  # a half of a surrogate pair is no character
+    return value
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that a profile or a plan may hold")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name[:40]!r} stands twice in one object")
+            seen.add(name)
+    return found
+
+
+def _check_depth(record: Any) -> None:
+    level = [record]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, (dict, list))
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MAX_DEPTH}")

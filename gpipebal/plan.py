@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from gpipebal.errors import FileFormatError, ProfileError
-from gpipebal.files import read_record, write_record
+from gpipebal.errors import BalanceError, FileFormatError, ProfileError
+from gpipebal.files import read_noun, text_of, tuple_of, without_header, write_record
 from gpipebal.schedule import (
     SCHEDULES,
     Checkpoint,
@@ -29,7 +29,9 @@ from gpipebal.units import format_bytes, format_percent, format_seconds
 __all__ = ["PartitionPlan", "PeakMemory", "Plan"]
 
 FORMAT = "gpipebal-plan"
-VERSION = 1
+VERSION = 2
+#: More micro-batches than this are a mistake, and their schedule would fill the memory.
+MOST_CHUNKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class PeakMemory:
         optimizer: Optimizer state; None when it is not known, and then not counted.
         activations: What the micro-batches in flight keep for their backward.
         transient: Largest memory of one cell beyond all that.
-        outputs: On the last partition, what is there of the outputs, the loss and their
-            gradients.
+        outputs: On the last partition, what is there of the outputs, the target, the loss and
+            their gradients.
+        waiting: What it has made and a busy neighbour has not taken yet. It depends on the clock:
+            this much waits in the simulated timeline.
     """
 
     parameters: int = 0
@@ -54,12 +58,13 @@ class PeakMemory:
     activations: int = 0
     transient: int = 0
     outputs: int = 0
+    waiting: int = 0
 
     @property
     def total(self) -> int:
         """Peak bytes."""
         known = (self.parameters, self.gradients, self.buffers, self.optimizer or 0)
-        return sum(known) + self.activations + self.transient + self.outputs
+        return sum(known) + self.activations + self.transient + self.outputs + self.waiting
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,12 @@ class Plan:
         bottleneck: The largest time of a partition for one micro-batch, in seconds: forward,
             plus recompute under its mode, plus backward.
         step_time: Predicted seconds of a training step: forwards, gather, loss, backwards,
-            optimizer; None when a part of it was not measured.
+            optimizer; None when a part of it was not measured. It counts on shorter forwards
+            where no graph is recorded, if they were measured; the makespan does not.
         pause_time: Seconds of gather and loss, between the phases; None if not measured, or if
             the schedule has no phases.
+        loss_inside: Whether the last partition computes the loss of each micro-batch, as in
+            `GPipe.step`, or the caller that of the mini-batch. Step time and memory go by it.
         equal_split_value: The objective's value of the split into equally many layers.
         shared_memory: Whether neighbouring partitions share one memory (one CPU), so that the
             tensor at a cut exists once.
@@ -128,6 +136,7 @@ class Plan:
     bottleneck: float
     step_time: float | None = None
     pause_time: float | None = None
+    loss_inside: bool = False
     equal_split_value: float | None = None
     shared_memory: bool = False
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +147,11 @@ class Plan:
             object.__setattr__(self, "checkpoint", tuple(self.checkpoint))
         check_count("partitions", self.n_partitions)
         modes_of(self.checkpoint, self.n_partitions)
-        check_count("chunks", self.chunks)
+        if check_count("chunks", self.chunks) > MOST_CHUNKS:
+            raise BalanceError(
+                f"plan has too many micro-batches: chunks={self.chunks} (expected at most "
+                f"{MOST_CHUNKS}).\nFix: plan with fewer chunks."
+            )
         for j, partition in enumerate(self.partitions):
             check_count(f"layers of partition {j}", len(partition.layers))
             _check_quantities(f"partition {j}", partition)
@@ -150,6 +163,11 @@ class Plan:
         for name in ("schedule", "objective", "method"):
             if not isinstance(getattr(self, name), str):
                 raise _bad_value("plan", name, getattr(self, name))
+        for name in ("shared_memory", "loss_inside"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad_value("plan", name, getattr(self, name))
+        if self.lower_bound > self.value * (1 + 1e-9):
+            raise _bad_value("plan", "lower_bound", self.lower_bound)
         if self.status not in ("optimal", "feasible"):
             raise _bad_value("plan", "status", self.status)
         threads = self.provenance.get("threads") if isinstance(self.provenance, Mapping) else ""
@@ -236,19 +254,21 @@ class Plan:
         Raises:
             FileFormatError: a field is missing or unknown, or has a value it cannot have.
         """
-        content = {k: v for k, v in record.items() if k not in ("format", "version")}
         try:
+            content = without_header(record, FORMAT, VERSION)
             content["partitions"] = tuple(
                 PartitionPlan(
                     **{
                         **part,
-                        "layers": tuple(part["layers"]),
-                        "fingerprints": tuple(part["fingerprints"]),
+                        "layers": _texts(part["layers"], "layers"),
+                        "fingerprints": _texts(part["fingerprints"], "fingerprints"),
                         "memory": PeakMemory(**part["memory"]),
                     }
                 )
-                for part in content["partitions"]
+                for part in tuple_of(content["partitions"], "partitions")
             )
+            for name in ("schedule", "objective", "method"):
+                text_of(content[name], name)
             return cls(**content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
@@ -267,7 +287,7 @@ class Plan:
         Raises:
             FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
         """
-        return cls.from_dict(read_record(path, FORMAT, VERSION))
+        return read_noun(path, FORMAT, VERSION, cls.from_dict)
 
     def __str__(self) -> str:
         return f"{_headline(self)}\n{_table(self)}\n{_footer(self)}"
@@ -290,6 +310,10 @@ def _check_quantities(where: str, noun: Any) -> None:
         good = isinstance(value, kinds) and not isinstance(value, bool)
         if not (good and 0 <= value < 2**63 and math.isfinite(value)):
             raise _bad_value(where, item.name, value)
+
+
+def _texts(value: Any, name: str) -> tuple[str, ...]:
+    return tuple(text_of(text, name) for text in tuple_of(value, name))
 
 
 def _bad_value(where: str, name: str, value: Any) -> ProfileError:

@@ -14,6 +14,7 @@ BUILTINS = {
     "DeviceError": (ValueError, IndexError),
     "DuplicateLayerError": (ValueError,),
     "FileFormatError": (ValueError,),
+    "InfeasibleError": (ValueError,),
     "ModelError": (TypeError,),
     "PipelineError": (RuntimeError,),
     "PipelineTimeoutError": (RuntimeError, TimeoutError),

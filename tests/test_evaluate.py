@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.planner import equal_split, evaluate
 from gpipebal.problem import to_balance
-from gpipebal.profile import StepTerms
+from gpipebal.profile import LayerProfile, StepTerms
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, Checkpoint, make_schedule
 from gpipebal.simulator import Durations, place
 
@@ -26,6 +28,12 @@ def profile_of(costs: list[tuple[int, ...]], chunks: int = 1) -> gb.Profile:
     return gb.Profile.from_costs(forward, backward, recompute=recompute, chunks=chunks)
 
 
+def terms(*, loss: float, gather: float = 0.5, optimizer: float | None = 0.125) -> StepTerms:
+    """Return terms of a step with a loss over the mini-batch, half of it forward."""
+    whole_loss = LayerProfile("loss", "loss", loss / 2, loss / 2, loss / 2)
+    return StepTerms(gather, whole_loss=whole_loss, optimizer_time=optimizer)
+
+
 def draw(plan: gb.Plan) -> str:
     """Draw the simulated plan with one column per second, and keep the cells only."""
     lines = gb.simulate(plan).text_gantt(width=round(plan.makespan)).splitlines()[1:]
@@ -38,7 +46,7 @@ def test_the_balance_of_a_solved_plan_costs_what_it_says(
     costs: list[tuple[int, ...]], chunks: int, mode: str, listed: bool
 ) -> None:
     """With one mode under GPipe the costs are the solver's, however the mode is given."""
-    profile = profile_of(costs, chunks).with_step(StepTerms(0.5, 0.25, 64, 0.125))
+    profile = profile_of(costs, chunks).with_step(terms(loss=0.25))
     n_partitions = min(2, len(costs))
     solved = gb.solve(profile, n_partitions, checkpoint=mode)  # type: ignore[arg-type]
     checkpoint = [mode] * n_partitions if listed else mode
@@ -142,14 +150,55 @@ def test_step_under_1f1b_has_the_loss_inside() -> None:
     options = {"checkpoint": "never", "schedule": "1f1b"}
     plan = evaluate(profile, [1, 1], **options)  # type: ignore[arg-type]
     assert (plan.makespan, plan.lower_bound, plan.step_time) == (15.0, 15.0, None)
-    timed = profile.with_step(StepTerms(gather_time=100.0, loss_time=8.0, optimizer_time=0.5))
+    timed = profile.with_step(terms(loss=8.0, gather=100.0, optimizer=0.5))
     plan = evaluate(timed, [1, 1], **options)  # type: ignore[arg-type]
     assert (plan.makespan, plan.pause_time) == (15.0, None)
     assert plan.step_time == 1 + 4 * 5 + 2 + 0.5
     # Twice the micro-batches are twice the rows, and twice the loss.
     assert evaluate(timed, [1, 1], chunks=8, **options).step_time == 1 + 8 * 5 + 2 + 0.5  # type: ignore[arg-type]
-    bare = profile.with_step(StepTerms(gather_time=100.0, loss_time=8.0))
+    bare = profile.with_step(terms(loss=8.0, gather=100.0, optimizer=None))
     assert evaluate(bare, [1, 1], **options).step_time is None  # type: ignore[arg-type]
+
+
+def test_the_loss_inside_takes_its_own_times() -> None:
+    """A measured loss over a micro-batch adds its forward and its backward, not halves of both.
+
+    Forwards of 1 s and backwards of 2 s, and behind the last a loss of 1 s forward and 3 s back:
+    1 s until the last partition begins, 4 times (2 + 5) s in it, 2 s back. The caller's, over
+    the mini-batch, stands between the phases: 5 s, 0.5 s of gather and 9 s of loss, 10 s.
+    """
+    profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=4)
+    loss = LayerProfile("loss", "loss", 1.0, 3.0, 1.0)
+    whole = LayerProfile("loss", "loss", 4.0, 5.0, 4.0)
+    profile = profile.with_step(StepTerms(0.5, loss, whole, optimizer_time=0.25))
+    for schedule in SCHEDULES:
+        inside = evaluate(profile, [1, 1], checkpoint="never", schedule=schedule, loss_inside=True)
+        assert (inside.step_time, inside.pause_time) == (1 + 4 * 7 + 2 + 0.25, None)
+        assert inside.loss_inside and inside.makespan == 15.0
+    callers = evaluate(profile, [1, 1], checkpoint="never")
+    assert (callers.step_time, callers.pause_time) == (5 + 9.5 + 10 + 0.25, 9.5)
+    assert not callers.loss_inside
+    with pytest.raises(BalanceError, match="cannot compute the loss under this schedule") as error:
+        evaluate(profile, [1, 1], schedule="1f1b", loss_inside=False)
+    assert str(error.value).endswith("Fix: loss_inside=None.")
+
+
+def test_forwards_without_a_graph_shorten_the_step_but_not_the_makespan() -> None:
+    """Micro-batches that are recomputed take the time of a forward without a graph, if known.
+
+    Forwards of 2 s, recomputes of 2 s, backwards of 3 s, three micro-batches: always recomputed
+    (3 + 1) forwards; of half a second without a graph, the forwards end at 2 s instead of 8 s.
+    """
+    profile = profile_of([(2, 2, 3)] * 2, 3).with_step(terms(loss=1.0, gather=0.0, optimizer=0.0))
+    before = evaluate(profile, [1, 1], checkpoint="always")
+    layers = tuple(replace(layer, no_grad_forward_time=0.5) for layer in profile.layers)
+    profile = replace(profile, layers=layers)
+    after = evaluate(profile, [1, 1], checkpoint="always")
+    assert before.step_time is not None and after.step_time is not None
+    assert after.makespan == before.makespan
+    assert before.step_time - after.step_time == 8 - 2
+    never = evaluate(profile, [1, 1], checkpoint="never")
+    assert never.step_time == 8 + 1 + 4 * 3
 
 
 def test_an_evaluated_plan_goes_into_a_file(tmp_path: object) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import GpipebalError, UnsupportedPlanError
 from gpipebal.planner import equal_split, evaluate
-from gpipebal.profile import StepTerms
+from gpipebal.profile import LayerProfile, StepTerms
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 times = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=2, max_size=12)
@@ -48,7 +48,8 @@ def test_step_time_is_known_when_all_terms_are() -> None:
     """Forward, gather, loss, backward and optimizer add up; without one of them it is unknown."""
     profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=2)
     assert gb.solve(profile, 2).step_time is None
-    profile = profile.with_step(StepTerms(0.5, 0.25, 0, 0.125))
+    loss = LayerProfile("loss", "loss", 0.125, 0.125, 0.125)
+    profile = profile.with_step(StepTerms(0.5, whole_loss=loss, optimizer_time=0.125))
     plan = gb.solve(profile, 2, checkpoint="never")
     assert plan.makespan == 3 + 6
     assert plan.step_time == 3 + 0.75 + 6 + 0.125

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpipebal
 from gpipebal.errors import FileFormatError, ProfileError
-from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 BYTES = st.integers(0, 2**50)
@@ -47,14 +48,32 @@ def profiles(draw: st.DrawFn) -> Profile:
             max_size=4,
         )
     )
-    step = StepTerms(draw(st.none() | TIMES), draw(st.none() | TIMES), draw(st.none() | BYTES))
-    return Profile(
-        tuple(layers), tuple(storages), rows=draw(st.integers(1, 9)), step=step,
+    losses = st.none() | st.builds(
+        _layer, backward_time=TIMES, buffer_bytes=BYTES, saved=indices.map(tuple)
+    )
+    skips = st.builds(
+        SkipProfile,
+        name=st.text(max_size=5),
+        source=st.just(0),
+        destination=st.integers(0, len(layers) - 1),
+        storages=indices.map(tuple),
+    )
+    profile = Profile(
+        tuple(layers), tuple(storages), rows=draw(st.integers(1, 9)),
+        step=StepTerms(
+            draw(st.none() | TIMES), draw(losses), draw(losses), draw(indices.map(tuple)),
+            draw(st.none() | TIMES),
+        ),
+        skips=tuple(draw(st.lists(skips, max_size=2))),
         provenance={"threads": draw(st.none() | st.integers(1, 8))},
     )  # fmt: skip
+    others = draw(st.sets(st.integers(10, 20), max_size=2))
+    return replace(
+        profile, other_sizes=tuple(replace(profile, rows=rows) for rows in sorted(others))
+    )
 
 
-@settings(max_examples=30)
+@settings(deadline=None, max_examples=30)
 @given(profiles())
 def test_profile_survives_a_file(
     tmp_path_factory: pytest.TempPathFactory, profile: Profile
@@ -136,8 +155,14 @@ def test_impossible_layer_is_refused(changes: dict[str, Any], message: str) -> N
         ({"inputs": (5,)}, "inputs names a storage that does not exist: storage=5"),
         ({"rows": -1}, "rows=-1"),
         ({"chunks": 1.0}, "chunks=1.0"),
-        ({"step": StepTerms(loss_time=-1.0)}, "step has an impossible value: loss_time=-1.0"),
-        ({"step": StepTerms(loss_bytes=0.5)}, "loss_bytes=0.5"),  # type: ignore[arg-type]
+        ({"chunks": 2**21}, r"too many micro-batches: chunks=2097152 \(expected at most 1048576"),
+        ({"step": StepTerms(gather_time=-1.0)}, "step has an impossible value: gather_time=-1.0"),
+        ({"step": StepTerms(loss=_layer(flops=0.5))}, r"step.loss has .* flops=0.5"),
+        ({"step": StepTerms(gathered=(1,))}, "step.gathered names a storage .* storage=1"),
+        ({"skips": (SkipProfile("s", 0, 1),)}, r"'s' names a layer .* layer=1 \(expected 0..0"),
+        ({"skips": (SkipProfile("s", 0, 0, (9,)),)}, "skip connection 's' names a storage"),
+        ({"other_sizes": (Profile((_layer(),)),)}, r"not in order: rows=\[1\] beside 1"),
+        ({"other_sizes": (Profile((_layer(name="x"),), rows=2),)}, "of another chain: rows=2"),
     ],
 )
 def test_impossible_profile_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -163,6 +188,41 @@ def test_to_frame_has_one_row_per_layer() -> None:
     assert list(frame["saved_bytes"]) == [30, 40] and list(frame["rows"]) == [5, 5]
 
 
+def test_to_frame_has_all_sizes_on_request() -> None:
+    """With all sizes the frame holds every layer once per size, in ascending order of rows."""
+    profile = Profile.from_costs([1.0, 2.0], rows=5)
+    other = Profile.from_costs([0.5, 1.5], rows=2)
+    frame = replace(profile, other_sizes=(other,)).to_frame(all_sizes=True)
+    assert list(frame["rows"]) == [2, 2, 5, 5]
+    assert list(frame["forward_time"]) == [0.5, 1.5, 1.0, 2.0]
+    assert list(frame.columns) == list(profile.to_frame().columns)
+
+
+def test_a_file_of_version_1_is_read() -> None:
+    """The loss of an old file was one time and one peak: it becomes one over the mini-batch."""
+    record = _record()
+    record["version"] = 1
+    del record["skips"], record["other_sizes"]
+    record["step"] = {"gather_time": 1.0, "loss_time": 3.0, "loss_bytes": 7, "optimizer_time": None}
+    for layer in record["layers"]:
+        for name in ("flops", "no_grad_forward_time", "accumulating_peak_bytes"):
+            del layer[name]
+    profile = Profile.from_dict(record)
+    assert profile.layers == Profile.from_costs([1.0, 2.0]).layers
+    assert (profile.step.gather_time, profile.step.loss_time) == (1.0, 3.0)
+    assert profile.step.whole_loss is not None
+    assert profile.step.whole_loss.backward_peak_bytes == 7
+    assert Profile.from_dict(profile.to_dict()) == profile
+
+
+def test_the_stored_profiles_are_readable() -> None:
+    """Every profile that comes with the project can be read by this version."""
+    paths = sorted((Path(gpipebal.__file__).parent.parent / "profiles").glob("*.json"))
+    assert paths
+    for path in paths:
+        assert Profile.load(path).n_layers > 0
+
+
 def _record() -> dict[str, Any]:
     """Return a profile as JSON values."""
     return json.loads(json.dumps(Profile.from_costs([1.0, 2.0]).to_dict()))
@@ -172,7 +232,7 @@ def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 1)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 2)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +250,16 @@ def test_file_says_what_it_is_first() -> None:
         lambda r: r["layers"][0].update(surprise=1),
         lambda r: r["layers"][0].update(saved=["x"]),
         lambda r: r["step"].update(surprise=1),
+        lambda r: r["step"].update(loss=3),
+        lambda r: r.update(surprise=1),
+        lambda r: r.update(storages={}),
+        lambda r: r.update(provenance=[]),
+        lambda r: r.update(provenance=[["threads", 1]]),
+        lambda r: r.update(format="gpipebal-plan"),
+        lambda r: r.update(other_sizes=[{**r, "rows": 2, "other_sizes": [{**r, "rows": 3}]}]),
+        lambda r: r["layers"][0].update(name="\ud800"),
+        lambda r: r["layers"][0].update(forward_time=True),
+        lambda r: r["layers"][0].update(flops=2**63),
         lambda r: r.update(storages=[1.5]),
         lambda r: r.update(rows="4"),
     ],
@@ -213,7 +283,7 @@ def test_newer_file_is_refused(tmp_path: Path) -> None:
 def test_with_step_changes_only_the_step() -> None:
     """Other step terms leave layers and provenance as they were."""
     profile = Profile.from_costs([1.0])
-    step = StepTerms(loss_time=0.5)
+    step = StepTerms(gather_time=0.5)
     assert profile.with_step(step).step == step
     assert profile.with_step(step).with_step(profile.step) == profile
 

@@ -12,6 +12,7 @@ import pytest
 import gpipebal
 
 PUBLIC = [
+    "DeviceRates",
     "GPipe",
     "GpipebalError",
     "Plan",
@@ -20,8 +21,10 @@ PUBLIC = [
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
+    "compare_schedules",
     "is_checkpointing",
     "is_recomputing",
+    "match_profile",
     "profile_model",
     "simulate",
     "solve",

@@ -311,7 +311,7 @@ def test_pause_with_a_forward_behind_a_backward_is_refused() -> None:
     [
         ((Action(0, "F", 0), Action(0, "F", 0)), "0F0 stands there twice"),
         ((Action(1, "F", 0),), r"1F0 stands in row 0 \(expected row 1\)"),
-        ((Action(0, "W", 0),), r"0W0 is of an unknown kind \(expected one of F, R, B\)"),  # type: ignore[arg-type]  # the kind is the point
+        ((Action(0, "X", 0),), r"0X0 is of an unknown kind \(expected one of F, R, B, I, W\)"),  # type: ignore[arg-type]  # the kind is the point
     ],
 )
 def test_misplaced_action_is_refused(row: tuple[Action, ...], message: str) -> None:
@@ -381,7 +381,7 @@ def test_simulate_takes_another_schedule() -> None:
 def test_simulate_refuses_a_schedule_it_cannot_build() -> None:
     """A plan for another schedule is refused with what there is; giving the order helps."""
     plan = make_plan(uniform(2, 1, 1, 1), schedule="zigzag")
-    with pytest.raises(UnsupportedPlanError, match=r"'zigzag' \(expected one of 'gpipe', '1f1b'\)"):
+    with pytest.raises(UnsupportedPlanError, match=r"'zigzag' \(expected one of 'gpipe', "):
         simulate(plan)
     assert simulate(plan, gpipe_schedule(2, 4, "never")).makespan == 10
 

@@ -104,7 +104,7 @@ def measure_model(name: str, model: Model, chunks: int) -> Iterator[dict[str, An
         loss_fn=model.loss_fn,
         target=target,
         optimizer=model.optimizer,
-        timeout=0,
+        timeout=2.0,
         progress=False,
     )
     for n_partitions, balance in model.balances.items():
@@ -122,7 +122,7 @@ def measure_model(name: str, model: Model, chunks: int) -> Iterator[dict[str, An
                     "mode": mode,
                     "chunks": chunks,
                     "balance": balance,
-                    "predicted": predicted,
+                    **predicted,
                     "counted": counted,
                     "counted_at_once": at_once,
                 }
@@ -130,23 +130,35 @@ def measure_model(name: str, model: Model, chunks: int) -> Iterator[dict[str, An
 
 def predict(
     profile: Profile, balance: list[int], way: str, checkpoint: Checkpoint
-) -> list[dict[str, int | None]]:
-    """Return the parts of each partition's predicted peak."""
-    if way == "step gpipe":
-        # The one way that no plan describes: GPipe's order, with the loss inside.
-        peaks = partition_memory(
+) -> dict[str, Any]:
+    """Return the parts of each partition's predicted peak, and between what the clock decides.
+
+    Returns:
+        ``predicted``, the parts with what waits in the simulated timeline; ``least``, the totals
+        if nothing ever waited for a neighbour; ``most``, those if everything waited as long as
+        the order of the actions lets it.
+    """
+    schedule, inside = "1f1b" if way == "step 1f1b" else "gpipe", way != "loss(pipe(x))"
+    plan = evaluate(profile, balance, checkpoint=checkpoint, schedule=schedule, loss_inside=inside)
+    least, most = (
+        partition_memory(
             profile,
             to_bounds(balance),
             chunks=profile.chunks,
             checkpoint=checkpoint,
-            loss_inside=True,
+            schedule=schedule,
+            loss_inside=inside,
             shared_memory=True,
+            latest=latest,
         )
-    else:
-        schedule = "1f1b" if way == "step 1f1b" else "gpipe"
-        plan = evaluate(profile, balance, checkpoint=checkpoint, schedule=schedule)
-        peaks = tuple(part.memory for part in plan.partitions)
-    return [{**asdict(peak), "total": peak.total} for peak in peaks]
+        for latest in (False, True)
+    )
+    peaks = [part.memory for part in plan.partitions]
+    return {
+        "predicted": [{**asdict(peak), "total": peak.total} for peak in peaks],
+        "least": [peak.total for peak in least],
+        "most": [peak.total for peak in most],
+    }
 
 
 def count(
@@ -167,6 +179,8 @@ def count(
     step()
     optimizer.zero_grad()
     with measure_memory(pipe, optimizer) as meter:
+        # The target lies in the last partition's memory, as the sample does in the first's.
+        meter.ledger.hold([target], len(pipe.balance) - 1)
         step()
     return list(meter.peak_bytes), meter.total_peak_bytes
 

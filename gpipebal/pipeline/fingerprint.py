@@ -1,22 +1,7 @@
-"""Fingerprints: to notice that a layer is not the one that was profiled."""
+"""Fingerprints of layers; they live with the profile, which must not need torch."""
 
 from __future__ import annotations
 
-import hashlib
-
-from torch import nn
+from gpipebal.profile.fingerprint import fingerprint
 
 __all__ = ["fingerprint"]
-
-
-def fingerprint(layer: nn.Module) -> str:
-    """Hash what decides a layer's costs: classes, options, and shapes of its parameters."""
-    parts = [
-        f"{name}:{type(module).__qualname__}({module.extra_repr()})"
-        for name, module in layer.named_modules()
-    ]
-    parts += [
-        f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
-        for name, p in layer.named_parameters()
-    ]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

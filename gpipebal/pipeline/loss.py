@@ -90,7 +90,8 @@ class MicroBatchLoss:
                 "the loss needs no gradient: no parameter and no input that it depends on does.\n"
                 "Fix: let a parameter require a gradient, or call step under torch.no_grad()."
             )
-        return loss
+        # Kept until all are added up. That of a mean may have the storage of all its terms.
+        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
     def gradient(self, i: int, loss: Tensor | None) -> Tensor:
         """Return the gradient of the mini-batch's loss by the loss of micro-batch `i`."""

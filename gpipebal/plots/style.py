@@ -71,15 +71,16 @@ def kind_style(colour: Colour, kind: str, *, fine: bool = False) -> dict[str, An
 
     Args:
         colour: Colour of the partition.
-        kind: ``F``, ``R``, ``B``, or ``C``, which belongs to no hue.
+        kind: A kind of event; ``C`` and ``H``, copies and launches, belong to no hue.
         fine: Leave the hatch out, because patches are too small to show it.
     """
     if kind == "R" and not fine:
         # A hatch has the colour of the edge, which itself has no width.
         light = _tint(colour, 0.78)
         return {"facecolor": light, "edgecolor": colour, "linewidth": 0.0, "hatch": "/////"}
-    shades = {"F": colour, "R": _tint(colour, 0.28), "B": _tint(colour, 0.5)}
-    face = shades.get(kind, _COPY)
+    tints = {"F": 0.0, "R": 0.28, "B": 0.5, "I": 0.4, "W": 0.65, "O": 0.85}
+    beside = {"C": _COPY, "H": NEUTRAL}
+    face = beside[kind] if kind in beside else _tint(colour, tints[kind])
     return {"facecolor": face, "edgecolor": face, "linewidth": 0.0}
 
 

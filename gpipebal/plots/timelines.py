@@ -1,4 +1,4 @@
-"""Timelines as Gantt charts: one row per partition, time from left to right."""
+"""Timelines as Gantt charts: one row per device, time from left to right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gpipebal.plots.style import (
     readable_on,
     scale_seconds,
 )
-from gpipebal.timeline import COPY_KIND, KIND_NAMES, Event, Timeline
+from gpipebal.timeline import COPY_KIND, KIND_NAMES, LAUNCH_KIND, Event, Timeline
 from gpipebal.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["plot_timeline", "timeline_height"]
 
 _NAMES = {"simulated": "Predicted", "measured": "Measured"}
+
+#: Where in a row the strips of actions lie that run beside the device's work.
+_BESIDE = {LAUNCH_KIND: 0.06, COPY_KIND: 0.8}
 
 #: Start and duration of each cell, in the unit of the time axis.
 Spans = list[tuple[float, float]]
@@ -77,8 +80,8 @@ def plot_timeline(
         _draw_rows(ax, item, top, row, factor)
         caption = _caption(item, shown[0], points(ax)[0])
         ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE)
-        positions.append([top + j + 0.5 for j in range(item.n_partitions)])
-        top += item.n_partitions
+        positions.append([top + j + 0.5 for j in range(item.n_devices)])
+        top += item.n_devices
     ax.set_ylim(top + 0.2, 0)
     step = index_step(row, max(map(len, positions)), LINE_HEIGHT * FONT_SIZE)
     labels = [(place, str(j)) for group in positions for j, place in enumerate(group)]
@@ -88,7 +91,8 @@ def plot_timeline(
         ax.set_xticks([0])
         note(ax, "all times are 0")
     ax.set_xlabel(f"time since the first start [{unit}]")
-    ax.set_ylabel("partition")
+    several = any(item.devices is not None for item in shown)
+    ax.set_ylabel("device" if several else "partition")
     kinds = {event.kind for item in shown for event in item.events}
     entries = kind_patches(
         {kind: name for kind, name in KIND_NAMES.items() if kind in kinds}, fine=row < FINE
@@ -102,7 +106,7 @@ def plot_timeline(
 
 def timeline_height(*timelines: Timeline) -> float:
     """Return the inches that a figure of these timelines needs; rows shrink above a limit."""
-    rows = sum(timeline.n_partitions for timeline in timelines)
+    rows = sum(timeline.n_devices for timeline in timelines)
     return min(_MAX_HEIGHT, 1.2 + _GAP * len(timelines) + _ROW * rows)
 
 
@@ -110,7 +114,7 @@ def _heights(ax: Axes, shown: list[Timeline]) -> tuple[float, float]:
     """Return the space for a caption, in heights of a row, and the height of a row in points."""
     height = points(ax)[1]
     gap = min(72 * _GAP, 0.4 * height / len(shown))
-    row = (height - gap * len(shown)) / sum(item.n_partitions for item in shown)
+    row = (height - gap * len(shown)) / sum(item.n_devices for item in shown)
     return gap / row, row
 
 
@@ -131,26 +135,28 @@ def _caption(timeline: Timeline, first: Timeline, width: float) -> str:
 
 def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: float) -> None:
     """Draw one timeline, its partition 0 at height `top`, times divided by `factor`."""
-    cells: dict[tuple[int, str], list[Event]] = {}
+    cells: dict[tuple[int, str], list[Event]] = {}  # of each partition and kind
     for event in timeline.events:
         cells.setdefault((event.partition, event.kind), []).append(event)
     fine = row < FINE
     gap = 0.0 if fine else 0.06
     origin, end = timeline.start, timeline.makespan / factor
-    for j in range(timeline.n_partitions):
+    for j in range(timeline.n_devices):
         ax.broken_barh([(0, end)], (top + j + gap, 1 - 2 * gap), **IDLE)
     colours = partition_colours(timeline.n_partitions)
-    for (j, kind), events in cells.items():
+    for (partition, kind), events in cells.items():
+        j = timeline.placement[partition]
         spans = [((e.start - origin) / factor, (e.end - e.start) / factor) for e in events]
-        style = kind_style(colours[j], kind, fine=fine)
-        if kind == COPY_KIND:
-            ax.broken_barh(spans, (top + j + 0.8, 0.14), zorder=3, **style)
+        style = kind_style(colours[partition], kind, fine=fine)
+        if kind in _BESIDE:
+            # A strip at the edge: these run beside the device's work, not instead of it.
+            ax.broken_barh(spans, (top + j + _BESIDE[kind], 0.14), zorder=3, **style)
             continue
         ax.broken_barh(spans, (top + j + gap, 1 - 2 * gap), **style)
         if not fine:
             _draw_borders(ax, spans, top + j + gap, top + j + 1 - gap)
             _draw_numbers(ax, events, spans, top + j + 0.5, row, readable_on(style["facecolor"]))
-    ax.vlines(end, top, top + timeline.n_partitions, color=NEUTRAL, linewidth=0.8)
+    ax.vlines(end, top, top + timeline.n_devices, color=NEUTRAL, linewidth=0.8)
 
 
 def _draw_borders(ax: Axes, spans: Spans, top: float, bottom: float) -> None:

@@ -2,13 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["settle"]
+__all__ = ["Settled", "settle", "settle_rounds"]
 
 #: A layer keeps at least this share of its measured time.
 LEAST_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Times of layers that add up to the whole, and how that was reached.
+
+    Attributes:
+        times: Seconds of each layer, settled.
+        spread: Interquartile range of each layer's measured times.
+        measured: Median of the measured sums over the layers.
+        whole: Median of the measured times of the chain in one piece.
+        whole_spread: Interquartile range of these.
+        rounds: Measured times of each layer, at least.
+        has_whole: Whether the chain was measured in one piece; else `whole` is the sum.
+    """
+
+    times: NDArray[np.float64]
+    spread: NDArray[np.float64]
+    measured: float
+    whole: float
+    whole_spread: float
+    rounds: int
+    has_whole: bool = True
+
+    @property
+    def misses(self) -> bool:
+        """Whether the layers miss the whole by more than its spread."""
+        return abs(self.measured - self.whole) > self.whole_spread
+
+    def to_record(self) -> dict[str, Any]:
+        """Say what was corrected, for the provenance."""
+        return {
+            "sum_of_layers": self.measured,
+            "whole": self.whole if self.has_whole else None,
+            "whole_spread": self.whole_spread if self.has_whole else None,
+            "misses_by_more_than_the_spread": self.misses,
+        }
+
+
+def settle_rounds(layers: Sequence[Sequence[float]], whole: Sequence[float]) -> Settled:
+    """Take medians over rounds, and settle them.
+
+    Args:
+        layers: For each round, the seconds of every layer; NaN: it was not in this round.
+        whole: For each round, the seconds of the chain in one piece; empty: it never ran so, and
+            there is nothing to settle with.
+    """
+    table = np.asarray(layers, dtype=np.float64)
+    times = np.nanmedian(table, axis=0)
+    spread = np.subtract(*np.nanpercentile(table, [75, 25], axis=0))
+    rounds = int((~np.isnan(table)).sum(axis=0).min())
+    if not len(whole):
+        return Settled(times, spread, float(times.sum()), float(times.sum()), 0.0, rounds, False)
+    in_one_piece = float(np.median(whole))
+    return Settled(
+        times=settle(times, in_one_piece),
+        spread=spread,
+        measured=float(np.median(table.sum(axis=1))),
+        whole=in_one_piece,
+        whole_spread=float(np.subtract(*np.percentile(whole, [75, 25]))),
+        rounds=rounds,
+    )
 
 
 def settle(times: NDArray[np.float64], whole: float) -> NDArray[np.float64]:

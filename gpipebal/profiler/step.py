@@ -1,4 +1,4 @@
-"""What a training step costs beside the layers: gather, loss and optimizer."""
+"""What a training step costs beside the layers and the loss: gather and optimizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.ledger import Ledger
-from gpipebal.pipeline.microbatch import unflatten
-from gpipebal.pipeline.parting import gather_leaves
-from gpipebal.profile import StepTerms
+from gpipebal.profiler.clock import synchronize
+from gpipebal.profiler.loss import gathered_value
+from gpipebal.profiler.value import Value
 
-__all__ = ["measure_step", "optimizer_state_bytes"]
+__all__ = ["OptimizerFactory", "measure_gather", "measure_optimizer", "optimizer_state_bytes"]
 
 #: Repeats of each term; the median counts.
 REPEATS = 5
@@ -26,64 +25,15 @@ LARGEST_STEPPED = 2**28
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
-def measure_step(
-    outputs: Sequence[Any],
-    structure: Any,
-    sizes: Sequence[int],
-    *,
-    loss_fn: Callable[..., Tensor] | None,
-    target: Any,
-    optimizer: OptimizerFactory | None,
-    parameters: Sequence[nn.Parameter],
-    device: torch.device,
-) -> StepTerms:
-    """Measure gather, loss and optimizer step, with all the threads that the caller has.
+def measure_gather(outputs: Value, sizes: Sequence[int], device: torch.device) -> float:
+    """Return the seconds to join the outputs of all micro-batches, stand-ins for them.
 
     Args:
-        outputs: Leaves of the output of the largest micro-batch, the first.
-        structure: Their pytree.
-        sizes: Rows of each micro-batch of a mini-batch.
-        loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` if `target` is
-            None; None: the loss is not measured.
-        target: Target of the whole mini-batch.
-        optimizer: Makes an optimizer of a list of parameters; None: not measured.
-        parameters: The model's parameters; they are not changed.
-        device: Where outputs and parameters are.
-
-    Raises:
-        ProfileError: the loss or the optimizer failed.
+        outputs: Output of the first micro-batch, the largest.
+        sizes: Rows of each micro-batch.
+        device: Where it is.
     """
-    dims = [0] * len(outputs)
-    parts = [[_rows_of(leaf, rows, sizes[0]) for leaf in outputs] for rows in sizes]
-    gather_time = _median_time(lambda: gather_leaves(parts, structure, dims), device)
-    loss_time = loss_bytes = None
-    if loss_fn is not None:
-        leaves = gather_leaves(parts, structure, dims)
-        needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
-
-        def run_loss() -> None:
-            given = [
-                leaf.detach().requires_grad_() if wants else leaf
-                for leaf, wants in zip(leaves, needs, strict=True)
-            ]
-            value = unflatten(given, structure)
-            loss = loss_fn(value) if target is None else loss_fn(value, target)
-            loss.backward()
-
-        try:
-            ledger = Ledger()
-            ledger.hold(leaves, 0)
-            with ledger.watch(0):
-                run_loss()
-            loss_bytes = ledger.total_peak
-            loss_time = _median_time(run_loss, device)
-        except Exception as error:
-            raise ProfileError(
-                f"the loss failed: {type(error).__name__}: {error}\n"
-                "Fix: give a loss_fn and a target for the output of the whole mini-batch."
-            ) from error
-    optimizer_time = None if optimizer is None else _time_optimizer(optimizer, parameters, device)
-    return StepTerms(gather_time, loss_time, loss_bytes, optimizer_time)
+    return _median_time(lambda: gathered_value(outputs, sizes), device)
 
 
 def optimizer_state_bytes(
@@ -112,9 +62,19 @@ def optimizer_state_bytes(
     ]
 
 
-def _time_optimizer(
+def measure_optimizer(
     optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter], device: torch.device
 ) -> float:
+    """Return the seconds of an optimizer's step, on copies of the parameters.
+
+    Args:
+        optimizer: Makes an optimizer of a list of parameters.
+        parameters: The model's parameters; they are not changed.
+        device: Where they will be.
+
+    Raises:
+        ProfileError: the optimizer failed.
+    """
     trainable = [p for p in parameters if p.requires_grad]
     stepped: list[nn.Parameter] = []
     n_bytes = 0
@@ -145,27 +105,13 @@ def _time_optimizer(
     return seconds * sum(p.nbytes for p in trainable) / max(1, n_bytes)
 
 
-def _rows_of(leaf: Any, rows: int, of_rows: int) -> Any:
-    """Cut the output of a micro-batch down to that of a smaller one."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.dim() == 0 or of_rows == 0:
-        return leaf.detach()
-    return leaf.detach()[: rows * leaf.shape[0] // of_rows]
-
-
 def _median_time(work: Callable[[], Any], device: torch.device) -> float:
     work()
     times = []
     for _ in range(REPEATS):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,23 +1,33 @@
 """Memory of the layers: which storages each saves and hands on, and its largest need in between.
 
-One layered round runs under a ledger of live storages and under hooks on saved tensors. A layer's
-saved set is what the hooks see, and what it made and still keeps alive otherwise (tensors on the
-context of a custom autograd function), without parameters and buffers.
+A layer runs alone under a ledger of live storages: without a graph, then with one and its backward,
+first where no gradients exist and then where they do. Its saved set is what hooks on saved tensors
+see, and what it made and still keeps alive otherwise (tensors on the context of a custom autograd
+function), without parameters and buffers. From layer to layer the numbers of storages go along
+with the values, so that what two layers share has one number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.ledger import Ledger, storage_key
-from gpipebal.pipeline.microbatch import flatten
-from gpipebal.profiler.rounds import Chain, as_leaves, backward_gradients, protect
+from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.value import (
+    Value,
+    as_leaves,
+    random_gradients,
+    roots_of,
+)
+from gpipebal.skip.tracker import Key
 
-__all__ = ["LayerMemory", "measure_memory_of_layers"]
+__all__ = ["Arrived", "LayerMemory", "Numbers", "distinct_numbers", "measure_layer_memory"]
 
 
 @dataclass(frozen=True)
@@ -26,120 +36,230 @@ class LayerMemory:
 
     outputs: tuple[int, ...]
     saved: tuple[int, ...]
+    output_bytes: int
     forward_peak_bytes: int
+    no_grad_forward_peak_bytes: int
     backward_peak_bytes: int
+    accumulating_peak_bytes: int
 
 
-class _Numbers:
-    """Give storages numbers in the order in which they are first seen, and keep their bytes."""
+class Numbers:
+    """Numbers of storages over a whole chain, given in the order in which they are first seen.
+
+    Attributes:
+        bytes: Bytes of every storage.
+    """
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
-        self._number: dict[int, int] = {}
 
-    def of(self, key: int, n_bytes: int) -> int:
-        if key not in self._number:
-            self._number[key] = len(self.bytes)
-            self.bytes.append(n_bytes)
-        return self._number[key]
+    def new(self, n_bytes: int) -> int:
+        """Give a storage its number."""
+        self.bytes.append(n_bytes)
+        return len(self.bytes) - 1
 
 
-def measure_memory_of_layers(
-    chain: Chain,
-) -> tuple[list[LayerMemory], tuple[int, ...], tuple[int, ...]]:
-    """Run one layered round under a ledger.
+@dataclass
+class Arrived:
+    """A value between two layers, with the numbers of its storages.
+
+    Attributes:
+        value: The value.
+        numbers: One per leaf of the value; None: the leaf has no storage of its own.
+        skips: The same of every skip that waits.
+    """
+
+    value: Value
+    numbers: list[int | None]
+    skips: dict[Key, list[int | None]]
+
+    @classmethod
+    def first(cls, value: Value, numbers: Numbers) -> Arrived:
+        """Number the storages of what goes into a chain."""
+        known: dict[int, int] = {}
+        return cls(value, [_number(leaf, known, numbers) for leaf in value.leaves], {})
+
+    @classmethod
+    def behind(cls, earlier: Arrived, value: Value, numbers: Numbers) -> Arrived:
+        """Number the storages of a value that may share some with an earlier one."""
+        known = {
+            storage_key(leaf): number
+            for leaf, number in zip(earlier.value.leaves, earlier.numbers, strict=True)
+            if number is not None
+        }
+        return cls(value, [_number(leaf, known, numbers) for leaf in value.leaves], {})
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """Numbers of the value's storages, each once."""
+        return distinct_numbers(self.numbers)
+
+
+def measure_layer_memory(
+    chain: Chain, k: int, arrived: Arrived, numbers: Numbers, constants: Sequence[Tensor] = ()
+) -> tuple[LayerMemory, Arrived]:
+    """Run one layer under a ledger.
+
+    Args:
+        chain: A chain with the layer.
+        k: Index of the layer in it.
+        arrived: What goes into the layer.
+        numbers: Numbers of all storages so far; new ones are added.
+        constants: Tensors that are there all the time, beside its parameters and buffers.
 
     Returns:
-        Memory of every layer, the bytes of all storages, and the storages of the chain's input.
+        Its memory, and what it hands on.
     """
-    constants = {
-        storage_key(tensor)
-        for layer in chain.layers
-        for tensor in (*layer.parameters(), *layer.buffers())
-    }
-    ledger, numbers = Ledger(), _Numbers()
-    leaves, structure = chain.sample
-    inputs = tuple(dict.fromkeys(_number(numbers, leaf) for leaf in leaves if _is_tensor(leaf)))
-    ledger.hold(leaves, 0)
-    # Storages that live until the end cannot give their key to a new one.
-    alive: list[Any] = list(leaves)
-    tape: list[tuple[list[Any], list[Any]]] = []
-    peaks: list[int] = []
-    sets: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    saved_now: dict[int, int] = {}
+    layer, value = chain.layers[k], arrived.value
+    constants = [*_own_tensors(layer), *constants]
+    known = _known(chain, k, arrived)
+    ledger = Ledger()
+    ledger.hold([*chain.inputs(k, value), *constants], 0)
+    for parameter in layer.parameters():
+        parameter.grad = None
+    without_graph = _forward_without_graph(chain, k, value, ledger)
+    forward, backward, found = _forward_and_backward(chain, k, value, ledger, constants)
+    outputs, passed, saved = found
+    hands_on = Arrived(
+        passed,
+        [_number(leaf, known, numbers) for leaf in passed.leaves],
+        {key: held for key, held in arrived.skips.items() if key in passed.skips},
+    )
+    for key in chain.stashed(k):
+        hands_on.skips[key] = [_number(leaf, known, numbers) for leaf in passed.skips[key][0]]
+    for key_, n_bytes in saved.items():
+        if key_ not in known:
+            known[key_] = numbers.new(n_bytes)
+    saved_numbers = distinct_numbers(known[key] for key in saved)
+    # Their keys are used up: they may be given to new storages from now on.
+    del outputs, found, known, passed
+    hands_on.value = _cut(hands_on.value)
+    _, accumulating, _ = _forward_and_backward(chain, k, value, ledger, constants)
+    for parameter in layer.parameters():
+        parameter.grad = None
+    memory = LayerMemory(
+        outputs=hands_on.storages,
+        saved=saved_numbers,
+        output_bytes=sum(numbers.bytes[number] for number in hands_on.storages),
+        forward_peak_bytes=forward,
+        no_grad_forward_peak_bytes=without_graph,
+        backward_peak_bytes=backward,
+        accumulating_peak_bytes=accumulating,
+    )
+    return memory, hands_on
+
+
+class _Peak:
+    """The largest memory from now on, beyond what is there now.
+
+    On CUDA the allocator sees what the ledger does not, a library's workspace for example: the
+    larger of both counts.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        self._ledger = ledger
+        self._device = device if device.type == "cuda" else None
+        self._at_start = ledger.start_peak()
+        self._allocated = 0
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._allocated = torch.cuda.memory_allocated(self._device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the peak so far."""
+        counted = self._ledger.total_peak - self._at_start
+        if self._device is None:
+            return counted
+        return max(counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
+
+
+def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -> int:
+    with ledger.watch(0), torch.no_grad(), phase(checkpointing=True):
+        _, given = chain.prepare(k, value, wants=False)
+        peak = _Peak(ledger, chain.device)
+        chain.call(k, given, value)
+    return peak.bytes
+
+
+def _forward_and_backward(
+    chain: Chain, k: int, value: Value, ledger: Ledger, constants: Iterable[Tensor]
+) -> tuple[int, int, tuple[list[Any], Value, dict[int, int]]]:
+    """Return the peaks of a forward and its backward, and what the forward made and kept."""
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
-            saved_now.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
+            saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
         # Not the tensor itself: an output that its own graph saves would never be freed.
         return tensor.detach()
 
-    for k in range(len(chain.layers)):
-        layer_inputs = as_leaves(leaves, wants=k > 0)
-        with ledger.watch(0):
-            given = [
-                protect(leaf) if i in chain.written[k] else leaf
-                for i, leaf in enumerate(layer_inputs)
-            ]
-            before, at_start = ledger.live_keys(), ledger.start_peak()
-            saved_now.clear()
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                output = chain.call(k, given, structure)
-        # A copy made to protect the boundary stands for the input that the layer writes to.
-        peaks.append(ledger.total_peak - at_start)
-        leaves, structure = flatten(output)
-        alive += [leaf for leaf in leaves if _is_tensor(leaf)]
-        del output, given
-        outputs = tuple(
-            dict.fromkeys(_number(numbers, leaf) for leaf in leaves if _is_tensor(leaf))
-        )
-        born = ledger.live_keys() - before - {storage_key(t) for t in leaves if _is_tensor(t)}
-        keys = dict(saved_now)
-        for key in sorted(born):
-            keys.setdefault(key, ledger.bytes_of(key) or 0)
-        saved = tuple(
-            dict.fromkeys(
-                numbers.of(key, n_bytes) for key, n_bytes in keys.items() if key not in constants
-            )
-        )
-        sets.append((outputs, saved))
-        tape.append((layer_inputs, leaves))
-    alive.clear()
-    backward_peaks = _backward_peaks(chain, tape, ledger)
-    memory = [
-        LayerMemory(outputs, saved, forward_peak, backward_peak)
-        for (outputs, saved), forward_peak, backward_peak in zip(
-            sets, peaks, backward_peaks, strict=True
-        )
-    ]
-    return memory, tuple(numbers.bytes), inputs
-
-
-def _backward_peaks(
-    chain: Chain, tape: list[tuple[list[Any], list[Any]]], ledger: Ledger
-) -> list[int]:
-    peaks = []
     with ledger.watch(0):
-        gradients = backward_gradients(tape[-1][1])
-        while tape:
-            inputs, outputs = tape.pop()
-            roots = [
-                (leaf, gradient)
-                for leaf, gradient in zip(outputs, gradients, strict=True)
-                if _is_tensor(leaf) and leaf.requires_grad and gradient is not None
-            ]
-            gradients = []
-            at_start = ledger.start_peak()
-            chain.run_backward(roots, chain.names[len(tape)])
-            peaks.append(ledger.total_peak - at_start)
-            gradients = [leaf.grad if _is_tensor(leaf) else None for leaf in inputs]
-            del inputs, outputs, roots
-    return peaks[::-1]
+        caught: list[Tensor] = []
+        inputs, given = chain.prepare(k, value, wants=True, catch=caught)
+        before, peak = ledger.live_keys(), _Peak(ledger, chain.device)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            passed = chain.call(k, given, value)
+        torch.clear_autocast_cache()  # what only that holds goes with the cell's forward
+        # A copy made to protect the boundary stands for the input that the layer writes to.
+        forward = peak.bytes
+        outputs = chain.outputs(k, passed)
+        handed = {storage_key(leaf) for leaf in outputs if _has_storage(leaf)}
+        for key in sorted(ledger.live_keys() - before - handed):
+            saved.setdefault(key, ledger.bytes_of(key) or 0)
+        # What is gone by now was saved for a result that nobody wanted.
+        live = ledger.live_keys() - {storage_key(tensor) for tensor in constants}
+        saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
+        roots = roots_of(outputs, random_gradients(outputs))
+        peak = _Peak(ledger, chain.device)
+        chain.run_backward(roots, inputs, chain.names[k])
+        backward = peak.bytes
+    return forward, backward, (outputs, passed, saved)
 
 
-def _is_tensor(value: Any) -> bool:
+def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
+    """Map the storages of a layer's inputs, by key, to their numbers."""
+    held = list(arrived.numbers)
+    for key in chain.popped(k):
+        held += arrived.skips[key]
+    leaves = chain.inputs(k, arrived.value)
+    return {
+        storage_key(leaf): number
+        for leaf, number in zip(leaves, held, strict=True)
+        if number is not None
+    }
+
+
+def _cut(value: Value) -> Value:
+    """Let go of the graph that a value came from."""
+    skips = {
+        key: (as_leaves(leaves, wants=True), structure)
+        for key, (leaves, structure) in value.skips.items()
+    }
+    return Value(as_leaves(value.leaves, wants=True), value.structure, skips)
+
+
+def _number(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
+    if not _has_storage(leaf):
+        return None
+    key = storage_key(leaf)
+    if key not in known:
+        known[key] = numbers.new(leaf.untyped_storage().nbytes())
+    return known[key]
+
+
+def distinct_numbers(numbers: Iterable[int | None]) -> tuple[int, ...]:
+    """Return numbers of storages, each once, in their order."""
+    return tuple(dict.fromkeys(number for number in numbers if number is not None))
+
+
+def _own_tensors(layer: nn.Module) -> Iterator[Tensor]:
+    """Yield what a layer has all the time: parameters, buffers, tensors kept as attributes."""
+    yield from layer.parameters()
+    yield from layer.buffers()
+    for module in layer.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def _has_storage(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
-
-
-def _number(numbers: _Numbers, tensor: Tensor) -> int:
-    return numbers.of(storage_key(tensor), tensor.untyped_storage().nbytes())

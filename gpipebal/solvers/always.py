@@ -32,7 +32,8 @@ def solve_makespan_always(problem: Problem) -> Solution:
 
     Minimises the makespan of checkpoint mode ``'always'`` over all splits into exactly
     `n_partitions` non-empty partitions. Among the minimisers: smallest bottleneck, then least sum
-    of squared partition times, then leftmost cuts.
+    of squared partition times, then leftmost cuts; on long chains the squares may be left out,
+    see `solve_all_paths`.
 
     Complexity:
         That of `smallest_sum`, for each value of the third threshold that can be optimal, a few

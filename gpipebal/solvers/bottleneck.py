@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpipebal.problem import Problem
 from gpipebal.solvers.bisection import largest_layer, smallest_limit
-from gpipebal.solvers.chain import Solution, reach_within
-from gpipebal.solvers.tiebreak import fewest_squares
+from gpipebal.solvers.chain import Solution
+from gpipebal.solvers.tiebreak import fewest_squares_within
 
 __all__ = ["solve_bottleneck"]
 
@@ -29,6 +29,5 @@ def solve_bottleneck(problem: Problem) -> Solution:
     # Neither the even share nor the largest layer can be undercut.
     at_least = max(largest_layer(loads, loads), -(-loads[-1] // n_partitions))
     found = smallest_limit(loads, loads, n_partitions, at_least=at_least)
-    within = reach_within(loads, loads, found.value)
-    bounds = fewest_squares(loads, within, n_partitions)
+    bounds = fewest_squares_within(loads, found.value, n_partitions)
     return Solution(bounds, found.value, found.lower_bound)

@@ -20,10 +20,14 @@ from typing import Any
 from gpipebal.problem import Problem
 from gpipebal.solvers.chain import cut_windows, meet, reach_within
 
-__all__ = ["ParetoProgram"]
+__all__ = ["ParetoProgram", "TooManyLabels"]
 
 #: Largest forward and largest backward so far, and what is to be minimised.
 _Label = tuple[int, int, Any]
+
+
+class TooManyLabels(Exception):  # noqa: N818  # never leaves the solvers
+    """More labels than `ParetoProgram.least` was allowed."""
 
 
 class ParetoProgram:
@@ -81,7 +85,11 @@ class ParetoProgram:
         return meet(self.reach, reach_within(self.loads, self.loads, bottleneck))
 
     def least(
-        self, reach: Sequence[int], first: Any, extend: Callable[[Any, int, int, int], Any]
+        self,
+        reach: Sequence[int],
+        first: Any,
+        extend: Callable[[Any, int, int, int], Any],
+        most_labels: int | None = None,
     ) -> Any:
         """Minimise a quantity over the splits, from the left.
 
@@ -91,9 +99,13 @@ class ParetoProgram:
             extend: The quantity with one more partition, from what it was, the path that turns
                 around in the partition, its start and its end; or None to drop it. Never
                 decreasing in its first argument.
+            most_labels: Give up when more labels than this are compared; None: never.
 
         Returns:
             The least quantity, or None if there is no split.
+
+        Raises:
+            TooManyLabels: there are more than `most_labels`.
 
         Complexity:
             O(L w) for windows of w places and L labels in all of them. L is small when the limit
@@ -111,6 +123,7 @@ class ParetoProgram:
             strict=True,
         )
         before: dict[int, list[_Label]] = {0: [(0, 0, first)]}
+        n_labels = 0
         for first_end, reachable in list(zip(windows[0], rests, strict=True))[1:]:
             here = {}
             for end, rest in enumerate(zip(*reachable, strict=True), first_end):
@@ -120,7 +133,12 @@ class ParetoProgram:
                         if start < end <= reach[start]:
                             labels += self._extended(before[start], start, end, rest, extend)
                 if labels:
-                    here[end] = _undominated(labels)
+                    kept = _undominated(labels)
+                    here[end] = kept
+                    # Each label is compared with those that are kept.
+                    n_labels += len(labels) * len(kept)
+                    if most_labels is not None and n_labels > most_labels:
+                        raise TooManyLabels
             before = here
         return min((label[2] for label in before.get(self.n_layers, ())), default=None)
 

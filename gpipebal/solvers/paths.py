@@ -13,10 +13,14 @@ from collections.abc import Sequence
 
 from gpipebal.problem import Problem
 from gpipebal.solvers.chain import Solution
-from gpipebal.solvers.pareto import ParetoProgram
+from gpipebal.solvers.pareto import ParetoProgram, TooManyLabels
 from gpipebal.solvers.tiebreak import sum_of_squares, tie_break
 
 __all__ = ["solve_all_paths"]
+
+#: How many labels are compared for the sake of evenness, at most: about a second. Counted, not
+#: timed, so that the same problem always gives the same split.
+_MOST_LABELS = 1_000_000
 
 
 def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) -> Solution:
@@ -24,7 +28,9 @@ def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) ->
 
     Minimises the makespan of checkpoint mode ``'always'`` over all splits into exactly
     `n_partitions` non-empty partitions. Among the minimisers: smallest bottleneck, then least sum
-    of squared partition times, then leftmost cuts.
+    of squared partition times, then leftmost cuts. On long chains the squares of all minimisers
+    can be too many to compare: then `known` stays, if it is one with that bottleneck, and else
+    the leftmost cuts decide.
 
     Args:
         problem: A problem with 2 or more chunks.
@@ -86,5 +92,10 @@ def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) ->
             return None
         return so_far, (*least[1], end)
 
-    chosen = optimal.least(reach, (0, (0,)), extend)
-    return Solution(chosen[1], value, value)
+    try:
+        chosen = optimal.least(reach, (0, (0,)), extend, most_labels=_MOST_LABELS)[1]
+    except TooManyLabels:
+        if squares is not None:
+            return Solution(tuple(known), value, value)
+        chosen = optimal.least(reach, (0,), lambda cuts, _path, _start, end: (*cuts, end))
+    return Solution(chosen, value, value)

@@ -16,9 +16,10 @@ from itertools import pairwise
 from gpipebal.solvers.bisection import largest_layer, smallest_limit
 from gpipebal.solvers.chain import cut_windows, meet, reach_within
 from gpipebal.solvers.envelope import cheapest_ends, first_starts
+from gpipebal.solvers.narrow import narrow_windows, squares_in_windows
 from gpipebal.solvers.parametric import priced_least_squares
 
-__all__ = ["fewest_squares", "sum_of_squares", "tie_break"]
+__all__ = ["fewest_squares", "fewest_squares_within", "sum_of_squares", "tie_break"]
 
 #: Above this many table entries per layer, pricing partitions is faster than the table: it costs
 #: about this many passes over the chain.
@@ -71,6 +72,29 @@ def sum_of_squares(loads: Sequence[int], bounds: Sequence[int]) -> int:
         18
     """
     return sum((loads[end] - loads[start]) ** 2 for start, end in pairwise(bounds))
+
+
+def fewest_squares_within(loads: Sequence[int], limit: int, n_partitions: int) -> tuple[int, ...]:
+    """Find the leftmost split with the least sum of squares whose partitions keep one limit.
+
+    As `fewest_squares` with the limits ``reach_within(loads, loads, limit)``.
+
+    Args:
+        loads: Prefix sums of the layers' weights.
+        limit: Largest weight of a partition; some split must keep it.
+        n_partitions: Number of partitions.
+
+    Complexity:
+        That of `squares_in_windows`; that of `fewest_squares` where windows are wide.
+
+    Example:
+        >>> fewest_squares_within([0, 1, 2, 3, 4, 5], 2, 4)
+        (0, 1, 2, 3, 5)
+    """
+    first, last = narrow_windows(loads, limit, n_partitions)
+    if sum(last) - sum(first) > _TABLE_PASSES * len(loads):
+        return fewest_squares(loads, reach_within(loads, loads, limit), n_partitions)
+    return squares_in_windows(loads, limit, first, last)
 
 
 def fewest_squares(

@@ -7,7 +7,25 @@ trace, which https://ui.perfetto.dev opens, and an exact record, which `Timeline
 
 from __future__ import annotations
 
-from gpipebal.timeline.events import COMPUTE_KINDS, COPY_KIND, KIND_NAMES, Event
+from gpipebal.timeline.events import (
+    ALL_KINDS,
+    COMPUTE_KINDS,
+    COPY_KIND,
+    KIND_NAMES,
+    LAUNCH_KIND,
+    Event,
+)
+from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.timeline import Source, Timeline
 
-__all__ = ["COMPUTE_KINDS", "COPY_KIND", "KIND_NAMES", "Event", "Source", "Timeline"]
+__all__ = [
+    "ALL_KINDS",
+    "COMPUTE_KINDS",
+    "COPY_KIND",
+    "KIND_NAMES",
+    "LAUNCH_KIND",
+    "Event",
+    "EventTable",
+    "Source",
+    "Timeline",
+]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpipebal.timeline.events import COMPUTE_KINDS, COPY_KIND, KIND_NAMES, Event
+from gpipebal.timeline.events import COMPUTE_KINDS, COPY_KIND, KIND_NAMES, LAUNCH_KIND, Event
 
 __all__ = ["trace_events"]
 
@@ -70,6 +70,7 @@ def _tracks(events: Sequence[Event], n_partitions: int) -> list[tuple[str, list[
     """Share the events out over named tracks on which none overlap, in the order to show."""
     computed: list[list[Event]] = [[] for _ in range(n_partitions)]
     copied: list[list[list[Event]]] = [[] for _ in range(n_partitions)]
+    launched: list[Event] = []
     for event in sorted(events, key=lambda event: event[3:]):
         if event.kind in COMPUTE_KINDS:
             computed[event.partition].append(event)
@@ -79,7 +80,9 @@ def _tracks(events: Sequence[Event], n_partitions: int) -> list[tuple[str, list[
             if free is None:
                 lanes.append(free := [])
             free.append(event)
-    tracks = []
+        elif event.kind == LAUNCH_KIND:
+            launched.append(event)
+    tracks = [("host: launches", launched)] if launched else []
     for j in range(n_partitions):  # j: partition
         tracks.append((f"partition {j}", computed[j]))
         tracks += [(f"partition {j}: copies in", lane) for lane in copied[j]]
@@ -90,8 +93,12 @@ def _arrows(slices: Mapping[tuple[int, str, int], dict[str, Any]]) -> list[dict[
     """Lead an arrow from every forward and backward to the one that it makes possible."""
     arrows: list[dict[str, Any]] = []
     for (j, kind, i), source in slices.items():  # j: partition, i: micro-batch
-        neighbour = {"F": j + 1, "B": j - 1}.get(kind)
-        target = slices.get((neighbour, kind, i)) if neighbour is not None else None
+        if kind == "F":
+            target = slices.get((j + 1, "F", i))
+        elif kind in "BI":
+            target = slices.get((j - 1, "B", i)) or slices.get((j - 1, "I", i))
+        else:
+            continue
         if target is None:
             continue
         # An arrow binds to the slice around its end: it leaves from the middle, where no

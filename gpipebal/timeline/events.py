@@ -8,19 +8,46 @@ from typing import Any, NamedTuple
 
 from gpipebal.errors import ProfileError
 
-__all__ = ["COMPUTE_KINDS", "COPY_KIND", "KIND_NAMES", "Event", "check_events"]
+__all__ = [
+    "ALL_KINDS",
+    "COMPUTE_KINDS",
+    "COPY_KIND",
+    "KIND_NAMES",
+    "LAUNCH_KIND",
+    "Event",
+    "check_events",
+]
 
-#: What a partition computes, one action at a time: forward, recompute, backward.
-COMPUTE_KINDS = ("F", "R", "B")
+#: What a device computes, one action at a time: forward, recompute, backward; the two parts of a
+#: backward, where they are done apart; and the optimizer's step.
+COMPUTE_KINDS = ("F", "R", "B", "I", "W", "O")
 
 #: A tensor on its way into a partition; copies may run beside the compute kinds.
 COPY_KIND = "C"
 
-KIND_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "C": "copy"}
+#: The host at work to start an action on a device that works on its own.
+LAUNCH_KIND = "H"
 
-#: How far two actions of a partition may overlap, as a fraction of the last end: CUDA events
-#: count milliseconds in float32, which is good for 6e-8 of a time.
+KIND_NAMES = {
+    "F": "forward",
+    "R": "recompute",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "O": "optimizer",
+    "C": "copy",
+    "H": "launch",
+}
+
+#: All kinds; in a table of events a kind is its place in this text.
+ALL_KINDS = "".join(KIND_NAMES)
+
+#: How far two actions of a device may overlap, as a fraction of the last end: CUDA events count
+#: milliseconds in float32, which is good for 6e-8 of a time.
 OVERLAP_TOLERANCE = 1e-6
+
+#: More micro-batches are no mini-batch.
+MOST_MICRO_BATCHES = 2**31 - 1
 
 
 class Event(NamedTuple):
@@ -28,8 +55,9 @@ class Event(NamedTuple):
 
     Attributes:
         partition: Index of the partition; for a copy, of the one that receives.
-        kind: ``F`` forward, ``R`` recompute, ``B`` backward or ``C`` copy.
-        micro_batch: Index of the micro-batch.
+        kind: ``F`` forward, ``R`` recompute, ``B`` backward, ``I`` gradient of the input, ``W``
+            gradient of the weights, ``O`` optimizer, ``C`` copy or ``H`` launch by the host.
+        micro_batch: Index of the micro-batch; 0 for the optimizer.
         start: Seconds from the start of the mini-batch.
         end: Seconds from the start of the mini-batch.
     """
@@ -44,31 +72,38 @@ class Event(NamedTuple):
         return f"{self.partition}{self.kind}{self.micro_batch}"
 
 
-def check_events(events: Sequence[Event], n_partitions: int) -> None:
-    """Verify each event, and that every partition computes one action at a time.
+def check_events(events: Sequence[Event], devices: Sequence[int]) -> None:
+    """Verify each event, and that every device computes one action at a time.
+
+    Args:
+        events: In any order.
+        devices: Device of each partition.
 
     Raises:
         ProfileError: an event outside of the partitions, of an unknown kind or with impossible
-            times, or two actions of one partition at the same time.
+            times, or two actions of one device at the same time.
 
     Complexity:
         O(n log n) for n events.
     """
     for event in events:
-        _check_event(event, n_partitions)
+        _check_event(event, len(devices))
     tolerance = OVERLAP_TOLERANCE * max((event.end for event in events), default=0.0)
     previous: dict[int, Event] = {}
     for event in sorted(events, key=lambda event: event[3:]):
         if event.kind not in COMPUTE_KINDS:
             continue
-        before = previous.get(event.partition)
+        device = devices[event.partition]
+        before = previous.get(device)
         if before is not None and event.start < before.end - tolerance:
+            where = "partition" if before.partition == event.partition else "device"
+            number = event.partition if where == "partition" else device
             raise ProfileError(
-                f"partition {event.partition} does two things at once: {event} starts at "
+                f"{where} {number} does two things at once: {event} starts at "
                 f"{event.start!r} s, {before} ends at {before.end!r} s (expected one after the "
                 "other).\nFix: record one mini-batch per timeline and one worker per partition."
             )
-        previous[event.partition] = event
+        previous[device] = event
 
 
 def _check_event(event: Event, n_partitions: int) -> None:
@@ -78,7 +113,7 @@ def _check_event(event: Event, n_partitions: int) -> None:
         wrong = f"partition={partition!r} (expected 0..{n_partitions - 1})"
     elif kind not in KIND_NAMES:
         wrong = f"kind={kind!r} (expected one of {', '.join(KIND_NAMES)})"
-    elif type(micro_batch) is not int or micro_batch < 0:
+    elif type(micro_batch) is not int or not 0 <= micro_batch <= MOST_MICRO_BATCHES:
         wrong = f"micro_batch={micro_batch!r} (expected an int of 0 or more)"
     elif not (_is_number(start) and _is_number(end) and 0 <= start <= end < math.inf):
         wrong = f"start={start!r}, end={end!r} (expected finite seconds, 0 <= start <= end)"

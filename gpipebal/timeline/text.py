@@ -1,21 +1,37 @@
-"""Text Gantt: a timeline in a terminal, one line per partition."""
+"""Text Gantt: a timeline in a terminal, one line per device."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from gpipebal.timeline.events import COMPUTE_KINDS, Event
+import numpy as np
 
-__all__ = ["draw_rows"]
+from gpipebal.timeline.events import ALL_KINDS, LAUNCH_KIND, Event
+from gpipebal.timeline.table import EventTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["draw_rows", "legend"]
+
+_DIGITS, _UPPER, _LOWER = "0123456789", "ABCDEFGHIJ", "abcdefghij"
+_SYMBOLS = {"F": _DIGITS, "R": "r" * 10, "B": _UPPER, "I": _UPPER, "W": _LOWER, "O": "#" * 10}
 
 
-def draw_rows(events: Sequence[Event], n_partitions: int, width: int) -> list[str]:
-    r"""Draw one row of characters per partition; all have the same length, `width` at most.
+def draw_rows(
+    events: Sequence[Event], n_rows: int, width: int, devices: Sequence[int] | None = None
+) -> list[str]:
+    r"""Draw one row of characters per device; all have the same length, `width` at most.
 
     A column shows what runs at its middle. If all times are multiples of a common clock that
     fits, every clock gets equally many columns, so that the drawing is exact.
+
+    Args:
+        events: What to draw.
+        n_rows: Number of devices.
+        width: Most columns.
+        devices: Device of each partition; None: partition j is on device j.
 
     Example:
         >>> events = (Event(0, "F", 0, 0, 1), Event(1, "F", 0, 1, 2), Event(1, "B", 0, 2, 4))
@@ -23,34 +39,79 @@ def draw_rows(events: Sequence[Event], n_partitions: int, width: int) -> list[st
         00......
         ..00AAAA
     """
-    origin = min((event.start for event in events), default=0.0)
-    makespan = max((event.end for event in events), default=0.0) - origin
-    columns = _count_columns(events, origin, makespan, width)
-    rows = [["."] * columns for _ in range(n_partitions)]
-    for event in events if makespan > 0 else ():
-        if event.kind in COMPUTE_KINDS:
-            # Column c belongs to the event if its middle, c + 0.5, lies inside.
-            first, last = (
-                math.ceil((time - origin) / makespan * columns - 0.5) for time in event[3:]
-            )
-            rows[event.partition][first:last] = _symbol(event) * (last - first)
+    table = EventTable.of(events)
+    origin = float(table.starts.min(initial=np.inf)) if len(table) else 0.0
+    makespan = float(table.ends.max(initial=0.0)) - origin if len(table) else 0.0
+    columns = _count_columns(table, origin, makespan, width)
+    rows = [["."] * columns for _ in range(n_rows)]
+    if makespan > 0:
+        shown = table.pick(table.computes)
+        # Column c belongs to the event if its middle, c + 0.5, lies inside.
+        firsts, lasts = (
+            np.ceil((times - origin) / makespan * columns - 0.5).astype(np.int64)
+            for times in (shown.starts, shown.ends)
+        )
+        # Of millions of events a line of text shows a few.
+        for k in np.flatnonzero(lasts > firsts).tolist():
+            event, first, last = shown[k], int(firsts[k]), int(lasts[k])
+            row = event.partition if devices is None else devices[event.partition]
+            symbol = _SYMBOLS[event.kind][event.micro_batch % 10]
+            rows[row][first:last] = symbol * (last - first)
     return ["".join(row) for row in rows]
 
 
-def _symbol(event: Event) -> str:
-    digit = event.micro_batch % 10
-    return {"F": str(digit), "R": "r", "B": "ABCDEFGHIJ"[digit]}[event.kind]
+def draw_launches(events: Sequence[Event], columns: int) -> str | None:
+    """Draw what the host launches, by micro-batch, on the same time axis; None: nothing."""
+    table = EventTable.of(events)
+    launches = table.pick(table.of_kind(LAUNCH_KIND))
+    if not len(launches):
+        return None
+    as_forwards = EventTable(
+        np.zeros(len(launches), dtype=np.int32),
+        np.full(len(launches), ALL_KINDS.index("F"), dtype=np.uint8),
+        launches.micro_batches,
+        launches.starts,
+        launches.ends,
+    )
+    first, last = float(table.starts.min()), float(table.ends.max())
+    # Two events without length hold the axis as long as the whole timeline.
+    frame = [Event(0, "F", 0, time, time) for time in (first, last)]
+    return draw_rows([*as_forwards, *frame], 1, columns)[0]
 
 
-def _count_columns(events: Sequence[Event], origin: float, makespan: float, width: int) -> int:
+def legend(events: Sequence[Event]) -> str:
+    """Say what the characters mean: forward, recompute and backward, and what else occurs."""
+    table = EventTable.of(events)
+    parts = ["0-9 forward", "r recompute", "A-J backward"]
+    found = np.bincount(table.kinds, minlength=len(ALL_KINDS))
+    if found[ALL_KINDS.index("I")]:
+        parts[2] += " or input gradient"
+    if found[ALL_KINDS.index("W")]:
+        parts.append("a-j weight gradient")
+    if found[ALL_KINDS.index("O")]:
+        parts.append("# optimizer")
+    return ", ".join(parts)
+
+
+def _count_columns(table: EventTable, origin: float, makespan: float, width: int) -> int:
     """Return the largest number of columns up to `width` that draws a common clock evenly."""
     if makespan == 0:
         return width
-    times = sorted({(time - origin) / makespan for event in events for time in event[3:]})
-    steps = [after - before for before, after in itertools.pairwise(times)]
+    # More different times than columns have no common clock, and need not all be looked at.
+    enough = 20 * (width + 2)
+    if len(_different(table.starts[:enough], origin, makespan)) > width + 1:
+        return width
+    times = _different(np.concatenate((table.starts, table.ends)), origin, makespan)
+    steps = np.diff(times)
     # The clock is no longer than the shortest step in time: fewer clocks need not be tried.
-    fewest = round(1 / min(step for step in steps if step > 1e-9))
+    fewest = round(1 / float(steps[steps > 1e-9].min()))
     for clocks in range(fewest, width + 1):
-        if all(abs(time * clocks - round(time * clocks)) < 1e-6 for time in times):
+        if np.all(np.abs(times * clocks - np.round(times * clocks)) < 1e-6):
             return width // clocks * clocks
     return width
+
+
+def _different(times: NDArray[np.float64], origin: float, makespan: float) -> NDArray[np.float64]:
+    """Return the different times as fractions of the makespan, sorted; close ones are one."""
+    found = np.unique((times - origin) / makespan)
+    return found[np.concatenate(([True], np.diff(found) > 1e-9))] if len(found) else found

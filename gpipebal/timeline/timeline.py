@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.files import read_record, write_record
 from gpipebal.timeline.chrome import trace_events
-from gpipebal.timeline.events import COMPUTE_KINDS, Event, check_events
-from gpipebal.timeline.text import draw_rows
+from gpipebal.timeline.events import Event, check_events
+from gpipebal.timeline.table import EventTable
+from gpipebal.timeline.text import draw_launches, draw_rows, legend
 from gpipebal.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -34,10 +38,13 @@ class Timeline:
     """The events of one mini-batch.
 
     Attributes:
-        events: One `Event` per action, in any order.
+        events: One `Event` per action, in any order; a tuple, or an `EventTable` where there may
+            be millions.
         n_partitions: Number of partitions, also of those without events.
         source: ``'simulated'`` or ``'measured'``.
         provenance: Where the times come from; JSON values.
+        devices: Device of each partition, where one has several; None: every partition has a
+            device of its own.
 
     Example:
         >>> timeline = Timeline((Event(0, "F", 0, 0.0, 1.0), Event(1, "F", 0, 1.0, 3.0)), 2)
@@ -45,60 +52,87 @@ class Timeline:
         (3.0, 0.5)
     """
 
-    events: tuple[Event, ...]
+    events: Sequence[Event]
     n_partitions: int
     source: Source = "simulated"
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.check()
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """Device of each partition."""
+        return tuple(range(self.n_partitions)) if self.devices is None else self.devices
+
+    @property
+    def n_devices(self) -> int:
+        """Number of devices."""
+        return self.n_partitions if self.devices is None else 1 + max(self.devices)
+
+    @cached_property
+    def table(self) -> EventTable:
+        """The events as columns."""
+        return EventTable.of(self.events)
+
+    @property
     def start(self) -> float:
         """Seconds at which the first event starts; 0.0 without events."""
-        return min((event.start for event in self.events), default=0.0)
+        return float(self.table.starts.min()) if len(self.events) else 0.0
 
     @property
     def makespan(self) -> float:
         """Seconds from the first start to the last end; 0.0 without events."""
-        return max((event.end for event in self.events), default=0.0) - self.start
+        return float(self.table.ends.max()) - self.start if len(self.events) else 0.0
 
     @property
     def chunks(self) -> int:
         """Number of micro-batches."""
-        return 1 + max((event.micro_batch for event in self.events), default=-1)
+        return 1 + int(self.table.micro_batches.max(initial=-1))
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of all partitions' time inside the makespan; copies count as idle."""
-        space = self.n_partitions * self.makespan
+        """Idle share of all devices' time inside the makespan; copies count as idle."""
+        space = self.n_devices * self.makespan
         # Rounding can leave a full timeline idle for a negative moment.
-        return max(0.0, (space - sum(self._busy_times())) / space) if space else 0.0
+        return max(0.0, (space - sum(self._device_times)) / space) if space else 0.0
 
     @property
     def imbalance(self) -> float:
-        """Largest busy time of a partition over the mean one; 1.0 is perfect."""
-        times = self._busy_times()
+        """Largest busy time of a device over the mean one; 1.0 is perfect."""
+        times = self._device_times
         return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
     def busy_time(self, partition: int) -> float:
         """Return the seconds that a partition computes; copies do not count."""
-        return self._busy_times()[partition]
+        return self._busy_times[partition]
 
+    @cached_property
     def _busy_times(self) -> list[float]:
-        times = [0.0] * self.n_partitions
-        for event in self.events:
-            if event.kind in COMPUTE_KINDS:
-                times[event.partition] += event.end - event.start
+        table = self.table
+        times = np.where(table.computes, table.ends - table.starts, 0.0)
+        busy: list[float] = np.bincount(
+            table.partitions, weights=times, minlength=self.n_partitions
+        ).tolist()
+        return busy
+
+    @property
+    def _device_times(self) -> list[float]:
+        if self.devices is None:
+            return self._busy_times
+        times = [0.0] * self.n_devices
+        for device, time in zip(self.devices, self._busy_times, strict=True):
+            times[device] += time
         return times
 
     def check(self) -> None:
         """Verify the invariants of a timeline.
 
         Raises:
-            ProfileError: no partitions, an unknown source, an event outside of the partitions,
-                of an unknown kind or with impossible times, or two actions of one partition at
-                the same time.
+            ProfileError: no partitions, an unknown source, a device without partitions, an event
+                outside of the partitions, of an unknown kind or with impossible times, or two
+                actions of one device at the same time.
         """
         if type(self.n_partitions) is not int or not 1 <= self.n_partitions <= MOST_PARTITIONS:
             raise ProfileError(
@@ -111,7 +145,26 @@ class Timeline:
                 f"timeline has an unknown source: source={self.source!r} "
                 f"(expected one of {', '.join(map(repr, SOURCES))}).\nFix: source='measured'."
             )
-        check_events(self.events, self.n_partitions)
+        self._check_devices()
+        # A table is what the simulator makes, which places one action after the other.
+        if not isinstance(self.events, EventTable):
+            check_events(self.events, self.placement)
+
+    def _check_devices(self) -> None:
+        devices = self.devices
+        if devices is None:
+            return
+        known = isinstance(devices, tuple) and all(type(d) is int for d in devices)
+        if (
+            not known
+            or len(devices) != self.n_partitions
+            or set(devices) != set(range(len(set(devices))))
+        ):
+            raise ProfileError(
+                f"timeline has impossible devices: devices={devices!r:.60} (expected one for each "
+                f"of {self.n_partitions} partitions, numbered from 0 without gaps).\n"
+                "Fix: devices=None, or the device of each partition."
+            )
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per event, times in seconds."""
@@ -122,11 +175,13 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the timeline as JSON values."""
+        shared = {} if self.devices is None else {"devices": list(self.devices)}
         return {
             "format": FORMAT,
             "version": VERSION,
             "source": self.source,
             "n_partitions": self.n_partitions,
+            **shared,
             "provenance": dict(self.provenance),
             "events": [list(event) for event in self.events],
         }
@@ -142,6 +197,8 @@ class Timeline:
             content = {k: v for k, v in record.items() if k not in ("format", "version")}
             content["events"] = tuple(Event(*event) for event in content["events"])
             content["provenance"] = dict(content["provenance"])
+            if content.get("devices") is not None:
+                content["devices"] = tuple(content["devices"])
             return cls(**content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
@@ -179,10 +236,13 @@ class Timeline:
         return cls.from_dict(record if isinstance(record, dict) else {})
 
     def text_gantt(self, width: int = 100) -> str:
-        """Draw one line of text per partition, time from left to right, below a headline.
+        """Draw one line of text per device, time from left to right, below a headline.
 
         A forward shows the last digit of its micro-batch, a backward the letter with that number
-        (``A`` is 0, ``J`` is 9), a recompute ``r`` and idle time a dot. Copies are not drawn.
+        (``A`` is 0, ``J`` is 9), a recompute ``r`` and idle time a dot. Where a backward is done
+        in two parts, a capital letter is the input's gradient and a small one the weights'; the
+        optimizer is ``#``. Copies are not drawn. A line ``host`` below shows which micro-batch
+        the host is launching, if that was simulated.
 
         Args:
             width: Columns of the time axis. If all times are multiples of a common clock, the
@@ -195,16 +255,20 @@ class Timeline:
             partition 0  0...AA
             partition 1  .0AA..
         """
-        digits = len(str(self.n_partitions - 1))
-        rows = draw_rows(self.events, self.n_partitions, max(1, width))
-        lines = [f"partition {j:>{digits}}  {row}" for j, row in enumerate(rows)]
+        word = "partition" if self.devices is None else "device"
+        labels = [f"{word} {d:>{len(str(self.n_devices - 1))}}" for d in range(self.n_devices)]
+        rows = draw_rows(self.table, self.n_devices, max(1, width), self.placement)
+        launches = draw_launches(self.table, len(rows[0]))
+        if launches is not None:
+            labels.append("host".ljust(len(labels[0])))
+            rows.append(launches)
+        lines = [f"{label}  {row}" for label, row in zip(labels, rows, strict=True)]
         return "\n".join([self._headline(), *lines])
 
     def _headline(self) -> str:
         return (
             f"{self.source}: makespan {format_seconds(self.makespan)}, "
-            f"bubble {format_percent(self.bubble_fraction)} "
-            "(0-9 forward, r recompute, A-J backward)"
+            f"bubble {format_percent(self.bubble_fraction)} ({legend(self.table)})"
         )
 
     def __str__(self) -> str:

@@ -11,9 +11,11 @@ from oracles import brute_force, rank
 from solvers.cases import CHAINS, Chain
 
 from gpipebal.problem import Problem
-from gpipebal.solvers import OBJECTIVES, select_method, split
+from gpipebal.solvers import select_method, split
 
 MODES = ("never", "except_last", "always")
+#: The objectives that need nothing but times.
+OBJECTIVES = ("makespan", "bottleneck")
 GRID = [
     (objective, checkpoint, chunks)
     for objective in OBJECTIVES

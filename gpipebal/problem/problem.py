@@ -15,19 +15,23 @@ of any run of layers in constant time.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from numbers import Integral, Real
-from typing import NamedTuple
+from operator import add
+from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError
-from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
+from gpipebal.problem.checks import check_times, scaled
+from gpipebal.problem.costs import Costs, denominators
+from gpipebal.problem.fits import check_lengths, check_parts
+from gpipebal.problem.memory import Memory
+from gpipebal.problem.parts import Device, Links, Rules
+from gpipebal.schedule import Checkpoint, CheckpointMode, check_checkpoint, check_count, modes_of
 
-__all__ = ["PartitionTimes", "Problem", "to_balance", "to_bounds"]
+__all__ = ["PartitionTimes", "Problem"]
 
 
 class PartitionTimes(NamedTuple):
@@ -47,7 +51,8 @@ class Problem:
 
     All times are those of ONE micro-batch, per layer, in seconds or in any other unit (results
     have the same). They may be ints or floats, 0 or more; if all are ints, results are ints too.
-    Micro-batches are taken to be equal, and every partition has a device of the same speed.
+    Micro-batches are taken to be equal. Unless `devices` says otherwise, every partition has a
+    device of the same speed and without a limit of its memory.
 
     `bounds` describe a split: ``(0, ..., n_layers)``, of length `n_partitions` + 1, so that
     partition ``j`` holds the layers ``bounds[j]`` to ``bounds[j + 1] - 1``. No partition is empty.
@@ -59,11 +64,19 @@ class Problem:
             `forward`. It counts only where `recomputes` is true.
         n_partitions: Number of partitions, 1 to number of layers.
         chunks: Number of micro-batches in a mini-batch, 1 or more.
-        checkpoint: Which micro-batches are recomputed.
+        checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
+            ``'auto'``: for each partition the fastest mode that fits its device, ``'never'``,
+            ``'except_last'`` or ``'always'``.
+        devices: The device of each partition; None: all as in the profile.
+        any_order: Whether `devices` may be put into another order.
+        links: What handing over costs; None: nothing.
+        memory: What runs of layers need; None: not known, and no device limits it.
+        rules: Where cuts may not be; None: anywhere.
 
     Raises:
         BalanceError: no layer; times that are missing, negative, infinite or NaN; a count that is
-            not a whole number or out of range; an unknown checkpoint mode.
+            not a whole number or out of range; an unknown checkpoint mode; parts that do not fit
+            the chain.
 
     Example:
         >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=4)
@@ -76,16 +89,21 @@ class Problem:
     recompute: Sequence[float]
     n_partitions: int
     chunks: int = 1
-    checkpoint: CheckpointMode = "except_last"
+    checkpoint: Checkpoint | Literal["auto"] = "except_last"
+    devices: Sequence[Device] | None = None
+    any_order: bool = False
+    links: Links | None = None
+    memory: Memory | None = None
+    rules: Rules | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "recompute"):
             # The only way to normalise a field of a frozen dataclass.
-            object.__setattr__(self, name, _check_times(name, getattr(self, name)))
+            object.__setattr__(self, name, check_times(name, getattr(self, name)))
         for name in ("n_partitions", "chunks"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
-        self._check_lengths()
-        check_checkpoint(self.checkpoint)
+        check_lengths(self)
+        self._check_parts()
         total = self.forward_sums[-1] + self.backward_sums[-1] + self._all_recompute_sums[-1]
         if not self._whole and total * (self.chunks + 1) > self.scale * int(sys.float_info.max):
             largest = max(*self.forward, *self.backward, *self.recompute)
@@ -95,26 +113,17 @@ class Problem:
                 "Fix: give the times in a larger unit, such as seconds."
             )
 
-    def _check_lengths(self) -> None:
-        n_layers = self.n_layers
-        if not n_layers:
-            raise BalanceError(
-                "chain has no layers: len(forward)=0 (expected 1 or more).\n"
-                "Fix: give the forward, backward and recompute time of at least one layer."
-            )
-        for name in ("backward", "recompute"):
-            if len(getattr(self, name)) != n_layers:
-                raise BalanceError(
-                    f"{name} and forward differ in length: len({name})="
-                    f"{len(getattr(self, name))} (expected len(forward)={n_layers}).\n"
-                    f"Fix: give {n_layers} {name} times, 0 for a layer that has none."
-                )
-        if self.n_partitions > n_layers:
-            raise BalanceError(
-                f"chain has fewer layers than partitions: n_partitions={self.n_partitions} "
-                f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
-                f"Fix: n_partitions={n_layers}, or open nested layers so that there are more."
-            )
+    def _check_parts(self) -> None:
+        """Normalise what stands beside the times, or refuse it."""
+        n_partitions = self.n_partitions
+        if self.checkpoint != "auto":
+            check_checkpoint(self.checkpoint)
+            modes = modes_of(self.checkpoint, n_partitions)
+            one = modes[0] if len(set(modes)) == 1 else modes
+            object.__setattr__(self, "checkpoint", one)
+        if self.devices is not None:
+            object.__setattr__(self, "devices", tuple(self.devices))
+        check_parts(self)
 
     @classmethod
     def from_costs(cls, costs: Sequence[float], n_partitions: int) -> Problem:
@@ -131,8 +140,8 @@ class Problem:
             >>> Problem.from_costs([1, 2, 3, 4], 2).bottleneck((0, 3, 4))
             6
         """
-        costs = _check_times("forward", costs)
-        zeros = [0] * len(costs)
+        costs = check_times("forward", costs)
+        zeros = (0,) * len(costs)
         return cls(costs, zeros, zeros, n_partitions, chunks=1, checkpoint="never")
 
     @property
@@ -142,18 +151,28 @@ class Problem:
 
     @property
     def recomputes(self) -> bool:
-        """Whether at least one micro-batch is recomputed, so that recompute times count."""
-        return self.checkpoint == "always" or (self.checkpoint == "except_last" and self.chunks > 1)
+        """Whether some micro-batch is recomputed somewhere, so that recompute times count."""
+        modes = {self.checkpoint} if isinstance(self.checkpoint, str) else set(self.checkpoint)
+        return "always" in modes or (modes != {"never"} and self.chunks > 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether partitions differ in their layers only, and every split is allowed."""
+        extras = (self.devices, self.links, self.memory, self.rules)
+        one_mode = isinstance(self.checkpoint, str) and self.checkpoint != "auto"
+        return one_mode and all(extra is None for extra in extras)
 
     # Exact integers, for solvers.
 
     @cached_property
     def scale(self) -> int:
         """The power of two by which times were multiplied to become the integers below."""
-        if self._whole:
-            return 1
-        times = (*self.forward, *self.backward, *self.recompute)
-        return max(time.as_integer_ratio()[1] for time in times)
+        return 1 if self._whole else denominators(self)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The exact costs where devices, links or modes make a difference."""
+        return Costs(self)
 
     @cached_property
     def forward_sums(self) -> tuple[int, ...]:
@@ -173,8 +192,11 @@ class Problem:
     @cached_property
     def load_sums(self) -> tuple[int, ...]:
         """Prefix sums of what a device is busy with for one micro-batch: all three added."""
-        columns = zip(self.forward_sums, self.backward_sums, self.recompute_sums, strict=True)
-        return tuple(f + b + r for f, b, r in columns)
+        columns = [self.forward_sums, self.backward_sums, self.recompute_sums]
+        sums, *others = [column for column in columns if column[-1]] or columns
+        for other in others:
+            sums = tuple(map(add, sums, other))
+        return sums
 
     @cached_property
     def _all_recompute_sums(self) -> tuple[int, ...]:
@@ -183,13 +205,17 @@ class Problem:
     @cached_property
     def _whole(self) -> bool:
         """Whether all times are ints, so that results are ints as well."""
-        times = (*self.forward, *self.backward, *self.recompute)
-        return all(isinstance(time, int) for time in times)
+        columns = [self.forward, self.backward, self.recompute]
+        for device in self.devices or ():
+            columns += [(device.slowness,), *(device.times or ())]
+        if self.links is not None:
+            columns += [self.links.forward, self.links.backward]
+        return all({int}.issuperset(map(type, column)) for column in columns)
 
-    def _sums(self, times: Iterable[float]) -> tuple[int, ...]:
-        scale = self.scale
-        ratios = (time.as_integer_ratio() for time in times)
-        return tuple(accumulate((top * (scale // low) for top, low in ratios), initial=0))
+    def _sums(self, times: Sequence[float]) -> tuple[int, ...]:
+        if not any(times):
+            return (0,) * (len(times) + 1)
+        return tuple(accumulate(scaled(times, self.scale), initial=0))
 
     def to_time(self, units: int) -> float:
         """Convert a scaled integer back to the unit of the problem, rounding once.
@@ -200,13 +226,27 @@ class Problem:
         """
         return units if self._whole else units / self.scale
 
-    def exact_bottleneck(self, bounds: Sequence[int]) -> int:
+    def exact_bottleneck(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> int:
         """Return the bottleneck of a split as a scaled integer."""
+        if modes or order or not self.is_plain:
+            return self.costs.bottleneck(self.check_bounds(bounds), modes, order)
         sums = self.load_sums
         return max(sums[end] - sums[start] for start, end in pairwise(self.check_bounds(bounds)))
 
-    def exact_makespan(self, bounds: Sequence[int]) -> int:
+    def exact_makespan(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> int:
         """Return the makespan of a split as a scaled integer."""
+        if modes or order or not self.is_plain:
+            return self.costs.makespan(self.check_bounds(bounds), modes, order)
         bounds = self.check_bounds(bounds)
         if self.checkpoint == "always":
             return self._makespan_always(bounds)
@@ -234,15 +274,23 @@ class Problem:
 
     # The same in the unit of the problem, for people.
 
-    def bottleneck(self, bounds: Sequence[int]) -> float:
+    def bottleneck(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> float:
         """Compute the largest time of a partition for one micro-batch.
 
         Args:
             bounds: A split; see `Problem`.
+            modes: Checkpoint mode of each partition; None: the problem's.
+            order: Device of each partition, as an index into `devices`; None: in order.
 
         Returns:
-            Forward + recompute + backward of the slowest partition. Recompute counts as 0 with
-            checkpoint ``'never'``, and with ``'except_last'`` and one chunk.
+            Forward + recompute + backward of the slowest partition, or of the slowest link there
+            and back. Recompute counts as 0 with checkpoint ``'never'``, and with
+            ``'except_last'`` and one chunk.
 
         Raises:
             BalanceError: `bounds` is no split of this chain.
@@ -254,14 +302,20 @@ class Problem:
             >>> Problem([1, 1, 4], [2, 2, 8], [1, 1, 4], 2, 2, "never").bottleneck((0, 2, 3))
             12
         """
-        return self.to_time(self.exact_bottleneck(bounds))
+        return self.to_time(self.exact_bottleneck(bounds, modes, order))
 
-    def makespan(self, bounds: Sequence[int]) -> float:
+    def makespan(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> float:
         """Compute the time of one mini-batch, from first start to last end.
 
         The schedule is GPipe's: all forwards, then all backwards, the last micro-batch first; a
-        partition recomputes before the gradient arrives. Transfers, loss and optimizer are not
-        part of it. For partitions with times f, b, r and m chunks:
+        partition recomputes before the gradient arrives. Loss and optimizer are not part of it.
+        A link that overlaps is one more machine between two partitions. For partitions with times
+        f, b, r and m chunks:
 
         * ``'never'``: sum f + (m-1) max f + sum b + (m-1) max b
         * ``'except_last'``: sum f + (m-1) max f + sum b + (m-1) max(b+r)
@@ -270,6 +324,8 @@ class Problem:
 
         Args:
             bounds: A split; see `Problem`.
+            modes: Checkpoint mode of each partition; None: the problem's.
+            order: Device of each partition, as an index into `devices`; None: in order.
 
         Raises:
             BalanceError: `bounds` is no split of this chain.
@@ -287,9 +343,14 @@ class Problem:
             >>> problem.makespan((0, 1, 3)), problem.makespan((0, 2, 3))
             (36, 32)
         """
-        return self.to_time(self.exact_makespan(bounds))
+        return self.to_time(self.exact_makespan(bounds, modes, order))
 
-    def partition_times(self, bounds: Sequence[int]) -> tuple[PartitionTimes, ...]:
+    def partition_times(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> tuple[PartitionTimes, ...]:
         """Add up the times of every partition of a split, for one micro-batch.
 
         Raises:
@@ -299,10 +360,14 @@ class Problem:
             >>> Problem([1, 2], [3, 4], [1, 2], 2, 4).partition_times((0, 1, 2))[1]
             PartitionTimes(forward=2, backward=4, recompute=2)
         """
-        columns = (self.forward_sums, self.backward_sums, self.recompute_sums)
+        parts = self.costs.parts(self.check_bounds(bounds), modes, order)
         return tuple(
-            PartitionTimes(*(self.to_time(sums[end] - sums[start]) for sums in columns))
-            for start, end in pairwise(self.check_bounds(bounds))
+            PartitionTimes(
+                self.to_time(part.forward),
+                self.to_time(part.backward),
+                self.to_time(max(part.again, part.early)),
+            )
+            for part in parts
         )
 
     def check_bounds(self, bounds: Sequence[int]) -> Sequence[int]:
@@ -321,46 +386,3 @@ class Problem:
                 f"Fix: such as bounds={even}."
             )
         return bounds
-
-
-def to_balance(bounds: Sequence[int]) -> tuple[int, ...]:
-    """Count the layers of every partition.
-
-    Example:
-        >>> to_balance((0, 2, 5))
-        (2, 3)
-    """
-    return tuple(end - start for start, end in pairwise(bounds))
-
-
-def to_bounds(balance: Iterable[int]) -> tuple[int, ...]:
-    """Place the cuts of a balance.
-
-    Example:
-        >>> to_bounds([2, 3])
-        (0, 2, 5)
-    """
-    return tuple(accumulate(balance, initial=0))
-
-
-def _check_times(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    """Return times as plain ints and floats, or say which layer has none."""
-    times: list[float] = []
-    for layer, value in enumerate(values):
-        time = value
-        if type(time) is not float and type(time) is not int:
-            # Other numbers, such as numpy's; a bool is an Integral but no time.
-            if isinstance(time, Integral) and not isinstance(time, bool):
-                time = int(time)
-            elif isinstance(time, Real) and not isinstance(time, bool):
-                time = float(time)
-            else:
-                time = math.nan
-        if not 0 <= time < math.inf:
-            raise BalanceError(
-                f"{name} time of layer {layer} is not a time: {name}[{layer}]={value!r} "
-                "(expected a finite number, 0 or more).\n"
-                "Fix: measure that layer again, or give 0 if it costs nothing."
-            )
-        times.append(time)
-    return tuple(times)

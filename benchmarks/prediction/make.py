@@ -1,0 +1,147 @@
+"""Predict steps and peak memory of many plans, and measure what they then are.
+
+    python benchmarks/prediction/make.py            measure, write results.json and the README
+    python benchmarks/prediction/make.py --quick --out /tmp/quick.json    try it, with tiny layers
+    python benchmarks/prediction/make.py --readme   write the README's tables from results.json
+    python benchmarks/prediction/make.py --add --model mlp    measure one model of a result anew
+
+On a machine with CUDA the partitions are on its devices (on one, if it has one), else on the CPU
+with one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from prediction_benchmark import figures, tables
+from prediction_benchmark.machine import OtherLoad, provenance
+from prediction_benchmark.measure import MIDDLE, Subject, about, measure_model, take_profiles
+from prediction_benchmark.models import MODELS, tiny
+from prediction_benchmark.settings import CHUNKS
+
+from gpipebal.files import atomic_path, read_record, write_record
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+
+#: Turns of each plan, and steps by the clock in each.
+ROUNDS = 4
+STEPS = 2
+#: Seconds for the repeats of the profiles of a round; the first ones have the profiler's default.
+ROUND_TIMEOUT = 0.8
+#: Share of the cores that other programs may use before a result is doubtful.
+QUIET = 0.02
+
+
+def main() -> None:
+    """Measure, store, print, and write the README."""
+    arguments = parse()
+    if not arguments.readme:
+        record = measure(arguments)
+        if arguments.add and arguments.out.exists():
+            record = figures.merge(_read(arguments.out), record, [model.name for model in MODELS])
+        write_record(arguments.out, record)
+    record = _read(arguments.out)
+    print(tables.summary(record))
+    # A trial, or a part of the models, is no result to publish.
+    if arguments.out.resolve() == RESULTS.resolve():
+        write_readme(record)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    names = [model.name for model in MODELS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
+    parser.add_argument("--model", action="append", choices=names, help="only this; repeatable")
+    parser.add_argument("--rounds", type=int, help=f"turns of each plan ({ROUNDS}; quick: 2)")
+    parser.add_argument("--quick", action="store_true", help="tiny layers; the times mean nothing")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what the result file says of the other models"
+    )
+    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    arguments = parser.parse_args(words)
+    partial = arguments.quick or (arguments.model and not arguments.add)
+    if partial and not arguments.readme and arguments.out.resolve() == RESULTS.resolve():
+        parser.error(
+            "--quick and --model make no complete result: give another file as --out, or --add"
+        )
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error("--rounds must be 1 or more")
+    return arguments
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure all models, and return the record to store."""
+    torch.set_num_threads(1)
+    # What is there by now stays: a collection in the middle of a step looks at little.
+    gc.collect()
+    gc.freeze()
+    started = time.monotonic()
+    load = OtherLoad()
+    quick = arguments.quick
+    rounds = arguments.rounds or (2 if quick else ROUNDS)
+    timeout = 0.0 if quick else None
+    chosen = [model for model in MODELS if not arguments.model or model.name in arguments.model]
+
+    def told(line: str) -> None:
+        print(f"{time.monotonic() - started:5.0f} s  {line}", file=sys.stderr)
+
+    subjects = []
+    for model in chosen:
+        model = tiny(model) if quick else model
+        subject = Subject(model, model.make())
+        subject.start = take_profiles(subject, CHUNKS, timeout, other_rows=True)
+        told(f"{model.name}: profiles")
+        subjects.append(subject)
+    rows: list[dict[str, Any]] = []
+    for subject in subjects:
+        rows += measure_model(
+            subject,
+            rounds=rounds,
+            steps=1 if quick else STEPS,
+            timeout=0.0 if quick else ROUND_TIMEOUT,
+            told=told,
+        )
+        gc.collect()
+    for subject in subjects:
+        subject.end = take_profiles(subject, (MIDDLE,), timeout)
+    other = load.share()
+    if other is None or other > QUIET:
+        told(f"warning: the machine was not quiet, or nobody knows: other load {other}")
+    return {
+        "format": figures.FORMAT,
+        "version": figures.VERSION,
+        "provenance": {
+            **provenance(),
+            "rounds": rounds,
+            "runs": 1,
+            "quick": quick,
+            "minutes": round((time.monotonic() - started) / 60, 2),
+            "other_load": None if other is None else round(other, 4),
+        },
+        "models": {subject.model.name: about(subject) for subject in subjects},
+        "rows": rows,
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_record(path, figures.FORMAT, figures.VERSION)
+
+
+def write_readme(record: dict[str, Any]) -> None:
+    """Put the tables into the README."""
+    path = HERE / "README.md"
+    text = tables.fill_in(path.read_text(encoding="utf-8"), record)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

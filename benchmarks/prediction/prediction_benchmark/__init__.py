@@ -1,0 +1,1 @@
+"""Predicted against measured: `models`, `settings`, `measure` and `parts`, `figures`, `tables`."""

@@ -1,0 +1,296 @@
+"""Figures: what a stored result says about the predictions, and whether it is good enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean, median
+from typing import Any
+
+from scipy.stats import spearmanr
+
+from prediction_benchmark.parts import PARTS
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Bar",
+    "bars",
+    "cell_ratios",
+    "disagreement",
+    "drift",
+    "errors",
+    "mean_parts",
+    "median_parts",
+    "memory_errors",
+    "merge",
+    "rank",
+    "ranks_within",
+    "regret",
+    "regrets_within",
+    "share_under",
+    "spread",
+    "within",
+]
+
+FORMAT = "gpipebal-benchmark-prediction"
+VERSION = 1
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure must reach.
+
+    Attributes:
+        name: What it is.
+        limit: The bar; None: it stands there to be seen.
+        value: The figure; None: there is nothing to take it from.
+        at_most: Whether the figure must not be above the bar, rather than below.
+        where: Where it comes from.
+    """
+
+    name: str
+    limit: float | None
+    value: float | None
+    at_most: bool
+    where: str
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the figure reaches the bar; None: there is no bar, or no figure."""
+        if self.value is None or self.limit is None:
+            return None
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+
+def bars(record: dict[str, Any]) -> list[Bar]:
+    """Compute the figures that have a bar."""
+    rows: list[Row] = record["rows"]
+    names = list(record["models"])
+    by_model = {name: [row for row in rows if row["model"] == name] for name in names}
+    times, again = errors(rows), errors(rows, "same minutes")
+    worst = max(range(len(rows)), key=lambda k: abs(times[k]))
+    memory = [(error, row) for row in rows for error in memory_errors([row])]
+    over, where_over = max(memory, key=lambda pair: pair[0])
+    under, where_under = min(memory, key=lambda pair: pair[0])
+    ranks = {name: rank(of_model) for name, of_model in by_model.items()}
+    known = {name: value for name, value in ranks.items() if value is not None}
+    lowest = min(known, key=lambda name: known[name], default="")
+    regrets = {name: regret(of_model) for name, of_model in by_model.items()}
+    most = max(regrets, key=lambda name: regrets[name])
+    planned = [pair for of_model in by_model.values() for pair in regrets_within(of_model)]
+    planned_most, where_planned = max(planned, key=lambda pair: pair[0], default=(None, None))
+    everywhere = f"over {len(rows)} plans"
+    return [
+        Bar("step time, mean absolute error", 0.05, _mean_absolute(times), True, everywhere),
+        Bar("step time, farthest off", 0.12, abs(times[worst]), True, describe(rows[worst])),
+        Bar(
+            "  mean, by profiles of the same minutes",
+            None,
+            _mean_absolute(again),
+            True,
+            everywhere,
+        ),
+        Bar(
+            "  mean, of steps at the first quartile",
+            None,
+            _mean_absolute(errors(rows, of="q1")),
+            True,
+            everywhere,
+        ),
+        Bar(
+            "peak memory, mean absolute error",
+            0.02,
+            _mean_absolute(memory_errors(rows)),
+            True,
+            f"over {len(memory)} partitions",
+        ),
+        Bar("peak memory, farthest under", -0.01, under, False, describe(where_under)),
+        Bar("  peak memory, farthest over", None, over, True, describe(where_over)),
+        Bar("rank correlation, lowest of a model", 0.97, known.get(lowest), False, lowest),
+        Bar("chosen plan over best measured, worst model", 0.03, regrets[most], True, most),
+        Bar(
+            "  planner's balance over best measured, mean",
+            None,
+            fmean(value for value, _ in planned) if planned else None,
+            True,
+            f"over {len(planned)} settings with chunks > 1",
+        ),
+        Bar(
+            "  planner's balance over best measured, worst",
+            None,
+            planned_most,
+            True,
+            "" if where_planned is None else describe(where_planned),
+        ),
+    ]
+
+
+def describe(row: Row) -> str:
+    """Name a plan in a few words."""
+    balance = ", ".join(map(str, row["balance"]))
+    return f"{row['model']}, {row['way']}, chunks={row['chunks']}, {row['checkpoint']}, [{balance}]"
+
+
+def errors(rows: Iterable[Row], by: str = "start", of: str = "median") -> list[float]:
+    """Return predicted over measured step time, less one, of each plan.
+
+    Args:
+        rows: The plans.
+        of: Which of a plan's steps: the ``'median'``, or the first or third quartile.
+        by: Which profile predicts: ``'start'``, taken before any step was measured; ``'same
+            minutes'``, the median of those at the beginning of each round; or ``'one profile'``,
+            the first one of 4 micro-batches, at other numbers of rows where needed.
+    """
+    return [row["predicted"][by] / row["seconds"][of] - 1 for row in rows]
+
+
+def memory_errors(rows: Iterable[Row]) -> list[float]:
+    """Return predicted over counted peak, less one, of each partition of each plan."""
+    return [
+        predicted / counted - 1
+        for row in rows
+        for predicted, counted in zip(*row["memory"].values(), strict=True)
+    ]
+
+
+def share_under(found: Sequence[float], limit: float = 0.01) -> float:
+    """Return the share of errors that are below zero by more than a limit."""
+    return sum(error < -limit for error in found) / len(found)
+
+
+def within(rows: Sequence[Row]) -> list[list[Row]]:
+    """Part plans into settings: of one there differs only the balance."""
+
+    def key(row: Row) -> tuple[str, str, int, str]:
+        return row["model"], row["way"], row["chunks"], row["checkpoint"]
+
+    return [list(group) for _, group in groupby(sorted(rows, key=key), key=key)]
+
+
+def rank(rows: Sequence[Row]) -> float | None:
+    """Return Spearman's rank correlation of predicted and measured step times; None: too few."""
+    predicted = [row["predicted"]["start"] for row in rows]
+    measured = [row["seconds"]["median"] for row in rows]
+    if min(len(set(predicted)), len(set(measured))) < 2:
+        return None
+    return float(spearmanr(predicted, measured).statistic)
+
+
+def ranks_within(rows: Sequence[Row]) -> list[float]:
+    """Return the rank correlation of each setting with several micro-batches.
+
+    With one micro-batch nothing overlaps, so that all balances are predicted to take equally long.
+    """
+    found = [rank(group) for group in within(rows) if group[0]["chunks"] > 1]
+    return [value for value in found if value is not None]
+
+
+def regret(rows: Sequence[Row]) -> float:
+    """Return the measured time of the plan that is predicted to be best over the best, less one."""
+    chosen = min(rows, key=lambda row: row["predicted"]["start"])
+    return _over_best(chosen, rows)
+
+
+def regrets_within(rows: Sequence[Row]) -> list[tuple[float, Row]]:
+    """Return the planner's balance over the best in each setting with several micro-batches."""
+    return [
+        (_over_best(row, group), row)
+        for group in within(rows)
+        for row in group
+        if row["source"] == "planner" and row["chunks"] > 1
+    ]
+
+
+def _over_best(chosen: Row, rows: Iterable[Row]) -> float:
+    best = min(row["seconds"]["median"] for row in rows)
+    return float(chosen["seconds"]["median"] / best - 1)
+
+
+def spread(rows: Iterable[Row]) -> float:
+    """Return the median over plans of their quartiles' distance from each other, by the median."""
+    return median(
+        (row["seconds"]["q3"] - row["seconds"]["q1"]) / row["seconds"]["median"] for row in rows
+    )
+
+
+def drift(model: dict[str, Any]) -> float | None:
+    """Return how much longer the layers took in the last profile than in the first."""
+    first, last = (_layers_time(model["profiles"][moment]) for moment in ("start", "end"))
+    return None if first is None or last is None else last / first - 1
+
+
+def disagreement(model: dict[str, Any]) -> float | None:
+    """Return how far the profile of a round is at most from the median of all rounds."""
+    known = [_layers_time(of_round) for of_round in model["profiles"]["rounds"]]
+    times = [time for time in known if time is not None]
+    if not times:
+        return None
+    return max(abs(time / median(times) - 1) for time in times)
+
+
+def _layers_time(of_moment: dict[str, Any]) -> float | None:
+    """Return the seconds of all layers for a quarter of the mini-batch."""
+    totals = of_moment.get("4")
+    return None if totals is None else float(totals["forward"] + totals["backward"])
+
+
+def merge(old: dict[str, Any], new: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Put models that were measured anew into an older result.
+
+    Args:
+        old: The older result.
+        new: The newer one; its provenance holds, with the minutes, runs and load of both.
+        names: The order of the models.
+
+    Raises:
+        ValueError: the two were measured on other devices, with other versions, or other rounds.
+    """
+    for key in ("device_name", "devices", "torch", "settings", "rounds", "quick"):
+        ours, theirs = new["provenance"][key], old["provenance"][key]
+        if ours != theirs:
+            raise ValueError(f"results differ in {key}: {ours!r} (expected {theirs!r})")
+    rows = [row for row in old["rows"] if row["model"] not in new["models"]] + new["rows"]
+    about = {**old["models"], **new["models"]}
+    loads = [record["provenance"]["other_load"] for record in (old, new)]
+    minutes = [record["provenance"]["minutes"] for record in (old, new)]
+    return {
+        **new,
+        "provenance": {
+            **new["provenance"],
+            "minutes": round(sum(minutes), 2),
+            "runs": sum(record["provenance"]["runs"] for record in (old, new)),
+            "other_load": None if None in loads else max(loads),
+        },
+        "models": {name: about[name] for name in names if name in about},
+        "rows": sorted(rows, key=lambda row: names.index(row["model"])),
+    }
+
+
+def mean_parts(rows: Sequence[Row]) -> dict[str, float]:
+    """Return by how much each part is longer than predicted, by the traced step; means."""
+    return {name: fmean(row["parts"][name] / row["traced"] for row in rows) for name in PARTS}
+
+
+def median_parts(rows: Sequence[Row]) -> dict[str, float]:
+    """Return by how many seconds each part is longer than predicted; medians."""
+    return {name: median(row["parts"][name] for row in rows) for name in PARTS}
+
+
+def cell_ratios(rows: Iterable[Row]) -> dict[str, float]:
+    """Return measured over predicted time of cells of each kind; medians over plans."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for kind, by_partition in row["cells"].items():
+            pairs = [pair for pair in by_partition if pair is not None]
+            predicted, measured = map(sum, zip(*pairs, strict=True))
+            if predicted:
+                found.setdefault(kind, []).append(measured / predicted)
+    return {kind: median(ratios) for kind, ratios in found.items()}
+
+
+def _mean_absolute(values: Sequence[float]) -> float:
+    return fmean(map(abs, values))

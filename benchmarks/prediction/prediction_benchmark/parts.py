@@ -1,0 +1,129 @@
+"""Parts: in which part of a step a prediction is off.
+
+A traced step tells when each cell ran. Put in the place of the predicted times one after the
+other, the measured ones lead from the predicted step to the measured::
+
+    predicted step                         the schedule placed with predicted times, the optimizer
+      + cells      longer cells            the same with the measured times of the cells
+      + pause      gather and loss         the same with the measured pause between the phases
+      + gaps       hand-overs, waits       what the traced schedule took beyond that
+      + around     optimizer and the rest  what the step took beside its schedule
+    = traced step
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import fsum
+from statistics import fmean
+
+from gpipebal.plan import Plan
+from gpipebal.problem import to_bounds
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.schedule import Schedule, make_schedule
+from gpipebal.simulator import Durations, place
+from gpipebal.timeline import Timeline
+from prediction_benchmark.settings import Setting
+
+__all__ = ["PARTS", "cell_times", "explain", "predicted_durations"]
+
+PARTS = ("cells", "pause", "gaps", "around")
+
+
+def explain(
+    profile: Profile, plan: Plan, setting: Setting, seconds: float, timeline: Timeline
+) -> dict[str, float]:
+    """Part the difference between a traced step and its prediction, in seconds.
+
+    Args:
+        profile: What the prediction was made from.
+        plan: The prediction; it has a step time.
+        setting: How the step was run.
+        seconds: What the traced step took.
+        timeline: Its timeline.
+
+    Returns:
+        Seconds by name of the part; they add up to the traced step less the predicted one.
+    """
+    assert plan.step_time is not None
+    bounds = to_bounds(plan.balance)
+    order = make_schedule(setting.schedule, plan.n_partitions, plan.chunks, setting.checkpoint)
+    predicted = predicted_durations(profile, bounds, loss_inside=setting.loss_inside)
+    measured = measured_durations(timeline, order, predicted)
+    pause = measured_pause = None
+    if not setting.loss_inside:
+        pause, measured_pause = plan.pause_time, _pause_of(timeline)
+    at_first = place(order, predicted, pause=pause).makespan
+    with_cells = place(order, measured, pause=pause).makespan
+    with_pause = place(order, measured, pause=measured_pause).makespan
+    around = seconds - timeline.makespan
+    return {
+        "cells": with_cells - at_first,
+        "pause": with_pause - with_cells,
+        "gaps": timeline.makespan - with_pause,
+        "around": around - (plan.step_time - at_first),
+    }
+
+
+def predicted_durations(profile: Profile, bounds: Sequence[int], *, loss_inside: bool) -> Durations:
+    """Add up the profile's times by partition, as the planner does for a step."""
+    parts: list[list[LayerProfile]] = [
+        list(profile.layers[start:end]) for start, end in pairwise(bounds)
+    ]
+    if loss_inside and profile.step.loss is not None:
+        parts[-1].append(profile.step.loss)
+    return Durations(
+        forward=tuple(fsum(layer.forward_time for layer in part) for part in parts),
+        recompute=tuple(fsum(layer.recompute_time for layer in part) for part in parts),
+        backward=tuple(fsum(layer.backward_time for layer in part) for part in parts),
+        no_grad_forward=tuple(fsum(_without_graph(layer) for layer in part) for part in parts),
+    )
+
+
+def measured_durations(timeline: Timeline, order: Schedule, otherwise: Durations) -> Durations:
+    """Take the mean time of each partition's cells of a kind; where it has none, the other's."""
+    found = cell_times(timeline, order)
+
+    def times(field: str) -> tuple[float, ...]:
+        given = getattr(otherwise, field)
+        return tuple(fmean(found.get((field, j)) or [time]) for j, time in enumerate(given))
+
+    names = ("forward", "recompute", "backward", "no_grad_forward")
+    return replace(otherwise, **{name: times(name) for name in names})
+
+
+def cell_times(timeline: Timeline, order: Schedule) -> dict[tuple[str, int], list[float]]:
+    """Collect the seconds of the cells of a timeline, by kind and partition.
+
+    A forward that is recomputed later records no graph, and is another kind of cell.
+    """
+    recomputed = {
+        (action.partition, action.micro_batch)
+        for row in order.rows
+        for action in row
+        if action.kind == "R"
+    }
+    names = {"F": "forward", "R": "recompute", "B": "backward"}
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in timeline.events:
+        if event.kind not in names:
+            continue
+        name = names[event.kind]
+        if event.kind == "F" and (event.partition, event.micro_batch) in recomputed:
+            name = "no_grad_forward"
+        found[name, event.partition].append(event.end - event.start)
+    return dict(found)
+
+
+def _pause_of(timeline: Timeline) -> float:
+    """Return the seconds from the last forward to the first action behind it."""
+    until = max(event.end for event in timeline.events if event.kind == "F")
+    return max(0.0, min(e.start for e in timeline.events if e.kind in "RB") - until)
+
+
+def _without_graph(layer: LayerProfile) -> float:
+    known = layer.no_grad_forward_time
+    return layer.forward_time if known is None else known

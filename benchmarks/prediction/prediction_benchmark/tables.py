@@ -1,0 +1,254 @@
+"""Tables of the README, made from a stored result and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from prediction_benchmark import figures
+from prediction_benchmark.figures import Row
+from prediction_benchmark.parts import PARTS
+from prediction_benchmark.settings import SETTINGS
+
+__all__ = ["fill_in", "summary"]
+
+#: How many of the plans that are farthest off have a line.
+FARTHEST = 12
+_KINDS = {
+    "forward": "forward",
+    "no_grad_forward": "without graph",
+    "recompute": "recompute",
+    "backward": "backward",
+}
+
+
+def fill_in(text: str, record: dict[str, Any]) -> str:
+    """Put everything that the record says between the marks of a README."""
+    for mark, block in (("result", _results(record)), ("environment", _environment(record))):
+        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Write the figures that have a bar, and a line per model and per setting."""
+    parts = [_bars(record), _times_by_model(record), _memory_by_model(record)]
+    return "\n\n".join([*parts, _times_by_setting(record), _parts(record), _cells(record)])
+
+
+def _results(record: dict[str, Any]) -> str:
+    rows = record["rows"]
+    models = [f"* **{name}**: {about['about']}." for name, about in record["models"].items()]
+    sections = [
+        ("", _bars(record)),
+        ("### The models", "\n".join(models)),
+        ("### Step time by model", _times_by_model(record)),
+        ("### Step time by setting", _times_by_setting(record)),
+        ("### Where the step time is off", _parts(record)),
+        ("### Cells", _cells(record)),
+        ("### Peak memory by model", _memory_by_model(record)),
+        ("### Farthest off", _farthest(rows)),
+    ]
+    found = []
+    for title, text in sections:
+        found += [title] if title else []
+        found.append(text if text.startswith("*") else f"```\n{text}\n```")
+    return "\n\n".join(found)
+
+
+def _bars(record: dict[str, Any]) -> str:
+    words = {True: "reached", False: "NOT REACHED", None: ""}
+    lines = []
+    for bar in figures.bars(record):
+        show: Callable[[float], str] = _number if "rank" in bar.name else _percent
+        limit = "" if bar.limit is None else f"{'<=' if bar.at_most else '>='} {show(bar.limit)}"
+        value = "not measured" if bar.value is None else show(bar.value)
+        lines.append([bar.name, limit, value, words[bar.reached], bar.where])
+    return _table(["figure", "bar", "value", "", "where"], lines, left=(0, 3, 4))
+
+
+def _times_by_model(record: dict[str, Any]) -> str:
+    header = [
+        *("model", "plans", "ms", "spread", "off by", "mean abs", "worst", "rank", "within"),
+        *("regret", "same min", "one prof", "drift", "repeat"),
+    ]
+    lines = []
+    for name, about in record["models"].items():
+        rows = _of(record["rows"], model=name)
+        found = figures.errors(rows)
+        within = figures.ranks_within(rows)
+        times = [1e3 * row["seconds"]["median"] for row in rows]
+        lines.append(
+            [
+                name,
+                str(len(rows)),
+                f"{min(times):.0f}-{max(times):.0f}",
+                _percent(figures.spread(rows)),
+                _percent(fmean(found), sign=True),
+                _percent(_mean_absolute(found)),
+                _percent(max(found, key=abs), sign=True),
+                _number(figures.rank(rows)),
+                _number(fmean(within) if within else None),
+                _percent(figures.regret(rows)),
+                _percent(_mean_absolute(figures.errors(rows, "same minutes"))),
+                _percent(_mean_absolute(figures.errors(rows, "one profile"))),
+                _percent(figures.drift(about), sign=True),
+                _percent(figures.disagreement(about)),
+            ]
+        )
+    return _table(header, lines, left=(0,))
+
+
+def _times_by_setting(record: dict[str, Any]) -> str:
+    names = list(record["models"])
+    lines = []
+    for setting in SETTINGS:
+        rows = _of(
+            record["rows"], way=setting.way, chunks=setting.chunks, checkpoint=setting.checkpoint
+        )
+        if not rows:
+            continue
+        found = figures.errors(rows)
+        by_model = [figures.errors(_of(rows, model=name)) for name in names]
+        lines.append(
+            [
+                *(setting.way, str(setting.chunks), setting.checkpoint),
+                _percent(fmean(found), sign=True),
+                _percent(_mean_absolute(found)),
+                _percent(max(found, key=abs), sign=True),
+                *(_percent(fmean(errors), sign=True) if errors else "-" for errors in by_model),
+            ]
+        )
+    header = ["step", "chunks", "checkpoint", "off by", "mean abs", "worst", *names]
+    return _table(header, lines, left=(0, 2))
+
+
+def _parts(record: dict[str, Any]) -> str:
+    lines = []
+    for name in record["models"]:
+        for several in (False, True):
+            rows = [
+                row for row in _of(record["rows"], model=name) if (row["chunks"] > 1) == several
+            ]
+            if rows:
+                parts, seconds = figures.mean_parts(rows), figures.median_parts(rows)
+                values = [_percent(parts[part], sign=True) for part in PARTS]
+                total = _percent(sum(parts.values()), sign=True)
+                times = [f"{1e3 * seconds[part]:+.2f}" for part in PARTS]
+                lines.append([name, "4, 8" if several else "1", *values, total, *times])
+    header = ["model", "chunks", *PARTS, "sum", *(f"{part}, ms" for part in PARTS)]
+    return _table(header, lines, left=(0,))
+
+
+def _cells(record: dict[str, Any]) -> str:
+    rows = record["rows"]
+    by_model = [[name, *_ratios(_of(rows, model=name))] for name in record["models"]]
+    by_setting = []
+    for setting in SETTINGS:
+        about = {"way": setting.way, "chunks": setting.chunks, "checkpoint": setting.checkpoint}
+        if found := _of(rows, **about):
+            by_setting.append([*map(str, about.values()), *_ratios(found)])
+    return "\n\n".join(
+        (
+            _table(["model", *_KINDS.values()], by_model, left=(0,)),
+            _table(["step", "chunks", "checkpoint", *_KINDS.values()], by_setting, left=(0, 2)),
+        )
+    )
+
+
+def _ratios(rows: Sequence[Row]) -> list[str]:
+    found = figures.cell_ratios(rows)
+    return [f"{found[kind]:.3f}" if kind in found else "-" for kind in _KINDS]
+
+
+def _memory_by_model(record: dict[str, Any]) -> str:
+    lines = []
+    for name in record["models"]:
+        rows = _of(record["rows"], model=name)
+        found = figures.memory_errors(rows)
+        counted = [n_bytes / 2**20 for row in rows for n_bytes in row["memory"]["counted"]]
+        lines.append(
+            [
+                name,
+                str(len(found)),
+                f"{min(counted):.1f}-{max(counted):.1f}",
+                _percent(_mean_absolute(found)),
+                _percent(max(found), sign=True),
+                _percent(min(found), sign=True),
+                _percent(sum(abs(error) <= 0.02 for error in found) / len(found)),
+                _percent(figures.share_under(found)),
+            ]
+        )
+    header = ["model", "partitions", "MiB", "mean abs", "most over", "most under"]
+    return _table([*header, "within 2%", "under by > 1%"], lines, left=(0,))
+
+
+def _farthest(rows: Sequence[Row]) -> str:
+    found = sorted(rows, key=lambda row: -abs(figures.errors([row])[0]))[:FARTHEST]
+    lines = []
+    for row in found:
+        seconds = row["seconds"]
+        lines.append(
+            [
+                figures.describe(row),
+                _percent(figures.errors([row])[0], sign=True),
+                _percent(figures.errors([row], "same minutes")[0], sign=True),
+                f"{1e3 * row['predicted']['start']:.1f}",
+                f"{1e3 * seconds['median']:.1f}",
+                f"{1e3 * seconds['q1']:.1f}-{1e3 * seconds['q3']:.1f}",
+            ]
+        )
+    header = ["plan", "off by", "same min", "predicted", "measured ms", "quartiles"]
+    return _table(header, lines, left=(0,))
+
+
+def _environment(record: dict[str, Any]) -> str:
+    about = record["provenance"]
+    other = about["other_load"]
+    settings = ", ".join(f"{name}={value}" for name, value in about["settings"].items())
+    lines = [
+        f"{about['device_name']}, {about['cores']} cores, {about['system']}, {about['date']}; "
+        f"partitions on {', '.join(about['devices'])}",
+        f"Python {about['python']}, torch {about['torch']}, gpipebal {about['gpipebal']}",
+        settings or "no settings of the allocator",
+        f"{about['rounds']} rounds; {about['minutes']:.0f} minutes in {about['runs']} run"
+        f"{'s, each of other models' if about['runs'] > 1 else ''}",
+        "other programs' share of the cores meanwhile: "
+        + ("unknown" if other is None else f"{100 * other:.1f} %"),
+    ]
+    return "```\n" + "\n".join(lines) + "\n```"
+
+
+def _of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def _mean_absolute(values: Sequence[float]) -> float:
+    return fmean(map(abs, values))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _percent(fraction: float | None, *, sign: bool = False) -> str:
+    if fraction is None:
+        return "-"
+    text = f"{fraction:+.1%}" if sign else f"{fraction:.1%}"
+    # No sign for what rounds to nothing.
+    return text.lstrip("+-") if float(text[:-1]) == 0 else text
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    )

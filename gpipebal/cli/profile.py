@@ -1,0 +1,121 @@
+"""``gpipebal profile``: measure or estimate every layer of a model, and keep it as a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from functools import partial
+
+from gpipebal.cli.words import MAKE_MODEL, Commands, add_model
+
+__all__ = ["add_profile"]
+
+
+def add_profile(commands: Commands) -> None:
+    """Add the command to the parser."""
+    profile = commands.add_parser(
+        "profile",
+        help="measure or estimate time and memory of every layer, and write a profile",
+        description="Measure time and memory of every layer of a model, for one micro-batch, and "
+        "write them to a file that can be planned anywhere.",
+        epilog="examples:\n"
+        "  gpipebal profile resnet101 --chunks 8 --output resnet101.json\n"
+        "  gpipebal profile resnet101 --estimate 'A100' --rows 256 --image-size 224\n"
+        "  gpipebal profile my_package.my_module:make_model --device cuda:0 --json\n"
+        f"\n{MAKE_MODEL}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    profile.set_defaults(command=_profile)
+    add_model(profile)
+    number = partial(profile.add_argument, type=int, metavar="N")
+    profile.add_argument(
+        "--estimate",
+        metavar="DEVICE",
+        help="estimate for this device (such as A100 or H100) instead of measuring; needs no "
+        "device, and no memory for the layers' results",
+    )
+    profile.add_argument(
+        "--device",
+        help="where to measure: cpu, cuda:0, ... (default: the first CUDA device, else the CPU)",
+    )
+    number(
+        "--partitions",
+        default=2,
+        help="partitions that will work side by side on a CPU (default: %(default)s)",
+    )
+    number("--threads", help="threads of each CPU partition (default: its share of the cores)")
+    profile.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="for the repeats; each layer is measured at least once (default: about the cost of "
+        "ten training steps)",
+    )
+    profile.add_argument(
+        "--output",
+        "-o",
+        metavar="FILE",
+        default="profile.json",
+        help="file to write (default: %(default)s)",
+    )
+    profile.add_argument("--json", action="store_true", help="print the profile as JSON")
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from gpipebal.profiler import profile_model
+    from gpipebal.run import load_workload
+    from gpipebal.tables import profile_table
+
+    _check_output(options.output)
+    workload = load_workload(
+        options.model,
+        rows=options.rows,
+        image_size=options.image_size,
+        seed=options.seed,
+        chunks=options.chunks,
+    )
+    terms = {
+        "chunks": options.chunks,
+        "loss_fn": workload.loss_fn,
+        "target": workload.target,
+        "optimizer": workload.make_optimizer,
+    }
+    if options.estimate is not None:
+        profile = profile_model(
+            workload.model, workload.sample, method="estimate", rates=options.estimate, **terms
+        )
+    else:
+        profile = profile_model(
+            workload.model,
+            workload.sample,
+            device=options.device,
+            partitions=options.partitions,
+            threads=options.threads,
+            timeout=options.timeout,
+            **terms,
+        )
+    profile.save(options.output)
+    if options.json:
+        print(json.dumps(profile.to_dict()))
+    else:
+        print(f"{profile_table(profile)}\n\nWritten to {options.output}")
+
+
+def _check_output(path: str) -> None:
+    """Refuse a file that cannot be written before an hour is spent on its content."""
+    from gpipebal.errors import UsageError
+
+    folder = os.path.dirname(os.path.abspath(path))
+    reason = None
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif not os.path.isdir(folder):
+        reason = "its folder does not exist"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = "no permission to write into its folder"
+    if reason is not None:
+        raise UsageError(
+            f"output file cannot be written: output={path!r} ({reason}).\n"
+            "Fix: name a file in a folder that you may write to with --output."
+        )

@@ -1,0 +1,40 @@
+"""Predicted peak memory of the partitions of a chain.
+
+A cell (one micro-batch in one partition) holds its input, and from its forward or recompute until
+its backward a graph: what its layers save, as a union of storages. How many cells are in flight
+at once is up to the schedule, so each partition's row of it is walked, action by action::
+
+    gpipe  never                  m graphs
+           except_last, always    m - 1 inputs, and the graph of the one that is at work
+    1f1b   partition j of n       min(m, n - j) graphs; or as many inputs, of which one has a graph
+
+with parameters, gradients, buffers and optimizer state beside them. Inside an action the layers
+are walked too. The peak is mostly in a backward: in the first, where the gradients of the
+parameters come into being one by one (``zero_grad`` frees them between steps), or in the next,
+where all of them exist, and what a layer adds to them lives beside them for a moment.
+
+Some things live longer than they are needed. The mini-batch's input and target are the caller's,
+and there all the time. A backward keeps the gradient that it started from until it ends: the engine
+was called with it. With ``loss(pipe(x))`` the last partition has the outputs of all micro-batches,
+then a copy of them in one piece, then what the loss adds, and until the end their gradient and the
+loss. With `GPipe.step` the loss is one more layer of the last partition.
+
+**Who is charged.** A tensor on its way is its sender's until the receiver begins the action that
+takes it; then it is the receiver's. So what waits for a busy neighbour, outputs on the way up and
+gradients on the way down, is charged to who made it, and so is a skip connection on its way past
+the partitions in between; how many wait at once a timeline tells, simulated or measured. Where two
+neighbours share one memory (partitions on one CPU) the tensor at their cut exists once. It is
+charged to the receiver from its forward on, and as long as the sender's graph still holds it,
+also when the receiver is through with it; what a sender makes anew in a recompute is its own.
+
+**Upper bounds.** A layer's peak is that of the layer alone, with its output and that output's
+gradient held beside it. In a chain both may be freed while its backward still runs, so a partition
+of layers that do several things in a row may need less than predicted, by at most these two.
+
+Read in this order: `cell` (one micro-batch in one partition), `loss` (what the caller adds),
+`waiting` (what is on its way), `partitions` (the walk through the schedule).
+"""
+
+from gpipebal.memory.partitions import partition_memory
+
+__all__ = ["partition_memory"]

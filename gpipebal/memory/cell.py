@@ -1,0 +1,217 @@
+"""One cell, a micro-batch in a partition: what it holds, and what it needs while it works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from gpipebal.profile import LayerProfile, Profile, SkipProfile
+
+__all__ = ["Cell", "Moment", "Storages", "height"]
+
+#: Storages, as indices into `Profile.storages`.
+Storages = frozenset[int]
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, beside parameters, buffers and optimizer state."""
+
+    activations: int
+    gradients: int = 0
+    transient: int = 0
+    outputs: int = 0
+    waiting: int = 0
+
+
+def height(moment: Moment) -> tuple[int, int]:
+    """Order moments by their sum; of equal ones that with more activations says more."""
+    return sum(moment), moment.activations
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What decides the memory of the cells of one partition, which are all alike.
+
+    Attributes:
+        profile: Costs of all layers.
+        first: Index of its first layer in the chain.
+        end: Index behind its last layer.
+        loss: The loss that it computes behind its layers; None: it computes none.
+        shared_memory: Whether all partitions live in one memory.
+    """
+
+    profile: Profile
+    first: int
+    end: int
+    loss: LayerProfile | None
+    shared_memory: bool
+
+    @cached_property
+    def layers(self) -> Sequence[LayerProfile]:
+        """Its layers, and behind them the loss if it computes that."""
+        own = self.profile.layers[self.first : self.end]
+        return own if self.loss is None else (*own, self.loss)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no partition comes behind it."""
+        return self.end == self.profile.n_layers
+
+    @cached_property
+    def incoming(self) -> Sequence[SkipProfile]:
+        """Skip connections from earlier partitions that its layers pop."""
+        return [s for s in self.profile.skips if s.source < self.first <= s.destination < self.end]
+
+    @cached_property
+    def outgoing(self) -> Sequence[SkipProfile]:
+        """Skip connections that its layers stash for later partitions."""
+        return [s for s in self.profile.skips if self.first <= s.source < self.end <= s.destination]
+
+    @cached_property
+    def value(self) -> Storages:
+        """Storages of what the layer before it hands on, or of the chain's input."""
+        layers = self.profile.layers
+        return frozenset(layers[self.first - 1].outputs if self.first else self.profile.inputs)
+
+    @cached_property
+    def received(self) -> Storages:
+        """Storages of a cell's input: the value, and the skips that come with it."""
+        return self.value.union(*(skip.storages for skip in self.incoming))
+
+    @cached_property
+    def outputs(self) -> Storages:
+        """Storages of what a cell's last layer hands on."""
+        return frozenset(self.layers[-1].outputs)
+
+    @cached_property
+    def handed(self) -> Storages:
+        """Storages that a cell keeps in its graph, and a later partition is charged with."""
+        if not self.shared_memory or self.is_last:
+            return frozenset()
+        return self.outputs.union(*(skip.storages for skip in self.outgoing))
+
+    @cached_property
+    def callers(self) -> Storages:
+        """Storages of a cell's input that are the caller's, and there all the time."""
+        return frozenset() if self.first else self.value
+
+    @cached_property
+    def graph(self) -> Storages:
+        """Storages that a cell holds between its forward and its backward, if not recomputed.
+
+        Without those of a loss inside, which stays until the end of the step.
+        """
+        found = self.received.union(*(layer.saved for layer in self.layers))
+        return found if self.loss is None else found - self.outputs
+
+    @cached_property
+    def all_gradients(self) -> int:
+        """Bytes of the gradients of all its parameters."""
+        return sum(layer.gradient_bytes for layer in self.layers)
+
+    @cached_property
+    def input_gradient(self) -> int:
+        """Bytes of the gradient of its value that goes back to the partition before it."""
+        return self.gradient_of(self.value) if self.wants_gradient(self.first) else 0
+
+    def gradient_of(self, storages: Storages) -> int:
+        """Bytes of the gradients of tensors, which are as large as they."""
+        return self.profile.bytes_of(storages)
+
+    def wants_gradient(self, layer: int) -> bool:
+        """Whether anything before this layer of the chain can be trained."""
+        return any(before.gradient_bytes for before in self.profile.layers[:layer])
+
+    def bytes_of(self, storages: Storages) -> int:
+        """Add up storages, without what is the caller's."""
+        return self.profile.bytes_of(storages - self.callers)
+
+    def held(self, *, again: bool) -> int:
+        """Bytes that a cell holds from its forward on; `again`: it is recomputed later."""
+        return self.bytes_of(self.received if again else self.graph - self.handed)
+
+    def forward(self, *, records: bool, gradients_exist: bool) -> Iterator[Moment]:
+        """Walk through a forward or a recompute; `records`: it makes a graph."""
+        gradients = self.all_gradients if gradients_exist else 0
+        seen = set(self.received)
+        held = self.bytes_of(self.received)
+        given: Storages = self.received
+        stashed: set[int] = set()
+        for k, layer in enumerate(self.layers):
+            # The input of a layer lives while it runs, even if nothing saves it; a stash longer.
+            live = self.bytes_of((given | stashed) - seen)
+            yield Moment(held, gradients, live + _forward_peak(layer, records))
+            if records:
+                held += self.bytes_of(frozenset(layer.saved) - seen)
+                seen.update(layer.saved)
+            given = frozenset(layer.outputs)
+            stashed.difference_update(*self._popped.get(k, ()))
+            stashed.update(*self._stashed.get(k, ()))
+
+    def backward(self, *, again: bool, gradients_exist: bool) -> Iterator[Moment]:
+        """Walk through a backward; `again`: of a graph that a recompute made."""
+        gradients = self.all_gradients if gradients_exist else 0
+        # A recompute makes its output anew, and nobody else holds that.
+        elsewhere: Storages = frozenset() if again else self.handed
+        seen = set(self.received | elsewhere)
+        held = self.bytes_of(self.received - elsewhere)
+        held_up_to = []
+        for layer in self.layers:
+            held += self.bytes_of(frozenset(layer.saved) - seen)
+            seen.update(layer.saved)
+            held_up_to.append(held)
+        # The gradient of the last partition's output is the caller's, or that of the loss, a
+        # number.
+        started_from = 0 if self.is_last else self.gradient_of(self.outputs)
+        started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
+        flowing = waits = 0
+        for k in reversed(range(len(self.layers))):
+            layer = self.layers[k]
+            transient = started_from + flowing + waits + _backward_peak(layer, gradients_exist)
+            yield Moment(held_up_to[k], gradients, transient)
+            if not gradients_exist:
+                gradients += layer.gradient_bytes
+            # The gradient of what a layer pops waits for the layer that stashed it, or, if that is
+            # in another partition, for the end.
+            waits -= sum(self.gradient_of(skip) for skip in self._stashed.get(k, ()))
+            waits += sum(self.gradient_of(skip) for skip in self._popped.get(k, ()))
+            flowing = self.gradient_of(frozenset(self.layers[k - 1].outputs)) if k else 0
+
+    @cached_property
+    def _popped(self) -> Mapping[int, list[Storages]]:
+        """Storages that each layer pops, by its place in the partition."""
+        found: dict[int, list[Storages]] = {}
+        for skip in self.profile.skips:
+            if self.first <= skip.destination < self.end and skip.source != skip.destination:
+                places = found.setdefault(skip.destination - self.first, [])
+                places.append(frozenset(skip.storages))
+        return found
+
+    @cached_property
+    def _stashed(self) -> Mapping[int, list[Storages]]:
+        """Storages that each layer stashes for others, by its place in the partition."""
+        found: dict[int, list[Storages]] = {}
+        for skip in self.profile.skips:
+            if self.first <= skip.source < self.end and skip.source != skip.destination:
+                places = found.setdefault(skip.source - self.first, [])
+                places.append(frozenset(skip.storages))
+        return found
+
+
+def _forward_peak(layer: LayerProfile, records: bool) -> int:
+    if records or layer.no_grad_forward_peak_bytes is None:
+        return layer.forward_peak_bytes
+    return layer.no_grad_forward_peak_bytes
+
+
+def _backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return the largest memory of a layer's backward beyond what was there at its start.
+
+    Where gradients exist and that was not measured, this is an upper bound: of a layer with several
+    parameters, what is added to one gradient is gone before the next is made.
+    """
+    if gradients_exist and layer.accumulating_peak_bytes is not None:
+        return layer.accumulating_peak_bytes
+    return layer.backward_peak_bytes

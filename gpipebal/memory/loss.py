@@ -1,0 +1,117 @@
+"""What the loss needs: inside the last partition, or behind it in the caller's hands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from gpipebal.memory.cell import Cell
+from gpipebal.profile import LayerProfile, Profile
+
+__all__ = ["AroundLoss", "around_loss", "loss_of_micro_batch"]
+
+
+class AroundLoss(NamedTuple):
+    """What the caller adds on the last partition between the phases, in bytes.
+
+    Attributes:
+        most: The most at one time, of outputs, loss and gradients.
+        stays: What is still there while the backwards run.
+        target: The target, which is there all the time.
+    """
+
+    most: int
+    stays: int
+    target: int
+
+
+def loss_of_micro_batch(profile: Profile) -> LayerProfile:
+    """Describe the loss over one micro-batch as a layer behind the last.
+
+    If it was not measured it is that over the mini-batch, parted by its rows; if that was not
+    measured either, it saves what it is given, and its backward makes as much twice.
+    """
+    if profile.step.loss is not None:
+        return profile.step.loss
+    last, whole = profile.layers[-1], profile.step.whole_loss
+    if whole is None:
+        return _unknown(last, last.outputs, last.output_bytes)
+    m = profile.chunks
+    return replace(
+        whole,
+        saved=last.outputs,
+        outputs=(),
+        output_bytes=0,
+        buffer_bytes=-(-whole.buffer_bytes // m),
+        forward_peak_bytes=-(-whole.forward_peak_bytes // m),
+        no_grad_forward_peak_bytes=None,
+        backward_peak_bytes=-(-whole.backward_peak_bytes // m),
+        accumulating_peak_bytes=None,
+    )
+
+
+def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
+    """Find what the caller adds on the last partition between the phases.
+
+    Args:
+        cell: The last partition's.
+        chunks: Micro-batches of the mini-batch.
+        outputs: Bytes of the outputs of all micro-batches that no graph holds.
+    """
+    profile = cell.profile
+    whole, joined = _whole_loss(profile, chunks)
+    # One micro-batch is the mini-batch; several are copied into one piece.
+    gathered = outputs if chunks == 1 else joined
+    gather = outputs + (gathered if chunks > 1 else 0)
+    forward = gathered + whole.forward_peak_bytes
+    saved = _bytes_of_saved(profile, whole, gathered, chunks)
+    backward = saved + whole.output_bytes + whole.backward_peak_bytes
+    # The gradient of the output, and the loss: its number may have a large storage.
+    stays = joined + whole.output_bytes
+    return AroundLoss(max(gather, forward, backward), stays, whole.buffer_bytes)
+
+
+def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int]:
+    """Return the loss over a mini-batch of so many micro-batches, and the bytes of its input."""
+    step, last = profile.step, profile.layers[-1]
+    if step.whole_loss is not None:
+        joined = profile.bytes_of(step.gathered) if step.gathered else None
+        if joined is None:
+            joined = profile.chunks * last.output_bytes
+        return _times(step.whole_loss, chunks, profile.chunks), -(
+            -joined * chunks // profile.chunks
+        )
+    joined = chunks * last.output_bytes
+    if step.loss is not None:
+        return _times(step.loss, chunks, 1), joined
+    return _unknown(last, last.outputs, joined), joined
+
+
+def _bytes_of_saved(profile: Profile, whole: LayerProfile, gathered: int, chunks: int) -> int:
+    """Return what the loss over the mini-batch keeps for its backward; `gathered`: its input."""
+    step, m = profile.step, profile.chunks
+    if step.whole_loss is not None and step.gathered:
+        given = set(step.gathered)
+        n_bytes = -(-profile.bytes_of(set(whole.saved) - given) * chunks // m)
+    else:
+        given = set(profile.layers[-1].outputs)
+        n_bytes = chunks * profile.bytes_of(set(whole.saved) - given)
+    return n_bytes + (gathered if given & set(whole.saved) else 0)
+
+
+def _times(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:
+    """Bring a loss over `of_chunks` micro-batches to `chunks`: its bytes go by the rows."""
+    if chunks == of_chunks:
+        return loss
+    return replace(
+        loss,
+        buffer_bytes=-(-loss.buffer_bytes * chunks // of_chunks),
+        output_bytes=-(-loss.output_bytes * chunks // of_chunks),
+        forward_peak_bytes=-(-loss.forward_peak_bytes * chunks // of_chunks),
+        backward_peak_bytes=-(-loss.backward_peak_bytes * chunks // of_chunks),
+    )
+
+
+def _unknown(last: LayerProfile, saved: tuple[int, ...], n_bytes: int) -> LayerProfile:
+    """Stand for a loss that was not measured."""
+    return LayerProfile("loss", "loss", 0.0, 0.0, 0.0, saved=saved, backward_peak_bytes=2 * n_bytes)

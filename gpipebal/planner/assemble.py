@@ -1,0 +1,102 @@
+"""A split and what it is predicted to cost, put into a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpipebal.memory import partition_memory
+from gpipebal.plan import PartitionPlan, Plan
+from gpipebal.planner.times import durations, loss_of_micro_batch, pause_time, step_timeline
+from gpipebal.profile import Profile
+from gpipebal.schedule import Checkpoint
+
+__all__ = ["assemble", "equal_split"]
+
+
+def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
+    """Return the bounds of a split into equally many layers; earlier partitions take the rest.
+
+    Example:
+        >>> equal_split(7, 3)
+        (0, 3, 5, 7)
+    """
+    small, n_large = divmod(n_layers, n_partitions)
+    return tuple(j * small + min(j, n_large) for j in range(n_partitions + 1))
+
+
+def assemble(
+    profile: Profile,
+    bounds: Sequence[int],
+    *,
+    chunks: int,
+    checkpoint: Checkpoint,
+    schedule: str,
+    loss_inside: bool,
+    objective: str,
+    value: float,
+    lower_bound: float,
+    status: str,
+    method: str,
+    makespan: float,
+    equal_split_value: float,
+    shared_memory: bool | None,
+    bottleneck: float | None = None,
+) -> Plan:
+    """Put everything into a plan: times and memory of the partitions, and the step's time."""
+    if shared_memory is None:
+        shared_memory = profile.provenance.get("device_type") == "cpu"
+    pause = None if loss_inside else pause_time(profile, chunks)
+    timeline = step_timeline(profile, bounds, chunks, checkpoint, schedule, loss_inside, pause)
+    memory = partition_memory(
+        profile,
+        bounds,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        loss_inside=loss_inside,
+        shared_memory=shared_memory,
+        timeline=timeline,
+    )
+    times = durations(profile, bounds)
+    partitions = []
+    for j, peak in enumerate(memory):
+        layers = profile.layers[bounds[j] : bounds[j + 1]]
+        partitions.append(
+            PartitionPlan(
+                layers=tuple(layer.name for layer in layers),
+                fingerprints=tuple(layer.fingerprint for layer in layers),
+                forward_time=times.forward[j],
+                backward_time=times.backward[j],
+                recompute_time=times.recompute[j],
+                memory=peak,
+            )
+        )
+    loss_known = pause is not None or (loss_inside and loss_of_micro_batch(profile) is not None)
+    optimizer_time = profile.step.optimizer_time
+    step_time = None
+    if loss_known and optimizer_time is not None:
+        step_time = timeline.makespan + optimizer_time
+    plan = Plan(
+        partitions=tuple(partitions),
+        chunks=chunks,
+        rows=profile.rows,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        objective=objective,
+        value=value,
+        lower_bound=lower_bound,
+        status=status,
+        method=method,
+        makespan=makespan,
+        bottleneck=0.0,
+        step_time=step_time,
+        pause_time=pause,
+        loss_inside=loss_inside,
+        equal_split_value=equal_split_value,
+        shared_memory=shared_memory,
+        provenance=dict(profile.provenance),
+    )
+    if bottleneck is None:
+        bottleneck = max(plan.micro_batch_time(j) for j in range(plan.n_partitions))
+    return replace(plan, bottleneck=bottleneck)

@@ -1,0 +1,151 @@
+"""What a given balance costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from gpipebal.errors import BalanceError
+from gpipebal.plan import Plan
+from gpipebal.planner.assemble import assemble, equal_split
+from gpipebal.planner.times import durations, problem_of
+from gpipebal.problem import to_bounds
+from gpipebal.profile import Profile
+from gpipebal.schedule import (
+    Checkpoint,
+    CheckpointMode,
+    check_count,
+    check_schedule,
+    make_schedule,
+    modes_of,
+)
+from gpipebal.simulator import place
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    profile: Profile,
+    balance: Iterable[int],
+    *,
+    chunks: int | None = None,
+    checkpoint: Checkpoint = "except_last",
+    schedule: str = "gpipe",
+    loss_inside: bool | None = None,
+    shared_memory: bool | None = None,
+) -> Plan:
+    """Predict what a given balance costs, under any schedule and checkpoint modes.
+
+    The makespan comes from the closed form where there is one (``'gpipe'`` with one mode), and
+    from a simulation of the schedule otherwise.
+
+    The makespan is that of the layers alone, with every forward as long as one that records a
+    graph. The step's time is the best prediction: it has the loss, inside the last partition or
+    between the phases with the gather, the optimizer, and forwards without a graph where the
+    profile tells how long they take.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        balance: Number of layers in each partition.
+        chunks: Micro-batches per mini-batch, each of the profile's rows; None: the profile's.
+        checkpoint: Which micro-batches are recomputed: one mode, or one for each partition.
+        schedule: ``'gpipe'`` or ``'1f1b'``.
+        loss_inside: Whether the last partition computes the loss of each micro-batch, as in
+            `GPipe.step`, or the caller that of the mini-batch, as in ``loss(pipe(x)).backward()``;
+            None: the caller with ``'gpipe'``, the last partition with ``'1f1b'``.
+        shared_memory: As for `solve`.
+
+    Returns:
+        A `Plan` with status ``'feasible'`` and method ``'given'``. No order of the same actions
+        takes less than its ``lower_bound``: a partition does all its work between the first
+        micro-batch's way to it and the last one's way back.
+
+    Raises:
+        BalanceError: a balance that does not add up to the number of layers, a count that is not
+            1 or more, an unknown checkpoint mode, or not one per partition; or the caller's loss
+            under a schedule that has no moment for it.
+        UnsupportedPlanError: an unknown schedule.
+
+    Complexity:
+        O(n + k m) for n layers, k partitions and m micro-batches.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=4)
+        >>> plan = evaluate(profile, [3, 1], checkpoint=["always", "never"], schedule="1f1b")
+        >>> plan.makespan, plan.lower_bound, plan.recomputed
+        (96.0, 96.0, (4, 0))
+    """
+    bounds = _bounds_of(balance, profile.n_layers)
+    n_partitions = len(bounds) - 1
+    chunks = profile.chunks if chunks is None else check_count("chunks", chunks)
+    modes = modes_of(checkpoint, n_partitions)
+    check_schedule(schedule)
+    inside = schedule != "gpipe" if loss_inside is None else bool(loss_inside)
+    if not inside and schedule != "gpipe":
+        raise BalanceError(
+            f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
+            "loss_inside=False (expected loss_inside=True: a micro-batch goes back before the last "
+            "one has come out).\nFix: loss_inside=None."
+        )
+    makespan = _makespan(profile, bounds, chunks, modes, schedule)
+    equal = equal_split(profile.n_layers, n_partitions)
+    plan = assemble(
+        profile,
+        bounds,
+        chunks=chunks,
+        checkpoint=checkpoint if isinstance(checkpoint, str) else modes,
+        schedule=schedule,
+        loss_inside=inside,
+        objective="makespan",
+        value=makespan,
+        lower_bound=0.0,
+        status="feasible",
+        method="given",
+        makespan=makespan,
+        equal_split_value=_makespan(profile, equal, chunks, modes, schedule),
+        shared_memory=shared_memory,
+    )
+    # Added up in another order the bound may be higher by a rounding error.
+    return replace(plan, lower_bound=min(makespan, _least_makespan(plan)))
+
+
+def _makespan(
+    profile: Profile,
+    bounds: Sequence[int],
+    chunks: int,
+    modes: Sequence[CheckpointMode],
+    schedule: str,
+) -> float:
+    n_partitions = len(bounds) - 1
+    if schedule == "gpipe" and len(set(modes)) == 1:
+        return float(problem_of(profile, n_partitions, chunks, modes[0]).makespan(bounds))
+    order = make_schedule(schedule, n_partitions, chunks, modes)
+    return place(order, durations(profile, bounds)).makespan
+
+
+def _least_makespan(plan: Plan) -> float:
+    """Bound the makespan from below, whatever the order of the plan's actions.
+
+    The first micro-batch reaches a partition through the forwards of those before it, and the
+    partition's last backward is followed by theirs.
+    """
+    around = 0.0
+    least = 0.0
+    for part, recomputed in zip(plan.partitions, plan.recomputed, strict=True):
+        both = part.forward_time + part.backward_time
+        least = max(least, around + plan.chunks * both + recomputed * part.recompute_time)
+        around += both
+    return least
+
+
+def _bounds_of(balance: Iterable[int], n_layers: int) -> tuple[int, ...]:
+    sizes = [check_count(f"balance[{j}]", size) for j, size in enumerate(balance)]
+    if sum(sizes) != n_layers:
+        n_partitions = min(max(1, len(sizes)), n_layers)
+        fits = [end - start for start, end in pairwise(equal_split(n_layers, n_partitions))]
+        raise BalanceError(
+            f"balance does not fit the profile: sum(balance)={sum(sizes)} (expected {n_layers}, "
+            f"the number of layers).\nFix: such as balance={fits}."
+        )
+    return to_bounds(sizes)

@@ -1,0 +1,108 @@
+"""Numbers that a problem is posed with, made plain or refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+
+import numpy as np
+
+from gpipebal.errors import BalanceError
+
+__all__ = ["check_bytes", "check_times", "largest_denominator", "plain_number", "scaled"]
+
+
+def plain_number(value: object) -> float:
+    """Return a number of any kind, such as numpy's, as an int or a float; NaN if it is none.
+
+    Example:
+        >>> plain_number(True), plain_number(3)
+        (nan, 3)
+    """
+    if type(value) is float or type(value) is int:
+        return value
+    # A bool is an Integral but no time.
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    return math.nan
+
+
+def check_times(name: str, values: Sequence[float], what: str = "layer") -> tuple[float, ...]:
+    """Return times as plain ints and floats, or say which layer has none.
+
+    Raises:
+        BalanceError: a time that is negative, infinite, NaN or no number.
+    """
+    times = tuple(values)
+    kinds = set(map(type, times))
+    if not kinds <= {int, float}:
+        times = tuple(map(plain_number, times))
+    # `min` and `max` let a NaN pass or not depending on its place; a sum never does.
+    if times and not (min(times) >= 0 and max(times) < math.inf and not _has_nan(times, kinds)):
+        k = next(k for k, time in enumerate(times) if not 0 <= time < math.inf)
+        raise BalanceError(
+            f"{name} time of {what} {k} is not a time: {name}[{k}]={values[k]!r} "
+            "(expected a finite number, 0 or more).\n"
+            f"Fix: measure that {what} again, or give 0 if it costs nothing."
+        )
+    return times
+
+
+def largest_denominator(times: Sequence[float]) -> int:
+    """Find the power of two that makes all times whole numbers.
+
+    Example:
+        >>> largest_denominator([0.5, 0.375, 3])
+        8
+    """
+    floats = {time for time in times if type(time) is float}
+    if not floats:
+        return 1
+    # A float is an odd number times a power of two; the smallest such power decides.
+    parts, exponents = np.frexp(np.fromiter(floats, dtype=np.float64, count=len(floats)))
+    wholes = (parts * 2.0**53).astype(np.int64)
+    # The lowest bit that is set, and its place; of 0 there is none, and 0 is whole.
+    lowest = np.where(wholes != 0, wholes & -wholes, 1).astype(np.float64)
+    places = np.frexp(lowest)[1] - 1
+    needed = np.where(wholes != 0, 53 - exponents - places, 0)
+    return 1 << max(int(needed.max()), 0)
+
+
+def scaled(times: Sequence[float], scale: int) -> Iterable[int]:
+    """Multiply times by a power of two that makes them whole numbers.
+
+    Example:
+        >>> list(scaled([0.5, 0.375, 3], 8))
+        [4, 3, 24]
+    """
+    if scale == 1:
+        return map(int, times)
+    kinds = set(map(type, times))
+    # Multiplying a float by a power of two is exact if the result is a float at all.
+    if kinds == {float} and scale <= 2**1000 and max(times) <= sys.float_info.max / scale:
+        return map(int, map(float(scale).__mul__, times))
+    ratios = (time.as_integer_ratio() for time in times)
+    return (top * (scale // low) for top, low in ratios)
+
+
+def check_bytes(name: str, value: object) -> int:
+    """Return a number of bytes as an int.
+
+    Raises:
+        BalanceError: it is negative, or no whole number.
+    """
+    number = plain_number(value)
+    if not (0 <= number < math.inf and number == int(number)):
+        raise BalanceError(
+            f"{name} is not a number of bytes: {name}={value!r} (expected an int of 0 or more).\n"
+            f"Fix: {name}={2**30} for a GiB, or None for no limit."
+        )
+    return int(number)
+
+
+def _has_nan(times: tuple[float, ...], kinds: set[type]) -> bool:
+    return kinds != {int} and any(map(math.isnan, times))

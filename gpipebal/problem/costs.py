@@ -1,0 +1,182 @@
+"""What partitions cost when devices differ, handing over takes time, or modes do.
+
+The formulas are those of `Problem.makespan` with more machines: every link that overlaps the
+computation is one. All numbers are scaled integers, so that sums and comparisons are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem.checks import largest_denominator
+from gpipebal.schedule import CheckpointMode, modes_of
+
+if TYPE_CHECKING:
+    from gpipebal.problem.problem import Problem
+
+__all__ = ["Costs", "ExactTimes", "LayerSums", "denominators"]
+
+
+class LayerSums(NamedTuple):
+    """Prefix sums of the layers' scaled times on one type of device."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    recompute: tuple[int, ...]
+
+
+class ExactTimes(NamedTuple):
+    """Scaled times of one partition, with the copies that keep its device busy.
+
+    `again` is the recompute of all micro-batches but the last, `early` that of the last one.
+    """
+
+    forward: int
+    backward: int
+    again: int
+    early: int
+
+
+class Costs:
+    """The exact costs of a problem's partitions.
+
+    Attributes:
+        types: Prefix sums for each type of device.
+        type_of: The type of each device.
+        send: Scaled time to hand on at each place from 0 to the number of layers; 0 at both ends.
+        give_back: The same for the gradient.
+        overlaps: Whether copies run beside the computation.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        kinds: dict[object, int] = {}
+        self.types: list[LayerSums] = []
+        self.type_of: list[int] = []
+        for device in problem.devices or ():
+            key = (device.slowness, device.times)
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                times = device.times or (problem.forward, problem.backward, problem.recompute)
+                self.types.append(LayerSums(*(self._sums(t, device.slowness) for t in times)))
+            self.type_of.append(kinds[key])
+        if problem.devices is None:
+            times = (problem.forward, problem.backward, problem.recompute)
+            self.types.append(LayerSums(*(self._sums(t, 1) for t in times)))
+            self.type_of = [0] * problem.n_partitions
+        links = problem.links
+        self.overlaps = links is not None and links.overlaps
+        nothing = (0,) * (problem.n_layers - 1)
+        self.send = self._scaled(nothing if links is None else links.forward)
+        self.give_back = self._scaled(nothing if links is None else links.backward)
+
+    def _sums(self, times: Sequence[float], slowness: float) -> tuple[int, ...]:
+        factor, below = slowness.as_integer_ratio()
+        scale = self._problem.scale
+        ratios = (time.as_integer_ratio() for time in times)
+        return tuple(
+            accumulate((top * factor * (scale // (low * below)) for top, low in ratios), initial=0)
+        )
+
+    def _scaled(self, times: Sequence[float]) -> tuple[int, ...]:
+        scale = self._problem.scale
+        ratios = (time.as_integer_ratio() for time in times)
+        return (0, *(top * (scale // low) for top, low in ratios), 0)
+
+    def modes(self, modes: Sequence[CheckpointMode] | None) -> tuple[CheckpointMode, ...]:
+        """Return the mode of each partition: those given, or the problem's.
+
+        Raises:
+            BalanceError: the problem leaves the modes open, and none are given.
+        """
+        problem = self._problem
+        if modes is not None:
+            return modes_of(tuple(modes), problem.n_partitions)
+        if problem.checkpoint == "auto":
+            raise BalanceError(
+                "checkpoint modes of the partitions are not known: modes=None (expected one mode "
+                "per partition where checkpoint='auto').\n"
+                "Fix: modes=split(problem).modes, or checkpoint='except_last'."
+            )
+        return modes_of(problem.checkpoint, problem.n_partitions)
+
+    def parts(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> list[ExactTimes]:
+        """Add up the times of every partition.
+
+        Args:
+            bounds: A split.
+            modes: Mode of each partition; None: the problem's.
+            order: Device of each partition, as an index into the problem's; None: in order.
+        """
+        parts = []
+        of_modes = self.modes(modes)
+        repeated = self._problem.chunks > 1
+        for j, (start, end) in enumerate(pairwise(bounds)):
+            sums = self.types[self.type_of[j if order is None else order[j]]]
+            forward, backward, recompute = (column[end] - column[start] for column in sums)
+            if not self.overlaps:
+                forward += self.send[start] + self.send[end]
+                backward += self.give_back[start] + self.give_back[end]
+            again = recompute if of_modes[j] != "never" and repeated else 0
+            early = recompute if of_modes[j] == "always" else 0
+            parts.append(ExactTimes(forward, backward, again, early))
+        return parts
+
+    def makespan(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> int:
+        """Return the makespan as a scaled integer; see `Problem.makespan`."""
+        repeats = self._problem.chunks - 1
+        once = slowest_forward = slowest_backward = longest = 0
+        for start, part in zip(bounds, self.parts(bounds, modes, order), strict=False):
+            if self.overlaps:
+                # The link to a partition is one more machine, on the way there and back.
+                once += self.send[start] + self.give_back[start]
+                slowest_forward = max(slowest_forward, self.send[start])
+                slowest_backward = max(slowest_backward, self.give_back[start])
+            once += part.forward + part.backward
+            slowest_forward = max(slowest_forward, part.forward)
+            slowest_backward = max(slowest_backward, part.backward + part.again)
+            repeated = repeats * (slowest_forward + slowest_backward)
+            longest = max(longest, once + part.early + repeated)
+        return longest
+
+    def bottleneck(
+        self,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> int:
+        """Return the bottleneck as a scaled integer; see `Problem.bottleneck`."""
+        parts = self.parts(bounds, modes, order)
+        loads = [part.forward + part.backward + max(part.again, part.early) for part in parts]
+        if self.overlaps:
+            loads += [self.send[cut] + self.give_back[cut] for cut in bounds[1:-1]]
+        return max(loads)
+
+
+def denominators(problem: Problem) -> int:
+    """Find the power of two that makes all times of a problem integers, on every device."""
+    columns = [problem.forward, problem.backward, problem.recompute]
+    scale = _denominator(columns)
+    for device in problem.devices or ():
+        own = scale if device.times is None else _denominator(device.times)
+        scale = max(scale, own * device.slowness.as_integer_ratio()[1])
+    if problem.links is not None:
+        scale = max(scale, _denominator((problem.links.forward, problem.links.backward)))
+    return scale
+
+
+def _denominator(columns: Sequence[Sequence[float]]) -> int:
+    return max(map(largest_denominator, columns))

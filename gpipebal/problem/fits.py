@@ -1,0 +1,88 @@
+"""Whether the parts of a problem fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpipebal.errors import BalanceError
+
+if TYPE_CHECKING:
+    from gpipebal.problem.problem import Problem
+
+__all__ = ["check_lengths", "check_parts"]
+
+
+def check_lengths(problem: Problem) -> None:
+    """Refuse a chain without layers, with times missing, or with too few layers.
+
+    Raises:
+        BalanceError: it is one.
+    """
+    n_layers = problem.n_layers
+    if not n_layers:
+        raise BalanceError(
+            "chain has no layers: len(forward)=0 (expected 1 or more).\n"
+            "Fix: give the forward, backward and recompute time of at least one layer."
+        )
+    for name in ("backward", "recompute"):
+        if len(getattr(problem, name)) != n_layers:
+            raise BalanceError(
+                f"{name} and forward differ in length: len({name})="
+                f"{len(getattr(problem, name))} (expected len(forward)={n_layers}).\n"
+                f"Fix: give {n_layers} {name} times, 0 for a layer that has none."
+            )
+    if problem.n_partitions > n_layers:
+        raise BalanceError(
+            f"chain has fewer layers than partitions: n_partitions={problem.n_partitions} "
+            f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
+            f"Fix: n_partitions={n_layers}, or open nested layers so that there are more."
+        )
+
+
+def check_parts(problem: Problem) -> None:
+    """Refuse devices, links, memory or rules that do not fit the chain.
+
+    Raises:
+        BalanceError: there are some.
+    """
+    n_layers, n_partitions = problem.n_layers, problem.n_partitions
+    if problem.devices is not None:
+        if len(problem.devices) != n_partitions:
+            raise BalanceError(
+                f"devices and partitions differ in number: len(devices)={len(problem.devices)} "
+                f"(expected n_partitions={n_partitions}).\n"
+                "Fix: one device per partition, or devices=None."
+            )
+        for j, device in enumerate(problem.devices):
+            for column in device.times or ():
+                _check_length(f"times of devices[{j}]", column, n_layers, "layer")
+        limited = [j for j, d in enumerate(problem.devices) if d.memory_limit is not None]
+        if limited and problem.memory is None:
+            raise BalanceError(
+                f"devices limit a memory that is not known: memory=None (expected a Memory, since "
+                f"devices[{limited[0]}].memory_limit="
+                f"{problem.devices[limited[0]].memory_limit}).\n"
+                "Fix: memory=layer_memory(...), or no memory_limit."
+            )
+    if problem.any_order and problem.devices is None:
+        raise BalanceError(
+            "devices may change places, but there are none: devices=None (expected one per "
+            "partition where any_order=True).\nFix: any_order=False, or give devices."
+        )
+    if problem.links is not None:
+        for name in ("forward", "backward"):
+            column = getattr(problem.links, name)
+            _check_length(f"{name} times of links", column, n_layers - 1, "cut")
+    if problem.memory is not None:
+        problem.memory.labels(n_partitions)
+    if problem.rules is not None:
+        problem.rules.check(n_layers, n_partitions)
+
+
+def _check_length(name: str, column: Sequence[float], length: int, what: str) -> None:
+    if len(column) != length:
+        raise BalanceError(
+            f"{name} are too many or too few: {len(column)} (expected {length}, one per {what}).\n"
+            f"Fix: give {length} of them, 0 for a {what} that costs nothing."
+        )

@@ -1,0 +1,157 @@
+"""How much memory a partition needs, as solvers ask for it.
+
+The true need of a run of layers is a union of storages walked through a backward: it is no sum
+over layers, and it may even shrink when the run gets longer (a partition is charged for the
+gradient of its output, and the next layer's output may be smaller). With checkpoints it has a
+term in its first layer, ``(chunks - 1) * input``, so that a shorter run may need more. Solvers
+therefore assume nothing about it: they ask for all runs from a given first layer, and take the
+ones that fit, be they an interval or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem.checks import check_bytes
+from gpipebal.schedule import CheckpointMode, check_count
+
+__all__ = ["Memory", "layer_memory"]
+
+#: Peaks of the runs that begin at a layer, in a partition, under a mode: run by run, one layer
+#: longer each. It may stop early: runs that it does not tell about fit no device.
+Rows = Callable[[int, int, CheckpointMode], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted peak memory of every run of layers.
+
+    Attributes:
+        rows: Called as ``rows(first, partition, mode)``; returns the peak bytes of the runs of 1,
+            2, 3, ... layers that begin with layer `first`. Solvers call it once for each first
+            layer, mode, and kind of partition, so n_layers times 2 or 6 in all; one that adds
+            layer after layer serves best.
+        alike: Which partitions have the same rows: ``'all'``; ``'between'``, all but the first and
+            the last, which receive from and hand to the caller; or a label for each partition.
+
+    Example:
+        >>> memory = Memory.from_peaks(lambda first, end, partition, mode: 10 * (end - first), 3)
+        >>> list(memory.rows(1, 0, "never"))
+        [10, 20]
+    """
+
+    rows: Rows
+    alike: tuple[int, ...] | Literal["all", "between"] = "between"
+
+    @classmethod
+    def from_peaks(
+        cls,
+        peak: Callable[[int, int, int, CheckpointMode], int],
+        n_layers: int,
+        alike: tuple[int, ...] | Literal["all", "between"] = "between",
+    ) -> Memory:
+        """Ask a function about one run at a time.
+
+        Args:
+            peak: Called as ``peak(first, end, partition, mode)``, with `end` one past the last
+                layer. It is called for all runs: N (N + 1) / 2 times for each mode and label.
+            n_layers: Number of layers.
+            alike: See `Memory`.
+        """
+
+        def rows(first: int, partition: int, mode: CheckpointMode) -> list[int]:
+            return [peak(first, end, partition, mode) for end in range(first + 1, n_layers + 1)]
+
+        return cls(rows, alike)
+
+    def labels(self, n_partitions: int) -> tuple[int, ...]:
+        """Return a label for each partition.
+
+        Raises:
+            BalanceError: there are too many or too few.
+
+        Example:
+            >>> Memory(lambda first, partition, mode: [0]).labels(4)
+            (0, 1, 1, 3)
+        """
+        if self.alike == "all":
+            return (0,) * n_partitions
+        if self.alike == "between":
+            last = n_partitions - 1
+            return tuple(j if j in (0, last) else 1 for j in range(n_partitions))
+        if len(self.alike) != n_partitions:
+            raise BalanceError(
+                f"memory has labels for another number of partitions: len(alike)="
+                f"{len(self.alike)} (expected n_partitions={n_partitions}).\n"
+                "Fix: alike='between', or one label per partition."
+            )
+        return tuple(self.alike)
+
+
+def layer_memory(
+    fixed: Sequence[int],
+    saved: Sequence[int],
+    inputs: Sequence[int],
+    *,
+    chunks: int,
+    transient: Sequence[int] | None = None,
+) -> Memory:
+    """Predict peak memory from sums over layers.
+
+    A run needs the sum of `fixed`, the largest `transient`, and for its activations::
+
+        never                 chunks * sum of saved
+        except_last, always   (chunks - 1) * inputs[first] + sum of saved
+
+    Args:
+        fixed: Bytes of each layer's parameters, gradients, optimizer state and buffers.
+        saved: Bytes that each layer keeps for its backward, for one micro-batch.
+        inputs: Bytes of what each layer receives, for one micro-batch: the partition's input, if
+            it is its first layer.
+        chunks: Number of micro-batches.
+        transient: Bytes that each layer needs for a moment; None: none.
+
+    Raises:
+        BalanceError: a number that is not one of bytes, or lists of different lengths.
+
+    Source:
+        Huang et al., "GPipe", NeurIPS 2019, section 2.1, has the orders of magnitude. Differs:
+        exact for layers that share no storages; `gpipebal.memory` tells what they share.
+
+    Example:
+        >>> memory = layer_memory([5, 5], [100, 10], [8, 50], chunks=4)
+        >>> memory.rows(0, 0, "never"), memory.rows(0, 0, "except_last")
+        (array([405, 450]), array([129, 144]))
+    """
+    columns = {"fixed": fixed, "saved": saved, "inputs": inputs}
+    columns["transient"] = [0] * len(fixed) if transient is None else transient
+    n_layers, chunks = len(fixed), check_count("chunks", chunks)
+    for name, column in columns.items():
+        if len(column) != n_layers:
+            raise BalanceError(
+                f"{name} and fixed differ in length: len({name})={len(column)} (expected "
+                f"{n_layers}, one per layer).\nFix: give 0 for a layer that has none."
+            )
+    table = [
+        [check_bytes(f"{name}[{k}]", n) for k, n in enumerate(column)]
+        for name, column in columns.items()
+    ]
+    sums = [np.array(list(accumulate(column, initial=0)), dtype=object) for column in table[:2]]
+    largest = max(sums[0][-1] + chunks * (sums[1][-1] + max(table[2], default=0)), 1)
+    kind = np.int64 if largest + max(table[3], default=0) < 2**62 else object
+    fixed_sums, saved_sums = (column.astype(kind) for column in sums)
+    moments = np.array(table[3], dtype=kind)
+
+    def rows(first: int, partition: int, mode: CheckpointMode) -> Sequence[int]:
+        graphs = saved_sums[first + 1 :] - saved_sums[first]
+        held = chunks * graphs if mode == "never" else graphs + (chunks - 1) * table[2][first]
+        need = fixed_sums[first + 1 :] - fixed_sums[first] + held
+        return need + np.maximum.accumulate(moments[first:])
+
+    return Memory(rows, alike="all")

@@ -1,0 +1,208 @@
+"""The parts of a problem beside the layers' times: devices, links, and rules about cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem.checks import check_bytes, check_times, plain_number
+
+__all__ = ["Device", "Links", "Rules"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that runs one partition.
+
+    Devices of equal `slowness` and times are of one type; solvers take as long as there are types.
+
+    Attributes:
+        slowness: How much longer than in the problem every layer takes here: 2 on a device of
+            half the speed. More than 0. Kept as it is given, so that costs stay exact: a float
+            such as 1 / 3 is taken as that float.
+        memory_limit: Bytes that the partition may need, what is kept in reserve already taken
+            off; None for no limit.
+        forward: Forward time of each layer on this device, before `slowness`; None: the problem's.
+        backward: The same for the backward.
+        recompute: The same for the recompute.
+
+    Raises:
+        BalanceError: a slowness or a limit that is none, or times of some kinds only.
+
+    Example:
+        >>> Device(slowness=1.5, memory_limit=16 * 2**30).slowness
+        1.5
+    """
+
+    slowness: float = 1
+    memory_limit: int | None = None
+    forward: Sequence[float] | None = None
+    backward: Sequence[float] | None = None
+    recompute: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        slowness = plain_number(self.slowness)
+        if not 0 < slowness < math.inf:
+            raise BalanceError(
+                f"slowness of a device is not a factor: slowness={self.slowness!r} (expected a "
+                "finite number above 0).\nFix: slowness=1 for a device as fast as the profile's."
+            )
+        object.__setattr__(self, "slowness", slowness)
+        if self.memory_limit is not None:
+            object.__setattr__(self, "memory_limit", check_bytes("memory_limit", self.memory_limit))
+        columns = [name for name in _COLUMNS if getattr(self, name) is not None]
+        if columns and len(columns) < len(_COLUMNS):
+            missing = next(name for name in _COLUMNS if name not in columns)
+            raise BalanceError(
+                f"times of a device are incomplete: {missing}=None (expected forward, backward and "
+                "recompute, or none of them).\nFix: give all three, or use slowness."
+            )
+        for name in columns:
+            object.__setattr__(self, name, check_times(name, getattr(self, name)))
+
+    @property
+    def times(self) -> tuple[Sequence[float], Sequence[float], Sequence[float]] | None:
+        """Forward, backward and recompute times of its own; None: the problem's."""
+        if self.forward is None or self.backward is None or self.recompute is None:
+            return None
+        return self.forward, self.backward, self.recompute
+
+
+_COLUMNS = ("forward", "backward", "recompute")
+
+
+@dataclass(frozen=True)
+class Links:
+    """What it takes to hand one micro-batch from one partition to the next.
+
+    Entry ``p - 1`` belongs to the cut before layer ``p``: there is one fewer than layers. What
+    skip connections carry across a cut is part of it.
+
+    Attributes:
+        forward: Time to hand on what crosses each cut.
+        backward: Time to hand back its gradient.
+        overlaps: Whether copies run beside the computation. If they do, every cut is a machine of
+            its own: it takes one copy at a time, and micro-batches queue for it as they do for a
+            device. If they do not, each copy keeps the sender busy, and then the receiver: it is
+            added to the times of both, as where data passes through the host's memory.
+
+    Raises:
+        BalanceError: a time that is negative, infinite, or no number.
+
+    Example:
+        >>> Links.from_bytes([100, 300, 200], bandwidth=100.0, latency=0.5).forward
+        (1.5, 3.5, 2.5)
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            object.__setattr__(self, name, check_times(name, getattr(self, name), "cut"))
+
+    @classmethod
+    def from_bytes(
+        cls,
+        sent: Sequence[int],
+        returned: Sequence[int] | None = None,
+        *,
+        bandwidth: float,
+        latency: float = 0.0,
+        overlaps: bool = True,
+    ) -> Links:
+        """Make links of one kind from what crosses each cut.
+
+        Args:
+            sent: Bytes of one micro-batch that cross each cut forwards.
+            returned: Bytes of gradients that cross it backwards; None: as many.
+            bandwidth: Bytes per unit of time, more than 0.
+            latency: Time that a copy takes whatever its size. A cut that nothing crosses costs
+                nothing.
+            overlaps: See `Links`.
+
+        Raises:
+            BalanceError: a bandwidth or a latency that is none.
+        """
+        if not plain_number(bandwidth) > 0:
+            raise BalanceError(
+                f"bandwidth is not above 0: bandwidth={bandwidth!r} (expected bytes per second).\n"
+                "Fix: bandwidth=math.inf for links that cost their latency only."
+            )
+        (delay,) = check_times("latency", [latency], "link")
+
+        def times(n_bytes: Sequence[int]) -> list[float]:
+            return [delay + n / bandwidth if n else 0.0 for n in n_bytes]
+
+        return cls(times(sent), times(sent if returned is None else returned), overlaps)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Where cuts may not be, and which layers belong where.
+
+    Attributes:
+        no_cut: Layers that stay with the layer before them: no partition begins there.
+        keep_together: Pairs of layers, first and last, that one partition holds, with all
+            between: layers that share a parameter, say.
+        pin: The partition of each pinned layer.
+        max_layers: Most layers of a partition; None for no limit.
+
+    Example:
+        >>> Rules(no_cut=[3], keep_together=[(5, 7)]).uncut
+        frozenset({3, 6, 7})
+    """
+
+    no_cut: Iterable[int] = ()
+    keep_together: Iterable[tuple[int, int]] = ()
+    pin: Mapping[int, int] | Iterable[tuple[int, int]] = ()
+    max_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        pairs = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
+        together = (tuple(pair) for pair in self.keep_together)
+        object.__setattr__(self, "no_cut", tuple(sorted(set(self.no_cut))))
+        object.__setattr__(self, "keep_together", tuple(sorted(together)))
+        object.__setattr__(self, "pin", tuple(sorted(tuple(pair) for pair in pairs)))
+
+    @property
+    def pinned(self) -> tuple[tuple[int, int], ...]:
+        """Layer and partition of each pinned layer."""
+        return tuple(self.pin.items() if isinstance(self.pin, Mapping) else self.pin)
+
+    @property
+    def uncut(self) -> frozenset[int]:
+        """Layers before which there is no cut."""
+        between = (range(first + 1, last + 1) for first, last in self.keep_together)
+        return frozenset(self.no_cut).union(*between)
+
+    def check(self, n_layers: int, n_partitions: int) -> None:
+        """Refuse rules about layers or partitions that do not exist.
+
+        Raises:
+            BalanceError: there are some.
+        """
+        layers = [("no_cut", layer) for layer in self.no_cut]
+        layers += [("keep_together", layer) for pair in self.keep_together for layer in pair]
+        layers += [("pin", layer) for layer, _ in self.pinned]
+        for name, layer in layers:
+            if layer not in range(n_layers):
+                raise BalanceError(
+                    f"rule is about a layer that does not exist: {name} has layer={layer!r} "
+                    f"(expected 0 <= layer < {n_layers}).\nFix: count layers from 0."
+                )
+        for layer, partition in self.pinned:
+            if partition not in range(n_partitions):
+                raise BalanceError(
+                    f"layer {layer} is pinned to a partition that does not exist: "
+                    f"partition={partition!r} (expected 0 <= partition < {n_partitions}).\n"
+                    "Fix: count partitions from 0."
+                )
+        if self.max_layers is not None and self.max_layers < 1:
+            raise BalanceError(
+                f"max_layers is too small: max_layers={self.max_layers!r} (expected 1 or more).\n"
+                f"Fix: max_layers={-(-n_layers // n_partitions)}, which an equal split keeps."
+            )

@@ -1,0 +1,139 @@
+"""What no profile may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.errors import ProfileError
+from gpipebal.profile.layer import LayerProfile
+
+if TYPE_CHECKING:
+    from gpipebal.profile.profile import Profile
+
+__all__ = ["TEXT_FIELDS", "check_profile"]
+
+TEXT_FIELDS = ("name", "kind", "fingerprint")
+#: More micro-batches than this are a mistake, and their schedule would fill the memory.
+MOST_CHUNKS = 2**20
+
+
+def check_profile(profile: Profile) -> None:
+    """Verify the invariants of a profile.
+
+    Raises:
+        ProfileError: no layers, a count below 1, a time or size that is negative or not finite, a
+            storage or layer that does not exist, or another size that does not fit.
+    """
+    if not profile.layers:
+        raise ProfileError(
+            "profile has no layers: len(layers)=0 (expected 1 or more).\n"
+            "Fix: profile a module with at least one layer."
+        )
+    for name in ("rows", "mini_batch_rows", "chunks"):
+        least = 0 if name != "chunks" else 1
+        value = getattr(profile, name)
+        if not _is_quantity(value, whole=True) or value < least:
+            raise _bad_value("profile", name, value)
+    if profile.chunks > MOST_CHUNKS:
+        raise ProfileError(
+            f"profile has too many micro-batches: chunks={profile.chunks} (expected at most "
+            f"{MOST_CHUNKS}).\nFix: profile with fewer chunks."
+        )
+    threads = profile.provenance.get("threads")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise _bad_value("provenance", "threads", threads)
+    n_storages = len(profile.storages)
+    for index, n_bytes in enumerate(profile.storages):
+        if not _is_quantity(n_bytes, whole=True):
+            raise _bad_value("storage", str(index), n_bytes)
+    for layer in profile.layers:
+        _check_layer(layer, f"layer {layer.name!r}", n_storages)
+    for storage in profile.inputs:
+        _check_storage(storage, n_storages, "inputs")
+    _check_step(profile, n_storages)
+    for skip in profile.skips:
+        for index in (skip.source, skip.destination):
+            if type(index) is not int or not 0 <= index < profile.n_layers:
+                raise ProfileError(
+                    f"skip connection {skip.name!r} names a layer that does not exist: "
+                    f"layer={index!r} (expected 0..{profile.n_layers - 1}).\n"
+                    "Fix: profile the model again."
+                )
+        if skip.source > skip.destination:
+            raise ProfileError(
+                f"skip connection {skip.name!r} goes backwards: source={skip.source} (expected at "
+                f"most destination={skip.destination}).\nFix: profile the model again."
+            )
+        for storage in skip.storages:
+            _check_storage(storage, n_storages, f"skip connection {skip.name!r}")
+    _check_other_sizes(profile)
+
+
+def _check_other_sizes(profile: Profile) -> None:
+    rows = [other.rows for other in profile.other_sizes]
+    if sorted(set(rows)) != rows or profile.rows in rows:
+        raise ProfileError(
+            f"other sizes are not in order: rows={rows} beside {profile.rows} (expected ascending "
+            "numbers, each once, without the profile's own).\nFix: profile the model again."
+        )
+    for other in profile.other_sizes:
+        if other.names != profile.names or other.other_sizes:
+            raise ProfileError(
+                f"a profile at another size is of another chain: rows={other.rows} (expected the "
+                f"same {profile.n_layers} layers, and no other sizes of its own).\n"
+                "Fix: profile the model again."
+            )
+
+
+def _check_step(profile: Profile, n_storages: int) -> None:
+    step = profile.step
+    for name in ("gather_time", "optimizer_time"):
+        value = getattr(step, name)
+        if value is not None and not _is_quantity(value, whole=False):
+            raise _bad_value("step", name, value)
+    for name in ("loss", "whole_loss"):
+        loss = getattr(step, name)
+        if loss is not None:
+            _check_layer(loss, f"step.{name}", n_storages)
+    for storage in step.gathered:
+        _check_storage(storage, n_storages, "step.gathered")
+
+
+def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
+    for name, value in _quantities(layer):
+        whole = name == "flops" or name.endswith("_bytes")
+        if not _is_quantity(value, whole=whole):
+            raise _bad_value(where, name, value)
+    for storage in (*layer.saved, *layer.outputs):
+        _check_storage(storage, n_storages, where)
+
+
+def _quantities(layer: LayerProfile) -> list[tuple[str, Any]]:
+    skipped = (*TEXT_FIELDS, "saved", "outputs")
+    values = [(f, getattr(layer, f.name)) for f in fields(layer) if f.name not in skipped]
+    return [(f.name, v) for f, v in values if v is not None or f.default is not None]
+
+
+def _is_quantity(value: Any, *, whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int,) if whole else (int, float)):
+        return False
+    # An int beyond 63 bits is no number of bytes or seconds, and may be beyond a float too.
+    return 0 <= value < 2**63 and math.isfinite(value)
+
+
+def _check_storage(storage: Any, n_storages: int, where: str) -> None:
+    if type(storage) is not int or not 0 <= storage < n_storages:
+        raise ProfileError(
+            f"{where} names a storage that does not exist: storage={storage!r} "
+            f"(expected 0..{n_storages - 1}).\nFix: profile the model again."
+        )
+
+
+def _bad_value(where: str, name: str, value: Any) -> ProfileError:
+    kind = "a whole number of bytes" if name.endswith("_bytes") else "a finite number"
+    return ProfileError(
+        f"{where} has an impossible value: {name}={value!r} (expected {kind}, 0 or more).\n"
+        "Fix: correct the value, or profile the model again."
+    )

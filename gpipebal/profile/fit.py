@@ -1,0 +1,112 @@
+"""One cost at a number of rows that was not measured: lines through the measured sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["SURE", "TOLERANCE", "count_at", "fit_line", "interpolate", "time_at"]
+
+#: No measured time is taken to be surer than this, as a fraction of it.
+SURE = 0.01
+#: A fit is bad where it misses a time by more than its spread and more than this fraction of it.
+TOLERANCE = 0.03
+
+
+def time_at(points: Sequence[tuple[int, float, float]], rows: int) -> tuple[float, bool]:
+    """Return a time at these rows, and whether the fit was good.
+
+    Args:
+        points: Rows, seconds and spread of the measured sizes, in ascending order of rows.
+        rows: Rows to find the time at.
+
+    Example:
+        >>> time_at([(2, 3.0, 0.0), (4, 5.0, 0.0)], 6)
+        (7.0, True)
+        >>> time_at([(2, 1.0, 0.0), (4, 1.0, 0.0), (8, 9.0, 0.0)], 6)
+        (5.0, False)
+    """
+    times = {r: t for r, t, _ in points}
+    if rows in times:
+        return float(times[rows]), True
+    largest = max(times.values())
+    if len(points) > 1 and largest > 0:
+        # In a unit near the largest time, so that no square is too large or too small for a float;
+        # a power of two, so that nothing is rounded.
+        unit = math.ldexp(1.0, math.frexp(largest)[1])
+        scaled = [(r, t / unit, spread / unit) for r, t, spread in points]
+        overhead, slope = fit_line(
+            [(r, t, min(max(spread, SURE * t, 1e-3), 1e3) ** -2) for r, t, spread in scaled]
+        )
+        if all(
+            abs(overhead + slope * r - t) <= max(spread, TOLERANCE * t) for r, t, spread in scaled
+        ):
+            return (overhead + slope * rows) * unit, True
+    found = interpolate([(r, t) for r, t, _ in points], rows)
+    return float(found), len(points) == 1 or not largest
+
+
+def count_at(points: Sequence[tuple[int, int]], rows: int) -> int:
+    """Return bytes or operations at these rows: exact where they are a line, else rounded up."""
+    return math.ceil(interpolate(points, rows))
+
+
+def fit_line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
+    """Fit an overhead and a slope, neither negative, by weighted least squares.
+
+    Args:
+        points: Rows, seconds and weight of each size; two or more different numbers of rows.
+
+    Returns:
+        Overhead in seconds, and seconds per row.
+
+    Source:
+        Least squares with bounds in two unknowns: the optimum is the free one if that keeps the
+        bounds, else it is on the bound that the free one breaks (the sum of squares is convex).
+
+    Example:
+        >>> fit_line([(1, 3.0, 1.0), (2, 5.0, 1.0), (4, 9.0, 1.0)])
+        (1.0, 2.0)
+    """
+    total = math.fsum(w for _, _, w in points)
+    mean_rows = math.fsum(w * r for r, _, w in points) / total
+    mean_time = math.fsum(w * t for _, t, w in points) / total
+    around = math.fsum(w * (r - mean_rows) ** 2 for r, _, w in points)
+    slope = math.fsum(w * (r - mean_rows) * (t - mean_time) for r, t, w in points) / around
+    overhead = mean_time - slope * mean_rows
+    if slope < 0:
+        return mean_time, 0.0
+    if overhead < 0:
+        squares = math.fsum(w * r * r for r, _, w in points)
+        return 0.0, math.fsum(w * r * t for r, t, w in points) / squares
+    return overhead, slope
+
+
+def interpolate(points: Sequence[tuple[int, Any]], rows: int) -> Fraction:
+    """Interpolate linearly between points of ascending rows, exactly.
+
+    Beyond them the line through the two outermost goes on, but never falls as the rows grow, and
+    goes to zero at zero rows where it would be negative there. One point alone: in proportion.
+
+    Example:
+        >>> [int(interpolate([(2, 20), (4, 60)], rows)) for rows in (1, 2, 3, 4, 6)]
+        [10, 20, 40, 60, 100]
+    """
+    exact = [(r, Fraction(value)) for r, value in points]
+    if len(exact) == 1:
+        r, value = exact[0]
+        return value * rows / r if r else value
+    segments = list(pairwise(exact))
+    left, right = next((pair for pair in segments if rows <= pair[1][0]), segments[-1])
+    slope = (right[1] - left[1]) / (right[0] - left[0])
+    if left[0] <= rows <= right[0]:
+        return left[1] + slope * (rows - left[0])
+    slope = max(slope, Fraction(0))
+    if rows > right[0]:
+        return right[1] + slope * (rows - right[0])
+    if left[1] < slope * left[0]:
+        return left[1] * rows / left[0]
+    return left[1] - slope * (left[0] - rows)

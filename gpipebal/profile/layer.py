@@ -1,0 +1,117 @@
+"""The parts of a profile: a layer, a skip connection, and what a step costs beside the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LayerProfile", "SkipProfile", "StepTerms"]
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Costs of one layer, for one micro-batch of `Profile.rows` rows.
+
+    Attributes:
+        name: Name of the layer in its container.
+        kind: Name of its class.
+        forward_time: Median seconds of a forward that records the graph.
+        backward_time: Median seconds of a backward, without recompute.
+        recompute_time: Median seconds of a forward run again during the backward.
+        forward_spread: Interquartile range of the measured forwards, in seconds.
+        backward_spread: Interquartile range of the measured backwards, in seconds.
+        no_grad_forward_time: Median seconds of a forward without a graph, as a micro-batch that
+            is recomputed later has it; None: not known, take `forward_time`.
+        forward_host_time: Seconds that the host needs to launch the forward on a device that
+            works on its own; None: the host does the work itself.
+        backward_host_time: The same for the backward.
+        flops: Floating-point operations of the forward; None: not counted.
+        parameter_bytes: Bytes of parameters that no earlier layer holds.
+        gradient_bytes: Bytes of gradients that those parameters will have.
+        buffer_bytes: Bytes of buffers that no earlier layer holds.
+        optimizer_bytes: Bytes of optimizer state of its parameters; None if it is not known.
+        outputs: Storages (indices into `Profile.storages`) that the layer hands on.
+        saved: Storages that it keeps from its forward until its backward, without parameters
+            and buffers.
+        output_bytes: Bytes of the storages in `outputs`.
+        forward_peak_bytes: Largest memory during its forward beyond what was there at its
+            start, so with its outputs and what it saves.
+        no_grad_forward_peak_bytes: The same of a forward without a graph; None: not known, take
+            `forward_peak_bytes`.
+        backward_peak_bytes: Largest memory during its backward beyond what was there at its
+            start, so with the gradients that it makes.
+        accumulating_peak_bytes: The same of a backward that adds to gradients which exist
+            already; None: not known, take `backward_peak_bytes`.
+        fingerprint: Short hash of its class, options, and parameter shapes.
+    """
+
+    name: str
+    kind: str
+    forward_time: float
+    backward_time: float
+    recompute_time: float
+    forward_spread: float = 0.0
+    backward_spread: float = 0.0
+    no_grad_forward_time: float | None = None
+    forward_host_time: float | None = None
+    backward_host_time: float | None = None
+    flops: int | None = None
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    buffer_bytes: int = 0
+    optimizer_bytes: int | None = None
+    outputs: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+    output_bytes: int = 0
+    forward_peak_bytes: int = 0
+    no_grad_forward_peak_bytes: int | None = None
+    backward_peak_bytes: int = 0
+    accumulating_peak_bytes: int | None = None
+    fingerprint: str = ""
+
+    @property
+    def time(self) -> float:
+        """Forward plus backward, in seconds."""
+        return self.forward_time + self.backward_time
+
+
+@dataclass(frozen=True)
+class SkipProfile:
+    """A value that one layer stashes and a later one pops.
+
+    Attributes:
+        name: Name of the skip connection, with its namespace if that has one.
+        source: Index of the layer that stashes it.
+        destination: Index of the layer that pops it.
+        storages: Storages of its tensors (indices into `Profile.storages`).
+    """
+
+    name: str
+    source: int
+    destination: int
+    storages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """What a training step costs beside the layers; None: not measured.
+
+    Attributes:
+        gather_time: Seconds to join the outputs of all micro-batches of a mini-batch.
+        loss: The loss over one micro-batch, as `GPipe.step` computes it: a layer behind the last
+            one. Its `buffer_bytes` are the target's.
+        whole_loss: The loss over the gathered output of the mini-batch, as a caller computes it
+            behind ``pipe(x)``.
+        gathered: Storages of the gathered output (indices into `Profile.storages`).
+        optimizer_time: Seconds of the optimizer's step and of clearing the gradients.
+    """
+
+    gather_time: float | None = None
+    loss: LayerProfile | None = None
+    whole_loss: LayerProfile | None = None
+    gathered: tuple[int, ...] = ()
+    optimizer_time: float | None = None
+
+    @property
+    def loss_time(self) -> float | None:
+        """Seconds of the loss over the whole mini-batch, forward and backward."""
+        return None if self.whole_loss is None else self.whole_loss.time

@@ -1,0 +1,124 @@
+"""Whether a profile still fits a model: which layers have changed, gone, come or moved."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.errors import ModelError
+from gpipebal.profile.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from gpipebal.profile.profile import Profile
+
+__all__ = ["ProfileMatch", "match_profile"]
+
+
+@dataclass(frozen=True)
+class ProfileMatch:
+    """What differs between a profile and a model; true if nothing does.
+
+    Attributes:
+        n_layers: Layers of the profile.
+        changed: Names of layers whose class, options or parameters are others than profiled.
+        missing: Names of layers that were profiled and are not in the model.
+        added: Names of layers of the model that were not profiled.
+        moved: Names of layers that stand in another order than those beside them did.
+        unknown: Names of layers that the profile has no fingerprint of: they match by name only.
+    """
+
+    n_layers: int
+    changed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not (self.changed or self.missing or self.added or self.moved)
+
+    def __str__(self) -> str:
+        lines = [
+            f"layer {name!r} {what}"
+            for names, what in (
+                (self.changed, "has changed: another class, other options or parameters"),
+                (self.missing, "is missing: it was profiled, and the model has it no more"),
+                (self.added, "is new: the model has it, and it was not profiled"),
+                (self.moved, "has moved: it stands in another place of the chain"),
+            )
+            for name in names
+        ]
+        if not lines:
+            doubt = f", {len(self.unknown)} of them by name only" if self.unknown else ""
+            lines = [f"all {self.n_layers} layers match{doubt}"]
+        return "\n".join(lines)
+
+
+def match_profile(profile: Profile, module: Any) -> ProfileMatch:
+    """Compare the layers of a model with those that were profiled, by name and fingerprint.
+
+    Args:
+        profile: Costs of the layers, with the fingerprints that they had.
+        module: An `nn.Sequential` or a `GPipe` over one; its children are the layers.
+
+    Returns:
+        A `ProfileMatch`: true if the profile fits, else its text has one line per difference.
+
+    Raises:
+        ModelError: `module` has no children, as no `torch.nn.Module` lacks them.
+
+    Complexity:
+        O(n log n) for n modules and parameters.
+
+    Example:
+        >>> from torch import nn
+        >>> from gpipebal import profile_model
+        >>> import torch
+        >>> profile = profile_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4),
+        ...                         timeout=0)
+        >>> print(match_profile(profile, nn.Sequential(nn.Linear(4, 5), nn.ReLU())))
+        layer '0' has changed: another class, other options or parameters
+    """
+    children = getattr(module, "_modules", None)
+    if not isinstance(children, dict):
+        raise ModelError(
+            f"module is no module: type(module)={type(module).__name__} (expected nn.Sequential).\n"
+            "Fix: give the model that was profiled, an nn.Sequential of its layers."
+        )
+    layers = {name: layer for name, layer in children.items() if layer is not None}
+    profiled = {layer.name: layer.fingerprint for layer in profile.layers}
+    both = [name for name in layers if name in profiled]
+    place_of = {name: place for place, name in enumerate(profile.names)}
+    in_order = _longest_run_in_order([place_of[name] for name in both])
+    return ProfileMatch(
+        n_layers=profile.n_layers,
+        changed=tuple(
+            name for name in both if profiled[name] not in ("", fingerprint(layers[name]))
+        ),
+        missing=tuple(name for name in profile.names if name not in layers),
+        added=tuple(name for name in layers if name not in profiled),
+        moved=tuple(name for k, name in enumerate(both) if k not in in_order),
+        unknown=tuple(name for name in both if not profiled[name]),
+    )
+
+
+def _longest_run_in_order(places: list[int]) -> set[int]:
+    """Return the positions of a longest ascending subsequence: who moved is not in it."""
+    if places == sorted(places):
+        return set(range(len(places)))
+    # lowest[n]: the lowest place that an ascending subsequence of n + 1 places can end with.
+    lowest: list[int] = []
+    ends: list[int] = []
+    before: list[int] = []
+    for position, place in enumerate(places):
+        n = bisect_left(lowest, place)
+        before.append(ends[n - 1] if n else -1)
+        lowest[n : n + 1] = [place]
+        ends[n : n + 1] = [position]
+    found = set()
+    position = ends[-1] if ends else -1
+    while position >= 0:
+        found.add(position)
+        position = before[position]
+    return found

@@ -1,0 +1,264 @@
+"""Profile: what every layer of a chain costs, for one micro-batch, and how that was found out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.errors import ProfileError
+from gpipebal.files import read_noun, write_record
+from gpipebal.profile.checks import check_profile
+from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms
+from gpipebal.profile.match import ProfileMatch, match_profile
+from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
+from gpipebal.profile.sizes import at_rows
+from gpipebal.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Profile"]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of a chain of layers for one micro-batch, with provenance.
+
+    Attributes:
+        layers: One `LayerProfile` per layer, in the order of the chain.
+        storages: Bytes of every storage that `LayerProfile.saved` and `.outputs` name.
+        inputs: Storages of the chain's own input.
+        rows: Rows of the micro-batch that was measured.
+        mini_batch_rows: Rows of the sample, that is of the mini-batch.
+        chunks: Micro-batches that the sample was parted into.
+        step: Costs of a step beside the layers.
+        skips: Skip connections between layers.
+        other_sizes: The same chain measured at other numbers of rows, in ascending order; these
+            profiles have no other sizes themselves.
+        provenance: How it was measured: ``method``, ``device``, ``threads``, ``rounds``,
+            ``torch``, ``gpipebal``, ``date`` and more; JSON values.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    storages: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    rows: int = 1
+    mini_batch_rows: int = 1
+    chunks: int = 1
+    step: StepTerms = field(default_factory=StepTerms)
+    skips: tuple[SkipProfile, ...] = ()
+    other_sizes: tuple[Profile, ...] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_profile(self)
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers, in order."""
+        return tuple(layer.name for layer in self.layers)
+
+    @property
+    def threads(self) -> int | None:
+        """Intra-operation threads that the measurement had; None if it is not known."""
+        threads = self.provenance.get("threads")
+        return threads if isinstance(threads, int) else None
+
+    @classmethod
+    def from_costs(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float] | None = None,
+        *,
+        recompute: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        parameter_bytes: Sequence[int] | None = None,
+        saved_bytes: Sequence[int] | None = None,
+        output_bytes: Sequence[int] | None = None,
+        rows: int = 1,
+        chunks: int = 1,
+    ) -> Profile:
+        """Make a profile from given costs, for planning without a model.
+
+        Args:
+            forward: Seconds of each layer's forward, for one micro-batch.
+            backward: Seconds of each backward; None: twice the forward.
+            recompute: Seconds of each recompute; None: the same as the forward.
+            names: Names of the layers; None: their indices.
+            parameter_bytes: Bytes of each layer's parameters; None: 0. Gradients take as much.
+            saved_bytes: Bytes that each layer saves on its own; None: 0.
+            output_bytes: Bytes of each layer's output; None: 0.
+            rows: Rows of one micro-batch.
+            chunks: Micro-batches of a mini-batch.
+
+        Raises:
+            ProfileError: lengths that differ, or a cost that is negative or not finite.
+
+        Example:
+            >>> Profile.from_costs([1.0, 2.0]).layers[1].backward_time
+            4.0
+        """
+        backward = [2 * time for time in forward] if backward is None else backward
+        recompute = forward if recompute is None else recompute
+        names = [str(index) for index in range(len(forward))] if names is None else names
+        nothing = [0] * len(forward)
+        parameter_bytes = nothing if parameter_bytes is None else parameter_bytes
+        saved_bytes = nothing if saved_bytes is None else saved_bytes
+        output_bytes = nothing if output_bytes is None else output_bytes
+        columns = {
+            "backward": backward,
+            "recompute": recompute,
+            "names": names,
+            "parameter_bytes": parameter_bytes,
+            "saved_bytes": saved_bytes,
+            "output_bytes": output_bytes,
+        }
+        for name, column in columns.items():
+            if len(column) != len(forward):
+                raise ProfileError(
+                    f"costs have different lengths: len({name})={len(column)} "
+                    f"(expected {len(forward)}, as many as forward).\n"
+                    "Fix: give one value per layer."
+                )
+        layers = []
+        storages: list[int] = []
+        for index, name in enumerate(names):
+            storages += [saved_bytes[index], output_bytes[index]]
+            layers.append(
+                LayerProfile(
+                    name=name,
+                    kind="Layer",
+                    forward_time=forward[index],
+                    backward_time=backward[index],
+                    recompute_time=recompute[index],
+                    parameter_bytes=parameter_bytes[index],
+                    gradient_bytes=parameter_bytes[index],
+                    saved=(2 * index,),
+                    outputs=(2 * index + 1,),
+                    output_bytes=output_bytes[index],
+                    forward_peak_bytes=saved_bytes[index] + output_bytes[index],
+                    backward_peak_bytes=output_bytes[index - 1] if index else 0,
+                )
+            )
+        return cls(
+            layers=tuple(layers),
+            storages=tuple(storages),
+            rows=rows,
+            mini_batch_rows=rows * chunks,
+            chunks=chunks,
+            provenance={"method": "costs"},
+        )
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Add up the bytes of storages, each counted once."""
+        return sum(self.storages[index] for index in set(storages))
+
+    def at_rows(self, rows: int, *, mini_batch_rows: int | None = None) -> Profile:
+        """Say what the chain costs for micro-batches of another number of rows.
+
+        A measured size comes back as it was measured. Otherwise every time is an overhead plus so
+        much per row, fitted to all measured sizes, or interpolated where that fits badly; bytes
+        are exact where they are a line in the rows, else interpolated and rounded up. See
+        `gpipebal.profile.sizes` for what is bad, and for what lies beyond the measured sizes.
+
+        Args:
+            rows: Rows of a micro-batch, 1 or more.
+            mini_batch_rows: Rows of the mini-batch; None: those of this profile.
+
+        Returns:
+            A `Profile` without other sizes. Its chunks are as many as the mini-batch then has.
+            How it was made stands in ``provenance['at_rows']``: from which rows, whether beyond
+            them (``'extrapolated'``), and which layers were interpolated.
+
+        Raises:
+            ProfileError: a number of rows that is none.
+
+        Complexity:
+            O(n s) for n layers and storages, and s measured sizes.
+
+        Example:
+            >>> small = Profile.from_costs([3.0], output_bytes=[80], rows=2)
+            >>> large = Profile.from_costs([5.0], output_bytes=[160], rows=4)
+            >>> between = replace(small, other_sizes=(large,)).at_rows(3)
+            >>> between.layers[0].forward_time, between.layers[0].output_bytes
+            (4.0, 120)
+        """
+        return at_rows(self, rows, mini_batch_rows)
+
+    def matches(self, module: Any) -> ProfileMatch:
+        """Say whether the profile still fits a model; see `match_profile`."""
+        return match_profile(self, module)
+
+    def to_frame(self, *, all_sizes: bool = False) -> pd.DataFrame:
+        """Return one row per layer: times in seconds, sizes in bytes, one column each.
+
+        ``saved_bytes`` counts what the layer saves, on its own: the column does not add up to
+        the memory of a partition, because neighbours share storages.
+
+        Args:
+            all_sizes: Give every layer at every measured size, in ascending order of ``rows``.
+        """
+        import pandas as pd
+
+        sizes = [self]
+        if all_sizes:
+            sizes = sorted((self, *self.other_sizes), key=lambda size: size.rows)
+        lines = []
+        for size in sizes:
+            for index, layer in enumerate(size.layers):
+                line: dict[str, Any] = {"layer": index}
+                for item in fields(layer):
+                    if item.name not in ("saved", "outputs"):
+                        line[item.name] = getattr(layer, item.name)
+                line["saved_bytes"] = size.bytes_of(layer.saved)
+                line["rows"] = size.rows
+                lines.append(line)
+        return pd.DataFrame(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as JSON values."""
+        return record_of(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Profile:
+        """Read what `to_dict` returned.
+
+        Raises:
+            FileFormatError: a field is missing or unknown, or has a value it cannot have.
+        """
+        return parts_of(record, cls)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile to a JSON file, whole or not at all."""
+        write_record(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
+        """
+        return read_noun(path, FORMAT, VERSION, cls.from_dict)
+
+    def with_step(self, step: StepTerms) -> Profile:
+        """Return the same profile with other step terms."""
+        return replace(self, step=step)
+
+    def __str__(self) -> str:
+        forward = sum(layer.forward_time for layer in self.layers)
+        backward = sum(layer.backward_time for layer in self.layers)
+        parameters = sum(layer.parameter_bytes for layer in self.layers)
+        where = self.provenance.get("device", self.provenance.get("method", "given costs"))
+        return (
+            f"Profile of {self.n_layers} layers on {where}, micro-batch of {self.rows} rows: "
+            f"forward {format_seconds(forward)}, backward {format_seconds(backward)}, "
+            f"parameters {format_bytes(parameters)}"
+        )

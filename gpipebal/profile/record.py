@@ -1,0 +1,144 @@
+"""Profiles as JSON values.
+
+A record of version 1 (before the loss was a layer, and without skip connections and other sizes)
+is still read; what it does not tell is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gpipebal.errors import FileFormatError
+from gpipebal.files import text_of, tuple_of, without_header
+from gpipebal.profile.checks import TEXT_FIELDS
+from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms
+
+if TYPE_CHECKING:
+    from gpipebal.profile.profile import Profile
+
+__all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
+
+FORMAT = "gpipebal-profile"
+VERSION = 2
+
+_FIELDS = frozenset(
+    {
+        "chunks",
+        "inputs",
+        "layers",
+        "mini_batch_rows",
+        "other_sizes",
+        "provenance",
+        "rows",
+        "skips",
+        "step",
+        "storages",
+    }
+)
+
+_Profile = TypeVar("_Profile", bound="Profile")
+
+
+def record_of(profile: Profile) -> dict[str, Any]:
+    """Return a profile as JSON values."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rows": profile.rows,
+        "mini_batch_rows": profile.mini_batch_rows,
+        "chunks": profile.chunks,
+        "provenance": dict(profile.provenance),
+        "step": asdict(profile.step),
+        "skips": [asdict(skip) for skip in profile.skips],
+        "inputs": list(profile.inputs),
+        "storages": list(profile.storages),
+        "layers": [asdict(layer) for layer in profile.layers],
+        "other_sizes": [record_of(other) for other in profile.other_sizes],
+    }
+
+
+def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) -> _Profile:
+    """Make a profile of what `record_of` returned.
+
+    Raises:
+        FileFormatError: a field is missing or unknown, or has a value it cannot have.
+    """
+    try:
+        content = without_header(record, FORMAT, VERSION)
+        if record.get("version") == 1:
+            content = _of_version_1(content)
+        _check_fields("a profile", content, _FIELDS)
+        step = _fields_of(content["step"], "step")
+        _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
+        for name in ("loss", "whole_loss"):
+            if step[name] is not None:
+                step[name] = _layer(step[name])
+        step["gathered"] = tuple_of(step["gathered"], "gathered")
+        others = tuple_of(content["other_sizes"], "other_sizes")
+        if depth and others:
+            raise TypeError("a profile at another number of rows has other sizes itself")
+        return kind(
+            layers=tuple(_layer(layer) for layer in tuple_of(content["layers"], "layers")),
+            storages=tuple_of(content["storages"], "storages"),
+            inputs=tuple_of(content["inputs"], "inputs"),
+            rows=content["rows"],
+            mini_batch_rows=content["mini_batch_rows"],
+            chunks=content["chunks"],
+            step=StepTerms(**step),
+            skips=tuple(_skip(skip) for skip in tuple_of(content["skips"], "skips")),
+            other_sizes=tuple(parts_of(other, kind, depth + 1) for other in others),
+            provenance=_fields_of(content["provenance"], "provenance"),
+        )
+    except FileFormatError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        raise FileFormatError(
+            f"profile is damaged: {reason.splitlines()[0]}\nFix: profile the model again."
+        ) from error
+
+
+def _check_fields(where: str, found: Mapping[str, Any], expected: frozenset[str]) -> None:
+    for name in sorted(expected - set(found)):
+        raise KeyError(name)
+    for name in sorted(set(found) - expected):
+        raise TypeError(f"{where} has an unknown field: {name!r}")
+
+
+def _fields_of(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is no object of named values: {type(value).__name__}")
+    return dict(value)
+
+
+def _layer(record: Any) -> LayerProfile:
+    content = _fields_of(record, "a layer")
+    for name in ("saved", "outputs"):
+        content[name] = tuple_of(content[name], name)
+    for name in TEXT_FIELDS:
+        text_of(content.get(name, ""), name)
+    return LayerProfile(**content)
+
+
+def _skip(record: Any) -> SkipProfile:
+    content = _fields_of(record, "a skip connection")
+    text_of(content["name"], "name")
+    return SkipProfile(**{**content, "storages": tuple_of(content["storages"], "storages")})
+
+
+def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 1 up to date.
+
+    Its loss was one time and one peak, over the mini-batch, forward and backward together.
+    """
+    step = _fields_of(content["step"], "step")
+    loss_time, loss_bytes = step.pop("loss_time"), step.pop("loss_bytes")
+    loss = None
+    if loss_time is not None:
+        half = float(loss_time) / 2
+        peak = 0 if loss_bytes is None else loss_bytes
+        loss = asdict(LayerProfile("loss", "loss", half, half, 0.0, backward_peak_bytes=peak))
+    step = {**step, "loss": None, "whole_loss": loss, "gathered": ()}
+    return {**content, "step": step, "skips": (), "other_sizes": ()}

@@ -1,0 +1,244 @@
+"""Costs at any number of rows, from those that were measured.
+
+**Times.** Each is fitted as an overhead plus so much per row, neither negative, to all measured
+sizes. A size counts by how sure it is: the squared inverse of its spread, which is taken to be at
+least `fit.SURE` of the time. Where the fit misses a measured time by more than its spread and by
+more than `fit.TOLERANCE` of it, the time is no line in the rows (a kernel that changes with the
+size), and is interpolated between the measured sizes instead.
+
+**Bytes.** A size that is a line in the rows through all measured sizes is exact at every number
+of rows; any other is interpolated and rounded up. Storages keep their identity: the sets of the
+result are those of the measured sizes, which must be the same. A measured size whose sets are
+others than those of the size nearest to what is asked for (another algorithm was chosen there) is
+left out of the bytes, and named in the provenance.
+
+**Beyond the measured sizes** a fit goes on as it is, and interpolated values as `fit.interpolate`
+says. **One size alone** tells nothing of the overhead: all grows in proportion to the rows.
+
+**Terms of the mini-batch** (gather, the loss over it, the optimizer) do not go by the rows of a
+micro-batch: they are those of the profile, or in proportion to other rows of the mini-batch.
+
+What was done stands in ``provenance['at_rows']`` of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.errors import ProfileError
+from gpipebal.profile.fit import count_at, time_at
+from gpipebal.profile.layer import LayerProfile, StepTerms
+
+if TYPE_CHECKING:
+    from gpipebal.profile.profile import Profile
+
+__all__ = ["at_rows"]
+
+#: Times of a layer, and the field that tells how much each varied.
+_TIMES = {
+    "forward_time": "forward_spread",
+    "backward_time": "backward_spread",
+    "recompute_time": "forward_spread",
+    "no_grad_forward_time": "forward_spread",
+    "forward_host_time": "forward_spread",
+    "backward_host_time": "backward_spread",
+    "forward_spread": "forward_spread",
+    "backward_spread": "backward_spread",
+}
+#: Bytes and operations of a layer that go by the rows; parameters and what belongs to them do not.
+_COUNTS = (
+    "flops",
+    "output_bytes",
+    "forward_peak_bytes",
+    "no_grad_forward_peak_bytes",
+    "backward_peak_bytes",
+    "accumulating_peak_bytes",
+)
+#: A measured size of a layer: its rows, and what it costs.
+_Size = tuple[int, LayerProfile]
+
+
+def at_rows(profile: Profile, rows: int, mini_batch_rows: int | None = None) -> Profile:
+    """Say what the chain costs at another number of rows; see `Profile.at_rows`."""
+    check_rows("rows", rows)
+    of_mini_batch = profile.mini_batch_rows if mini_batch_rows is None else mini_batch_rows
+    if mini_batch_rows is not None:
+        check_rows("mini_batch_rows", mini_batch_rows)
+    if rows == profile.rows and of_mini_batch == profile.mini_batch_rows:
+        return profile
+    sizes = sorted((profile, *profile.other_sizes), key=lambda size: size.rows)
+    # Of two that are equally near the larger: its bytes are the safer guess.
+    nearest = min(sizes, key=lambda size: (abs(size.rows - rows), -size.rows))
+    made, about = (nearest, None) if nearest.rows == rows else _between(sizes, nearest, rows)
+    step, storages = _with_whole_terms(made, profile, of_mini_batch)
+    return replace(
+        made,
+        storages=storages,
+        rows=rows,
+        mini_batch_rows=of_mini_batch,
+        chunks=max(1, -(-of_mini_batch // rows)),
+        step=step,
+        other_sizes=(),
+        provenance={**nearest.provenance, **({"at_rows": about} if about else {})},
+    )
+
+
+def _between(
+    sizes: Sequence[Profile], nearest: Profile, rows: int
+) -> tuple[Profile, dict[str, Any]]:
+    """Return a profile at rows that were not measured, and how it was made."""
+    alike = [size for size in sizes if _sets(size) == _sets(nearest)]
+    bad_fits: list[str] = []
+    layers = [
+        _layer_at(
+            layer,
+            [(size.rows, size.layers[k]) for size in sizes],
+            [(size.rows, size.layers[k]) for size in alike],
+            rows,
+            bad_fits,
+        )
+        for k, layer in enumerate(nearest.layers)
+    ]
+    loss = nearest.step.loss
+    if loss is not None:
+        known = [(size.rows, size.step.loss) for size in sizes if size.step.loss is not None]
+        same = [(size.rows, size.step.loss) for size in alike if size.step.loss is not None]
+        target = count_at([(r, found.buffer_bytes) for r, found in same], rows)
+        loss = replace(_layer_at(loss, known, same, rows, bad_fits), buffer_bytes=target)
+    by_micro_batch = _named(nearest)
+    storages = [
+        count_at([(size.rows, size.storages[index]) for size in alike], rows)
+        if index in by_micro_batch
+        else n_bytes
+        for index, n_bytes in enumerate(nearest.storages)
+    ]
+    measured = [size.rows for size in sizes]
+    about = {
+        "rows": rows,
+        "from_rows": measured,
+        "method": "fit" if len(sizes) > 1 else "in proportion",
+        "extrapolated": not measured[0] <= rows <= measured[-1],
+        "interpolated": list(dict.fromkeys(bad_fits)),
+        "other_storages_at": [size.rows for size in sizes if size not in alike],
+    }
+    return replace(
+        nearest,
+        layers=tuple(layers),
+        storages=tuple(storages),
+        step=replace(nearest.step, loss=loss),
+    ), about
+
+
+def _layer_at(
+    nearest: LayerProfile,
+    sizes: Sequence[_Size],
+    alike: Sequence[_Size],
+    rows: int,
+    bad_fits: list[str],
+) -> LayerProfile:
+    """Return a layer at these rows.
+
+    Args:
+        nearest: The layer at the nearest measured size.
+        sizes: The layer at all measured sizes, in ascending order of rows.
+        alike: Those with the same storages as the nearest.
+        rows: Rows to find it at.
+        bad_fits: Gets its name if one of its times is no line in the rows.
+    """
+    found: dict[str, Any] = {}
+    for name, spread in _TIMES.items():
+        times = [(r, getattr(x, name), getattr(x, spread)) for r, x in sizes]
+        if any(time is None for _, time, _ in times):
+            found[name] = None
+            continue
+        found[name], good = time_at(times, rows)
+        if not good and not name.endswith("_spread"):
+            bad_fits.append(nearest.name)
+    for name in _COUNTS:
+        counts = [(r, getattr(x, name)) for r, x in alike]
+        unknown = any(count is None for _, count in counts)
+        found[name] = None if unknown else count_at(counts, rows)
+    return replace(nearest, **found)
+
+
+def _with_whole_terms(
+    made: Profile, profile: Profile, mini_batch_rows: int
+) -> tuple[StepTerms, tuple[int, ...]]:
+    """Give a size the terms of the mini-batch: its own, or those of the profile.
+
+    Returns:
+        The terms, and the size's storages with those of the terms behind them.
+    """
+    own = made.step
+    known = [size for size in (profile, made) if size.step.whole_loss is not None]
+    # One of as many rows rather than one that has to be scaled.
+    known.sort(key=lambda size: (size.mini_batch_rows != mini_batch_rows, size is profile))
+    source = known[0] if known else made
+    step, storages = source.step, list(made.storages)
+    by_micro_batch = _named(source)
+    alike = source is made or _sets(source) == _sets(made)
+    number: dict[int, int] = {}
+    for index in dict.fromkeys((*step.gathered, *_sets_of(step.whole_loss))):
+        if alike and index in by_micro_batch:
+            # With one micro-batch its output is the mini-batch's.
+            number[index] = index
+            continue
+        n_bytes = count_at([(source.mini_batch_rows, source.storages[index])], mini_batch_rows)
+        number[index] = index if source is made else len(storages)
+        storages[number[index] : number[index] + 1] = [n_bytes]
+    whole = step.whole_loss
+    if whole is not None:
+        whole = replace(
+            _scaled(whole, source.mini_batch_rows, mini_batch_rows),
+            saved=tuple(number[index] for index in whole.saved),
+            outputs=tuple(number[index] for index in whole.outputs),
+        )
+    gather_time, optimizer_time = profile.step.gather_time, profile.step.optimizer_time
+    if gather_time is not None:
+        gather_time, _ = time_at([(profile.mini_batch_rows, gather_time, 0.0)], mini_batch_rows)
+    gathered = tuple(number[index] for index in step.gathered)
+    return StepTerms(gather_time, own.loss, whole, gathered, optimizer_time), tuple(storages)
+
+
+def _scaled(whole: LayerProfile, rows: int, to_rows: int) -> LayerProfile:
+    """Bring the loss over a mini-batch to other rows, in proportion."""
+    target = count_at([(rows, whole.buffer_bytes)], to_rows)
+    size = [(rows, whole)]
+    return replace(_layer_at(whole, size, size, to_rows, []), buffer_bytes=target)
+
+
+def _sets(profile: Profile) -> tuple[Any, ...]:
+    """Return which storages the parts of a micro-batch name: structure without sizes."""
+    loss = profile.step.loss
+    return (
+        profile.inputs,
+        tuple((layer.outputs, layer.saved) for layer in profile.layers),
+        tuple((skip.name, skip.source, skip.destination, skip.storages) for skip in profile.skips),
+        None if loss is None else (loss.outputs, loss.saved),
+    )
+
+
+def _named(profile: Profile) -> set[int]:
+    """Return the storages that exist for every micro-batch, and not for the mini-batch only."""
+    found = set(profile.inputs)
+    for layer in profile.layers:
+        found.update(layer.outputs, layer.saved)
+    for skip in profile.skips:
+        found.update(skip.storages)
+    found.update(_sets_of(profile.step.loss))
+    return found
+
+
+def _sets_of(layer: LayerProfile | None) -> Iterable[int]:
+    return () if layer is None else (*layer.outputs, *layer.saved)
+
+
+def check_rows(name: str, rows: object) -> None:
+    """Refuse what is no number of rows."""
+    if type(rows) is not int or not 1 <= rows < 2**31:
+        raise ProfileError(
+            f"number of rows is none: {name}={rows!r} (expected an int of 1 or more).\n"
+            f"Fix: {name}=1, or more."
+        )

@@ -1,0 +1,306 @@
+"""One layer at a time: measure a model that need not fit the device.
+
+A layer comes to the device with its parameters, is looked at and measured there at every size of
+micro-batch, and leaves again. What it hands on waits on the host. So there is never more on the
+device than one layer with its gradients, its input, and what it makes of that. In turn nobody sees
+what neighbours do to each other, and there is no run of the whole chain to compare with.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import GpipebalError
+from gpipebal.pipeline.fingerprint import fingerprint
+from gpipebal.profile import SkipProfile
+from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.replica import replicate
+from gpipebal.profiler.rounds import Pace, Subject, Times
+from gpipebal.profiler.storages import (
+    Arrived,
+    LayerMemory,
+    Numbers,
+    distinct_numbers,
+    measure_layer_memory,
+)
+from gpipebal.profiler.survey import Survey, describe_skips, flops_of
+from gpipebal.profiler.value import Routes, Value, as_leaves
+from gpipebal.skip.tracker import Key
+
+__all__ = ["Walk", "join_times", "walk_alone"]
+
+_HOST = torch.device("cpu")
+
+
+@dataclass
+class Walk:
+    """How far one size of micro-batch has come along the chain.
+
+    Attributes:
+        rows: Its rows.
+        arrived: What goes into the next layer, on the host.
+        numbers: Numbers of its storages.
+        inputs: Storages of the chain's input.
+        memory: Memory of the layers so far.
+        flops: Floating-point operations of the layers so far.
+        times: For each layer so far, its times.
+        skips: Storages of the skips so far.
+        failure: Why it goes no further; None: it does.
+    """
+
+    rows: int
+    arrived: Arrived
+    numbers: Numbers
+    inputs: tuple[int, ...]
+    memory: list[LayerMemory] = field(default_factory=list)
+    flops: list[int | None] = field(default_factory=list)
+    times: list[Times] = field(default_factory=list)
+    skips: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    failure: GpipebalError | None = None
+
+    @classmethod
+    def start(cls, rows: int, value: Value) -> Walk:
+        """Begin with what goes into the first layer, on the host."""
+        numbers = Numbers()
+        arrived = Arrived.first(value, numbers)
+        return cls(rows, arrived, numbers, arrived.storages)
+
+    def survey(self, routes: Routes, device: torch.device) -> Survey:
+        """Return what was found out, when all layers are done."""
+        outputs = moved(self.arrived, device)
+        skips: tuple[SkipProfile, ...] = describe_skips(routes, self.skips)
+        return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips)
+
+
+@dataclass
+class _Twin:
+    """What was measured of a layer, for others like it: its index, and what it handed on."""
+
+    index: int
+    inputs: list[int | None]
+    outputs: Arrived
+
+
+def walk_alone(
+    names: Sequence[str],
+    modules: Sequence[nn.Module],
+    routes: Routes,
+    walks: list[Walk],
+    device: torch.device,
+    *,
+    share: bool,
+    must: bool,
+    pace: Pace,
+) -> list[str]:
+    """Take every size of micro-batch along the chain, layer by layer.
+
+    Args:
+        names: Names of the layers.
+        modules: The caller's layers.
+        routes: Their skips.
+        walks: The sizes, the micro-batch's own first. Those that a layer fails at are taken out.
+        device: Where to measure.
+        share: Whether layers that are alike are measured once.
+        must: Whether a layer may not fail at any size.
+        pace: How long to go on with each layer.
+
+    Returns:
+        What there is to say: the sizes that were given up, and why.
+    """
+    twins: dict[Hashable, _Twin] = {}
+    notes = []
+    for k, (name, module) in enumerate(zip(names, modules, strict=True)):
+        kinds = [_kind(module, walk.arrived, k, routes) if share else None for walk in walks]
+        # Of all sizes or of none, because they are measured in turns.
+        known = None not in kinds and all((i, kind) in twins for i, kind in enumerate(kinds))
+        if known:
+            for i, walk in enumerate(walks):
+                _repeat(walk, twins[i, kinds[i]])
+        else:
+            # A copy of its own: what a layer writes to its parameters is nobody's loss.
+            replica = replicate([name], [module], device, private=(0,))[0]
+            before = [list(walk.arrived.numbers) for walk in walks]
+            subjects = []
+            for i, walk in enumerate(walks):
+                try:
+                    subjects.append(_look(walk, k, name, replica, routes, device))
+                except GpipebalError as error:
+                    if must or not i:
+                        raise
+                    walk.failure = error
+                    notes.append(f"not measured at {walk.rows} rows: {str(error).splitlines()[0]}")
+            going = [i for i, walk in enumerate(walks) if walk.failure is None]
+            found = _rounds(subjects, pace)
+            for i, times in zip(going, found, strict=True):
+                walks[i].times.append(times)
+            if len(going) < len(walks):
+                twins.clear()  # they are numbered by size
+                walks[:] = [walks[i] for i in going]
+            elif share:
+                for i, (walk, kind) in enumerate(zip(walks, kinds, strict=True)):
+                    twins[i, kind] = _Twin(k, before[i], walk.arrived)
+            del replica, subjects
+        pace.told()
+    return notes
+
+
+def _look(
+    walk: Walk, k: int, name: str, replica: nn.Module, routes: Routes, device: torch.device
+) -> Subject:
+    """Find out all of a layer that needs no repeats, and go on behind it."""
+    popped = [key for key, (_, destination) in routes.items() if destination == k]
+    on_host = walk.arrived.value
+    arrived = moved(walk.arrived, device, only=popped)
+    chain = Chain([name], [replica], device, arrived.value, routes=routes, first=k)
+    chain.find_written(0, arrived.value, replica)
+    flops = flops_of(chain, 0, arrived.value)
+    memory, passed = measure_layer_memory(chain, 0, arrived, walk.numbers)
+    walk.memory.append(memory)
+    walk.flops.append(flops)
+    for key in chain.stashed(0):
+        walk.skips[key] = distinct_numbers(passed.skips[key])
+    walk.arrived = moved(passed, _HOST)
+    # Its input comes again for every round: only one size is on the device at a time.
+    chain.start = on_host
+    return Subject(chain)
+
+
+def _rounds(subjects: Sequence[Subject], pace: Pace) -> list[Times]:
+    """Measure a layer at every size, in turns; its input comes to the device for that."""
+    found = [Times() for _ in subjects]
+    trial, done = Times(), 0
+    _round(subjects[0], Times())  # warms up
+    _round(subjects[0], trial)
+    deadline = time.perf_counter() + pace.limit_of(trial.forward[0][0] + trial.backward[0][0])
+    while done < pace.least or (done < pace.most and time.perf_counter() < deadline):
+        for subject, times in zip(subjects, found, strict=True):
+            if not done and subject is not subjects[0]:
+                _round(subject, Times())
+            _round(subject, times)
+        done += 1
+    for layer in subjects[0].chain.layers:
+        for parameter in layer.parameters():
+            parameter.grad = None
+    return found
+
+
+def _round(subject: Subject, times: Times) -> None:
+    chain = subject.chain
+    on_host = chain.start
+    chain.start = _value_to(on_host, chain.device, only=chain.popped(0))
+    try:
+        times.run_round(subject, whole=False)
+    finally:
+        chain.start = on_host
+
+
+def join_times(layers: Sequence[Times]) -> Times:
+    """Make one table of the times of layers that were measured alone, some more often."""
+    joined = Times()
+    for item in fields(Times):
+        columns = [getattr(times, item.name) for times in layers]
+        most = max(len(column) for column in columns)
+        rows = getattr(joined, item.name)
+        for i in range(most):
+            rows.append([column[i][0] if i < len(column) else math.nan for column in columns])
+    return joined
+
+
+def _kind(module: nn.Module, arrived: Arrived, k: int, routes: Routes) -> Hashable | None:
+    """Say what a layer and its input are like; None: it has skips, which nothing is like."""
+    if any(k in ends for ends in routes.values()):
+        return None
+    same = {number: place for place, number in reversed(list(enumerate(arrived.numbers)))}
+    inputs = tuple(
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same[number])
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+        else repr(leaf)
+        for leaf, number in zip(arrived.value.leaves, arrived.numbers, strict=True)
+    )
+    options = tuple(_options(each) for each in module.modules())
+    return fingerprint(module), options, inputs, str(arrived.value.structure), k == 0
+
+
+def _options(module: nn.Module) -> Hashable:
+    """Return a module's class and plain attributes; other objects are like themselves only."""
+    return type(module), tuple(
+        (name, _plain(value))
+        for name, value in sorted(vars(module).items())
+        if name not in ("_parameters", "_buffers", "_modules")
+    )
+
+
+def _plain(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return type(value), value
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return type(value), tuple(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_plain(key), _plain(item)) for key, item in value.items())
+    return id(value)
+
+
+def _repeat(walk: Walk, twin: _Twin) -> None:
+    """Go on behind a layer that is like one that was measured."""
+    known = dict(zip(twin.inputs, walk.arrived.numbers, strict=True))
+    known[None] = None
+
+    def own(number: int | None) -> int | None:
+        if number not in known:
+            assert number is not None
+            known[number] = walk.numbers.new(walk.numbers.bytes[number])
+        return known[number]
+
+    memory = walk.memory[twin.index]
+    handed = [own(number) for number in twin.outputs.numbers]
+    walk.memory.append(
+        LayerMemory(
+            outputs=distinct_numbers(handed),
+            saved=distinct_numbers([own(number) for number in memory.saved]),
+            output_bytes=memory.output_bytes,
+            forward_peak_bytes=memory.forward_peak_bytes,
+            no_grad_forward_peak_bytes=memory.no_grad_forward_peak_bytes,
+            backward_peak_bytes=memory.backward_peak_bytes,
+            accumulating_peak_bytes=memory.accumulating_peak_bytes,
+        )
+    )
+    walk.flops.append(walk.flops[twin.index])
+    walk.times.append(walk.times[twin.index])
+    value = twin.outputs.value
+    walk.arrived = Arrived(
+        Value(value.leaves, value.structure, walk.arrived.value.skips), handed, walk.arrived.skips
+    )
+
+
+def moved(arrived: Arrived, device: torch.device, only: Sequence[Key] | None = None) -> Arrived:
+    """Bring a value to a device; of the skips that wait all, or only some."""
+    return Arrived(_value_to(arrived.value, device, only), arrived.numbers, arrived.skips)
+
+
+def _value_to(value: Value, device: torch.device, only: Sequence[Key] | None = None) -> Value:
+    return Value(
+        _leaves_to(value.leaves, device),
+        value.structure,
+        {
+            key: (_leaves_to(leaves, device) if only is None or key in only else leaves, structure)
+            for key, (leaves, structure) in value.skips.items()
+        },
+    )
+
+
+def _leaves_to(leaves: Sequence[Any], device: torch.device) -> list[Any]:
+    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    gone = [
+        leaf.to(device) if isinstance(leaf, Tensor) else leaf
+        for leaf in as_leaves(leaves, wants=False)
+    ]
+    return [
+        leaf.requires_grad_() if wants else leaf for leaf, wants in zip(gone, flags, strict=True)
+    ]

@@ -1,0 +1,377 @@
+"""Chain: replicas of layers that run one micro-batch, layer by layer or in one piece.
+
+Layer by layer, every layer is a small autograd graph of its own, cut off at detached inputs, as a
+pipeline cuts at its partitions. What a layer stashes for a later one goes beside the chain, and is
+cut in the same way: a popped value is one more input of its layer, a stashed one one more output.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError, ProfileError
+from gpipebal.pipeline.checkpoint import phase
+from gpipebal.pipeline.microbatch import check_travels, flatten, unflatten
+from gpipebal.profiler.clock import Clock, Span
+from gpipebal.profiler.value import (
+    Record,
+    Routes,
+    Value,
+    as_leaves,
+    random_gradients,
+    roots_of,
+    take_gradients,
+)
+from gpipebal.skip.tracker import Key, Skips, using
+
+__all__ = ["Chain", "RoundStoppedError"]
+
+
+class RoundStoppedError(Exception):
+    """A round was told to stop before its next layer."""
+
+
+class Chain:
+    """Replicated layers, or a run of them.
+
+    Args:
+        names: Names of the layers.
+        layers: Replicas of the layers.
+        device: Where they are.
+        start: What goes into the first; its tensors are on the device.
+        routes: Skips of the whole chain.
+        first: Index of the first layer in the whole chain.
+        only_inputs: Whether a backward must leave everything but the inputs alone.
+
+    Attributes:
+        written: For each layer, which of its inputs (those popped count behind the others) it
+            writes to. Those are copied before the layer runs, and the copy is not clocked.
+        stop: Set from outside to end a round before its next layer.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        start: Value,
+        *,
+        routes: Routes | None = None,
+        first: int = 0,
+        only_inputs: bool = False,
+    ) -> None:
+        self.names = names
+        self.layers = layers
+        self.device = device
+        self.start = start
+        self.first = first
+        self.written: list[frozenset[int]] = [frozenset()] * len(names)
+        self.stop = threading.Event()
+        self.clock = Clock(device)
+        self._only_inputs = only_inputs
+        self._pops: list[list[Key]] = [[] for _ in names]
+        self._stashes: list[list[Key]] = [[] for _ in names]
+        for key, (source, destination) in (routes or {}).items():
+            if source == destination:
+                continue  # both ends are inside one layer
+            if 0 <= source - first < len(names):
+                self._stashes[source - first].append(key)
+            if 0 <= destination - first < len(names):
+                self._pops[destination - first].append(key)
+
+    def inputs(self, k: int, value: Value) -> list[Any]:
+        """Return the leaves that go into layer k: its input, and behind it what it pops."""
+        leaves = list(value.leaves)
+        for key in self._pops[k]:
+            leaves += value.skips[key][0]
+        return leaves
+
+    def outputs(self, k: int, value: Value) -> list[Any]:
+        """Return the leaves that came out of layer k: its output, and behind it what it stashed."""
+        leaves = list(value.leaves)
+        for key in self._stashes[k]:
+            leaves += value.skips[key][0]
+        return leaves
+
+    def popped(self, k: int) -> Sequence[Key]:
+        """Return the skips that layer k pops, in the order in which their leaves follow."""
+        return self._pops[k]
+
+    def stashed(self, k: int) -> Sequence[Key]:
+        """Return the skips that layer k stashes for later layers."""
+        return self._stashes[k]
+
+    def prepare(
+        self,
+        k: int,
+        value: Value,
+        *,
+        wants: bool,
+        protect: bool = False,
+        catch: list[Tensor] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Cut the inputs of layer k off, and copy those that it writes to, or with `protect` all.
+
+        Args:
+            k: Index of the layer.
+            value: What goes into it.
+            wants: Whether the gradients of its inputs are wanted.
+            protect: Whether to copy all inputs.
+            catch: Gets the gradients of the inputs, as they are; None: they are left at the leaves.
+
+        Returns:
+            The leaves of autograd, and what the layer is to be given.
+        """
+        torch.clear_autocast_cache()  # a cell casts its parameters itself
+        inputs = as_leaves(self.inputs(k, value), wants=wants and self.first + k > 0)
+        given = [
+            leaf.clone() if isinstance(leaf, Tensor) and (protect or i in self.written[k]) else leaf
+            for i, leaf in enumerate(inputs)
+        ]
+        return inputs, given
+
+    def call(
+        self,
+        k: int,
+        given: list[Any],
+        value: Value,
+        *,
+        layer: nn.Module | None = None,
+        spans: list[Span] | None = None,
+    ) -> Value:
+        """Run layer k, or another in its place; clock it where `spans` are wanted.
+
+        Args:
+            k: Index of the layer.
+            given: What it is given, from `prepare`. Emptied: nobody holds what the layer frees.
+            value: Where its structure and the skips that pass it come from.
+            layer: Runs in its place.
+            spans: Its time is appended here.
+
+        Raises:
+            ProfileError: the layer failed; names it, its input and the original error.
+            RoundStoppedError: `stop` is set.
+        """
+        self._check_stop()
+        shapes = _shapes(given)
+        arrived, start = {}, len(value.leaves)
+        for key in self._pops[k]:
+            leaves, structure = value.skips[key]
+            arrived[key] = unflatten(given[start : start + len(leaves)], structure)
+            start += len(leaves)
+        whole = unflatten(given[: len(value.leaves)], value.structure)
+        given.clear()
+        layer = self.layers[k] if layer is None else layer
+        skips = Skips(arrived)
+        arrived.clear()
+        try:
+            with using(skips):
+                begin = self.clock()
+                output = layer(whole)
+                end = self.clock()
+            del whole
+            check_travels(output, self.names[k])
+        except (ModelError, RoundStoppedError):
+            raise
+        except Exception as error:
+            raise _failed(error, self.names[k], self.first + k, shapes) from error
+        if spans is not None:
+            spans.append((begin, end))
+        passed = Value.of(output)
+        left = skips.take_all()
+        passed.skips = {
+            key: waiting for key, waiting in value.skips.items() if key not in self._pops[k]
+        }
+        passed.skips.update({key: flatten(left[key]) for key in self._stashes[k]})
+        return passed
+
+    def find_written(self, k: int, value: Value, layer: nn.Module) -> tuple[bool, Value]:
+        """Run a copy of layer k, and note in `written` which inputs it writes to.
+
+        Args:
+            k: Index of the layer.
+            value: What goes into it.
+            layer: A copy of the layer that shares nothing with it.
+
+        Returns:
+            Whether it writes to its own parameters, as some embeddings do, and what it gave.
+
+        Raises:
+            ProfileError: the layer failed.
+        """
+        parameters = [parameter._version for parameter in layer.parameters()]
+        _, given = self.prepare(k, value, wants=True, protect=True)
+        copies = list(given)
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
+        passed = self.call(k, given, value, layer=layer)
+        self.written[k] = frozenset(
+            i
+            for i, leaf in enumerate(copies)
+            if isinstance(leaf, Tensor) and leaf._version != versions[i]
+        )
+        return parameters != [parameter._version for parameter in layer.parameters()], passed
+
+    def record(self, spans: list[Span] | None = None) -> tuple[list[Record], Value]:
+        """Run the layers with a graph for each; return what their backwards need."""
+        tape: list[Record] = []
+        value = self.start
+        for k in range(len(self.layers)):
+            inputs, given = self.prepare(k, value, wants=True)
+            popped = {key: len(value.skips[key][0]) for key in self._pops[k]}
+            value = self.call(k, given, value, spans=spans)
+            tape.append(Record(inputs, popped, self.outputs(k, value)))
+        return tape, value
+
+    def forget(self, spans: list[Span] | None = None) -> None:
+        """Run the layers without a graph, as a micro-batch that is recomputed later."""
+        value = self.start
+        with torch.no_grad(), phase(checkpointing=True):
+            for k in range(len(self.layers)):
+                _, given = self.prepare(k, value, wants=False)
+                value = self.call(k, given, value, spans=spans)
+
+    def recompute(self, spans: list[Span] | None = None) -> tuple[list[Record], Value]:
+        """Do what `record` does, once more, in the backward."""
+        with phase(recomputing=True):
+            return self.record(spans)
+
+    def backward(self, tape: list[Record], end: Value, spans: list[Span | None]) -> None:
+        """Run the backward of every layer, the last one first; `tape` is used up.
+
+        Args:
+            tape: What the forward left.
+            end: What came out at the end; its gradients are random.
+            spans: The times are appended, the first layer's first; None: it had nothing to do.
+        """
+        gradients = random_gradients(end.leaves)
+        waiting = {key: random_gradients(leaves) for key, (leaves, _) in end.skips.items()}
+        end.leaves, end.skips = [], {}
+        found: list[Span | None] = []
+        while tape:
+            k = len(tape) - 1
+            record = tape.pop()
+            for key in self._stashes[k]:
+                gradients += waiting.pop(key)
+            roots = roots_of(record.outputs, gradients)
+            begin = self.clock()
+            had_work = self.run_backward(roots, record.inputs, self.names[k])
+            found.append((begin, self.clock()) if had_work else None)
+            received = take_gradients(record.inputs)
+            for key, n_leaves in reversed(record.popped.items()):
+                received, waiting[key] = received[: -n_leaves or None], received[-n_leaves:]
+                if not n_leaves:
+                    waiting[key] = []
+            gradients = received
+            del record, roots, received
+        spans += found[::-1]
+
+    def whole(self, *, grad: bool = True) -> tuple[Span, Span | None]:
+        """Run the layers as one graph; return the time of its forward and of its backward.
+
+        Args:
+            grad: Whether to record the graph; without one there is no backward.
+        """
+        torch.clear_autocast_cache()
+        with torch.set_grad_enabled(grad):
+            inputs = as_leaves(self.start.leaves, wants=self.first > 0)
+            given = [
+                leaf.clone() if isinstance(leaf, Tensor) and i in self.written[0] else leaf
+                for i, leaf in enumerate(inputs)
+            ]
+            arrived = {
+                key: unflatten(as_leaves(leaves, wants=self.first > 0), structure)
+                for key, (leaves, structure) in self.start.skips.items()
+            }
+            value = unflatten(given, self.start.structure)
+            del given, inputs
+            skips = Skips(arrived)
+            arrived = {}
+            with using(skips):
+                begin = self.clock()
+                for k, layer in enumerate(self.layers):
+                    self._check_stop()
+                    try:
+                        value = layer(value)
+                    except Exception as error:
+                        shapes = _shapes(flatten(value)[0])
+                        raise _failed(error, self.names[k], self.first + k, shapes) from error
+                forward = (begin, self.clock())
+        if not grad:
+            return forward, None
+        leaves = flatten(value)[0]
+        for key, left in skips.take_all().items():
+            if key not in self.start.skips:
+                leaves += flatten(left)[0]
+        del value
+        roots = roots_of(leaves, random_gradients(leaves))
+        del leaves
+        begin = self.clock()
+        had_work = self.run_backward(roots, [], None)
+        return forward, (begin, self.clock()) if had_work else None
+
+    def run_backward(
+        self, roots: list[tuple[Tensor, Tensor]], inputs: Sequence[Any], layer: str | None
+    ) -> bool:
+        """Run a backward of one layer, or of the whole chain; tell whether there was one.
+
+        Args:
+            roots: Tensors to start from, with their gradients.
+            inputs: Leaves of autograd that are the layer's input.
+            layer: Name of the layer; None: the whole chain.
+
+        Raises:
+            ProfileError: the backward failed.
+            RoundStoppedError: `stop` is set.
+        """
+        self._check_stop()
+        wanted = None
+        if self._only_inputs:
+            wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        if not roots or wanted == []:
+            return False
+        tensors, gradients = [root[0] for root in roots], [root[1] for root in roots]
+        try:
+            # In this thread, as a worker does it, and where the ledger watches.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(tensors, gradients, inputs=wanted)
+        except Exception as error:
+            where = "the whole chain" if layer is None else f"layer {layer!r}"
+            fix = "make the plain model train first: model(sample).sum().backward()."
+            if isinstance(error, torch.OutOfMemoryError):
+                fix = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
+            raise ProfileError(
+                f"the backward of {where} failed: {type(error).__name__}: {error}\nFix: {fix}"
+            ) from error
+        return True
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise RoundStoppedError
+
+
+def _shapes(leaves: Sequence[Any]) -> str:
+    return ", ".join(
+        f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+
+
+def _failed(error: Exception, name: str, index: int, shapes: str) -> ProfileError:
+    """Name the layer that failed, what it was given, the original error, and what helps."""
+    fix = "give a sample and a number of chunks that the model can be trained with."
+    if isinstance(error, torch.OutOfMemoryError):
+        fix = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
+    if "more than 1 value per channel" in str(error):
+        fix = (
+            "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more: "
+            "batch normalisation cannot train on one value per channel."
+        )
+    return ProfileError(
+        f"layer {name!r} (layer {index}) failed on a micro-batch of shape {shapes}: "
+        f"{type(error).__name__}: {error}\nFix: {fix}"
+    )

@@ -1,0 +1,56 @@
+"""The clock: what time a span of work took, on the host and on its device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Clock", "Span", "host_seconds_of", "seconds_of", "synchronize"]
+
+#: Begin and end of some work, as points of a clock.
+Span = tuple[Any, Any]
+
+
+class Clock:
+    """Points in time: on a CPU of the host's clock; on CUDA an event, and the host's time beside.
+
+    A CUDA device works behind the host. Nothing here waits for it: the event tells when the device
+    came by, the host's time when it was launched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def __call__(self) -> Any:
+        """Return this point in time."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event, time.perf_counter()
+
+
+def seconds_of(spans: Sequence[Span | None]) -> list[float]:
+    """Turn spans into seconds; those of a device are waited for. None is no work: 0."""
+    return [_seconds(*span) if span is not None else 0.0 for span in spans]
+
+
+def host_seconds_of(spans: Sequence[Span | None]) -> list[float]:
+    """Return the seconds that the host needed, of spans on a device that works on its own."""
+    return [span[1][1] - span[0][1] if span is not None else 0.0 for span in spans]
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end[0].synchronize()
+    return max(0.0, float(begin[0].elapsed_time(end[0])) / 1e3)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device that works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,153 @@
+"""Put what was measured together: layers, step, and where it all comes from."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import gpipebal
+from gpipebal.pipeline.devices import visible_cores
+from gpipebal.pipeline.fingerprint import fingerprint
+from gpipebal.profile import LayerProfile
+from gpipebal.profiler.replica import layer_of_tensors, own_bytes
+from gpipebal.profiler.rounds import Times
+from gpipebal.profiler.settle import Settled, settle_rounds
+from gpipebal.profiler.step import OptimizerFactory, optimizer_state_bytes
+from gpipebal.profiler.survey import Survey
+
+__all__ = ["describe_layers", "describe_machine", "describe_times", "state_bytes_of"]
+
+#: Fewer rounds than this are too few to trust a median.
+FEW_ROUNDS = 3
+#: A spread wider than this share of the median is told of.
+WIDE_SPREAD = 0.1
+
+
+def describe_layers(
+    names: Sequence[str],
+    modules: Sequence[nn.Module],
+    times: Times,
+    found: Survey,
+    state_bytes: Sequence[int] | None,
+) -> tuple[tuple[LayerProfile, ...], dict[str, Settled]]:
+    """Describe every layer, and how its times were settled with the whole chain's."""
+    settled = {
+        "forward": settle_rounds(times.forward, times.whole_forward),
+        "backward": settle_rounds(times.backward, times.whole_backward),
+        "recompute": settle_rounds(times.recompute, times.whole_forward),
+        "no_grad_forward": settle_rounds(times.without_graph, times.whole_without_graph),
+    }
+    host_forward = np.median(times.host_forward, axis=0) if times.host_forward else None
+    host_backward = np.median(times.host_backward, axis=0) if times.host_backward else None
+    owner = layer_of_tensors(modules)
+    layers = tuple(
+        LayerProfile(
+            name=names[k],
+            kind=type(module).__name__,
+            forward_time=float(settled["forward"].times[k]),
+            backward_time=float(settled["backward"].times[k]),
+            recompute_time=float(settled["recompute"].times[k]),
+            forward_spread=float(settled["forward"].spread[k]),
+            backward_spread=float(settled["backward"].spread[k]),
+            no_grad_forward_time=float(settled["no_grad_forward"].times[k]),
+            forward_host_time=None if host_forward is None else float(host_forward[k]),
+            backward_host_time=None if host_backward is None else float(host_backward[k]),
+            flops=found.flops[k],
+            optimizer_bytes=None if state_bytes is None else state_bytes[k],
+            outputs=found.memory[k].outputs,
+            saved=found.memory[k].saved,
+            output_bytes=found.memory[k].output_bytes,
+            forward_peak_bytes=found.memory[k].forward_peak_bytes,
+            no_grad_forward_peak_bytes=found.memory[k].no_grad_forward_peak_bytes,
+            backward_peak_bytes=found.memory[k].backward_peak_bytes,
+            accumulating_peak_bytes=found.memory[k].accumulating_peak_bytes,
+            fingerprint=fingerprint(module),
+            **own_bytes(modules, k, owner),
+        )
+        for k, module in enumerate(modules)
+    )
+    return layers, settled
+
+
+def describe_times(rows: int, settled: dict[str, Settled]) -> dict[str, Any]:
+    """Say how the times of one size came about, and what is doubtful about them."""
+    flags = []
+    rounds = settled["forward"].rounds
+    if rounds < FEW_ROUNDS:
+        flags.append(f"sparse: {rounds} rounds at {rows} rows; give more timeout")
+    for name in ("forward", "backward"):
+        result = settled[name]
+        if result.whole > 0 and result.whole_spread > WIDE_SPREAD * result.whole:
+            share = result.whole_spread / result.whole
+            flags.append(f"wide: the {name}s at {rows} rows spread over {share:.0%} of the median")
+        if result.misses:
+            flags.append(
+                f"settled: the {name}s of the layers at {rows} rows add up to "
+                f"{result.measured / max(result.whole, 1e-12):.2f} of the whole chain's"
+            )
+    return {
+        "rounds": rounds,
+        "whole_forward_time": settled["forward"].whole,
+        "whole_backward_time": settled["backward"].whole,
+        "layered_forward_time": settled["forward"].measured,
+        "layered_backward_time": settled["backward"].measured,
+        "correction": {name: result.to_record() for name, result in settled.items()},
+        "flags": flags,
+    }
+
+
+def describe_machine(
+    device: torch.device, n_threads: int, modules: Sequence[nn.Module]
+) -> dict[str, Any]:
+    """Say where, with what and when something is measured."""
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    by_dtype: dict[torch.dtype, int] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + parameter.nbytes
+    dtype = max(by_dtype, key=lambda d: by_dtype[d], default=torch.get_default_dtype())
+    return {
+        "device": _device_name(device),
+        "device_type": kind,
+        "threads": n_threads if kind == "cpu" else None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
+        "gpipebal": gpipebal.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def state_bytes_of(
+    optimizer: OptimizerFactory | None, modules: Sequence[nn.Module]
+) -> list[int] | None:
+    """Find the bytes of optimizer state of every layer, each parameter at its first layer."""
+    owner = layer_of_tensors(modules)
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+    known = None if optimizer is None else optimizer_state_bytes(optimizer, parameters)
+    if known is None:
+        return None
+    by_layer = [0] * len(modules)
+    for parameter, n_bytes in zip(parameters, known, strict=True):
+        by_layer[owner[id(parameter)]] += n_bytes
+    return by_layer
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            name = next((x.split(":", 1)[1].strip() for x in lines if x[:10] == "model name"), name)
+    return f"{name}, {visible_cores()} cores"

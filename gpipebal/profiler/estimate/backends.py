@@ -1,0 +1,223 @@
+"""Backends: where a device runs other kernels than the meta device does, and what they keep.
+
+The meta device takes operations apart that real devices have one kernel for: attention above all,
+whose matrix of weights a fused kernel never keeps. While a layer is estimated, such an operation is
+turned into the one that the device would run. Where that is not certain to the byte the reason is
+noted, and the layer's memory counts as approximate.
+
+On a CPU all of this is compared with measurements by the tests. On CUDA it is written after torch's
+own rules for choosing kernels, and stays approximate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["KEEP_MORE", "acting_as"]
+
+_aten = torch.ops.aten
+
+#: Operations whose libraries keep or use memory that shapes do not tell, by kind of device.
+KEEP_MORE: dict[str, dict[str, str]] = {
+    "cpu": {
+        f"aten::{name} in half precision": "a CPU keeps the statistics in half precision too"
+        for name in (
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "native_group_norm",
+            "native_layer_norm",
+        )
+    },
+    "cuda": {
+        "aten::convolution": "cuDNN chooses a workspace for convolutions",
+        "aten::native_batch_norm": "cuDNN may keep a reserve for batch normalisation",
+        "aten::_native_batch_norm_legit": "cuDNN may keep a reserve for batch normalisation",
+    },
+}
+#: Recurrent layers are taken apart here, step by step; devices have kernels for them.
+_RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
+_PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
+#: Half precision is what flash attention works in; heads up to this wide.
+_HALVES = (torch.float16, torch.bfloat16)
+_WIDEST_HEAD = 256
+
+
+class _Acting(threading.local):
+    device_type: str | None = None
+    has_flash = True
+    notes: set[str] | None = None
+
+
+_acting = _Acting()
+_installing = threading.Lock()
+_installed: list[Any] = []
+_users = 0
+
+
+@contextmanager
+def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]:
+    """Let operations on meta tensors of this thread be those that a kind of device runs.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        has_flash: Whether the CUDA device can run flash attention (Ampere or later).
+
+    Yields:
+        Reasons why memory is approximate, noted as operations run.
+    """
+    before = _acting.device_type, _acting.has_flash, _acting.notes
+    notes: set[str] = set()
+    _install()
+    try:
+        _acting.device_type, _acting.has_flash, _acting.notes = device_type, has_flash, notes
+        with _OnlyWhatIsAsked():
+            yield notes
+    finally:
+        _acting.device_type, _acting.has_flash, _acting.notes = before
+        _uninstall()
+
+
+def _install() -> None:
+    """Give the operations kernels for meta tensors, for as long as somebody needs them."""
+    global _users
+    with _installing:
+        _users += 1
+        if _users > 1:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        kernels: dict[str, Callable[..., Any]] = {
+            "scaled_dot_product_attention": _attention,
+            "dropout": _dropout,
+            "mish_backward": _mish_backward,
+            "rms_norm": _rms_norm,
+        }
+        for name in (*_RECURRENT, *_PLAIN_RECURRENT):
+            kernels[name] = _recurrent(name)
+        for name, kernel in kernels.items():
+            # This key comes before the operation is taken apart, and only for meta tensors.
+            library.impl(name, kernel, "AutogradMeta")
+        _installed.append(library)
+
+
+def _uninstall() -> None:
+    global _users
+    with _installing:
+        _users -= 1
+        if not _users:
+            _installed.pop()._destroy()
+
+
+class _OnlyWhatIsAsked(TorchDispatchMode):
+    """Take away gradients that a backward on the meta device makes without being asked."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, tuple) or not func._schema.name.endswith("_backward"):
+            return result
+        names = [argument.name for argument in func._schema.arguments]
+        if "output_mask" not in names:
+            return result
+        at = names.index("output_mask")
+        mask = args[at] if at < len(args) else (kwargs or {}).get("output_mask", ())
+        if len(mask) != len(result):
+            return result
+        return tuple(made if asked else None for made, asked in zip(result, mask, strict=True))
+
+
+def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run what torch makes of an operation in C++, for want of a kernel.
+
+    `OpOverload.decompose` would prefer decompositions in Python that compilers use.
+    """
+    return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _note(reason: str) -> None:
+    if _acting.notes is not None:
+        _acting.notes.add(reason)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Choose as torch does between one fused kernel and matrix products."""
+    as_written = (query, key, value, attn_mask, dropout_p, is_causal)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    kind = _acting.device_type
+    fits = query.dim() == 4 and min(query.shape) > 0 and min(key.shape) > 0
+    alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool and kind is not None:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
+    masked = mask is not None
+    free_mask = mask is None or (not mask.requires_grad and mask.dim() in (2, 4))
+    if kind == "cpu" and fits and alike and free_mask and not dropout_p and not enable_gqa:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        )[0]
+    if kind == "cuda":
+        _note("attention: which kernel runs, and what it keeps, is the device's choice")
+        if fits and enable_gqa and key.shape[1] != query.shape[1]:
+            fits = False
+        half = query.dtype in _HALVES
+        narrow = alike and query.shape[-1] <= _WIDEST_HEAD
+        if fits and narrow and half and not masked and _acting.has_flash:
+            return _aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )[0]
+        if fits and (half or query.dtype == torch.float32):
+            keeps = torch.is_grad_enabled() and any(t.requires_grad for t in as_written[:3])
+            if masked:
+                mask = mask.expand(*query.shape[:3], key.shape[2])  # type: ignore[union-attr]
+            return _aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+            )[0]
+    if kind == "cpu" and enable_gqa:
+        _note("attention with grouped heads: torch chooses between kernels")
+    return _taken_apart(_aten.scaled_dot_product_attention.default, *as_written, **options)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Any:
+    """Keep a mask of bytes on CUDA; on a CPU one in the dtype of the input."""
+    if _acting.device_type == "cuda" and train and 0 < p < 1 and input.numel():
+        return torch.native_dropout(input, p, train)[0]
+    return _taken_apart(_aten.dropout.default, input, p, train)
+
+
+def _mish_backward(grad_output: Tensor, input: Tensor) -> Tensor:
+    """Every device has one kernel for this; any that reads two tensors and makes one will do."""
+    return grad_output * input
+
+
+def _rms_norm(*args: Any, **kwargs: Any) -> Any:
+    if _acting.device_type == "cuda":
+        _note("RMSNorm: CUDA has one kernel for it, which keeps less")
+    return _taken_apart(_aten.rms_norm.default, *args, **kwargs)
+
+
+def _recurrent(name: str) -> Callable[..., Any]:
+    packet, overload = name.split(".")
+    operation = getattr(getattr(_aten, packet), overload)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _note("recurrent layers: devices run all steps in one kernel, with workspaces of its own")
+        return _taken_apart(operation, *args, **kwargs)
+
+    return run

@@ -1,0 +1,174 @@
+"""Costs: what operations on meta tensors would take on a device.
+
+Every operation costs the larger of two times, its arithmetic at the device's peak rate and its
+bytes at the device's bandwidth (the roofline of Williams, Waterman and Patterson, 2009), and the
+time of a launch. Views are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from gpipebal.pipeline.ledger import storage_key
+from gpipebal.rates import DeviceRates
+
+__all__ = ["OperationCosts"]
+
+#: Make a tensor and write nothing.
+_MAKERS = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::empty_permuted",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::set_",
+    "aten::resize_",
+}
+#: Write a tensor without reading it.
+_WRITERS = {
+    "aten::bernoulli_",
+    "aten::copy_",
+    "aten::fill_",
+    "aten::normal_",
+    "aten::uniform_",
+    "aten::zero_",
+}
+#: Read only some rows of their first argument.
+_PICKERS = {
+    "aten::embedding",
+    "aten::gather",
+    "aten::index",
+    "aten::index_select",
+    "aten::take",
+}
+#: Write only some rows of their first argument.
+_PUTTERS = {
+    "aten::index_add_",
+    "aten::index_copy_",
+    "aten::index_put_",
+    "aten::scatter_",
+    "aten::scatter_add_",
+}
+#: Keep statistics, of a dtype that differs by device if the input is in half precision.
+_NORMS = {
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::native_group_norm",
+    "aten::native_layer_norm",
+}
+_HALVES = (torch.float16, torch.bfloat16)
+#: Operations that torch's counter has no formula for, and others with the same arithmetic.
+_SAME_FLOPS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+class OperationCosts(TorchDispatchMode):
+    """A context that adds up what the operations in it would cost on a device.
+
+    Args:
+        rates: Peak rates of the device.
+
+    Attributes:
+        seconds: Time on the device.
+        flops: Floating-point operations of matrix products, convolutions and attention.
+        n_bytes: Bytes read and written.
+        launches: Operations that the device is given.
+        operations: Names of all operations that ran; those that normalise half precision also
+            with that said behind their name.
+    """
+
+    def __init__(self, rates: DeviceRates) -> None:
+        super().__init__()
+        self.rates = rates
+        self.seconds = 0.0
+        self.flops = 0
+        self.n_bytes = 0
+        self.launches = 0
+        self.operations: set[str] = set()
+
+    @property
+    def host_seconds(self) -> float | None:
+        """Time that the host needs to launch the operations; None: the host does the work."""
+        return None if self.rates.host_time is None else self.launches * self.rates.host_time
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        self.operations.add(name)
+        if name in _NORMS and any(t.dtype in _HALVES for t in _tensors(args)):
+            self.operations.add(f"{name} in half precision")
+        if name not in _MAKERS:
+            self._add(func, name, args, kwargs, result)
+        return result
+
+    def _add(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        inputs = _tensors((args, kwargs))
+        outputs = _tensors(result)
+        if outputs and not func._schema.is_mutable:
+            given = {storage_key(tensor) for tensor in inputs}
+            if all(storage_key(tensor) in given for tensor in outputs):
+                return  # a view
+        n_bytes = _bytes_of(name, inputs, outputs)
+        packet = _SAME_FLOPS.get(name, func.overloadpacket)
+        formula = flop_registry.get(packet)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        self.flops += flops
+        self.n_bytes += n_bytes
+        self.launches += 1
+        arithmetic = flops / self._rate(name, inputs) if flops else 0.0
+        self.seconds += self.rates.launch_time + max(arithmetic, n_bytes / self.rates.bandwidth)
+
+    def _rate(self, name: str, inputs: Iterable[Tensor]) -> float:
+        dtype = next((t.dtype for t in inputs if t.dtype.is_floating_point), torch.float32)
+        key = str(dtype).removeprefix("torch.")
+        if dtype == torch.float32 and _uses_tensorfloat32(name):
+            key = "tensorfloat32"
+        return self.rates.flops_of(key)
+
+
+def _uses_tensorfloat32(name: str) -> bool:
+    """Tell whether torch's settings allow tensor cores for products in float32."""
+    if "convolution" in name:
+        return bool(torch.backends.cudnn.allow_tf32)
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _bytes_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    written = sum(map(_extent, outputs))
+    if name in _PICKERS:
+        # What is read of the first is as much as what is written.
+        return 2 * written + sum(map(_extent, inputs[1:]))
+    if name in _PUTTERS:
+        return 3 * sum(map(_extent, inputs[1:]))
+    first = 1 if name in _WRITERS else 0
+    return written + sum(map(_extent, inputs[first:]))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes of memory that a tensor covers: less than its elements if it is expanded."""
+    return int(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(tree)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    ]

@@ -1,0 +1,331 @@
+"""`estimate_profile`: what layers would cost on a device that is not there."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import gpipebal
+from gpipebal.errors import ProfileError
+from gpipebal.pipeline.microbatch import flatten
+from gpipebal.pipeline.parting import chunk_sizes, count_rows
+from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profile.fingerprint import fingerprint
+from gpipebal.profiler.describe import state_bytes_of
+from gpipebal.profiler.estimate.stand_ins import check_not_lazy, stand_in_of, value_of
+from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
+from gpipebal.profiler.estimate.walk import Estimate, Walk
+from gpipebal.profiler.loss import target_of
+from gpipebal.profiler.progress import progress_bar
+from gpipebal.profiler.replica import layer_of_tensors, own_bytes
+from gpipebal.profiler.setting import choose_rows, layers_of
+from gpipebal.profiler.step import OptimizerFactory
+from gpipebal.profiler.storages import Arrived, Numbers
+from gpipebal.profiler.survey import describe_skips
+from gpipebal.rates import DeviceRates, find_rates
+from gpipebal.schedule import check_count
+from gpipebal.skip.layout import find_skips
+
+__all__ = ["estimate_profile"]
+
+#: The device whose rates are taken unless others are named.
+DEFAULT_RATES = "H100 SXM"
+
+
+def estimate_profile(
+    module: nn.Module,
+    sample: Any,
+    *,
+    chunks: int = 1,
+    rows: int | Iterable[int] | None = None,
+    rates: str | DeviceRates = DEFAULT_RATES,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    optimizer: OptimizerFactory | None = None,
+    partitions: int = 2,
+    progress: bool | None = None,
+) -> Profile:
+    """Estimate time and memory of every layer from shapes, without a device and without memory.
+
+    The layers run on meta tensors, identical ones once. Bytes are counted as a measurement counts
+    them, and equal those of a measurement on a CPU with ``rates="CPU core"``, to the byte. The
+    exceptions are layers that run a recurrent network, and on CUDA those with convolutions,
+    batch normalisation, attention or RMSNorm, whose libraries have workspaces and kernels of
+    their own: they are named in ``provenance["approximate"]``. Times are a lower bound, from the
+    device's peak rates: good for how layers compare, not for how long they take.
+
+    Args:
+        module: An `nn.Sequential`; its children are the layers. Only looked at: its parameters
+            may be on any device, also the meta device.
+        sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows
+            along dim 0. A tuple is one input. Only looked at; may be on the meta device.
+        chunks: Micro-batches that a mini-batch will be parted into. The layers are estimated at
+            the size of the largest, ``ceil(rows / chunks)`` rows.
+        rows: Other rows of a micro-batch to estimate, in `Profile.other_sizes`; None: two sizes
+            about the micro-batch's own, as `profile_model` chooses them; ``()``: none. A size of
+            this choice that a layer refuses is left out, and named in ``provenance["left_out"]``.
+        rates: Name of a device in `gpipebal.rates.RATES`, or your own `DeviceRates`.
+        loss_fn: The loss, called as ``loss_fn(output, target)``; estimated as a term of the step.
+        target: Target of the whole mini-batch; None: ``loss_fn(output)``.
+        optimizer: Makes the optimizer from a list of parameters; its time and state are estimated.
+        partitions: Taken as `profile_model` takes it; every partition has a device of its own
+            here, so it changes nothing.
+        progress: Show a progress bar; None: only on a terminal.
+
+    Returns:
+        A `Profile` with ``provenance["method"] == "estimate"``: times in seconds, sizes in bytes.
+
+    Raises:
+        ModelError: `module` is no `nn.Sequential`, or `sample` cannot be parted.
+        ProfileError: a layer failed, or needs values that are not there (it calls ``item()`` or
+            ``nonzero()``, say); the error names it.
+        DeviceError: `rates` is the name of no device.
+
+    Complexity:
+        Ten forwards and five backwards of every different layer and size, without arithmetic.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(2**14, 2**16), nn.ReLU(), nn.Linear(2**16, 2**14))
+        ...     sample = torch.empty(4096, 2**14)
+        >>> profile = estimate_profile(model, sample, chunks=4, rates="A100")
+        >>> profile.layers[0].parameter_bytes, profile.layers[0].flops
+        (4295229440, 2199023255552)
+        >>> f"{profile.layers[0].forward_time:.3f} s"
+        '0.113 s'
+    """
+    layers = layers_of(module)
+    names, modules = list(layers), list(layers.values())
+    for name, layer in layers.items():
+        check_not_lazy(name, layer)
+    routes = find_skips(modules, names)
+    device = find_rates(rates)
+    n_rows = count_rows(flatten(sample)[0])
+    sizes = chunk_sizes(n_rows, check_count("chunks", chunks))
+    target_of(target, sizes)  # it must have as many rows
+    wanted = choose_rows(rows, sizes[0], n_rows)
+    check_count("partitions", partitions)
+    _check_autocast(device)
+    n_chunks = len(sizes)
+    left_out: dict[str, str] = {}
+    reasons: dict[str, tuple[str, ...]] = {}
+    others: list[Profile] = []
+    with (
+        _undisturbed(modules),
+        progress_bar("estimating", len(modules) * (1 + len(wanted)), progress) as told,
+    ):
+        walk = Walk(names, modules, routes, device, told)
+        work = _Work(names, modules, walk, sample, loss_fn, target, optimizer, device)
+        main = work.at(sizes, reasons)
+        for size in wanted:
+            try:
+                others.append(work.at([size] * n_chunks, reasons))
+            except ProfileError as error:
+                if rows is not None:
+                    raise
+                left_out[str(size)] = str(error).splitlines()[0]
+    provenance = {
+        "method": "estimate",
+        "device": device.name,
+        "device_type": device.device_type,
+        "rates": {
+            "flops": dict(device.flops),
+            "bandwidth": device.bandwidth,
+            "memory_bytes": device.memory_bytes,
+            "launch_time": device.launch_time,
+            "host_time": device.host_time,
+            "source": device.source or "given by the user",
+        },
+        "approximate": {name: list(why) for name, why in sorted(reasons.items())},
+        "left_out": left_out,
+        "flags": _flags(reasons, left_out),
+        "layers_run": walk.n_run,
+        "threads": None,
+        "dtype": str(_main_dtype(modules)).removeprefix("torch."),
+        "autocast": None,
+        "gpipebal": gpipebal.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    return replace(
+        main,
+        other_sizes=tuple(
+            replace(other, provenance={**provenance, "rows": other.rows}) for other in others
+        ),
+        provenance={**provenance, "rows": main.rows},
+    )
+
+
+def _flags(reasons: Mapping[str, Sequence[str]], left_out: Mapping[str, str]) -> list[str]:
+    """Say what is doubtful."""
+    flags = ["estimated: times are lower bounds from peak rates, nothing was measured"]
+    if reasons:
+        flags.append(f"approximate: the memory of {len(reasons)} layers, see 'approximate'")
+    flags += [f"left out: {rows} rows, {why}" for rows, why in left_out.items()]
+    return flags
+
+
+@dataclass
+class _Work:
+    """What is the same for all sizes."""
+
+    names: Sequence[str]
+    modules: Sequence[nn.Module]
+    walk: Walk
+    sample: Any
+    loss_fn: Callable[..., Tensor] | None
+    target: Any
+    optimizer: OptimizerFactory | None
+    rates: DeviceRates
+
+    def __post_init__(self) -> None:
+        self._state_bytes = state_bytes_of(self.optimizer, self.modules)
+        self._optimizer_time = None
+        if self.optimizer is not None:
+            parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
+            self._optimizer_time = estimate_optimizer(self.optimizer, parameters, self.rates)
+
+    def at(self, sizes: Sequence[int], reasons: dict[str, tuple[str, ...]]) -> Profile:
+        """Estimate a mini-batch of micro-batches of these rows, by the first of them.
+
+        Args:
+            sizes: Rows of each micro-batch.
+            reasons: Takes why the memory of which layers is approximate.
+
+        Returns:
+            A profile without provenance.
+        """
+        numbers = Numbers()
+        start = value_of(self.sample, sizes[0])
+        estimates, inputs, outputs, skips = self.walk.along(start, numbers)
+        for name, found in zip(self.names, estimates, strict=True):
+            if found.costs.approximate:
+                reasons[name] = found.costs.approximate
+        loss = self._loss(sizes[:1], outputs, numbers, reasons)
+        gather_time, value = estimate_gather(outputs.value, sizes, self.rates)
+        layers = self._layers(estimates, numbers)
+        gathered: tuple[int, ...] = ()
+        whole_loss = None
+        if loss is not None:
+            joined = Arrived.behind(outputs, value, numbers)
+            gathered = joined.storages
+            whole_loss = self._loss(sizes, joined, numbers, reasons)
+        return Profile(
+            layers=layers,
+            storages=tuple(numbers.bytes),
+            inputs=inputs,
+            rows=sizes[0],
+            mini_batch_rows=sum(sizes),
+            chunks=len(sizes),
+            step=StepTerms(
+                gather_time=gather_time,
+                loss=loss,
+                whole_loss=whole_loss,
+                gathered=gathered,
+                optimizer_time=self._optimizer_time,
+            ),
+            skips=describe_skips(self.walk.routes, skips),
+        )
+
+    def _loss(
+        self,
+        sizes: Sequence[int],
+        outputs: Arrived,
+        numbers: Numbers,
+        reasons: dict[str, tuple[str, ...]],
+    ) -> LayerProfile | None:
+        if self.loss_fn is None:
+            return None
+        target = None if self.target is None else stand_in_of(self.target, sum(sizes))
+        loss, why = estimate_loss(self.loss_fn, target, outputs, numbers, self.rates)
+        if why:
+            reasons["loss"] = why
+        return loss
+
+    def _layers(self, estimates: Sequence[Estimate], numbers: Numbers) -> tuple[LayerProfile, ...]:
+        owner = layer_of_tensors(self.modules)
+        return tuple(
+            LayerProfile(
+                name=self.names[k],
+                kind=type(module).__name__,
+                forward_time=found.costs.forward_time,
+                backward_time=found.costs.backward_time,
+                recompute_time=found.costs.forward_time,
+                no_grad_forward_time=found.costs.no_grad_forward_time,
+                forward_host_time=found.costs.forward_host_time,
+                backward_host_time=found.costs.backward_host_time,
+                flops=found.costs.flops,
+                optimizer_bytes=None if self._state_bytes is None else self._state_bytes[k],
+                outputs=found.memory.outputs,
+                saved=found.memory.saved,
+                output_bytes=sum(numbers.bytes[number] for number in found.memory.outputs),
+                forward_peak_bytes=found.memory.forward_peak_bytes,
+                no_grad_forward_peak_bytes=found.memory.no_grad_forward_peak_bytes,
+                backward_peak_bytes=found.memory.backward_peak_bytes,
+                accumulating_peak_bytes=found.memory.accumulating_peak_bytes,
+                fingerprint=fingerprint(module),
+                **own_bytes(self.modules, k, owner),
+            )
+            for k, (module, found) in enumerate(zip(self.modules, estimates, strict=True))
+        )
+
+
+@contextmanager
+def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run a block under torch's plain settings, and leave all random numbers as they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        # Hooks of the caller would work with values.
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        if "torch._dynamo" in sys.modules and any(map(_is_compiled, modules)):
+            # What a compiler would make of meta tensors is another program.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return any(
+        "_orig_mod" in part._modules or part._compiled_call_impl is not None
+        for part in module.modules()
+    )
+
+
+def _check_autocast(rates: DeviceRates) -> None:
+    kind = rates.device_type
+    if torch.is_autocast_enabled(kind):
+        raise ProfileError(
+            f"autocast cannot be estimated: autocast({kind!r}) is on (expected off, because "
+            "tensors without values are never cast).\n"
+            "Fix: estimate model.to(torch.bfloat16), or profile_model(..., method='measure')."
+        )
+
+
+def _main_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
+    """Return the dtype of most bytes of parameters."""
+    by_dtype: dict[torch.dtype, int] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + parameter.nbytes
+    return max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.get_default_dtype())

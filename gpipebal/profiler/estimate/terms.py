@@ -1,0 +1,126 @@
+"""Terms of a step, estimated: the loss, the gathering of outputs, the optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import ProfileError
+from gpipebal.profile import LayerProfile
+from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.estimate.costs import OperationCosts
+from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
+from gpipebal.profiler.estimate.walk import acting_as_device, find_costs, without_values
+from gpipebal.profiler.loss import LossLayer, gathered_value, loss_failed
+from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, measure_layer_memory
+from gpipebal.profiler.value import Value
+from gpipebal.rates import DeviceRates
+
+__all__ = ["estimate_gather", "estimate_loss", "estimate_optimizer"]
+
+
+def estimate_loss(
+    loss_fn: Callable[..., Tensor],
+    target: Any,
+    outputs: Arrived,
+    numbers: Numbers,
+    rates: DeviceRates,
+) -> tuple[LayerProfile, tuple[str, ...]]:
+    """Estimate a loss as a layer behind the last.
+
+    Args:
+        loss_fn: The loss.
+        target: Its target, without memory.
+        outputs: What the loss is taken of.
+        numbers: Numbers of all storages so far; new ones are added.
+        rates: Rates of the device.
+
+    Returns:
+        The loss as a layer, and why its memory may be approximate.
+
+    Raises:
+        ProfileError: the loss failed.
+    """
+    is_module = isinstance(loss_fn, nn.Module)
+    called: Any = stand_in_for("loss", loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    layer = LossLayer(called, target)
+    chain = Chain(["loss"], [layer], META, outputs.value, first=1, only_inputs=not is_module)
+    try:
+        with without_values("loss"), acting_as_device(rates) as notes:
+            costs = find_costs(chain, outputs.value, rates)
+            memory, _ = measure_layer_memory(chain, 0, outputs, numbers, layer.target_tensors)
+    except ProfileError as error:
+        if str(error).startswith("layer 'loss' cannot be estimated"):
+            raise
+        raise loss_failed(error) from error.__cause__
+    return _describe(layer, memory, costs), tuple(sorted(notes | set(costs.approximate)))
+
+
+def _describe(layer: LossLayer, memory: LayerMemory, costs: Any) -> LayerProfile:
+    return LayerProfile(
+        name="loss",
+        kind=getattr(layer.loss_fn, "__name__", type(layer.loss_fn).__name__),
+        forward_time=costs.forward_time,
+        backward_time=costs.backward_time,
+        recompute_time=costs.forward_time,
+        no_grad_forward_time=costs.no_grad_forward_time,
+        forward_host_time=costs.forward_host_time,
+        backward_host_time=costs.backward_host_time,
+        flops=costs.flops,
+        buffer_bytes=sum(t.numel() * t.element_size() for t in layer.target_tensors),
+        outputs=memory.outputs,
+        saved=memory.saved,
+        output_bytes=memory.output_bytes,
+        forward_peak_bytes=memory.forward_peak_bytes,
+        no_grad_forward_peak_bytes=memory.no_grad_forward_peak_bytes,
+        backward_peak_bytes=memory.backward_peak_bytes,
+        accumulating_peak_bytes=memory.accumulating_peak_bytes,
+    )
+
+
+def estimate_gather(
+    outputs: Value, sizes: Sequence[int], rates: DeviceRates
+) -> tuple[float, Value]:
+    """Estimate the seconds to join the outputs of all micro-batches; return what they make."""
+    with OperationCosts(rates) as costs:
+        value = gathered_value(outputs, sizes)
+    return costs.seconds, value
+
+
+def estimate_optimizer(
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+    parameters: Sequence[nn.Parameter],
+    rates: DeviceRates,
+) -> float | None:
+    """Estimate the seconds of an optimizer's step, by the bytes that it reads and writes.
+
+    Parameters of one shape are stepped once. On CUDA optimizers work on all parameters in one
+    launch per operation; elsewhere on one parameter after the other.
+
+    Returns:
+        Seconds; None if the optimizer cannot work without values.
+    """
+    kinds = Counter((tuple(p.shape), p.stride(), p.dtype) for p in parameters if p.requires_grad)
+    seconds, most_launches = 0.0, 0
+    for (shape, stride, dtype), count in kinds.items():
+        stepped = nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype, device=META))
+        stepped.grad = torch.empty_like(stepped)
+        costs = OperationCosts(rates)
+        try:
+            stepper = optimizer([stepped])
+            stepper.step()  # makes its state
+            with costs:
+                stepper.step()
+        except Exception:
+            return None
+        arithmetic = costs.seconds - costs.launches * rates.launch_time
+        if rates.device_type == "cuda":
+            seconds += count * arithmetic
+            most_launches = max(most_launches, costs.launches)
+        else:
+            seconds += count * costs.seconds
+    return seconds + most_launches * rates.launch_time

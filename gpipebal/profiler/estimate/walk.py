@@ -1,0 +1,369 @@
+"""Walk along a chain without memory, layer after layer; identical layers are run once.
+
+A layer runs by itself, on stand-ins for what arrives at it, so what is found depends on nothing but
+the layer and the shapes of its input. Another layer like it, with the same input, gets the same
+result with its own storages in place of the first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import GpipebalError, ModelError, ProfileError
+from gpipebal.pipeline.checkpoint import phase
+from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.estimate.backends import KEEP_MORE, acting_as
+from gpipebal.profiler.estimate.costs import OperationCosts
+from gpipebal.profiler.estimate.stand_ins import META, Leaf, identity_of, stand_in_for
+from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, measure_layer_memory
+from gpipebal.profiler.value import Routes, Value, random_gradients, roots_of
+from gpipebal.rates import DeviceRates
+from gpipebal.skip.tracker import Key
+
+__all__ = ["Costs", "Estimate", "Walk", "find_costs"]
+
+#: Leaves of a value, each a description of a tensor, or what is no tensor.
+_Leaves = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of a layer, its operations, and why its memory may be approximate.
+
+    The backward adds to gradients that exist already, as most of a mini-batch's do.
+    """
+
+    forward_time: float
+    backward_time: float
+    no_grad_forward_time: float
+    forward_host_time: float | None
+    backward_host_time: float | None
+    flops: int
+    approximate: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one layer costs at one size; storages are numbered over the whole chain."""
+
+    memory: LayerMemory
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What running a layer gave; its storages are numbered from its first input on."""
+
+    estimate: Estimate
+    new_bytes: tuple[int, ...]
+    outputs: _Leaves
+    structure: Any
+    stashed: tuple[tuple[_Leaves, Any], ...]
+
+
+@dataclass
+class _OnItsWay:
+    """A value between two layers: leaves, pytree, and the skips that wait."""
+
+    leaves: _Leaves
+    structure: Any
+    skips: dict[Key, tuple[_Leaves, Any]] = field(default_factory=dict)
+
+
+class Walk:
+    """Walks along one chain, at any number of sizes.
+
+    Args:
+        names: Names of the layers.
+        layers: The caller's layers; they are only looked at.
+        routes: Skips of the chain.
+        rates: Rates of the device.
+        told: Called after each layer.
+
+    Attributes:
+        routes: Skips of the chain.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        layers: Sequence[nn.Module],
+        routes: Routes,
+        rates: DeviceRates,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._names = names
+        self._layers = layers
+        self.routes = routes
+        self._rates = rates
+        self._told = told
+        self._known: dict[Hashable, _Found] = {}
+        self._identities = [identity_of(layer) for layer in layers]
+
+    @property
+    def n_run(self) -> int:
+        """How many layers were run, over all sizes."""
+        return len(self._known)
+
+    def along(
+        self, start: Value, numbers: Numbers
+    ) -> tuple[list[Estimate], tuple[int, ...], Arrived, dict[Key, tuple[int, ...]]]:
+        """Walk along the chain with a micro-batch.
+
+        Args:
+            start: What goes in, without memory.
+            numbers: Takes the storages of the chain.
+
+        Returns:
+            Every layer, the storages of the chain's input, what comes out at the end, and the
+            storages of every skip.
+
+        Raises:
+            ProfileError: a layer failed.
+        """
+        first = Arrived.first(start, numbers)
+        arrived = _OnItsWay(_described(start.leaves, first.numbers), start.structure)
+        estimates: list[Estimate] = []
+        skips: dict[Key, tuple[int, ...]] = {}
+        for k in range(len(self._layers)):
+            estimate, arrived = self._layer(k, arrived, numbers)
+            estimates.append(estimate)
+            for name, (source, _) in self.routes.items():
+                if source == k and name in arrived.skips:
+                    skips[name] = _storages_of(arrived.skips[name][0])
+            self._told()
+        made: dict[int, Any] = {}
+        leaves = _make(arrived.leaves, made)
+        held = [leaf.storage if isinstance(leaf, Leaf) else None for leaf in arrived.leaves]
+        end = Arrived(Value(leaves, arrived.structure), held, {})
+        return estimates, first.storages, end, skips
+
+    def _layer(self, k: int, arrived: _OnItsWay, numbers: Numbers) -> tuple[Estimate, _OnItsWay]:
+        own = [key for key, (i, j) in self.routes.items() if i != j and k in (i, j)]
+        popped = [key for key in own if self.routes[key][1] == k]
+        stashed = [key for key in own if self.routes[key][0] == k]
+        given = [(arrived.leaves, arrived.structure), *(arrived.skips[key] for key in popped)]
+        local = _Renumbering()
+        known_as = tuple((local.down(leaves), str(structure)) for leaves, structure in given)
+        # The first layer's input never needs a gradient; skips have names.
+        key: Hashable = (
+            self._identities[k],
+            k == 0,
+            tuple(popped),
+            tuple(stashed),
+            _hashable(known_as),
+        )
+        found = self._known.get(key)
+        if found is None:
+            here = _OnItsWay(known_as[0][0], arrived.structure)
+            for skip, (leaves, _) in zip(popped, known_as[1:], strict=True):
+                here.skips[skip] = (leaves, arrived.skips[skip][1])
+            found = self._known[key] = self._run(k, here, stashed, len(local.outer))
+        outer = [*local.outer, *(numbers.new(n_bytes) for n_bytes in found.new_bytes)]
+        memory = found.estimate.memory
+        estimate = replace(
+            found.estimate,
+            memory=replace(
+                memory,
+                outputs=tuple(outer[number] for number in memory.outputs),
+                saved=tuple(outer[number] for number in memory.saved),
+            ),
+        )
+        passed = _OnItsWay(_up(found.outputs, outer), found.structure)
+        passed.skips = {name: skip for name, skip in arrived.skips.items() if name not in popped}
+        for name, (leaves, structure) in zip(stashed, found.stashed, strict=True):
+            passed.skips[name] = (_up(leaves, outer), structure)
+        return estimate, passed
+
+    def _run(self, k: int, arrived: _OnItsWay, stashed: Sequence[Key], n_inputs: int) -> _Found:
+        name = self._names[k]
+        made: dict[int, Any] = {}
+        value = Value(_make(arrived.leaves, made), arrived.structure)
+        held = _numbers_of(arrived.leaves)
+        skips: dict[Key, list[int | None]] = {}
+        for key, (leaves, structure) in arrived.skips.items():
+            value.skips[key] = (_make(leaves, made), structure)
+            skips[key] = _numbers_of(leaves)
+        here = Arrived(value, held, skips)
+        inner = Numbers()
+        n_bytes = {
+            leaf.storage: leaf.storage_bytes
+            for leaves in (arrived.leaves, *(skip[0] for skip in arrived.skips.values()))
+            for leaf in leaves
+            if isinstance(leaf, Leaf)
+        }
+        for number in range(n_inputs):
+            inner.new(n_bytes[number])
+        layer = stand_in_for(name, self._layers[k])
+        with without_values(name), acting_as_device(self._rates) as notes:
+            chain = Chain([name], [layer], META, value, routes=self.routes, first=k)
+            chain.find_written(0, value, layer)
+            costs = find_costs(chain, value, self._rates)
+            memory, passed = measure_layer_memory(chain, 0, here, inner)
+        notes |= set(costs.approximate)
+        return _Found(
+            Estimate(memory, replace(costs, approximate=tuple(sorted(notes)))),
+            tuple(inner.bytes[n_inputs:]),
+            _described(passed.value.leaves, passed.numbers),
+            passed.value.structure,
+            tuple(
+                (
+                    _described(passed.value.skips[key][0], passed.skips[key]),
+                    passed.value.skips[key][1],
+                )
+                for key in stashed
+            ),
+        )
+
+
+def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
+    """Count what the only layer of a chain costs in time.
+
+    Raises:
+        ProfileError: it failed.
+    """
+    without_graph = OperationCosts(rates)
+    with torch.no_grad(), phase(checkpointing=True):
+        _, given = chain.prepare(0, value, wants=False)
+        with without_graph:
+            chain.call(0, given, value)
+    for _ in range(2):  # the second backward finds gradients
+        forward, backward = OperationCosts(rates), OperationCosts(rates)
+        inputs, given = chain.prepare(0, value, wants=True)
+        with forward:
+            passed = chain.call(0, given, value)
+        outputs = chain.outputs(0, passed)
+        roots = roots_of(outputs, random_gradients(outputs))
+        with backward:
+            chain.run_backward(roots, inputs, chain.names[0])
+        del inputs, passed, outputs, roots
+    for parameter in chain.layers[0].parameters():
+        parameter.grad = None
+    operations = forward.operations | backward.operations | without_graph.operations
+    reasons = KEEP_MORE[rates.device_type]
+    return Costs(
+        forward_time=forward.seconds,
+        backward_time=backward.seconds,
+        no_grad_forward_time=without_graph.seconds,
+        forward_host_time=forward.host_seconds,
+        backward_host_time=backward.host_seconds,
+        flops=forward.flops,
+        approximate=tuple(sorted({reasons[name] for name in operations & reasons.keys()})),
+    )
+
+
+@contextmanager
+def acting_as_device(rates: DeviceRates) -> Iterator[set[str]]:
+    """Run layers as a device would: its kernels, and new tensors without memory too."""
+    # What has no units for bfloat16 is from before flash attention.
+    has_flash = "bfloat16" in rates.flops
+    with acting_as(rates.device_type, has_flash=has_flash) as notes, META:
+        yield notes
+
+
+@contextmanager
+def without_values(name: str) -> Iterator[None]:
+    """Explain a failure that a layer has only because there are no values.
+
+    Raises:
+        ProfileError: the layer failed.
+    """
+    try:
+        yield
+    except ProfileError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, GpipebalError):
+            raise
+        first = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
+        if "meta" in str(cause).lower():
+            raise ProfileError(
+                f"layer {name!r} cannot be estimated: it reads values of tensors, or runs an "
+                "operation that knows no shapes without them: "
+                f"{type(cause).__name__}: {first} (expected operations on shapes alone).\n"
+                "Fix: profile_model(model, sample, method='measure')."
+            ) from cause
+        raise ProfileError(
+            f"{error}\nIf the plain model can be trained so, only the estimate cannot follow it: "
+            "profile_model(model, sample, method='measure')."
+        ) from cause
+
+
+class _Renumbering:
+    """Numbers of a layer's own for the storages that arrive at it.
+
+    Attributes:
+        outer: Their numbers in the whole chain.
+    """
+
+    def __init__(self) -> None:
+        self.outer: list[int] = []
+
+    def down(self, leaves: _Leaves) -> _Leaves:
+        """Renumber descriptions."""
+        return tuple(
+            replace(leaf, storage=self._of(leaf.storage)) if isinstance(leaf, Leaf) else leaf
+            for leaf in leaves
+        )
+
+    def _of(self, number: int) -> int:
+        if number not in self.outer:
+            self.outer.append(number)
+        return self.outer.index(number)
+
+
+def _up(leaves: _Leaves, outer: Sequence[int]) -> _Leaves:
+    return tuple(
+        replace(leaf, storage=outer[leaf.storage]) if isinstance(leaf, Leaf) else leaf
+        for leaf in leaves
+    )
+
+
+def _described(leaves: Sequence[Any], numbers: Sequence[int | None]) -> _Leaves:
+    return tuple(
+        Leaf.of(leaf, number) if number is not None else _checked(leaf)
+        for leaf, number in zip(leaves, numbers, strict=True)
+    )
+
+
+def _checked(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        raise ModelError(
+            f"a tensor between two layers has no strides: layout={leaf.layout} (expected "
+            "torch.strided).\nFix: profile_model(model, sample, method='measure')."
+        )
+    return leaf
+
+
+def _make(leaves: _Leaves, made: dict[int, Any]) -> list[Any]:
+    return [leaf.make(made) if isinstance(leaf, Leaf) else leaf for leaf in leaves]
+
+
+def _numbers_of(leaves: _Leaves) -> list[int | None]:
+    return [leaf.storage if isinstance(leaf, Leaf) else None for leaf in leaves]
+
+
+def _storages_of(leaves: _Leaves) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(leaf.storage for leaf in leaves if isinstance(leaf, Leaf)))
+
+
+def _hashable(known_as: Mapping[Any, Any] | tuple[Any, ...]) -> Hashable:
+    """Make a key of what arrives: tensors by description, other leaves by type and value."""
+    return tuple(
+        (
+            tuple(
+                leaf if isinstance(leaf, Leaf) else (type(leaf), _value(leaf)) for leaf in leaves
+            ),
+            structure,
+        )
+        for leaves, structure in known_as
+    )
+
+
+def _value(leaf: Any) -> Hashable:
+    return leaf if isinstance(leaf, (bool, int, float, str, bytes, type(None))) else id(leaf)

@@ -1,0 +1,152 @@
+"""The setting of a measurement: its arguments, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError, ProfileError
+from gpipebal.pipeline.devices import parse_device
+from gpipebal.pipeline.microbatch import flatten, unflatten
+from gpipebal.pipeline.parting import scatter_leaves
+
+__all__ = [
+    "check_timeout",
+    "choose_rows",
+    "current_device",
+    "device_for",
+    "first_rows",
+    "layers_of",
+    "random_numbers_kept",
+    "threads_set",
+    "to_device",
+]
+
+
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a chain by name.
+
+    Raises:
+        ModelError: it is no chain.
+        ProfileError: it has no layers.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ModelError(
+            f"module is not a chain of layers: type(module)={type(module).__name__} (expected "
+            "nn.Sequential).\nFix: write the model as nn.Sequential of its layers."
+        )
+    layers = {name: layer for name, layer in module._modules.items() if layer is not None}
+    if not layers:
+        raise ProfileError(
+            "module has no layers: len(module)=0 (expected 1 or more).\n"
+            "Fix: profile a module with at least one layer."
+        )
+    return layers
+
+
+def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:
+    """Choose the sizes that are measured beside the micro-batch's own.
+
+    Args:
+        wanted: A number of rows, or several; None: double and half of the micro-batch's rows where
+            the sample has them, else the nearest multiples and fractions, two if there are two.
+        micro_batch_rows: Rows of the largest micro-batch.
+        rows: Rows of the sample.
+
+    Raises:
+        ProfileError: a size that is no number of rows, or larger than the sample.
+
+    Example:
+        >>> choose_rows(None, 4, 16), choose_rows(None, 16, 16), choose_rows(None, 1, 8)
+        ([2, 8], [4, 8], [2, 3])
+        >>> choose_rows((1, 2, 4), 4, 16)
+        [1, 2]
+    """
+    m = micro_batch_rows
+    if wanted is None:
+        candidates = [2 * m, m // 2, m // 4, 3 * m, 4 * m, m - m // 4, m - 1, m + 1]
+        possible = [size for size in candidates if 1 <= size <= rows and size != m]
+        return sorted(list(dict.fromkeys(possible))[:2])
+    sizes = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    for size in sizes:
+        if type(size) is not int or not 1 <= size <= rows:
+            raise ProfileError(
+                f"rows cannot be measured: rows={size!r} (expected 1..{rows}, the rows of the "
+                "sample).\nFix: give a larger sample, or leave rows out."
+            )
+    return sorted({size for size in sizes if size != m})
+
+
+def first_rows(sample: Any, rows: int, of_rows: int) -> Any:
+    """Return the first rows of a sample, as views."""
+    leaves, structure = flatten(sample)
+    if rows == of_rows:
+        return sample
+    parts = scatter_leaves(leaves, [rows, of_rows - rows], [0] * len(leaves))
+    return unflatten(parts[0], structure)
+
+
+def check_timeout(timeout: float) -> float:
+    """Return a timeout in seconds.
+
+    Raises:
+        ProfileError: it is no duration.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ProfileError(
+            f"timeout is not a duration: timeout={timeout!r} (expected seconds, 0 or more).\n"
+            "Fix: timeout=1.0, or leave it out."
+        )
+    return float(timeout)
+
+
+def device_for(device: torch.device | str | int | None) -> torch.device:
+    """Return the device to measure on; None: the first CUDA device, or the CPU."""
+    if device is None:
+        return parse_device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return parse_device(device)
+
+
+def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """Bring the tensors of a value to a device, cut off from autograd."""
+    leaves, structure = flatten(value)
+    moved = [
+        leaf.detach().to(device, copy=copy) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
+    return unflatten(moved, structure)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make a CUDA device the current one for a block."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def threads_set(n_threads: int | None) -> Iterator[None]:
+    """Set the intra-operation threads for a block; None: leave them."""
+    before = torch.get_num_threads()
+    if n_threads is not None:
+        torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """Put the random states of torch, numpy and Python back after a block."""
+    devices = [device.index] if device.type == "cuda" else []
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,0 +1,317 @@
+"""A study: a chain looked at and measured at several sizes of micro-batches, as one profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import GpipebalError, ProfileError
+from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.microbatch import flatten, unflatten
+from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profiler.alone import Walk, join_times, walk_alone
+from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.describe import describe_layers, describe_times, state_bytes_of
+from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain, measure_whole_loss
+from gpipebal.profiler.replica import replicate
+from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
+from gpipebal.profiler.setting import first_rows, to_device
+from gpipebal.profiler.step import OptimizerFactory, measure_gather, measure_optimizer
+from gpipebal.profiler.storages import LayerMemory
+from gpipebal.profiler.survey import Survey, find_written, survey, survey_loss
+from gpipebal.profiler.value import Routes, Value
+
+__all__ = ["Study"]
+
+_HOST = torch.device("cpu")
+#: Rounds of the loss where no rounds of the chain take it along.
+LOSS_ROUNDS = 5
+
+
+@dataclass
+class _Size:
+    """One size of micro-batch, and what is known of it."""
+
+    rows: int
+    found: Survey
+    start: Value = field(default_factory=lambda: Value([], None))
+    loss: tuple[Chain, LayerMemory, int | None] | None = None
+    times: Times = field(default_factory=Times)
+
+
+class Study:
+    """A chain, and what is found out about it.
+
+    Args:
+        layers: The caller's layers by name.
+        routes: Their skips.
+        sample: The mini-batch.
+        sizes: Rows of its micro-batches, the largest first.
+        device: Where to measure.
+        loss_fn: The loss; None: not measured.
+        target: Its target, on the device; None: it has none.
+        optimizer: Makes an optimizer; None: not measured.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        routes: Routes,
+        sample: Any,
+        sizes: Sequence[int],
+        device: torch.device,
+        *,
+        loss_fn: Callable[..., Tensor] | None,
+        target: Any,
+        optimizer: OptimizerFactory | None,
+    ) -> None:
+        self.names, self.modules = list(layers), list(layers.values())
+        self.routes, self.device = routes, device
+        self.micro_batches = sizes
+        self.notes: list[str] = []
+        self._sample = sample
+        self._loss_fn, self._target, self._optimizer = loss_fn, target, optimizer
+        self._sizes: list[_Size] = []
+        self._replicas: list[nn.Module] = []
+        self._written: list[frozenset[int]] = []
+        self._private: set[int] = set()
+
+    def look(self, others: Sequence[int], *, must: bool) -> None:
+        """Find out all that needs no repeats: at the micro-batch's own size, then at others.
+
+        Args:
+            others: Rows of the other sizes.
+            must: Whether a layer may not fail at these.
+
+        Raises:
+            ProfileError: a layer failed.
+        """
+        start = self._start_of(self.micro_batches[0], self.device)
+        scout = Chain(self.names, self.modules, self.device, start, routes=self.routes)
+        self._private = find_written(self.names, self.modules, self.device, scout)
+        self._written = scout.written
+        self._replicas = self._replicate()
+        self._sizes.append(self._look_at(start, self.micro_batches[0]))
+        for rows in others:
+            try:
+                self._sizes.append(self._look_at(self._start_of(rows, self.device), rows))
+            except GpipebalError as error:
+                if must:
+                    raise
+                self.notes.append(f"not measured at {rows} rows: {str(error).splitlines()[0]}")
+
+    def run(
+        self,
+        side_by_side: int,
+        n_threads: int | None,
+        pace: Pace,
+        state: CallerState,
+    ) -> None:
+        """Measure the times of all sizes; see `run_side_by_side`."""
+        subjects = []
+        for k in range(side_by_side):
+            replicas = self._replicas if not k else self._replicate()
+            subjects.append([self._subject(size, replicas, copies=k > 0) for size in self._sizes])
+        results = run_side_by_side(subjects, n_threads=n_threads, pace=pace, state=state)
+        for size, times in zip(self._sizes, results, strict=True):
+            if times is None:
+                self.notes.append(f"not measured at {size.rows} rows: not enough memory")
+            else:
+                size.times = times
+        kept = zip(self._sizes, results, strict=True)
+        self._sizes = [size for size, times in kept if times is not None]
+
+    def run_alone(
+        self,
+        others: Sequence[int],
+        pace: Pace,
+        *,
+        must: bool,
+        share: bool,
+    ) -> None:
+        """Look and measure with one layer on the device at a time; see `walk_alone`."""
+        walks = [
+            Walk.start(rows, self._start_of(rows, _HOST))
+            for rows in (self.micro_batches[0], *others)
+        ]
+        self.notes += walk_alone(
+            self.names,
+            self.modules,
+            self.routes,
+            walks,
+            self.device,
+            share=share,
+            must=must,
+            pace=pace,
+        )
+        self.notes.append("one layer at a time: what neighbours do to each other is not measured")
+        for walk in walks:
+            size = _Size(walk.rows, walk.survey(self.routes, self.device))
+            size.times = join_times(walk.times)
+            self._look_at_loss(size)
+            for _ in range(LOSS_ROUNDS if size.loss is not None else 0):
+                assert size.loss is not None
+                size.times.run_loss(size.loss[0], size.found.outputs.value)
+            self._sizes.append(size)
+
+    def profile(self, provenance: Mapping[str, Any]) -> Profile:
+        """Put together what was found; measure the terms of the step beside the layers.
+
+        Args:
+            provenance: Where and with what it was measured.
+        """
+        state_bytes = state_bytes_of(self._optimizer, self.modules)
+        optimizer_time = None
+        if self._optimizer is not None:
+            parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
+            optimizer_time = measure_optimizer(self._optimizer, parameters, self.device)
+        others = [
+            self._profile_of(size, state_bytes, optimizer_time, provenance, ())
+            for size in self._sizes[1:]
+        ]
+        others.sort(key=lambda profile: profile.rows)
+        return self._profile_of(
+            self._sizes[0], state_bytes, optimizer_time, provenance, tuple(others)
+        )
+
+    def _start_of(self, rows: int, device: torch.device) -> Value:
+        sample = first_rows(self._sample, rows, sum(self.micro_batches))
+        # A copy, because a view would count with the storage of the whole mini-batch.
+        return Value.of(to_device(sample, device, copy=True))
+
+    def _replicate(self) -> list[nn.Module]:
+        return replicate(self.names, self.modules, self.device, private=self._private)
+
+    def _chain(self, start: Value, replicas: list[nn.Module]) -> Chain:
+        chain = Chain(self.names, replicas, self.device, start, routes=self.routes)
+        chain.written = self._written
+        return chain
+
+    def _look_at(self, start: Value, rows: int) -> _Size:
+        size = _Size(rows, survey(self._chain(start, self._replicas), self.routes), start)
+        self._look_at_loss(size)
+        return size
+
+    def _look_at_loss(self, size: _Size) -> None:
+        rows = size.rows
+        if self._loss_fn is not None:
+            try:
+                size.loss = survey_loss(
+                    self._loss_fn,
+                    self._target_of([rows] * len(self.micro_batches)),
+                    [rows] * len(self.micro_batches),
+                    size.found,
+                    self.device,
+                )
+            except GpipebalError as error:
+                self.notes.append(
+                    f"the loss is not measured over micro-batches of {rows} rows: "
+                    f"{str(error).splitlines()[0]}"
+                )
+
+    def _target_of(self, sizes: Sequence[int]) -> Any:
+        """Return a target for micro-batches of other sizes: rows of the target, repeated."""
+        rows, have = sum(sizes), sum(self.micro_batches)
+        if self._target is None or rows == have:
+            return self._target
+        leaves, structure = flatten(self._target)
+        repeated = [
+            leaf[torch.arange(rows, device=leaf.device) % have]
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == have
+            else leaf
+            for leaf in leaves
+        ]
+        return unflatten(repeated, structure)
+
+    def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
+        loss = None
+        if size.loss is not None and self._loss_fn is not None:
+            loss = size.loss[0]
+            if copies:
+                layer = loss.layers[0]
+                assert isinstance(layer, LossLayer)
+                loss = loss_chain(self._loss_fn, layer.target, loss.start, self.device)
+        return Subject(self._chain(size.start, replicas), loss)
+
+    def _profile_of(
+        self,
+        size: _Size,
+        state_bytes: Sequence[int] | None,
+        optimizer_time: float | None,
+        provenance: Mapping[str, Any],
+        others: tuple[Profile, ...],
+    ) -> Profile:
+        is_main = size is self._sizes[0]
+        layers, settled = describe_layers(
+            self.names, self.modules, size.times, size.found, state_bytes
+        )
+        step = self._step_of(size, optimizer_time)
+        described = describe_times(size.rows, settled)
+        if is_main:
+            described["flags"] += self.notes
+        return Profile(
+            layers=layers,
+            storages=tuple(size.found.numbers.bytes),
+            inputs=size.found.inputs,
+            rows=size.rows,
+            mini_batch_rows=(
+                sum(self.micro_batches) if is_main else size.rows * len(self.micro_batches)
+            ),
+            chunks=len(self.micro_batches),
+            step=step,
+            skips=size.found.skips,
+            other_sizes=others,
+            provenance={**provenance, "rows": size.rows, **described},
+        )
+
+    def _step_of(self, size: _Size, optimizer_time: float | None) -> StepTerms:
+        """Measure what a step costs beside the layers.
+
+        At sizes larger than the micro-batch's own nothing is gathered: the mini-batch of those
+        might not fit.
+        """
+        loss = self._loss_of(size)
+        if size.rows > self.micro_batches[0]:
+            return StepTerms(loss=loss, optimizer_time=optimizer_time)
+        is_main = size is self._sizes[0]
+        sizes = self.micro_batches if is_main else [size.rows] * len(self.micro_batches)
+        outputs = size.found.outputs
+        whole_loss: LayerProfile | None = None
+        gathered: tuple[int, ...] = ()
+        gather_time = None
+        try:
+            gather_time = measure_gather(outputs.value, sizes, self.device)
+            if self._loss_fn is not None:
+                whole_loss, gathered = measure_whole_loss(
+                    self._loss_fn,
+                    self._target_of(sizes),
+                    outputs,
+                    sizes,
+                    size.found.numbers,
+                    self.device,
+                )
+        except (ProfileError, torch.OutOfMemoryError) as error:
+            # Inside the pipeline the loss needs no gathered output: such a step may still fit.
+            if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                raise
+            self.notes.append("the gathered output and its loss did not fit the device")
+        return StepTerms(gather_time, loss, whole_loss, gathered, optimizer_time)
+
+    def _loss_of(self, size: _Size) -> LayerProfile | None:
+        if size.loss is None:
+            return None
+        chain, memory, flops = size.loss
+        layer = chain.layers[0]
+        assert isinstance(layer, LossLayer)
+        return describe_loss(
+            memory,
+            layer,
+            forward=size.times.loss_forward,
+            backward=size.times.loss_backward,
+            without_graph=size.times.loss_without_graph,
+            flops=flops,
+        )

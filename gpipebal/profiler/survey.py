@@ -1,0 +1,158 @@
+"""Survey: walk along a chain once, to find out all that needs no repeats.
+
+That is which inputs layers write to, the memory of every layer and of the loss, and floating-point
+operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import GpipebalError
+from gpipebal.profile import SkipProfile
+from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.flops import FlopCounter
+from gpipebal.profiler.loss import LossLayer, loss_chain, target_of
+from gpipebal.profiler.replica import replicate
+from gpipebal.profiler.storages import (
+    Arrived,
+    LayerMemory,
+    Numbers,
+    distinct_numbers,
+    measure_layer_memory,
+)
+from gpipebal.profiler.value import Routes, Value
+from gpipebal.skip.tracker import Key
+
+__all__ = [
+    "Survey",
+    "describe_skips",
+    "find_written",
+    "flops_of",
+    "survey",
+    "survey_loss",
+]
+
+
+@dataclass
+class Survey:
+    """What one size of micro-batch needs, without its times.
+
+    Attributes:
+        memory: Memory of every layer.
+        flops: Floating-point operations of every layer; None: they could not be counted.
+        numbers: Numbers of all storages.
+        inputs: Storages of the chain's input.
+        outputs: What came out at the end.
+        skips: Skips between layers.
+    """
+
+    memory: list[LayerMemory]
+    flops: list[int | None]
+    numbers: Numbers
+    inputs: tuple[int, ...]
+    outputs: Arrived
+    skips: tuple[SkipProfile, ...]
+
+
+def find_written(
+    names: Sequence[str], modules: Sequence[nn.Module], device: torch.device, chain: Chain
+) -> set[int]:
+    """Run a copy of every layer once, and note in the chain which inputs it writes to.
+
+    Args:
+        names: Names of the layers.
+        modules: The caller's layers.
+        device: Where to run.
+        chain: Takes the notes; its own layers are not used.
+
+    Returns:
+        The layers that write to their own parameters, as some embeddings do.
+    """
+    value, writers = chain.start, set()
+    for k, module in enumerate(modules):
+        layer = replicate([names[k]], [module], device, private=(0,))[0]
+        writes, value = chain.find_written(k, value, layer)
+        if writes:
+            writers.add(k)
+    return writers
+
+
+def survey(chain: Chain, routes: Routes) -> Survey:
+    """Walk along a chain.
+
+    Raises:
+        ProfileError: a layer failed.
+    """
+    numbers = Numbers()
+    arrived = Arrived.first(chain.start, numbers)
+    inputs = arrived.storages
+    memory: list[LayerMemory] = []
+    flops: list[int | None] = []
+    skips: dict[Key, tuple[int, ...]] = {}
+    for k in range(len(chain.layers)):
+        flops.append(flops_of(chain, k, arrived.value))
+        of_layer, arrived = measure_layer_memory(chain, k, arrived, numbers)
+        memory.append(of_layer)
+        for key in chain.stashed(k):
+            skips[key] = distinct_numbers(arrived.skips[key])
+    return Survey(memory, flops, numbers, inputs, arrived, describe_skips(routes, skips))
+
+
+def describe_skips(routes: Routes, storages: dict[Key, tuple[int, ...]]) -> tuple[SkipProfile, ...]:
+    """Describe the skips between layers; a namespace is named by its place among the others."""
+    spaces = list(dict.fromkeys(space for space, _ in routes if space is not None))
+    return tuple(
+        SkipProfile(
+            name if space is None else f"{name}@{spaces.index(space)}",
+            *routes[space, name],
+            storages=storages[space, name],
+        )
+        for space, name in routes
+        if (space, name) in storages
+    )
+
+
+def flops_of(chain: Chain, k: int, value: Value) -> int | None:
+    """Count the floating-point operations of a layer's forward; None: torch cannot."""
+    try:
+        with torch.no_grad(), FlopCounter() as counter:
+            _, given = chain.prepare(k, value, wants=False)
+            chain.call(k, given, value)
+    except GpipebalError:
+        return None  # where the layer itself fails, its next run says so
+    return counter.total
+
+
+def survey_loss(
+    loss_fn: Callable[..., Tensor],
+    target: Any,
+    sizes: Sequence[int],
+    found: Survey,
+    device: torch.device,
+) -> tuple[Chain, LayerMemory, int | None]:
+    """Find the memory of the loss over one micro-batch, as a layer behind the last.
+
+    Args:
+        loss_fn: The loss.
+        target: Target of the mini-batch, on the device.
+        sizes: Rows of each micro-batch; the first is the one that was surveyed.
+        found: What is known of the layers.
+        device: Where they are.
+
+    Returns:
+        The loss as a chain of one layer, its memory, and its floating-point operations.
+
+    Raises:
+        GpipebalError: the loss cannot be computed over a micro-batch.
+    """
+    chain = loss_chain(loss_fn, target_of(target, sizes), found.outputs.value, device)
+    layer = chain.layers[0]
+    assert isinstance(layer, LossLayer)
+    memory, _ = measure_layer_memory(chain, 0, found.outputs, found.numbers, layer.target_tensors)
+    return chain, memory, flops_of(chain, 0, found.outputs.value)

@@ -1,0 +1,125 @@
+"""What is on its way between layers while a chain is measured, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipebal.pipeline.microbatch import flatten
+from gpipebal.skip.tracker import Key
+
+__all__ = [
+    "Catch",
+    "Record",
+    "Routes",
+    "Value",
+    "as_leaves",
+    "random_gradients",
+    "roots_of",
+    "take_gradients",
+]
+
+#: Skips of a chain: the layer that stashes, and the one that pops.
+Routes = Mapping[Key, tuple[int, int]]
+
+
+@dataclass
+class Value:
+    """What is on its way between two layers.
+
+    Attributes:
+        leaves: Leaves of the output of the layer before.
+        structure: Their pytree.
+        skips: What was stashed and is not yet popped, each as leaves and pytree.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    skips: dict[Key, tuple[list[Any], Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: Any) -> Value:
+        """Take a pytree apart."""
+        return cls(*flatten(value))
+
+
+@dataclass
+class Record:
+    """What a layer's forward leaves for its backward.
+
+    Attributes:
+        inputs: Leaves of its input, and behind them those of what it popped.
+        popped: How many leaves of `inputs` belong to each skip.
+        outputs: Leaves of its output, and behind them those of what it stashed.
+    """
+
+    inputs: list[Any]
+    popped: dict[Key, int]
+    outputs: list[Any]
+
+
+def random_gradients(outputs: Sequence[Any]) -> list[Tensor | None]:
+    """Make gradients to start a backward with: random, as small as a mean loss makes them."""
+    return [
+        torch.randn_like(leaf) / max(1, leaf.numel())
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+        else None
+        for leaf in outputs
+    ]
+
+
+def roots_of(
+    outputs: Sequence[Any], gradients: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """Pair the outputs that need a gradient with those that have come."""
+    return [
+        (leaf, gradient)
+        for leaf, gradient in zip(outputs, gradients, strict=True)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None
+    ]
+
+
+def take_gradients(inputs: Sequence[Any]) -> list[Tensor | None]:
+    """Return the gradients of leaves, and clear them."""
+    found: list[Tensor | None] = []
+    for leaf in inputs:
+        found.append(leaf.grad if isinstance(leaf, Tensor) else None)
+        if isinstance(leaf, Tensor):
+            leaf.grad = None
+    return found
+
+
+class Catch(torch.autograd.Function):
+    """Hand an input on, and keep its gradient where it is.
+
+    A leaf would copy a gradient that it shares with another input. Inside a partition the gradient
+    goes on to the layer before, as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, caught: list[Tensor]) -> Tensor:
+        """Hand on."""
+        ctx.caught = caught
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        """Keep."""
+        ctx.caught.append(gradients[0])
+        return None, None
+
+
+def as_leaves(leaves: Sequence[Any], *, wants: bool) -> list[Any]:
+    """Cut tensors off from the graph; with `wants`, those that had a gradient get one again."""
+    return [
+        leaf.detach().requires_grad_(
+            leaf.requires_grad and wants and (leaf.is_floating_point() or leaf.is_complex())
+        )
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]

@@ -1,0 +1,95 @@
+"""The noun: actions, and rows of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from gpipebal.errors import BalanceError
+
+__all__ = ["KINDS", "Action", "Kind", "Schedule", "check_count"]
+
+Kind = Literal["F", "R", "B", "I", "W"]
+
+#: All kinds; in a table of actions a kind is its place in this text.
+KINDS = "FRBIW"
+
+
+class Action(NamedTuple):
+    """One cell of work.
+
+    `kind` is ``F`` forward, ``R`` recompute, ``B`` backward, or one of the two parts of a
+    backward: ``I`` gradient of the input, ``W`` gradient of the weights.
+    """
+
+    partition: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of actions of every device.
+
+    Attributes:
+        name: The rule that made it, such as ``'gpipe'``.
+        rows: One tuple of actions per device, in the order in which it runs them.
+        devices: For each partition the device (row) that runs it; None: every device has one
+            partition, in order.
+    """
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def n_partitions(self) -> int:
+        """Number of partitions."""
+        return len(self.rows) if self.devices is None else len(self.devices)
+
+    @property
+    def n_devices(self) -> int:
+        """Number of devices (rows)."""
+        return len(self.rows)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Device of each partition."""
+        return tuple(range(len(self.rows))) if self.devices is None else self.devices
+
+    @property
+    def chunks(self) -> int:
+        """Number of micro-batches."""
+        return 1 + max((action.micro_batch for row in self.rows for action in row), default=-1)
+
+    def phase(self, kinds: str) -> tuple[tuple[Action, ...], ...]:
+        """Keep, in order, the actions whose kind is one of `kinds`, such as ``'RB'``."""
+        return tuple(tuple(a for a in row if a.kind in kinds) for row in self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def check_count(name: str, value: object) -> int:
+    """Return `value` as an int of 1 or more.
+
+    A float that is a whole number is taken, as torchgpipe did for balances and chunks.
+
+    Raises:
+        BalanceError: `value` is not a whole number, or below 1.
+    """
+    whole = isinstance(value, float) and value.is_integer()
+    if isinstance(value, bool) or not (whole or hasattr(value, "__index__")):
+        raise BalanceError(
+            f"{name} is not a whole number: {name}={value!r} (expected an int of 1 or more).\n"
+            f"Fix: {name}=1, or more."
+        )
+    count = int(value)  # type: ignore[call-overload]  # an index or a whole float, see above
+    if count < 1:
+        raise BalanceError(
+            f"{name} is too small: {name}={count} (expected 1 or more).\nFix: {name}=1, or more."
+        )
+    return int(count)

@@ -1,0 +1,139 @@
+"""The schedules that `GPipe` runs: one partition per device, forwards and whole backwards."""
+
+from __future__ import annotations
+
+from gpipebal.errors import UnsupportedPlanError
+from gpipebal.schedule.actions import Action, Schedule, check_count
+from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of
+from gpipebal.schedule.studied import RUN_BY_TORCH
+
+__all__ = [
+    "SCHEDULES",
+    "check_schedule",
+    "gpipe_schedule",
+    "make_schedule",
+    "one_f_one_b_schedule",
+]
+
+
+def gpipe_schedule(
+    n_partitions: int, chunks: int, checkpoint: Checkpoint = "except_last"
+) -> Schedule:
+    """Order a mini-batch as GPipe does: all forwards, then all backwards, last one first.
+
+    A recompute stands before its backward, so that a partition recomputes while the gradient
+    is still on its way from the next one.
+
+    Args:
+        n_partitions: Number of partitions, 1 or more.
+        chunks: Number of micro-batches, 1 or more.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+
+    Raises:
+        BalanceError: a count below 1, or an unknown checkpoint mode.
+
+    Source:
+        Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+        Parallelism", NeurIPS 2019, section 2.2. Differs: the last micro-batch goes backward
+        first, as in torchgpipe, because 'except_last' has its activations still at hand.
+
+    Example:
+        >>> print(gpipe_schedule(2, 2, "always"))
+        0F0 0F1 0R1 0B1 0R0 0B0
+        1F0 1F1 1R1 1B1 1R0 1B0
+    """
+    check_count("partitions", n_partitions)
+    check_count("chunks", chunks)
+    rows = []
+    for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
+        row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
+        for i in reversed(range(chunks)):
+            if is_checkpointed(mode, i, chunks):
+                row.append(Action(j, "R", i))
+            row.append(Action(j, "B", i))
+        rows.append(tuple(row))
+    return Schedule("gpipe", tuple(rows))
+
+
+def one_f_one_b_schedule(
+    n_partitions: int, chunks: int, checkpoint: Checkpoint = "never"
+) -> Schedule:
+    """Order a mini-batch so that each backward comes as soon as it can: one forward, one backward.
+
+    Partition j first runs as many forwards as there are partitions behind it, so at most
+    ``n_partitions - j`` micro-batches are in flight there at once. A recompute stands before its
+    backward; where it would follow its own forward directly it is left out, because keeping the
+    graph for that moment takes no more memory than making it twice.
+
+    Args:
+        n_partitions: Number of partitions, 1 or more.
+        chunks: Number of micro-batches, 1 or more.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+
+    Raises:
+        BalanceError: a count below 1, or an unknown checkpoint mode.
+
+    Source:
+        Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section
+        2.2 (PipeDream-Flush). Differs: modes per partition, and recomputes that are left out.
+
+    Example:
+        >>> print(one_f_one_b_schedule(2, 3))
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    check_count("partitions", n_partitions)
+    check_count("chunks", chunks)
+    rows = []
+    for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
+        ahead = min(chunks, n_partitions - 1 - j)
+        row = [Action(j, "F", i) for i in range(ahead)]  # i: micro-batch
+        for i in range(chunks):
+            if ahead + i < chunks:
+                row.append(Action(j, "F", ahead + i))
+            if is_checkpointed(mode, i, chunks) and row[-1] != Action(j, "F", i):
+                row.append(Action(j, "R", i))
+            row.append(Action(j, "B", i))
+        rows.append(tuple(row))
+    return Schedule("1f1b", tuple(rows))
+
+
+#: The schedules that `GPipe` runs, by name.
+SCHEDULES = {"gpipe": gpipe_schedule, "1f1b": one_f_one_b_schedule}
+
+
+def check_schedule(name: object) -> str:
+    """Return the name of a schedule that `GPipe` runs.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name; if something else runs it, the text says
+            what.
+    """
+    if not isinstance(name, str) or name not in SCHEDULES:
+        fix = "schedule='gpipe'."
+        if isinstance(name, str) and name in RUN_BY_TORCH:
+            fix = (
+                f"schedule='gpipe' or '1f1b'; {name!r} is run by torch.distributed.pipelining, as "
+                f"{RUN_BY_TORCH[name]}, and simulated by gpipebal.simulate."
+            )
+        raise UnsupportedPlanError(
+            f"schedule cannot be built: schedule={name!r} (expected one of "
+            f"{', '.join(map(repr, SCHEDULES))}).\nFix: {fix}"
+        )
+    return name
+
+
+def make_schedule(
+    name: str, n_partitions: int, chunks: int, checkpoint: Checkpoint = "except_last"
+) -> Schedule:
+    """Order a mini-batch by the schedule of this name.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name.
+        BalanceError: a count below 1, or an unknown checkpoint mode.
+
+    Example:
+        >>> print(make_schedule("1f1b", 1, 2, "always"))
+        0F0 0B0 0F1 0B1
+    """
+    return SCHEDULES[check_schedule(name)](n_partitions, chunks, checkpoint)

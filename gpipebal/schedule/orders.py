@@ -1,0 +1,149 @@
+"""Any known schedule as columns, those of one partition per device without making actions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.schedule.actions import KINDS, check_count
+from gpipebal.schedule.checkpoint import Checkpoint, CheckpointMode, modes_of
+from gpipebal.schedule.executed import SCHEDULES
+from gpipebal.schedule.order import Order
+from gpipebal.schedule.studied import STUDIED, study_schedule
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.integer]
+
+__all__ = ["ALL_SCHEDULES", "order_of"]
+
+#: Every schedule that can be simulated: those that `GPipe` runs, then the others.
+ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
+
+_F, _R, _B = (KINDS.index(kind) for kind in "FRB")
+
+
+def order_of(
+    name: str,
+    n_devices: int,
+    chunks: int,
+    checkpoint: Checkpoint = "never",
+    *,
+    partitions_per_device: int | None = None,
+) -> Order:
+    """Order a mini-batch by any known schedule, as columns.
+
+    Args:
+        name: One of `ALL_SCHEDULES`.
+        n_devices: Number of devices.
+        chunks: Number of micro-batches.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+        partitions_per_device: How many partitions every device has; None: 2 with
+            ``'interleaved_1f1b'``, else 1.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name.
+        BalanceError: counts or a mode that the schedule cannot have.
+
+    Complexity:
+        O(n) for n actions; with one partition per device and whole backwards in numpy.
+
+    Example:
+        >>> print(order_of("1f1b", 2, 3).schedule())
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    if name not in ALL_SCHEDULES:
+        raise UnsupportedPlanError(
+            f"schedule does not exist: schedule={name!r} (expected one of "
+            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='gpipe'."
+        )
+    if name in STUDIED and name != "gpipe_in_order":
+        return Order.of(
+            study_schedule(
+                name, n_devices, chunks, checkpoint, partitions_per_device=partitions_per_device
+            )
+        )
+    if partitions_per_device not in (None, 1):
+        raise BalanceError(
+            f"schedule has one partition per device: schedule={name!r}, "
+            f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
+            "Fix: schedule='interleaved_1f1b', or one partition per device."
+        )
+    check_count("partitions" if name in SCHEDULES else "devices", n_devices)
+    check_count("chunks", chunks)
+    modes = modes_of(checkpoint, n_devices)
+    # Rows that are alike are made once: those of one mode with GPipe, and those of one mode that
+    # run equally many forwards ahead with 1F1B.
+    made: dict[tuple[CheckpointMode, int], tuple[Ints, Ints]] = {}
+    keys = []
+    for j, mode in enumerate(modes):  # j: partition
+        ahead = min(chunks, n_devices - 1 - j) if name == "1f1b" else 0
+        keys.append((mode, ahead))
+        if keys[-1] not in made:
+            if name == "1f1b":
+                made[keys[-1]] = _one_f_one_b_row(chunks, mode, ahead)
+            else:
+                made[keys[-1]] = _gpipe_row(chunks, mode, last_first=name == "gpipe")
+    rows = [made[key] for key in keys]
+    lengths = [len(kinds) for kinds, _ in rows]
+    return Order(
+        name=name,
+        offsets=np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
+        partitions=np.repeat(np.arange(n_devices, dtype=np.int32), lengths),
+        kinds=np.concatenate([kinds for kinds, _ in rows]),
+        micro_batches=np.concatenate([micro_batches for _, micro_batches in rows]),
+        devices=np.arange(n_devices, dtype=np.int32),
+        gpipe_modes=None if name == "1f1b" else modes,
+    )
+
+
+def _gpipe_row(chunks: int, mode: CheckpointMode, *, last_first: bool) -> tuple[Ints, Ints]:
+    """Return kinds and micro-batches of a row of GPipe."""
+    forward = np.arange(chunks, dtype=np.int32)
+    back = forward[::-1] if last_first else forward
+    repeats = 1 + _recomputed(chunks, mode)[back]
+    micro_batches = np.repeat(back, repeats)
+    kinds = np.full(len(micro_batches), _R, dtype=np.uint8)
+    kinds[np.cumsum(repeats) - 1] = _B
+    return (
+        np.concatenate((np.full(chunks, _F, dtype=np.uint8), kinds)),
+        np.concatenate((forward, micro_batches)),
+    )
+
+
+def _one_f_one_b_row(chunks: int, mode: CheckpointMode, ahead: int) -> tuple[Ints, Ints]:
+    """Return kinds and micro-batches of a row of 1F1B that runs some forwards ahead."""
+    each = np.arange(chunks, dtype=np.int32)
+    # Without other forwards between, a recompute would follow its own, and is left out.
+    between = ahead > 0 and chunks > 1
+    recomputed = _recomputed(chunks, mode) if between else np.zeros(chunks, dtype=np.int64)
+    # How many recomputes stand before the backward with this number.
+    before = np.concatenate(([0], np.cumsum(recomputed)))
+    # Where an action stands: as many places from the start as actions come before it.
+    backward_at = np.minimum(chunks, ahead + each + 1) + each + before[1:]
+    n_backwards = np.maximum(0, each - ahead)
+    forward_at = each + n_backwards + before[n_backwards]
+    recompute_at = (backward_at - 1)[recomputed > 0]
+    length = 2 * chunks + int(before[-1])
+    kinds = np.empty(length, dtype=np.uint8)
+    micro_batches = np.empty(length, dtype=np.int32)
+    for kind, places, which in (
+        (_F, forward_at, each),
+        (_R, recompute_at, each[recomputed > 0]),
+        (_B, backward_at, each),
+    ):
+        kinds[places] = kind
+        micro_batches[places] = which
+    return kinds, micro_batches
+
+
+def _recomputed(chunks: int, mode: CheckpointMode) -> NDArray[np.int64]:
+    """Return 1 for every micro-batch that is recomputed, else 0."""
+    marks = np.full(chunks, int(mode != "never"), dtype=np.int64)
+    if mode == "except_last":
+        marks[-1] = 0
+    return marks

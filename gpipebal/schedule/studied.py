@@ -1,0 +1,261 @@
+"""Schedules that can be simulated but not run by `GPipe`; torch.distributed.pipelining runs them.
+
+In the interleaved ones every device has several partitions, dealt out in turn: of 6 partitions on
+2 devices the first has 0, 2 and 4, the second 1, 3 and 5. So a micro-batch visits every device
+several times, and fills and drains the pipeline in smaller steps. With a zero-bubble schedule the
+gradients of the weights, for which nobody waits, are moved into what is idle otherwise::
+
+    # zero bubble, 3 devices, 4 micro-batches, F, I and W take one clock each: 14 clocks.
+    # device 0  012..Aa3BbCcDd
+    # device 1  .01.A2Ba3CbDcd
+    # device 2  ..0A1B2Ca3Dbcd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.schedule.actions import Action, Schedule, check_count
+from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of, with_recomputes
+
+__all__ = [
+    "RUN_BY_TORCH",
+    "STUDIED",
+    "gpipe_in_order_schedule",
+    "interleaved_schedule",
+    "study_schedule",
+    "zero_bubble_schedule",
+]
+
+#: What torch.distributed.pipelining calls the schedules that `GPipe` does not run.
+RUN_BY_TORCH = {
+    "gpipe_in_order": "ScheduleGPipe",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",
+}
+
+
+def gpipe_in_order_schedule(
+    n_devices: int,
+    chunks: int,
+    checkpoint: Checkpoint = "never",
+    *,
+    partitions_per_device: int = 1,
+) -> Schedule:
+    """Order a mini-batch as GPipe does, but with the first micro-batch first in the backward.
+
+    Args:
+        n_devices: Number of devices, 1 or more.
+        chunks: Number of micro-batches, 1 or more.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+        partitions_per_device: 1; there is no other form of it.
+
+    Raises:
+        BalanceError: a count below 1, several partitions per device, or an unknown mode.
+
+    Source:
+        torch.distributed.pipelining, ``ScheduleGPipe``.
+
+    Example:
+        >>> print(gpipe_in_order_schedule(2, 2, "always"))
+        0F0 0F1 0R0 0B0 0R1 0B1
+        1F0 1F1 1R0 1B0 1R1 1B1
+    """
+    _check_single("gpipe_in_order", partitions_per_device)
+    check_count("devices", n_devices)
+    check_count("chunks", chunks)
+    rows = []
+    for j, mode in enumerate(modes_of(checkpoint, n_devices)):  # j: partition
+        row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
+        for i in range(chunks):
+            if is_checkpointed(mode, i, chunks):
+                row.append(Action(j, "R", i))
+            row.append(Action(j, "B", i))
+        rows.append(tuple(row))
+    return Schedule("gpipe_in_order", tuple(rows))
+
+
+def interleaved_schedule(
+    n_devices: int,
+    chunks: int,
+    checkpoint: Checkpoint = "never",
+    *,
+    partitions_per_device: int = 2,
+) -> Schedule:
+    """Order a mini-batch so that each device takes turns between several partitions.
+
+    Micro-batches go in groups, as many as there are devices (or a few more): a device runs the
+    group through its first partition, then through its second, and so on. After some forwards
+    ahead, fewer the later the device stands, forwards and backwards alternate.
+
+    Args:
+        n_devices: Number of devices, 1 or more.
+        chunks: Number of micro-batches, 1 or more; with `n_devices` or more of them, a multiple of
+            ``chunks // n_devices``, which is the number of groups.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+        partitions_per_device: How many partitions every device has, 1 or more.
+
+    Raises:
+        BalanceError: a count below 1, chunks that do not part into groups, or an unknown mode.
+
+    Source:
+        Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+        Megatron-LM", SC 2021, section 2.2.2; in the form of torch.distributed.pipelining's
+        ``ScheduleInterleaved1F1B``, which allows other numbers of micro-batches too. Differs:
+        recomputes are actions of their own.
+
+    Example:
+        >>> print(interleaved_schedule(2, 2))
+        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    schedule = _looped("interleaved_1f1b", n_devices, chunks, partitions_per_device, hop=2)
+    return with_recomputes(schedule, checkpoint)
+
+
+def zero_bubble_schedule(
+    n_devices: int,
+    chunks: int,
+    checkpoint: Checkpoint = "never",
+    *,
+    partitions_per_device: int = 1,
+) -> Schedule:
+    """Order a mini-batch as 1F1B with backwards in two parts, so that weights fill the idle time.
+
+    Device d runs its d first input gradients without their weight gradients, which then follow as
+    many input gradients later: no more micro-batches are in flight than under 1F1B's first device,
+    and the last devices, which have time at the end, use it.
+
+    Args:
+        n_devices: Number of devices, 1 or more.
+        chunks: Number of micro-batches, 1 or more; with `n_devices` or more of them, a multiple of
+            ``chunks // n_devices``.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+        partitions_per_device: 1 is ZB-H1; more interleave it.
+
+    Raises:
+        BalanceError: a count below 1, chunks that do not part into groups, or an unknown mode.
+
+    Source:
+        Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 (ZB-H1); in the form
+        of torch.distributed.pipelining's ``ScheduleInterleavedZeroBubble``. Differs: recomputes
+        are actions of their own.
+
+    Example:
+        >>> print(zero_bubble_schedule(2, 3))
+        0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+    schedule = _looped("zb_h1", n_devices, chunks, partitions_per_device, hop=1, in_parts=True)
+    return with_recomputes(schedule, checkpoint)
+
+
+def _looped(
+    name: str, n_devices: int, chunks: int, loops: int, *, hop: int, in_parts: bool = False
+) -> Schedule:
+    """Make the rows of a schedule that goes round the devices `loops` times.
+
+    Args:
+        name: Its name.
+        n_devices: Number of devices.
+        chunks: Number of micro-batches.
+        loops: Partitions of every device.
+        hop: How many more forwards a device runs ahead than the one behind it.
+        in_parts: Whether backwards come as input gradients and weight gradients.
+    """
+    check_count("devices", n_devices)
+    check_count("chunks", chunks)
+    check_count("partitions_per_device", loops)
+    n_groups = max(1, chunks // n_devices)
+    if chunks % n_groups:
+        near = sorted(range(1, 2 * chunks), key=lambda m: abs(m - chunks))
+        fits = next(m for m in near if m % max(1, m // n_devices) == 0)
+        raise BalanceError(
+            f"micro-batches do not part into {n_groups} equal groups: chunks={chunks} (expected a "
+            f"multiple of chunks // devices={n_groups}).\nFix: chunks={fits}."
+        )
+    size = chunks // n_groups
+    steps = loops * chunks
+
+    def cell(step: int) -> tuple[int, int]:
+        """Return the turn (which of the device's partitions) and the micro-batch of a step."""
+        group, rest = divmod(step, size * loops)
+        return rest // size, group * size + rest % size
+
+    rows = []
+    for d in range(n_devices):  # d: device
+        forwards, backwards = [], []
+        for step in range(steps):
+            turn, i = cell(step)  # i: micro-batch
+            forwards.append(Action(turn * n_devices + d, "F", i))
+            backwards.append((d + (loops - 1 - turn) * n_devices, i))
+        ahead = min(steps, (loops - 1) * size + hop * (n_devices - 1 - d))
+        row = forwards[:ahead]
+        for step, (j, i) in enumerate(backwards):  # j: partition
+            row += forwards[ahead + step : ahead + step + 1]
+            row.append(Action(j, "I" if in_parts else "B", i))
+            if in_parts and step >= d:
+                row.append(_weight(backwards[step - d]))
+        if in_parts:
+            row += map(_weight, backwards[max(0, steps - d) :])
+        rows.append(tuple(row))
+    devices = tuple(range(n_devices)) * loops if loops > 1 else None
+    return Schedule(name, tuple(rows), devices)
+
+
+def _weight(cell: tuple[int, int]) -> Action:
+    partition, micro_batch = cell
+    return Action(partition, "W", micro_batch)
+
+
+def _check_single(name: str, partitions_per_device: int) -> None:
+    if partitions_per_device != 1:
+        raise BalanceError(
+            f"schedule has one partition per device: schedule={name!r}, "
+            f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
+            "Fix: schedule='interleaved_1f1b', or one partition per device."
+        )
+
+
+#: The schedules that can be simulated and are not run by `GPipe`, by name.
+STUDIED: dict[str, Callable[..., Schedule]] = {
+    "gpipe_in_order": gpipe_in_order_schedule,
+    "interleaved_1f1b": interleaved_schedule,
+    "zb_h1": zero_bubble_schedule,
+}
+
+
+def study_schedule(
+    name: str,
+    n_devices: int,
+    chunks: int,
+    checkpoint: Checkpoint = "never",
+    *,
+    partitions_per_device: int | None = None,
+) -> Schedule:
+    """Order a mini-batch by one of the schedules of `STUDIED`.
+
+    Args:
+        name: One of `STUDIED`.
+        n_devices: Number of devices.
+        chunks: Number of micro-batches.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+        partitions_per_device: How many partitions every device has; None: the least that the
+            schedule is made for: 2 with ``'interleaved_1f1b'``, else 1.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name.
+        BalanceError: counts or a mode that the schedule cannot have.
+
+    Example:
+        >>> study_schedule("interleaved_1f1b", 4, 8).n_partitions
+        8
+    """
+    if name not in STUDIED:
+        raise UnsupportedPlanError(
+            f"schedule does not exist: schedule={name!r} (expected one of "
+            f"{', '.join(map(repr, STUDIED))}).\nFix: schedule='zb_h1'."
+        )
+    more = {} if partitions_per_device is None else {"partitions_per_device": partitions_per_device}
+    return STUDIED[name](n_devices, chunks, checkpoint, **more)

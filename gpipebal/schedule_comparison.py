@@ -1,0 +1,126 @@
+"""`compare_schedules`: what a profiled chain would cost under each known schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem import Problem
+from gpipebal.profile import Profile
+from gpipebal.schedule import ALL_SCHEDULES, CheckpointMode, check_count
+from gpipebal.simulator import (
+    Durations,
+    HeldBytes,
+    ScheduleRow,
+    ScheduleTable,
+    compare_durations,
+    durations_of,
+    held_of,
+)
+from gpipebal.simulator.comparison import run_by
+from gpipebal.solvers import split
+
+__all__ = ["compare_schedules"]
+
+
+def compare_schedules(
+    profile: Profile,
+    n_devices: int,
+    *,
+    chunks: int | None = None,
+    checkpoint: CheckpointMode = "never",
+    schedules: Sequence[str] = ALL_SCHEDULES,
+    partitions_per_device: Sequence[int] = (2,),
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+    overlap: bool = True,
+) -> ScheduleTable:
+    """Simulate a profiled chain under every known schedule, and set them side by side.
+
+    For each number of partitions the chain is cut so that the largest time of a partition is
+    smallest: the same cut for all schedules with that number. What a profile does not tell is
+    estimated, as `gpipebal.simulator.durations_of` says.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        n_devices: Number of devices, 1 to the number of layers.
+        chunks: Micro-batches per mini-batch; None: the profile's.
+        checkpoint: Which micro-batches are recomputed.
+        schedules: Names of the schedules; see `gpipebal.schedule.ALL_SCHEDULES`.
+        partitions_per_device: Numbers to try with schedules that go round several times.
+        bandwidth: Bytes per second between devices; None: transfers take no time.
+        latency: Seconds of every transfer, on top.
+        overlap: Whether transfers run beside the devices' work; see `gpipebal.simulator.place`.
+
+    Returns:
+        A table, the fastest first. Its peaks count parameters, gradients, buffers, optimizer
+        state if known, what micro-batches in flight hold, and the largest passing need; for what
+        `GPipe` runs, `gpipebal.memory.partition_memory` tells it more closely.
+
+    Raises:
+        BalanceError: a count below 1, or more devices than layers.
+        UnsupportedPlanError: an unknown schedule.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0] * 8, chunks=8)
+        >>> table = compare_schedules(profile, 4)
+        >>> [(row.schedule, row.makespan) for row in table.rows[:3]]
+        [('zb_h1', 54.0), ('interleaved_1f1b', 57.0), ('gpipe', 66.0)]
+    """
+    check_count("devices", n_devices)
+    chunks = profile.chunks if chunks is None else check_count("chunks", chunks)
+    if n_devices > profile.n_layers:
+        raise BalanceError(
+            f"devices are more than layers: n_devices={n_devices} (expected at most "
+            f"{profile.n_layers}).\nFix: n_devices={profile.n_layers}."
+        )
+    durations: dict[int, Durations] = {}
+    held: dict[int, list[HeldBytes]] = {}
+    too_many = []
+    for each in dict.fromkeys((1, *partitions_per_device)):
+        check_count("partitions_per_device", each)
+        if each * n_devices > profile.n_layers:
+            too_many.append(each)
+            continue
+        bounds = _bounds(profile, each * n_devices, chunks, checkpoint)
+        durations[each] = durations_of(profile, bounds, bandwidth=bandwidth, latency=latency)
+        held[each] = held_of(profile, bounds)
+    table = compare_durations(
+        durations,
+        chunks,
+        checkpoint=checkpoint,
+        schedules=schedules,
+        held=held,
+        overlap=overlap,
+    )
+    refused = [
+        ScheduleRow(
+            schedule="interleaved_1f1b",
+            partitions_per_device=each,
+            makespan=None,
+            bubble_fraction=None,
+            imbalance=None,
+            peak_bytes=None,
+            run_by=run_by("interleaved_1f1b"),
+            refusal=f"the chain has {profile.n_layers} layers for {each * n_devices} partitions.",
+        )
+        for each in too_many
+        if "interleaved_1f1b" in schedules
+    ]
+    return replace(table, rows=(*table.rows, *refused))
+
+
+def _bounds(
+    profile: Profile, n_partitions: int, chunks: int, checkpoint: CheckpointMode
+) -> tuple[int, ...]:
+    """Cut the chain where the largest time of a partition is smallest."""
+    problem = Problem(
+        forward=[layer.forward_time for layer in profile.layers],
+        backward=[layer.backward_time for layer in profile.layers],
+        recompute=[layer.recompute_time for layer in profile.layers],
+        n_partitions=n_partitions,
+        chunks=chunks,
+        checkpoint=checkpoint,
+    )
+    return tuple(split(problem, "bottleneck").bounds)

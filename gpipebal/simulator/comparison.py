@@ -1,0 +1,212 @@
+"""Schedules side by side: one table of what each would cost for the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from gpipebal.errors import BalanceError
+from gpipebal.schedule import ALL_SCHEDULES, RUN_BY_TORCH, CheckpointMode, order_of
+from gpipebal.simulator.durations import Durations
+from gpipebal.simulator.held import HeldBytes, memory_over_time
+from gpipebal.simulator.place import place
+from gpipebal.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["ScheduleRow", "ScheduleTable", "compare_durations", "run_by"]
+
+
+@dataclass(frozen=True)
+class ScheduleRow:
+    """One schedule, and what it would cost.
+
+    Attributes:
+        schedule: Its name.
+        partitions_per_device: How many partitions every device has.
+        makespan: Seconds from the first start to the last end; None: it cannot be made.
+        bubble_fraction: Idle share of all devices' time.
+        imbalance: Largest busy time of a device over the mean one.
+        peak_bytes: Most memory on any device; None: sizes were not given.
+        run_by: What runs it.
+        refusal: Why it cannot be made for these counts; empty if it can.
+    """
+
+    schedule: str
+    partitions_per_device: int
+    makespan: float | None
+    bubble_fraction: float | None
+    imbalance: float | None
+    peak_bytes: int | None
+    run_by: str
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class ScheduleTable:
+    """Schedules side by side; printed, it is a table.
+
+    Attributes:
+        rows: The fastest first; those that cannot be made last.
+        n_devices: Number of devices.
+        chunks: Number of micro-batches.
+        checkpoint: Which micro-batches are recomputed.
+    """
+
+    rows: tuple[ScheduleRow, ...]
+    n_devices: int
+    chunks: int
+    checkpoint: CheckpointMode
+
+    @property
+    def best(self) -> ScheduleRow:
+        """The fastest."""
+        return self.rows[0]
+
+    def row(self, schedule: str, partitions_per_device: int | None = None) -> ScheduleRow:
+        """Return the row of a schedule, the faster one if there are several.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for row in self.rows:
+            fits = partitions_per_device in (None, row.partitions_per_device)
+            if row.schedule == schedule and fits:
+                return row
+        raise KeyError(schedule)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per schedule: seconds, fractions, bytes."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) for row in self.rows])
+
+    def __str__(self) -> str:
+        lines = [("schedule", "parts/device", "makespan", "bubble", "imbalance", "peak", "run by")]
+        notes = []
+        for row in self.rows:
+            name, each = row.schedule, str(row.partitions_per_device)
+            if row.makespan is None or row.bubble_fraction is None or row.imbalance is None:
+                lines.append((name, each, "-", "-", "-", "-", row.run_by))
+                notes.append(f"{row.schedule}: {row.refusal}")
+                continue
+            lines.append(
+                (
+                    name,
+                    each,
+                    format_seconds(row.makespan),
+                    format_percent(row.bubble_fraction),
+                    f"{row.imbalance:.2f}",
+                    "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+                    row.run_by,
+                )
+            )
+        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+        table = [
+            "  ".join(
+                cell.ljust(width) if k in (0, len(widths) - 1) else cell.rjust(width)
+                for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        title = (
+            f"{self.n_devices} devices, {self.chunks} micro-batches, checkpoint {self.checkpoint!r}"
+        )
+        return "\n".join([title, *table, *notes])
+
+
+def compare_durations(
+    durations: Durations | Mapping[int, Durations],
+    chunks: int,
+    *,
+    checkpoint: CheckpointMode = "never",
+    schedules: Sequence[str] = ALL_SCHEDULES,
+    held: Mapping[int, Sequence[HeldBytes]] | None = None,
+    overlap: bool = True,
+) -> ScheduleTable:
+    """Simulate schedules for the same work, and set them side by side.
+
+    Args:
+        durations: Seconds of the partitions, by how many every device has: 1, and others for
+            schedules that interleave. Durations alone are those of one per device. Launches by
+            the host count for schedules that `GPipe` runs, in one process; torch has one process
+            for every device.
+        chunks: Number of micro-batches.
+        checkpoint: Which micro-batches are recomputed; under schedules that torch runs, too.
+        schedules: Names of the schedules to compare.
+        held: Bytes of the partitions, by how many every device has.
+        overlap: Whether transfers run beside the devices' work; see `place`.
+
+    Returns:
+        A table, the fastest first. A schedule that cannot be made for these counts is in it, with
+        the reason.
+
+    Raises:
+        UnsupportedPlanError: an unknown schedule.
+        BalanceError: partitions that cannot be dealt out evenly, or a count below 1.
+
+    Example:
+        >>> times = Durations((1.0,) * 4, (1.0,) * 4, (2.0,) * 4)
+        >>> table = compare_durations(times, 8)
+        >>> [(row.schedule, row.makespan) for row in table.rows]
+        [('zb_h1', 27.0), ('gpipe', 33.0), ('1f1b', 33.0), ('gpipe_in_order', 33.0)]
+    """
+    if isinstance(durations, Durations):
+        durations = {1: durations}
+    n_devices = min(times.n_partitions // each for each, times in durations.items())
+    for each, times in durations.items():
+        if times.n_partitions != each * n_devices:
+            raise BalanceError(
+                f"partitions cannot be dealt out evenly: {times.n_partitions} partitions with "
+                f"{each} on every device (expected {each * n_devices} on {n_devices} devices).\n"
+                "Fix: give the durations of as many partitions."
+            )
+    rows = []
+    for name in schedules:
+        interleaves = name == "interleaved_1f1b"
+        for each, times in durations.items():
+            if (each > 1) != interleaves:
+                continue
+            sizes = None if held is None else held.get(each)
+            try:
+                order = order_of(name, n_devices, chunks, checkpoint, partitions_per_device=each)
+            except BalanceError as error:
+                if chunks < 1:
+                    raise
+                reason = str(error).replace("\n", " ")
+                rows.append(ScheduleRow(name, each, None, None, None, None, run_by(name), reason))
+                continue
+            if name in RUN_BY_TORCH:
+                times = replace(
+                    times, forward_launch=None, recompute_launch=None, backward_launch=None
+                )
+            timeline = place(order, times, overlap=overlap)
+            peak = None
+            if sizes is not None:
+                peak = max(track.peak for track in memory_over_time(timeline, sizes))
+            rows.append(
+                ScheduleRow(
+                    schedule=name,
+                    partitions_per_device=each,
+                    makespan=timeline.makespan,
+                    bubble_fraction=timeline.bubble_fraction,
+                    imbalance=timeline.imbalance,
+                    peak_bytes=peak,
+                    run_by=run_by(name),
+                )
+            )
+    rows.sort(key=lambda row: (row.makespan is None, row.makespan or 0.0))
+    return ScheduleTable(tuple(rows), n_devices, chunks, checkpoint)
+
+
+def run_by(schedule: str) -> str:
+    """Say what runs a schedule.
+
+    Example:
+        >>> run_by("1f1b"), run_by("zb_h1")
+        ('GPipe', 'torch.distributed.pipelining ScheduleInterleavedZeroBubble')
+    """
+    theirs = RUN_BY_TORCH.get(schedule)
+    return "GPipe" if theirs is None else f"torch.distributed.pipelining {theirs}"

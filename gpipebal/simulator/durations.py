@@ -1,0 +1,132 @@
+"""Durations: the seconds of every partition for one micro-batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from gpipebal.errors import ProfileError
+from gpipebal.plan import Plan
+
+__all__ = ["Durations", "check_time"]
+
+Times = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of every partition for one micro-batch; all micro-batches are alike.
+
+    Each field has one time per partition; those that may be None have a stand-in.
+
+    Attributes:
+        forward: Seconds of each partition's forward.
+        recompute: Seconds of each partition's recompute.
+        backward: Seconds of each partition's backward, without recompute.
+        no_grad_forward: The forward of a micro-batch that is recomputed later; None: `forward`.
+        input_gradient: The part of the backward that others wait for; None: what
+            `weight_gradient` leaves of the backward, or half of it.
+        weight_gradient: The part of the backward that nobody waits for; None: what
+            `input_gradient` leaves of the backward.
+        forward_transfer: Seconds to bring a micro-batch into the partition from the one before,
+            where that is on another device; the first entry counts for nothing. None: no time.
+        backward_transfer: Seconds to bring a gradient into the partition from the one after; the
+            last entry counts for nothing. None: no time.
+        optimizer: Seconds of the optimizer's step; None: it is not placed.
+        forward_launch: Seconds of the host to launch a forward; None, and `backward_launch` is
+            None too: there is no host to wait for.
+        recompute_launch: The same for a recompute; None: as `forward_launch`.
+        backward_launch: The same for a backward; of a backward in two parts each takes half.
+
+    Raises:
+        ProfileError: a time that is negative or not finite, or not one per partition.
+
+    Example:
+        >>> Durations((1.0, 3.0), (1.0, 3.0), (2.0, 6.0)).input_gradients
+        (1.0, 3.0)
+    """
+
+    forward: Times
+    recompute: Times
+    backward: Times
+    no_grad_forward: Times | None = None
+    input_gradient: Times | None = None
+    weight_gradient: Times | None = None
+    forward_transfer: Times | None = None
+    backward_transfer: Times | None = None
+    optimizer: Times | None = None
+    forward_launch: Times | None = None
+    recompute_launch: Times | None = None
+    backward_launch: Times | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            name, times = item.name, getattr(self, item.name)
+            if times is None and item.default is None:
+                continue
+            if len(times) != len(self.forward):
+                raise ProfileError(
+                    f"durations have different lengths: len({name})={len(times)} "
+                    f"(expected {len(self.forward)}, as many as forward).\n"
+                    "Fix: give one time per partition."
+                )
+            for j, time in enumerate(times):
+                check_time(f"{name}[{j}]", time)
+
+    @property
+    def n_partitions(self) -> int:
+        """Number of partitions."""
+        return len(self.forward)
+
+    @property
+    def input_gradients(self) -> Times:
+        """Seconds of each partition's input gradient, given or estimated."""
+        if self.input_gradient is not None:
+            return self.input_gradient
+        if self.weight_gradient is not None:
+            return _rest(self.backward, self.weight_gradient)
+        return tuple(time / 2 for time in self.backward)
+
+    @property
+    def weight_gradients(self) -> Times:
+        """Seconds of each partition's weight gradient, given or estimated."""
+        if self.weight_gradient is not None:
+            return self.weight_gradient
+        return _rest(self.backward, self.input_gradients)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any transfer takes time."""
+        return any(self.forward_transfer or ()) or any(self.backward_transfer or ())
+
+    @property
+    def has_launches(self) -> bool:
+        """Whether the host takes time."""
+        return self.forward_launch is not None or self.backward_launch is not None
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Durations:
+        """Take the times that a plan predicts for its partitions."""
+        return cls(
+            forward=tuple(part.forward_time for part in plan.partitions),
+            recompute=tuple(part.recompute_time for part in plan.partitions),
+            backward=tuple(part.backward_time for part in plan.partitions),
+        )
+
+
+def check_time(name: str, time: float) -> None:
+    """Refuse what is no number of seconds.
+
+    Raises:
+        ProfileError: `time` is negative, not finite or not a number.
+    """
+    number = isinstance(time, int | float) and not isinstance(time, bool)
+    if not number or not math.isfinite(time) or time < 0:
+        raise ProfileError(
+            f"time is impossible: {name}={time!r} (expected finite seconds, 0 or more).\n"
+            "Fix: correct the value, or profile the model again."
+        )
+
+
+def _rest(whole: Times, part: Times) -> Times:
+    return tuple(max(0.0, w - p) for w, p in zip(whole, part, strict=True))

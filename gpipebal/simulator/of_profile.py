@@ -1,0 +1,148 @@
+"""What a profile says of partitions: their durations, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from gpipebal.errors import BalanceError
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.simulator.durations import Durations
+from gpipebal.simulator.held import HeldBytes
+
+__all__ = ["durations_of", "held_of"]
+
+
+def _runs(profile: Profile, bounds: Sequence[int]) -> list[tuple[LayerProfile, ...]]:
+    """Return the layers of each partition."""
+    return [profile.layers[a:b] for a, b in pairwise(bounds)]
+
+
+def durations_of(
+    profile: Profile,
+    bounds: Sequence[int],
+    *,
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+) -> Durations:
+    """Add up the times of the layers of each partition.
+
+    What a profile does not tell is estimated: the weights' part of a backward is half of it in
+    layers that have parameters (or whose times alone were given), and nothing in others. Launch
+    times are those of one process for all devices, as `GPipe` is.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        bounds: First layer of each partition, then the number of layers.
+        bandwidth: Bytes per second between partitions; None: size does not matter.
+        latency: Seconds of every transfer, on top.
+
+    Raises:
+        BalanceError: a bandwidth that is none.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 2.0, 3.0], output_bytes=[10, 20, 30])
+        >>> times = durations_of(profile, (0, 2, 3), bandwidth=10.0)
+        >>> times.forward, times.weight_gradient, times.forward_transfer
+        ((3.0, 3.0), (3.0, 3.0), (0.0, 2.0))
+    """
+    if bandwidth is not None and not bandwidth > 0:
+        raise BalanceError(
+            f"bandwidth is not above 0: bandwidth={bandwidth!r} (expected bytes per second).\n"
+            "Fix: bandwidth=None for transfers that take no time."
+        )
+    runs = _runs(profile, bounds)
+    again = None
+    if any(layer.no_grad_forward_time is not None for layer in profile.layers):
+        again = tuple(
+            sum(
+                layer.forward_time
+                if layer.no_grad_forward_time is None
+                else layer.no_grad_forward_time
+                for layer in run
+            )
+            for run in runs
+        )
+    launches = [
+        [getattr(layer, name) for layer in profile.layers]
+        for name in ("forward_host_time", "backward_host_time")
+    ]
+    hosted = any(time is not None for times in launches for time in times)
+    forward_launch, backward_launch = (
+        tuple(sum(time or 0.0 for time in times[a:b]) for a, b in pairwise(bounds))
+        for times in launches
+    )
+    transfer = None
+    if bandwidth is not None or latency:
+        sizes = [profile.bytes_of(_crossing(profile, cut)) for cut in bounds[1:-1]]
+        seconds = [latency + (size / bandwidth if bandwidth else 0.0) for size in sizes]
+        transfer = (0.0, *seconds), (*seconds, 0.0)
+    return Durations(
+        forward=tuple(sum(layer.forward_time for layer in run) for run in runs),
+        recompute=tuple(sum(layer.recompute_time for layer in run) for run in runs),
+        backward=tuple(sum(layer.backward_time for layer in run) for run in runs),
+        no_grad_forward=again,
+        weight_gradient=tuple(
+            sum(layer.backward_time / 2 for layer in run if _learns(layer)) for run in runs
+        ),
+        forward_transfer=None if transfer is None else transfer[0],
+        backward_transfer=None if transfer is None else transfer[1],
+        forward_launch=forward_launch if hosted else None,
+        backward_launch=backward_launch if hosted else None,
+    )
+
+
+def _learns(layer: LayerProfile) -> bool:
+    """Whether a layer has gradients of its own; a profile of given times alone does not tell."""
+    known = layer.parameter_bytes or layer.gradient_bytes
+    return bool(known) or layer.kind == "Layer"
+
+
+def _crossing(profile: Profile, cut: int) -> set[int]:
+    """Return the storages that cross the cut before a layer, with those of skip connections."""
+    storages = set(profile.layers[cut - 1].outputs if cut else profile.inputs)
+    for skip in profile.skips:
+        if skip.source < cut <= skip.destination:
+            storages.update(skip.storages)
+    return storages
+
+
+def held_of(profile: Profile, bounds: Sequence[int]) -> list[HeldBytes]:
+    """Add up what each partition holds: a storage that several layers save counts once.
+
+    The step's loss is not in it; `gpipebal.memory.partition_memory` tells of the peaks more
+    closely, for what `GPipe` runs.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        bounds: First layer of each partition, then the number of layers.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 2.0], saved_bytes=[10, 20], output_bytes=[1, 2])
+        >>> [(size.input, size.saved, size.gradient) for size in held_of(profile, (0, 1, 2))]
+        [(0, 10, 1), (1, 21, 2)]
+    """
+    held = []
+    for first, run in zip(bounds, _runs(profile, bounds), strict=False):
+        received = _crossing(profile, first)
+        saved = received.union(*(layer.saved for layer in run))
+        held.append(
+            HeldBytes(
+                fixed=sum(
+                    layer.parameter_bytes
+                    + layer.gradient_bytes
+                    + layer.buffer_bytes
+                    + (layer.optimizer_bytes or 0)
+                    for layer in run
+                ),
+                input=profile.bytes_of(received),
+                saved=profile.bytes_of(saved),
+                gradient=run[-1].output_bytes,
+                forward_transient=max(
+                    max(0, layer.forward_peak_bytes - profile.bytes_of(layer.saved))
+                    for layer in run
+                ),
+                backward_transient=max(layer.backward_peak_bytes for layer in run),
+            )
+        )
+    return held

@@ -1,0 +1,217 @@
+"""`place`: durations on a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpipebal.errors import BalanceError
+from gpipebal.schedule import Order, Schedule
+from gpipebal.simulator.durations import Durations, check_time
+from gpipebal.simulator.engines import Times, run
+from gpipebal.simulator.refusals import check_phases, check_rows, refuse
+from gpipebal.simulator.wavefront import can_sweep, sweep
+from gpipebal.simulator.work import F, Work, work_of
+from gpipebal.timeline import ALL_KINDS, COPY_KIND, LAUNCH_KIND, EventTable, Timeline
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.integer]
+    Floats = NDArray[np.float64]
+
+__all__ = ["place"]
+
+Columns = tuple["Ints", "Ints", "Ints", "Floats", "Floats"]
+
+
+def place(
+    schedule: Schedule | Order,
+    durations: Durations,
+    *,
+    pause: float | None = None,
+    overlap: bool = True,
+    late_recompute: bool = False,
+    provenance: Mapping[str, Any] | None = None,
+) -> Timeline:
+    """Start every action of a schedule as early as its order and its needs allow.
+
+    Args:
+        schedule: Order of the actions of each device; an `Order` must be one of `order_of`.
+        durations: Seconds of each partition for one micro-batch.
+        pause: Seconds between the last forward of all partitions and the first recompute or
+            backward; None: no such wait.
+        overlap: Whether transfers run beside the devices' work, each direction of each cut over
+            a link of its own that takes one at a time in the order in which they were handed in.
+            If not, each copy keeps the sender busy after its action, and then the receiver before
+            its own, as where data passes through the host's memory.
+        late_recompute: Whether a recompute waits for the gradient too, as it does inside of
+            torch.utils.checkpoint.
+        provenance: What the timeline shall say of its origin, beside schedule and pause.
+
+    Returns:
+        A Timeline with source ``'simulated'``: the events in the order of the schedule's rows,
+        then optimizer steps, copies, and launches by the host, if there are durations for them.
+
+    Raises:
+        BalanceError: not as many durations as partitions, an action that is unknown, stands
+            twice or in another partition's row, or one that waits for ever: for an action that
+            does not exist, or in a circle.
+        ProfileError: `pause` is negative or not finite, or times are too large to be added.
+
+    Complexity:
+        O(n) for n actions; with many devices in numpy, in as many rounds as actions follow one
+        another on the longest path. With a host O(n log k) for k devices.
+
+    Example:
+        >>> from gpipebal.schedule import gpipe_schedule
+        >>> durations = Durations(forward=(1.0, 3.0), recompute=(0.0, 0.0), backward=(1.0, 1.0))
+        >>> place(gpipe_schedule(2, 2, "never"), durations).makespan
+        10.0
+    """
+    if durations.n_partitions != schedule.n_partitions:
+        raise BalanceError(
+            f"schedule and durations differ: schedule.n_partitions={schedule.n_partitions} "
+            f"(expected {durations.n_partitions}, as many as durations).\n"
+            f"Fix: make a schedule of {durations.n_partitions} partitions."
+        )
+    if pause is not None:
+        check_time("pause", pause)
+    if isinstance(schedule, Order) and can_sweep(schedule, durations) and not late_recompute:
+        starts, ends = sweep(schedule, durations, pause)
+        table = EventTable(
+            schedule.partitions, schedule.kinds, schedule.micro_batches, starts, ends
+        )
+        said = {"schedule": schedule.name, "pause": pause, **(provenance or {})}
+        return Timeline(table, schedule.n_partitions, "simulated", said)
+    given = isinstance(schedule, Schedule)
+    actions = check_rows(schedule) if isinstance(schedule, Schedule) else set()
+    order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
+    work = work_of(order, durations, late=late_recompute, overlap=overlap, check=given)
+    if work is not None and pause is not None:
+        _check_order_phases(order)
+    times = None if work is None else _run(work, pause)
+    if work is None or times is None:
+        whole = schedule if isinstance(schedule, Schedule) else order.schedule()
+        if pause is not None:
+            check_phases(whole.rows)
+        refuse(whole, actions or check_rows(whole), late=late_recompute)
+    columns = [
+        (
+            order.partitions,
+            order.kinds,
+            order.micro_batches,
+            times.starts[: order.n_actions],
+            times.ends[: order.n_actions],
+        )
+    ]
+    if durations.optimizer is not None:
+        done = times.ends if work.tail is None else times.arrivals
+        columns.append(_optimizer_steps(order, done, durations.optimizer))
+    columns += _copies(work, times) + _launches(work, times)
+    table = EventTable(*columns[0])
+    if len(columns) > 1:
+        table = EventTable(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
+    devices: tuple[int, ...] | None = tuple(order.devices.tolist())
+    if devices == tuple(range(order.n_devices)):
+        devices = None
+    said = {"schedule": order.name, "pause": pause}
+    if late_recompute:
+        said["late_recompute"] = True
+    if durations.has_transfers:
+        said["overlap"] = overlap
+    said.update(provenance or {})
+    return Timeline(table, order.n_partitions, "simulated", said, devices)
+
+
+def _run(work: Work, pause: float | None) -> Times | None:
+    """Place all actions, in two phases if there is a pause; None: some wait for ever."""
+    times = Times(work)
+    first, last = work.order.offsets[:-1], work.order.offsets[1:]
+    if pause is None:
+        return times if run(work, times, first, last, 0.0) else None
+    turns = _turns(work.order)
+    if not run(work, times, first, turns, 0.0):
+        return None
+    # A link may go on while the caller computes; a device that copies is not done before.
+    done = times.ends if work.tail is None else times.arrivals
+    forwards = done[: work.nothing][work.order.kinds == F]
+    barrier = float(forwards.max(initial=0.0)) + pause
+    return times if run(work, times, turns, last, barrier) else None
+
+
+def _turns(order: Order) -> Ints:
+    """Return for each row where its first action stands that is no forward."""
+    others = np.append(np.flatnonzero(order.kinds != F), order.n_actions)
+    turns = others[np.searchsorted(others, order.offsets[:-1])]
+    return np.minimum(turns, order.offsets[1:])
+
+
+def _check_order_phases(order: Order) -> None:
+    """Refuse a forward behind something else."""
+    rows = np.repeat(np.arange(order.n_devices), np.diff(order.offsets))
+    late = (order.kinds == F) & (np.arange(order.n_actions) > _turns(order)[rows])
+    if late.any():
+        d = int(rows[np.flatnonzero(late)[0]])
+        check_phases([order.row(d)])
+
+
+def _optimizer_steps(order: Order, done: Floats, seconds: tuple[float, ...]) -> Columns:
+    """Let every device step the parameters of its partitions when its row is done."""
+    clocks = [
+        float(done[last - 1]) if last > first else 0.0
+        for first, last in zip(order.offsets, order.offsets[1:], strict=False)
+    ]
+    starts, ends = [], []
+    for d, time in zip(order.devices.tolist(), seconds, strict=True):
+        starts.append(clocks[d])
+        clocks[d] += time
+        ends.append(clocks[d])
+    return _columns("O", np.arange(order.n_partitions), 0, np.array(starts), np.array(ends))
+
+
+def _copies(work: Work, times: Times) -> list[Columns]:
+    """Return the transfers, each as a copy into the partition that receives."""
+    order, n = work.order, work.order.n_actions
+    columns = []
+    leaving = work.send if work.tail is None else work.tail
+    if leaving is not None:
+        which = np.flatnonzero(leaving[:n] > 0)
+        partitions = order.partitions[which] + np.where(order.kinds[which] == F, 1, -1)
+        ends = times.arrivals[which]
+        # Rounding must not let a copy begin before its time.
+        starts = np.maximum(times.ends[which], ends - leaving[which])
+        columns.append(_columns(COPY_KIND, partitions, order.micro_batches[which], starts, ends))
+    if work.lead is not None:
+        which = np.flatnonzero(work.lead[:n] > 0)
+        ends = times.starts[which]
+        starts = np.maximum(0.0, ends - work.lead[which])
+        partitions = order.partitions[which]
+        columns.append(_columns(COPY_KIND, partitions, order.micro_batches[which], starts, ends))
+    return columns
+
+
+def _launches(work: Work, times: Times) -> list[Columns]:
+    if times.launch_starts is None or times.launch_ends is None:
+        return []
+    order, n = work.order, work.order.n_actions
+    found = (times.launch_starts[:n], times.launch_ends[:n])
+    by_time = np.argsort(found[0], kind="stable")
+    starts, ends = (column[by_time] for column in found)
+    partitions, micro_batches = order.partitions[by_time], order.micro_batches[by_time]
+    return [_columns(LAUNCH_KIND, partitions, micro_batches, starts, ends)]
+
+
+def _columns(
+    kind: str, partitions: Ints, micro_batches: Ints | int, starts: Floats, ends: Floats
+) -> Columns:
+    n = len(partitions)
+    return (
+        partitions.astype(np.int32),
+        np.full(n, ALL_KINDS.index(kind), dtype=np.uint8),
+        np.broadcast_to(np.asarray(micro_batches, dtype=np.int32), (n,)),
+        starts,
+        ends,
+    )

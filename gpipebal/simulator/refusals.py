@@ -1,0 +1,130 @@
+"""Refusals: what is wrong with a schedule that cannot be placed, in words."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from itertools import pairwise
+from typing import NoReturn
+
+from gpipebal.errors import BalanceError
+from gpipebal.schedule import Action, Kind, Schedule
+from gpipebal.schedule.actions import KINDS
+
+__all__ = ["check_phases", "check_rows", "refuse"]
+
+#: An action as a plain tuple: equal to it, with the same hash, and several times faster to make.
+_Cell = tuple[int, Kind, int]
+
+
+def check_rows(schedule: Schedule) -> set[_Cell]:
+    """Return all actions, after a check that each is known and stands once, in its own row.
+
+    Raises:
+        BalanceError: an action that is unknown, stands twice or in another partition's row, or
+            half of a backward without the other half.
+    """
+    seen: set[_Cell] = set()
+    placement = schedule.placement
+    for d, row in enumerate(schedule.rows):  # d: device
+        for action in row:
+            j, kind, i = action  # j: partition, i: micro-batch
+            wrong = None
+            if kind not in KINDS:
+                wrong = f"is of an unknown kind (expected one of {', '.join(KINDS)})"
+            elif not 0 <= i < 2**31:
+                wrong = "has an impossible micro-batch (expected 0 or more)"
+            elif schedule.devices is None and j != d:
+                wrong = f"stands in row {d} (expected row {j})"
+            elif not 0 <= j < len(placement):
+                wrong = f"is of an unknown partition (expected 0..{len(placement) - 1})"
+            elif placement[j] != d:
+                wrong = f"stands in row {d} (expected row {placement[j]})"
+            elif action in seen:
+                wrong = "stands there twice (expected once)"
+            elif kind in "BI" and (j, "I" if kind == "B" else "B", i) in seen:
+                wrong = "is a backward whole and in parts (expected B, or I and W)"
+            if wrong:
+                raise BalanceError(
+                    f"schedule has a misplaced action: {action} {wrong}.\n"
+                    "Fix: make the rows as gpipe_schedule does."
+                )
+            seen.add(action)
+    for j, kind, i in seen:
+        if kind == "I" and (j, "W", i) not in seen:
+            raise BalanceError(
+                f"schedule leaves out gradients: {j}I{i} has no {j}W{i} (expected both parts of "
+                f"every backward).\nFix: add {j}W{i} to its row, or make {j}I{i} {j}B{i}."
+            )
+    return seen
+
+
+def check_phases(rows: Sequence[Sequence[Action]]) -> None:
+    """Refuse a forward after a backward: with a pause each would wait for the other."""
+    for row in rows:
+        for before, action in pairwise(row):
+            if action.kind == "F" and before.kind != "F":
+                raise BalanceError(
+                    f"schedule can never finish with a pause: {action} stands after {before}, "
+                    "which waits for the last forward (expected all forwards first).\n"
+                    "Fix: pause=None."
+                )
+
+
+def refuse(schedule: Schedule, actions: Set[_Cell], *, late: bool) -> NoReturn:
+    """Go through a schedule that can never finish, and say what waits for what.
+
+    Raises:
+        BalanceError: always.
+    """
+    n_partitions = schedule.n_partitions
+    positions = [0] * schedule.n_devices
+    done: set[_Cell] = set()
+    waiting: dict[_Cell, list[int]] = {}
+    ready = deque(range(schedule.n_devices))
+    while ready:
+        d = ready.popleft()  # d: device
+        row = schedule.rows[d]
+        while positions[d] < len(row):
+            action = row[positions[d]]
+            needs = _needs(action, n_partitions, actions, late=late)
+            missing = next((need for need in needs if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(d)
+                break
+            done.add(action)
+            positions[d] += 1
+            ready.extend(waiting.pop(action, ()))
+    stuck = [row[k] for row, k in zip(schedule.rows, positions, strict=True) if k < len(row)]
+    waits: Mapping[tuple[bool, Action], Action] = {
+        (missing in actions, action): Action(*missing)
+        for action in stuck
+        for missing in [
+            next(n for n in _needs(action, n_partitions, actions, late=late) if n not in done)
+        ]
+    }
+    # Better one whose need does not exist than one that waits for that one.
+    exists, action = min(waits)
+    need = waits[exists, action]
+    why = "which never gets its turn" if exists else "which stands in no row"
+    fix = "order every row as gpipe_schedule does." if exists else f"add {need} to its row."
+    raise BalanceError(
+        f"schedule can never finish: {action} waits for {need}, {why} (expected every action "
+        f"after what it needs).\nFix: {fix}"
+    )
+
+
+def _needs(action: _Cell, n_partitions: int, actions: Set[_Cell], *, late: bool) -> list[_Cell]:
+    """List what must have ended before an action starts, beside the action before it."""
+    j, kind, i = action  # j: partition, i: micro-batch
+    if kind == "F":
+        return [(j - 1, "F", i)] if j > 0 else []
+    if kind == "W":
+        return [(j, "I", i)]
+    needs: list[_Cell] = [(j, "F", i)]
+    if kind in "BI" and (j, "R", i) in actions:
+        needs.append((j, "R", i))
+    if (kind in "BI" or late) and j < n_partitions - 1:
+        in_parts = (j + 1, "I", i) in actions
+        needs.append((j + 1, "I" if in_parts else "B", i))
+    return needs

@@ -1,0 +1,229 @@
+"""Work: an order with durations, as columns of numbers that the engines run through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpipebal.errors import ProfileError
+from gpipebal.schedule import Order
+from gpipebal.schedule.actions import KINDS
+from gpipebal.simulator.durations import Durations
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.integer]
+    Floats = NDArray[np.float64]
+    Flags = NDArray[np.bool_]
+
+__all__ = ["Work", "work_of"]
+
+F, R, B, IN, W = range(len(KINDS))
+#: A forward of a micro-batch that is recomputed: a kind of its own in tables of durations.
+F_AGAIN = len(KINDS)
+
+
+@dataclass
+class Work:
+    """What the engines need to know of every action.
+
+    Actions are numbered as in the order. Two numbers stand for none of them: `nothing`, which has
+    ended at 0, and `never`, which never ends.
+
+    Attributes:
+        order: The actions.
+        need: The action of another partition that must have ended before.
+        duration: Seconds on the device.
+        lead: Seconds that the device itself first copies what it received; None: none.
+        tail: Seconds that it then copies what it made; None: none.
+        send: Seconds that the result takes to the device that needs it, over a link that takes
+            one transfer at a time; None: none.
+        link: Number of that link.
+        launch: Seconds of the host; None: no host.
+    """
+
+    order: Order
+    need: Ints
+    duration: Floats
+    lead: Floats | None = None
+    tail: Floats | None = None
+    send: Floats | None = None
+    link: Ints | None = None
+    launch: Floats | None = None
+
+    @property
+    def nothing(self) -> int:
+        """Number that stands for an action that has ended at 0."""
+        return self.order.n_actions
+
+    @property
+    def never(self) -> int:
+        """Number that stands for an action that never ends."""
+        return self.order.n_actions + 1
+
+
+def work_of(
+    order: Order, durations: Durations, *, late: bool, overlap: bool, check: bool
+) -> Work | None:
+    """Look up what each action needs, and how long it takes.
+
+    Args:
+        order: The actions.
+        durations: Seconds of each partition.
+        late: Whether a recompute waits for the gradient too.
+        overlap: Whether transfers run beside the devices' work.
+        check: Whether each action stands behind what it needs in its own partition must be found
+            out.
+
+    Returns:
+        The work; None if an action needs one that does not exist or that stands behind it.
+
+    Raises:
+        ProfileError: times that are too large to be added.
+
+    Complexity:
+        O(n) for n actions; O(n log n) if most micro-batches are missing.
+    """
+    kinds, partitions = order.kinds, order.partitions
+    n_partitions, n = order.n_partitions, order.n_actions
+    nothing = n
+    chunks = 1 + int(order.micro_batches.max(initial=-1))
+    cells = partitions.astype(np.int64) * chunks + order.micro_batches
+    is_forward = kinds == F
+    passes_back = (kinds == B) | (kinds == IN)
+    find = _Finder(cells, n_partitions * chunks)
+    forwards, backwards = find.table(is_forward), find.table(passes_back)
+    recomputes = find.table(kinds == R) if (kinds == R).any() else None
+    need = np.full(n + 2, nothing, dtype=np.int64)
+    need[n + 1] = n + 1
+    which = np.flatnonzero(is_forward & (partitions > 0))
+    need[which] = find(forwards, cells[which] - chunks)
+    waits_back = passes_back | (kinds == R) if late else passes_back
+    which = np.flatnonzero(waits_back & (partitions < n_partitions - 1))
+    need[which] = find(backwards, cells[which] + chunks)
+    if (need < 0).any():
+        return None
+    if check and not _follows_own(find, cells, kinds, forwards, backwards, recomputes):
+        return None
+    rows = kinds
+    if durations.no_grad_forward is not None and recomputes is not None:
+        again = is_forward & (find(recomputes, cells) >= 0)
+        rows = np.where(again, np.uint8(F_AGAIN), kinds)
+    work = Work(order, need, _look_up(_device_times(durations), rows, partitions))
+    if durations.has_transfers:
+        into = _transfer_times(order, durations)
+        # What brings a micro-batch in leaves the neighbour: a forward goes one partition on.
+        out = np.zeros_like(into)
+        out[F, :-1] = into[F, 1:]
+        out[B, 1:] = out[IN, 1:] = into[B, :-1]
+        leaving = _look_up(out, kinds, partitions)
+        if overlap:
+            work.send = leaving
+            work.link = np.where(is_forward, partitions, n_partitions + partitions)
+        else:
+            work.lead, work.tail = _look_up(into, kinds, partitions), leaving
+    if durations.has_launches:
+        work.launch = _look_up(_launch_times(durations), kinds, partitions)
+    parts = [work.duration, work.lead, work.tail, work.send, work.launch]
+    with np.errstate(over="ignore"):
+        total = sum(float(times.sum()) for times in parts if times is not None)
+    if not np.isfinite(total):
+        raise ProfileError(
+            "times are too large to be added: the sum of all durations is infinite (expected a "
+            "finite one).\nFix: give the times in seconds."
+        )
+    return work
+
+
+class _Finder:
+    """Find an action by partition and micro-batch, where each is a cell with one number."""
+
+    def __init__(self, cells: NDArray[np.int64], n_cells: int) -> None:
+        self._cells = cells
+        # Cells that are mostly there index a table; of a few far apart a sorted list is kept.
+        self._known = None if n_cells <= 4 * len(cells) + 1024 else np.unique(cells)
+        self._size = n_cells if self._known is None else len(self._known)
+
+    def table(self, which: Flags) -> Ints:
+        """Return the number of the action in each cell, of some of the actions; -1: none."""
+        table = np.full(self._size + 1, -1, dtype=np.int64)
+        table[self._places(self._cells[which])] = np.flatnonzero(which)
+        return table
+
+    def __call__(self, table: Ints, cells: NDArray[np.int64]) -> Ints:
+        """Look cells up in a table."""
+        return table[self._places(cells)]
+
+    def _places(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._known is None:
+            return cells
+        places = np.searchsorted(self._known, cells)
+        found = self._known[np.minimum(places, self._size - 1)] == cells
+        # The last place of a table is that of unknown cells.
+        return np.where(found, places, self._size)
+
+
+def _follows_own(
+    find: _Finder,
+    cells: NDArray[np.int64],
+    kinds: Ints,
+    forwards: Ints,
+    backwards: Ints,
+    recomputes: Ints | None,
+) -> bool:
+    """Whether every action stands behind what it needs in its own partition."""
+    numbers = np.arange(len(cells))
+
+    def behind(which: Flags, table: Ints, *, required: bool = True) -> bool:
+        before = find(table, cells[which])
+        return bool(np.all((before < numbers[which]) & ((before >= 0) | (not required))))
+
+    backward = (kinds == B) | (kinds == IN)
+    good = behind(backward | (kinds == R), forwards) and behind(kinds == W, backwards)
+    return good and (recomputes is None or behind(backward, recomputes, required=False))
+
+
+def _look_up(table: Floats, rows: Ints, columns: Ints) -> Floats:
+    """Return ``table[rows, columns]``, and 0 for the two numbers that stand for no action."""
+    found = np.zeros(len(rows) + 2)
+    np.take(table.ravel(), rows * np.int64(table.shape[1]) + columns, out=found[: len(rows)])
+    return found
+
+
+def _device_times(durations: Durations) -> Floats:
+    again = durations.no_grad_forward
+    return np.array(
+        [
+            durations.forward,
+            durations.recompute,
+            durations.backward,
+            durations.input_gradients,
+            durations.weight_gradients,
+            durations.forward if again is None else again,
+        ],
+        dtype=np.float64,
+    )
+
+
+def _transfer_times(order: Order, durations: Durations) -> Floats:
+    """Return the seconds to bring into each partition what an action of a kind needs."""
+    table = np.zeros((len(KINDS), order.n_partitions))
+    elsewhere = order.devices[1:] != order.devices[:-1]
+    if durations.forward_transfer is not None:
+        table[F, 1:] = np.where(elsewhere, durations.forward_transfer[1:], 0.0)
+    if durations.backward_transfer is not None:
+        table[B, :-1] = np.where(elsewhere, durations.backward_transfer[:-1], 0.0)
+        table[IN] = table[B]
+    return table
+
+
+def _launch_times(durations: Durations) -> Floats:
+    none = (0.0,) * durations.n_partitions
+    forward = durations.forward_launch or none
+    backward = durations.backward_launch or none
+    halves = tuple(time / 2 for time in backward)
+    again = durations.recompute_launch or forward
+    return np.array([forward, again, backward, halves, halves], dtype=np.float64)

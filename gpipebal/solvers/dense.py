@@ -1,0 +1,109 @@
+"""Any cost of a partition at all: a table over cuts and places, with nothing left out.
+
+The other solvers are fast because they know how costs come about. This one knows nothing: it asks
+for the cost of every run in every partition. It serves costs that come from a function or from a
+measurement, and as an answer to check others against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.schedule import check_count
+
+__all__ = ["split_any_cost"]
+
+#: Cost of the layers `first` to `end` - 1 in a partition; `math.inf` or None if it is impossible.
+AnyCost = Callable[[int, int, int], "float | None"]
+
+
+def split_any_cost(
+    cost: AnyCost,
+    n_layers: int,
+    n_partitions: int,
+    *,
+    combine: Literal["max", "sum"] = "max",
+    max_layers: int | None = None,
+) -> tuple[float, tuple[int, ...]]:
+    """Split a chain in the best way under any cost of a partition.
+
+    Minimises the largest cost of a partition, or the sum of all, over all splits into exactly
+    `n_partitions` non-empty partitions; the leftmost cuts of equal ones.
+
+    Args:
+        cost: Called as ``cost(first, end, partition)``, once for each run and partition, where
+            `end` is one past the last layer. Ints and Fractions are compared exactly. None or
+            infinity: not allowed.
+        n_layers: Number of layers.
+        n_partitions: Number of partitions, 1 to number of layers.
+        combine: ``'max'`` or ``'sum'``.
+        max_layers: Most layers of a partition; None for no limit.
+
+    Returns:
+        The least value, and bounds that attain it.
+
+    Raises:
+        BalanceError: counts that make no sense, a `combine` that does not exist, a cost of NaN.
+        InfeasibleError: every split has a partition that is not allowed.
+
+    Complexity:
+        O(N^2 K) calls of `cost`, for N layers and K partitions; O(N L K) with `max_layers` L.
+
+    Source:
+        Bokhari, "Partitioning problems in parallel, pipeline, and distributed computing", IEEE
+        Transactions on Computers 37(1), 1988. Differs: any cost; sums as well; a table by places.
+
+    Example:
+        >>> split_any_cost(lambda first, end, partition: (end - first) ** 2, 5, 2)
+        (9, (0, 2, 5))
+    """
+    n_layers = check_count("n_layers", n_layers)
+    n_partitions = check_count("n_partitions", n_partitions)
+    longest = n_layers if max_layers is None else check_count("max_layers", max_layers)
+    if n_partitions > n_layers:
+        raise BalanceError(
+            f"chain has fewer layers than partitions: n_partitions={n_partitions} "
+            f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
+            f"Fix: n_partitions={n_layers}."
+        )
+    if combine not in ("max", "sum"):
+        raise BalanceError(
+            f"costs cannot be combined this way: combine={combine!r} (expected 'max' or 'sum').\n"
+            "Fix: combine='max'."
+        )
+    # From the right, so that the leftmost cuts are met first: value from each place on.
+    after: dict[int, float] = {n_layers: -math.inf if combine == "max" else 0}
+    choices: list[dict[int, int]] = []
+    for j in range(n_partitions - 1, -1, -1):  # j: partition
+        here: dict[int, float] = {}
+        chosen: dict[int, int] = {}
+        for start in range(j, n_layers - (n_partitions - j) + 1) if j else (0,):
+            for end in range(start + 1, min(start + longest, n_layers) + 1):
+                if end not in after:
+                    continue
+                own = cost(start, end, j)
+                if own is None or own == math.inf:
+                    continue
+                if own != own:
+                    raise BalanceError(
+                        f"cost of a run is not a number: cost({start}, {end}, {j})={own!r} "
+                        "(expected a number, or None).\nFix: return None for what is not allowed."
+                    )
+                total = max(own, after[end]) if combine == "max" else own + after[end]
+                if start not in here or total < here[start]:
+                    here[start], chosen[start] = total, end
+        after = here
+        choices.append(chosen)
+    if 0 not in after:
+        raise InfeasibleError(
+            f"no split is allowed: cost is None or infinite for a partition of every split "
+            f"(expected {n_partitions} runs that are allowed).\n"
+            "Fix: another number of partitions, or allow longer runs."
+        )
+    bounds = [0]
+    for chosen in reversed(choices):
+        bounds.append(chosen[bounds[-1]])
+    return after[0], tuple(bounds)

@@ -1,0 +1,336 @@
+"""Which algorithm answers which question."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal, get_args
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem import Problem, to_balance
+from gpipebal.schedule import CheckpointMode, check_count, modes_of
+from gpipebal.solvers.always import solve_makespan_always
+from gpipebal.solvers.bottleneck import solve_bottleneck
+from gpipebal.solvers.boxes import least_makespan
+from gpipebal.solvers.infeasible import explain_infeasible
+from gpipebal.solvers.integer_program import solve_integer_program
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.makespan import solve_makespan
+from gpipebal.solvers.peak import least_peak
+from gpipebal.solvers.ranked import ranked
+from gpipebal.solvers.reachability import Path, Search
+from gpipebal.solvers.staircase import least_bottleneck, least_sum
+
+__all__ = ["METHODS", "OBJECTIVES", "Objective", "Split", "best_splits", "select_method", "split"]
+
+Objective = Literal["makespan", "bottleneck", "peak_memory"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+#: Names of the algorithms; ``'auto'`` stands for the one that `select_method` names.
+METHODS = (
+    "auto",
+    "bisection",
+    "two-threshold sweep",
+    "pareto program",
+    "set bisection",
+    "set sweep",
+    "box search",
+    "peak bisection",
+    "integer program",
+)
+
+#: Algorithms that also answer when devices, links, limits or rules make runs differ.
+_GENERAL = ("set bisection", "set sweep", "box search")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to cut a chain into partitions, and how good it is proven to be.
+
+    Attributes:
+        bounds: Where partitions begin and end: 0, the cuts, number of layers.
+        value: What was minimised: in the unit of the problem's times, or bytes.
+        lower_bound: No split into as many partitions has a smaller value, in the same unit.
+        status: ``'optimal'`` when `value` equals `lower_bound`, else ``'feasible'``.
+        method: Name of the algorithm.
+        modes: Checkpoint mode of each partition.
+        order: Device of each partition, as an index into the problem's devices.
+    """
+
+    bounds: tuple[int, ...]
+    value: float
+    lower_bound: float
+    status: Literal["optimal", "feasible"]
+    method: str
+    modes: tuple[CheckpointMode, ...] = field(default=())
+    order: tuple[int, ...] = field(default=())
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """Number of layers in each partition."""
+        return to_balance(self.bounds)
+
+    @property
+    def gap(self) -> float:
+        """How far `value` may be from the optimum, as a fraction of it; 0 for a value of 0."""
+        return (self.value - self.lower_bound) / self.value if self.value else 0.0
+
+
+def split(
+    problem: Problem,
+    objective: Objective = "makespan",
+    method: str = "auto",
+    *,
+    time_limit: float | None = None,
+) -> Split:
+    """Split a chain into partitions in the provably best way.
+
+    Minimises `objective` over all splits into exactly ``problem.n_partitions`` non-empty runs of
+    consecutive layers that fit their devices and keep the rules; and, where the problem leaves
+    them open, over checkpoint modes and orders of devices. Ties are broken by the smallest
+    bottleneck, then by the least sum of squared partition times (forward + recompute +
+    backward), then by the leftmost cuts (lexicographically smallest bounds). ``'box search'`` and
+    ``'integer program'`` take the first they meet instead, and ``'pareto program'`` leaves the
+    squares out where there are too many to compare (see `gpipebal.solvers.paths`). Either way,
+    the same problem always gives the same split, unless a time limit ended the search.
+
+    Args:
+        problem: Times of the layers, number of partitions, chunks, checkpoint mode; devices,
+            links, memory, rules.
+        objective: ``'makespan'``, first start to last end of a mini-batch; ``'bottleneck'``,
+            the time of the slowest partition for one micro-batch; or ``'peak_memory'``, the
+            largest number of bytes that a partition needs.
+        method: ``'auto'``, or the name of an algorithm: that which `select_method` tells, or a
+            more general one that is slower.
+        time_limit: Seconds after which ``'box search'`` and ``'integer program'`` return the best
+            split so far, with the bound so far. The others end by themselves.
+
+    Returns:
+        A Split; its status is ``'optimal'`` unless the time limit or HiGHS' tolerance left a gap.
+
+    Raises:
+        BalanceError: an objective or a method that does not exist or does not apply.
+        InfeasibleError: no split fits the devices and keeps the rules.
+
+    Complexity:
+        For N layers and K partitions: O(P K log N) with P about 1 to 15 for ``'bottleneck'``, a
+        few to some dozens of times that for ``'makespan'``; and O(N log N) to O(N K log N) for
+        the tie-break. See the modules of `gpipebal.solvers`.
+
+    Example:
+        >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)
+        >>> best = split(problem)
+        >>> best.balance, best.value, best.status, best.method
+        ((3, 1), 198, 'optimal', 'two-threshold sweep')
+    """
+    selected = select_method(problem, objective)
+    applies = _applicable(problem, objective, selected)
+    if method not in ("auto", *applies):
+        raise BalanceError(
+            f"method does not solve this problem: method={method!r} (expected 'auto' or "
+            f"{' or '.join(map(repr, applies))} for objective={objective!r}, "
+            f"checkpoint={problem.checkpoint!r}; "
+            f"all methods: {', '.join(map(repr, METHODS))}).\n"
+            "Fix: method='auto'."
+        )
+    used = selected if method == "auto" else method
+    if used in ("bisection", "two-threshold sweep", "pareto program"):
+        return _plain(problem, objective, used)
+    if used == "peak bisection":
+        peak = least_peak(problem)
+        if peak is None:
+            raise explain_infeasible(problem)
+        value, path, levels = peak
+        return _split_of(problem, levels, path, value, value, used)
+    if used == "integer program":
+        program = solve_integer_program(problem, objective, time_limit)
+        if program is None:
+            raise explain_infeasible(problem)
+        levels = Levels(problem, stateless=True)
+        numbers = (problem.to_time(program.value), problem.to_time(program.lower_bound))
+        return _split_of(problem, levels, program.path, *numbers, used)
+    levels = Levels(problem)
+    until = None if time_limit is None else time.monotonic() + time_limit
+    found = _search(problem, used, levels, lambda: until is not None and time.monotonic() > until)
+    if found is None:
+        raise explain_infeasible(problem)
+    value, lower_bound, path = found
+    numbers = (problem.to_time(value), problem.to_time(lower_bound))
+    return _split_of(problem, levels, path, *numbers, used)
+
+
+def best_splits(problem: Problem, k: int, objective: Objective = "makespan") -> list[Split]:
+    """Find the k best splits, no two with the same bounds; fewer if there are no more.
+
+    Args:
+        problem: As for `split`.
+        k: How many.
+        objective: ``'makespan'`` or ``'bottleneck'``.
+
+    Returns:
+        Splits, best first. Each is ``'optimal'`` among those that are left: its lower bound is
+        its value.
+
+    Raises:
+        BalanceError: a `k` that is not 1 or more; an objective, or a problem, whose solver cannot
+            be asked for the next best.
+        InfeasibleError: no split fits the devices and keeps the rules.
+
+    Complexity:
+        Up to K solves for each split and K partitions; see `gpipebal.solvers.ranked`.
+
+    Example:
+        >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)
+        >>> [(best.balance, best.value) for best in best_splits(problem, 2)]
+        [((3, 1), 198), ((2, 2), 226)]
+    """
+    k = check_count("k", k)
+    general = [name for name in _applicable(problem, objective, select_method(problem, objective))]
+    used = next((name for name in _GENERAL if name in general), None)
+    if used is None:
+        raise BalanceError(
+            f"the next best splits cannot be found: objective={objective!r} with "
+            f"checkpoint={problem.checkpoint!r} (expected an objective and a mode that one of "
+            f"{', '.join(map(repr, _GENERAL))} solves).\n"
+            "Fix: objective='bottleneck', or checkpoint='except_last'."
+        )
+
+    def solve(levels: Levels) -> tuple[int, Path] | None:
+        found = _search(problem, used, levels, lambda: False)
+        return None if found is None else (found[0], found[2])
+
+    levels = Levels(problem)
+    splits = []
+    for value, path in islice(ranked(levels, solve), k):
+        number = problem.to_time(value)
+        splits.append(_split_of(problem, levels, path, number, number, used))
+    if not splits:
+        raise explain_infeasible(problem)
+    return splits
+
+
+def select_method(problem: Problem, objective: Objective = "makespan") -> str:
+    """Name the algorithm that `split` runs for a problem.
+
+    Where partitions differ in their layers only: ``'bisection'`` of one threshold, for the
+    bottleneck, and for the makespan with one chunk; ``'two-threshold sweep'`` for the makespan,
+    unless every micro-batch is recomputed; ``'pareto program'`` then, which begins with a sweep
+    that mostly suffices.
+
+    With devices, links, memory, rules or several modes: ``'set bisection'`` for the bottleneck;
+    ``'set sweep'`` for the makespan, if what is passed once is the same for every split, and
+    ``'box search'`` if not. ``'integer program'`` where a partition recomputes every micro-batch
+    and the makespan is asked for, or where too many kinds of devices may take any order.
+    ``'peak bisection'`` for the peak memory.
+
+    Raises:
+        BalanceError: an objective that does not exist, or for which something is not known.
+
+    Example:
+        >>> select_method(Problem.from_costs([1, 2, 3], 2), "bottleneck")
+        'bisection'
+    """
+    if objective not in OBJECTIVES:
+        raise BalanceError(
+            f"objective does not exist: objective={objective!r} "
+            f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
+            f"Fix: objective={OBJECTIVES[0]!r}."
+        )
+    if objective == "peak_memory":
+        if problem.memory is None:
+            raise BalanceError(
+                "peak memory of partitions is not known: memory=None (expected a Memory where "
+                "objective='peak_memory').\nFix: memory=layer_memory(...)."
+            )
+        return "peak bisection"
+    if problem.is_plain:
+        if objective == "bottleneck" or problem.chunks == 1:
+            return "bisection"
+        return "pareto program" if problem.checkpoint == "always" else "two-threshold sweep"
+    if count_states(problem) > MOST_STATES:
+        return "integer program"
+    if objective == "bottleneck":
+        return "set bisection"
+    if "always" in _modes(problem):
+        return "integer program"
+    return "set sweep" if _passes_the_same(problem) else "box search"
+
+
+def _modes(problem: Problem) -> tuple[CheckpointMode, ...]:
+    if problem.checkpoint == "auto":
+        return ("never", "except_last")
+    return modes_of(problem.checkpoint, problem.n_partitions)
+
+
+def _passes_the_same(problem: Problem) -> bool:
+    """Tell whether what is passed once is the same for every split."""
+    costs = problem.costs
+    return len(costs.types) == 1 and not any(costs.send) and not any(costs.give_back)
+
+
+def _applicable(problem: Problem, objective: Objective, selected: str) -> list[str]:
+    """List the algorithms that solve a problem, the selected one first."""
+    names = [selected]
+    if objective == "peak_memory":
+        return names
+    if count_states(problem) <= MOST_STATES:
+        if objective == "bottleneck":
+            names.append("set bisection")
+        elif "always" not in _modes(problem):
+            if _passes_the_same(problem):
+                names.append("set sweep")
+            names.append("box search")
+    names.append("integer program")
+    return list(dict.fromkeys(names))
+
+
+def _plain(problem: Problem, objective: Objective, method: str) -> Split:
+    if objective == "bottleneck":
+        solve = solve_bottleneck
+    else:
+        solve = solve_makespan_always if problem.checkpoint == "always" else solve_makespan
+    bounds, value, lower_bound = solve(problem)
+    return Split(
+        bounds=bounds,
+        value=problem.to_time(value),
+        lower_bound=problem.to_time(lower_bound),
+        status="optimal" if value == lower_bound else "feasible",
+        method=method,
+        modes=_modes(problem),
+        order=tuple(range(problem.n_partitions)),
+    )
+
+
+def _search(
+    problem: Problem, method: str, levels: Levels, out_of_time: Callable[[], bool]
+) -> tuple[int, int, Path] | None:
+    """Run one of the general algorithms; return value, bound and split."""
+    search = Search(levels)
+    repeats = problem.chunks - 1
+    if method == "box search":
+        return least_makespan(search, repeats, out_of_time)
+    if method == "set bisection":
+        found = least_bottleneck(search)
+        return None if found is None else (found[0], found[0], found[1])
+    found = least_sum(search, repeated=repeats > 0)
+    if found is None:
+        return None
+    sums = problem.costs.types[0]
+    value = sums.forward[-1] + sums.backward[-1] + repeats * found[0]
+    return value, value, found[1]
+
+
+def _split_of(
+    problem: Problem, levels: Levels, path: Path, value: float, lower_bound: float, method: str
+) -> Split:
+    return Split(
+        bounds=path.bounds,
+        value=value,
+        lower_bound=min(lower_bound, value),
+        status="optimal" if lower_bound >= value else "feasible",
+        method=method,
+        modes=tuple(option.mode for option in path.options),
+        order=levels.devices_of(path.groups),
+    )

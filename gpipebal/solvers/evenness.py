@@ -1,0 +1,136 @@
+"""The most even of the splits that keep all limits, when nothing is known about what is allowed.
+
+The same choice as in `gpipebal.solvers.tiebreak`, for problems with memory limits, links, rules
+or different devices: least sum of squared partition times, then leftmost cuts. A table over cuts
+and places, from the right, restricted to places that lie on some split; all ends of all starts of
+a cut are compared at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isqrt
+
+import numpy as np
+
+from gpipebal.solvers.levels import Step
+from gpipebal.solvers.reachability import Path, Search
+from gpipebal.solvers.runs import Option
+
+__all__ = ["most_even"]
+
+#: Larger than any sum of squares.
+_NEVER = np.int64(2**62)
+
+
+def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
+    """Find the leftmost split with the least sum of squared partition times.
+
+    Minimises over all splits that keep `limits`; among the minimisers, takes the
+    lexicographically smallest bounds. Times are rounded down to a common unit of which the
+    largest possible one has as many as fit, about 2**28, so that sums of squares are whole
+    numbers of the machine: in small integers nothing is rounded.
+
+    Complexity:
+        O(w l) for windows of w places in all and partitions of up to l layers.
+
+    Example:
+        >>> from gpipebal.problem import Problem
+        >>> from gpipebal.solvers.levels import Levels
+        >>> search = Search(Levels(Problem([1] * 5, [0] * 5, [0] * 5, 2)))
+        >>> most_even(search, {"load": 4}).bounds
+        (0, 2, 5)
+    """
+    allowed = search.allowed(limits)
+    reached = search.backward_sets(allowed)
+    if reached is None:
+        return None
+    levels = search.levels
+    roomy = isqrt(int(_NEVER) // (4 * levels.n_partitions))
+    costs = [option.load for kind in search.used for option in levels.kinds[kind]]
+    largest = max(max(cost.ends) - min(cost.starts) for cost in costs)
+    largest = max([largest, *(max(cost.floor) for cost in costs if cost.floor is not None)])
+    shift = max(0, largest.bit_length() - roomy.bit_length() + 1)
+
+    # For each bound and state: places, and the least sum of squares from there on.
+    squares: list[dict[int, dict[int, int]]] = [{0: {levels.n_layers: 0}}]
+    choices: list[dict[tuple[int, int], tuple[int, Step]]] = []
+    for k in range(levels.n_partitions - 1, -1, -1):  # k: partition
+        here: dict[int, dict[int, int]] = {}
+        chosen: dict[tuple[int, int], tuple[int, Step]] = {}
+        for step in levels.steps[k]:
+            starts = _members(reached[k].get(step.state, 0))
+            after = squares[-1].get(step.next_state)
+            if not starts or not after:
+                continue
+            ends = np.array(sorted(after))
+            behind = np.array([after[end] for end in ends.tolist()], dtype=np.int64)
+            loads = _loads(levels.kinds[step.kind], starts, ends, limits, shift)
+            totals = np.where(loads >= 0, loads * loads + behind, _NEVER)
+            places = totals.argmin(axis=1)
+            best = totals[np.arange(len(starts)), places]
+            known = here.setdefault(step.state, {})
+            for start, place, total in zip(starts, places.tolist(), best.tolist(), strict=True):
+                if total < _NEVER and (
+                    start not in known
+                    or (total, ends[place]) < (known[start], chosen[step.state, start][0])
+                ):
+                    known[start] = total
+                    chosen[step.state, start] = int(ends[place]), step
+        squares.append(here)
+        choices.append(chosen)
+    choices.reverse()
+    bounds, steps, state = [0], list[Step](), 0
+    for chosen in choices:
+        end, step = chosen[state, bounds[-1]]
+        bounds.append(end)
+        steps.append(step)
+        state = step.next_state
+    return search.path(bounds, steps, limits)
+
+
+def _members(places: int) -> list[int]:
+    """List the places of a set.
+
+    Example:
+        >>> _members(0b1101)
+        [0, 2, 3]
+    """
+    return [place for place, digit in enumerate(bin(places)[:1:-1]) if digit == "1"]
+
+
+def _loads(
+    options: list[Option],
+    starts: list[int],
+    ends: np.ndarray,
+    limits: Mapping[str, int],
+    shift: int,
+) -> np.ndarray:
+    """Return the rounded time of each run on its fastest option; -1 where none is allowed."""
+    loads = np.full((len(starts), len(ends)), -1, dtype=np.int64)
+    last = int(ends[-1])
+    # The fastest option is the first that is allowed, so it is written last.
+    for option in reversed(options):
+        masks = [option.fits[start] for start in starts]
+        for dimension, limit in limits.items():
+            within = getattr(option, dimension).within(limit)
+            masks = [mask & within[start] for mask, start in zip(masks, starts, strict=True)]
+        n_bytes = last // 8 + 1
+        low = (1 << (8 * n_bytes)) - 1
+        raw = b"".join((mask & low).to_bytes(n_bytes, "little") for mask in masks)
+        table = np.frombuffer(raw, dtype=np.uint8).reshape(len(starts), n_bytes)
+        flags = np.unpackbits(table, axis=1, bitorder="little")[:, ends].astype(bool)
+        cost = option.load
+        base = min(cost.starts[starts[0]], cost.ends[ends[0]])
+        heads = [cost.starts[start] - base for start in starts]
+        tails = [cost.ends[end] - base for end in ends.tolist()]
+        if shift == 0 and max(*heads, *tails) < 2**62:
+            of_run = np.array(tails, dtype=np.int64) - np.array(heads, dtype=np.int64)[:, None]
+        else:
+            exact = np.array(tails, dtype=object) - np.array(heads, dtype=object)[:, None]
+            of_run = (exact >> shift).astype(np.int64)
+        if cost.floor is not None:
+            floors = [cost.floor[start] >> shift for start in starts]
+            of_run = np.maximum(of_run, np.array(floors, dtype=np.int64)[:, None])
+        loads = np.where(flags, of_run, loads)
+    return loads

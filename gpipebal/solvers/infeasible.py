@@ -1,0 +1,145 @@
+"""Why no split exists, and what would make one exist: every piece of advice is tried first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gpipebal.errors import InfeasibleError
+from gpipebal.problem import Problem
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states, memory_limits
+from gpipebal.solvers.peak import least_shortage, peaks_of
+from gpipebal.solvers.reachability import Search
+from gpipebal.units import format_bytes
+
+__all__ = ["explain_infeasible"]
+
+
+def explain_infeasible(
+    problem: Problem, others: Mapping[str, Problem] | None = None
+) -> InfeasibleError:
+    """Say why a problem has no split, and what would help.
+
+    Args:
+        problem: A problem without a split.
+        others: Other problems that the caller would accept, by what to do to get them, such as
+            ``{"chunks=16": ...}``: those that have a split are named.
+
+    Returns:
+        An error that names the partition that lacks memory, in the split in which the worst one
+        lacks least, how much, and changes of the request that have a split.
+
+    Complexity:
+        That of `least_shortage`, and one probe for each thing that might help.
+
+    Example:
+        >>> from gpipebal.problem import Device, layer_memory
+        >>> memory = layer_memory([0, 0], [10, 20], [1, 1], chunks=4)
+        >>> devices = [Device(memory_limit=30), Device(memory_limit=30)]
+        >>> print(
+        ...     explain_infeasible(Problem([1, 1], [1, 1], [1, 1], 2, 4, "never", devices,
+        ...                                memory=memory))
+        ... )
+        partition 1 does not fit its device: memory_limit=30 (expected 80 or more, in the split that lacks least: layers 1 to 1 need 80 B, the limit is 30 B).
+        Fix: checkpoint='auto'; or checkpoint='except_last'; or checkpoint='always'; or 50 B more on every device (memory_limit=80).
+    """  # noqa: E501
+    if count_states(problem) > MOST_STATES:
+        # What helps in the order that is given helps where any order may be taken.
+        return explain_infeasible(replace(problem, any_order=False), others)
+    limited = problem.memory is not None and any(n is not None for n in memory_limits(problem))
+    short = least_shortage(problem) if limited else None
+    helps = [name for name, other in _changes(problem, others or {}) if _has_split(other)]
+    if short is None:
+        return _no_memory_helps(problem, helps)
+    lack, path = short
+    peaks = peaks_of(problem, path)
+    limits = memory_limits(problem)
+    order = Levels(problem).devices_of(path.groups)
+    lacks = [
+        -1 if limits[device] is None else peak - limits[device]  # type: ignore[operator]
+        for device, peak in zip(order, peaks, strict=True)
+    ]
+    j = lacks.index(max(lacks))
+    limit = limits[order[j]]
+    assert limit is not None
+    start, end = path.bounds[j : j + 2]
+    helps.append(f"{format_bytes(lack)} more on every device")
+    if len(set(limits)) == 1:
+        helps[-1] += f" (memory_limit={limit + lack})"
+    return InfeasibleError(
+        f"partition {j} does not fit its device: memory_limit={limit} (expected {peaks[j]} or "
+        f"more, in the split that lacks least: layers {start} to {end - 1} need "
+        f"{format_bytes(peaks[j])}, the limit is {format_bytes(limit)}).\n"
+        f"Fix: {'; or '.join(helps)}.",
+        partition=j,
+        shortage=lack,
+    )
+
+
+def _no_memory_helps(problem: Problem, helps: list[str]) -> InfeasibleError:
+    rules = problem.rules
+    what = [] if rules is None else [f"{len(rules.uncut)} places without a cut"] * bool(rules.uncut)
+    if rules is not None and rules.pinned:
+        what.append(f"pin={dict(rules.pinned)}")
+    if rules is not None and rules.max_layers is not None:
+        what.append(f"max_layers={rules.max_layers}")
+    if not helps:
+        helps = ["rules=None" if _has_split(replace(problem, rules=None)) else "fewer partitions"]
+    return InfeasibleError(
+        f"rules leave no split into {problem.n_partitions} partitions: {', '.join(what)} "
+        f"(expected a split of {problem.n_layers} layers that keeps them).\n"
+        f"Fix: {'; or '.join(helps)}."
+    )
+
+
+def _changes(problem: Problem, others: Mapping[str, Problem]) -> list[tuple[str, Problem]]:
+    """Think of changes that might help, by what the caller has to write."""
+    changes = list(others.items())
+    if problem.memory is not None and any(n is not None for n in memory_limits(problem)):
+        for mode in ("auto", "except_last", "always", "never"):
+            if mode != problem.checkpoint:
+                changed = replace(problem, checkpoint=mode)
+                changes.append((f"checkpoint={mode!r}", changed))
+        alike = problem.memory.alike == "all" and len(set(problem.devices or ())) == 1
+        one_mode = isinstance(problem.checkpoint, str)
+        if alike and one_mode and not (problem.rules and problem.rules.pinned):
+            assert problem.devices is not None
+            for n in range(problem.n_partitions + 1, problem.n_layers + 1):
+                devices = (problem.devices[0],) * n
+                more = replace(problem, n_partitions=n, devices=devices)
+                if _has_split(more):
+                    changes.append((f"{n} partitions", more))
+                    break
+                if n > 4 * problem.n_partitions:
+                    break
+    if problem.rules is not None:
+        changes += _without_a_rule(problem)
+    return changes
+
+
+def _without_a_rule(problem: Problem) -> list[tuple[str, Problem]]:
+    """Drop one rule at a time, or loosen it as little as possible."""
+    rules = problem.rules
+    assert rules is not None
+    changes = []
+    if rules.max_layers is not None:
+        for longest in range(rules.max_layers + 1, problem.n_layers + 1):
+            looser = replace(problem, rules=replace(rules, max_layers=longest))
+            if _has_split(looser):
+                changes.append((f"max_layers={longest}", looser))
+                break
+    without = {
+        "no_cut": replace(rules, no_cut=()),
+        "keep_together": replace(rules, keep_together=()),
+        "pin": replace(rules, pin=()),
+    }
+    for name, fewer in without.items():
+        if getattr(rules, name):
+            changes.append((f"rules without {name}", replace(problem, rules=fewer)))
+    return changes
+
+
+def _has_split(problem: Problem) -> bool:
+    if count_states(problem) > MOST_STATES:
+        problem = replace(problem, any_order=False)
+    return Search(Levels(problem)).probe({}) is not None

@@ -1,0 +1,278 @@
+"""An integer program over runs, for what no other solver covers: HiGHS, with its bound and gap.
+
+One variable, 0 or 1, says for each partition, device, run and checkpoint mode whether it is
+chosen. Runs that are chosen form a path from the first layer to the last (what arrives at a place
+leaves it), every device is used as often as there are devices of its kind, and the makespan is at
+least what each path through the pipeline takes. That is linear, whatever the runs cost and
+whichever are allowed; the price is N^2 K / 2 variables.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem import Problem
+from gpipebal.solvers.levels import Levels, Step
+from gpipebal.solvers.reachability import Path, Search
+from gpipebal.solvers.runs import Option
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["MOST_RUNS", "ProgramResult", "solve_integer_program"]
+
+#: Most variables that are handed to HiGHS: more do not fit the memory or the patience of anybody.
+MOST_RUNS = 300_000
+
+#: How far HiGHS' bound may be off, as a fraction: it works to feasibility tolerances.
+_TOLERANCE = Fraction(1, 10**6)
+
+#: The value of the split that is known, as HiGHS sees it: its tolerances are absolute.
+_SCALE = 1000
+
+
+class ProgramResult(NamedTuple):
+    """The best value found, the proven bound, and the split; all exact but the bound."""
+
+    value: int
+    lower_bound: int
+    path: Path
+
+
+class _Run(NamedTuple):
+    """A variable: one run in one partition, on one kind of device, in one mode."""
+
+    level: int
+    step: Step
+    option: Option
+    start: int
+    end: int
+
+
+def solve_integer_program(
+    problem: Problem, objective: str, time_limit: float | None = None
+) -> ProgramResult | None:
+    """Find the best split with HiGHS; None if there is no split.
+
+    Args:
+        problem: The problem.
+        objective: ``'makespan'`` or ``'bottleneck'``.
+        time_limit: Seconds after which the best split so far is returned, with its bound.
+
+    Returns:
+        The bound is exact in integers of up to some hundred thousand; otherwise it is below the
+        value by the solver's tolerance, 1e-6 of it.
+
+    Raises:
+        BalanceError: there are more than `MOST_RUNS` runs.
+
+    Complexity:
+        Exponential at worst; 0.1 to some seconds for 20 layers in 4 partitions.
+
+    Source:
+        HiGHS through `scipy.optimize.milp`: Huangfu and Hall, "Parallelizing the dual revised
+        simplex method", Mathematical Programming Computation 10(1), 2018. The formulation is own.
+    """
+    started = time.monotonic()
+    levels = Levels(problem, stateless=True)
+    # The best bottleneck in the given order of devices is a split to begin with, mostly.
+    in_order = Search(Levels(replace(problem, any_order=False)))
+    known = in_order.smallest("load").path
+    if known is None and not problem.any_order:
+        return None
+    value = None if known is None else _exact(problem, levels, known, objective)
+    # A run that alone takes longer than a whole split is of no use.
+    runs = [
+        run
+        for run in _runs(levels)
+        if value is None or run.option.load.of(run.start, run.end) <= value
+    ]
+    if len(runs) > MOST_RUNS:
+        raise BalanceError(
+            f"integer program is too large: {len(runs)} runs (expected {MOST_RUNS} or fewer).\n"
+            "Fix: fewer layers (open fewer nested ones), devices of fewer kinds, a smaller "
+            "max_layers, or checkpoint='except_last'."
+        )
+    # Without a split, any scale will do: that of all layers on the slowest device.
+    most = [
+        max(map(sum, zip(*(s[-1:] for s in sums), strict=True))) for sums in problem.costs.types
+    ]
+    unit = max(max(most) if value is None else value, 1)
+    while True:
+        left = None if time_limit is None else time_limit - (time.monotonic() - started)
+        path, dual = _solve(problem, levels, runs, objective, unit, left)
+        if path is not None:
+            exact = _exact(problem, levels, path, objective)
+            if value is None or exact <= value:
+                known, value = path, exact
+        if known is None or value is None:
+            return None
+        if 2 * value >= unit or value == 0 or (left is not None and left <= 0):
+            break
+        # What was small beside the first value, HiGHS took for nothing: once more, enlarged.
+        unit = value
+        runs = [run for run in runs if run.option.load.of(run.start, run.end) <= value]
+    # Rounded up: sums are whole numbers, so where the tolerance is less than one nothing is lost.
+    bound = ceil(dual - Fraction(unit) * _TOLERANCE)
+    bound = max(bound, Search(levels).least("load") if objective == "bottleneck" else 0)
+    return ProgramResult(value, min(bound, value), known)
+
+
+def _exact(problem: Problem, levels: Levels, path: Path, objective: str) -> int:
+    modes = [option.mode for option in path.options]
+    order = levels.devices_of(path.groups)
+    of = problem.costs.makespan if objective == "makespan" else problem.costs.bottleneck
+    return of(path.bounds, modes, order)
+
+
+def _runs(levels: Levels) -> Iterator[_Run]:
+    n_layers, n_partitions = levels.n_layers, levels.n_partitions
+    for k, steps in enumerate(levels.steps):
+        # One variable for all states: how often a device is used is a constraint of its own.
+        kinds = {(step.kind, step.group): step for step in steps}
+        for step in kinds.values():
+            for option in levels.kinds[step.kind]:
+                for start in range(k, n_layers - (n_partitions - k) + 1) if k else (0,):
+                    if not levels.places[k] >> start & 1:
+                        continue
+                    ends = option.fits[start] & levels.places[k + 1]
+                    last = n_layers - (n_partitions - k - 1)
+                    for end in range(start + 1, last + 1):
+                        if ends >> end & 1:
+                            yield _Run(k, step, option, start, end)
+
+
+class _Rows:
+    """Rows of a sparse matrix, built entry by entry."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.values: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, entries: dict[int, float], lower: float, upper: float) -> None:
+        """Add the row ``lower <= sum of entries <= upper``."""
+        row = len(self.lower)
+        self.rows += [row] * len(entries)
+        self.columns += entries.keys()
+        self.values += entries.values()
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+def _solve(
+    problem: Problem,
+    levels: Levels,
+    runs: list[_Run],
+    objective: str,
+    unit: int,
+    time_limit: float | None,
+) -> tuple[Path | None, Fraction]:
+    """Hand the program to HiGHS; return the path it found, if any, and its bound."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
+    from scipy.sparse import csr_matrix
+
+    n_runs, n_partitions = len(runs), levels.n_partitions
+    of_level: list[list[int]] = [[] for _ in range(n_partitions)]
+    for v, run in enumerate(runs):  # v: variable
+        of_level[run.level].append(v)
+    rows = _Rows()
+    for k, variables in enumerate(of_level):
+        rows.add(dict.fromkeys(variables, 1.0), 1, 1)
+        if k:
+            balance: dict[int, dict[int, float]] = {}
+            for v in of_level[k - 1]:
+                balance.setdefault(runs[v].end, {})[v] = 1.0
+            for v in variables:
+                balance.setdefault(runs[v].start, {})[v] = -1.0
+            for entries in balance.values():
+                rows.add(entries, 0, 0)
+    if problem.any_order:
+        for g, devices in enumerate(levels.groups):
+            uses = {v: 1.0 for v, run in enumerate(runs) if run.step.group == g}
+            rows.add(uses, len(devices), len(devices))
+
+    # Beside the runs: the value; and per level the largest forward and backward up to it.
+    value = n_runs
+    first = [n_runs + 1 + k for k in range(n_partitions)]
+    second = [n_runs + 1 + n_partitions + k for k in range(n_partitions)]
+    n_variables = n_runs + 1 + 2 * n_partitions
+    repeats = problem.chunks - 1
+
+    def costs(k: int, dimension: str) -> dict[int, float]:
+        return {
+            v: getattr(runs[v].option, dimension).of(*runs[v][3:]) * _SCALE / unit
+            for v in of_level[k]
+        }
+
+    for k in range(n_partitions):
+        if objective == "bottleneck":
+            rows.add({**_negative(costs(k, "load")), value: 1.0}, 0, np.inf)
+            continue
+        for maxima, dimension in ((first, "forward"), (second, "again")):
+            rows.add({**_negative(costs(k, dimension)), maxima[k]: 1.0}, 0, np.inf)
+            if k:
+                rows.add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
+        early = {
+            v: _early(problem, levels, runs[v]) * _SCALE / unit
+            for v in of_level[k]
+            if runs[v].option.mode == "always"
+        }
+        if k < n_partitions - 1 and not early:
+            continue  # a path that turns around earlier and recomputes nothing is no longer
+        passed: dict[int, float] = {}
+        for before in range(k + 1):
+            passed |= costs(before, "once")
+        for v, recompute in early.items():
+            passed[v] += recompute
+        passed |= {first[k]: float(repeats), second[k]: float(repeats)}
+        rows.add({**_negative(passed), value: 1.0}, 0, np.inf)
+
+    goal = np.zeros(n_variables)
+    goal[value] = 1
+    whole = np.zeros(n_variables)
+    whole[:n_runs] = 1
+    top = np.full(n_variables, np.inf)
+    top[:n_runs] = 1
+    shape = (len(rows.lower), n_variables)
+    matrix = csr_matrix((rows.values, (rows.rows, rows.columns)), shape=shape)
+    options: dict[str, Any] = {"mip_rel_gap": 0.0}
+    if time_limit is not None:
+        options["time_limit"] = max(time_limit, 0.01)
+    result = milp(
+        goal,
+        integrality=whole,
+        bounds=Bounds(np.zeros(n_variables), top),
+        constraints=LinearConstraint(matrix, rows.lower, rows.upper),
+        options=options,
+    )
+    dual = result.get("mip_dual_bound")
+    usable = dual is not None and np.isfinite(dual)
+    bound = Fraction(float(dual)) * unit / _SCALE if usable else Fraction(0)
+    if result.x is None:
+        return None, bound
+    chosen = [runs[int(v)] for v in np.flatnonzero(result.x[:n_runs] > 0.5)]
+    chosen.sort(key=lambda run: run.level)
+    bounds = (0, *(run.end for run in chosen))
+    groups = tuple(run.step.group for run in chosen)
+    return Path(bounds, groups, tuple(run.option for run in chosen)), bound
+
+
+def _negative(entries: dict[int, float]) -> dict[int, float]:
+    return {v: -cost for v, cost in entries.items()}
+
+
+def _early(problem: Problem, levels: Levels, run: _Run) -> int:
+    """Return the recompute of the last micro-batch of a run that recomputes all."""
+    device = levels.groups[run.step.group][0]
+    sums = problem.costs.types[problem.costs.type_of[device]].recompute
+    return sums[run.end] - sums[run.start]

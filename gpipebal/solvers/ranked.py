@@ -1,0 +1,72 @@
+"""The k best splits: each next one is the best of all that differ from those before it.
+
+All splits but the best one fall into groups: those that differ in the first cut; those that share
+the first cut and differ in the second; and so on. In each group the best is found by the same
+solver, with places of cuts fixed and forbidden; the next split is the best of these, and its
+group falls apart in the same way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from copy import copy
+from itertools import count
+
+from gpipebal.solvers.levels import Levels
+from gpipebal.solvers.reachability import Path
+
+__all__ = ["ranked"]
+
+#: A solver: value and split, or None if there is no split.
+Solve = Callable[[Levels], "tuple[int, Path] | None"]
+
+
+def ranked(levels: Levels, solve: Solve) -> Iterator[tuple[int, Path]]:
+    """Produce splits from the best one on, no two with the same bounds.
+
+    Args:
+        levels: The problem, with the places that bounds may have.
+        solve: Finds the best split within such places.
+
+    Yields:
+        Value and split. Values never decrease; of equal values, leftmost cuts come first among
+        the candidates that are known at that time.
+
+    Complexity:
+        Up to K solves for each split and K partitions.
+
+    Source:
+        Lawler, "A procedure for computing the K best solutions to discrete optimization problems
+        and its application to the shortest path problem", Management Science 18(7), 1972.
+
+    Example:
+        >>> from gpipebal.problem import Problem
+        >>> from gpipebal.solvers.reachability import Search
+        >>> from gpipebal.solvers.staircase import least_bottleneck
+        >>> levels = Levels(Problem([1, 2, 3, 4], [0] * 4, [0] * 4, 2))
+        >>> [(value, path.bounds) for value, path in
+        ...     ranked(levels, lambda levels: least_bottleneck(Search(levels)))]
+        [(6, (0, 3, 4)), (7, (0, 2, 4)), (9, (0, 1, 4))]
+    """
+    tickets = count()
+    heap: list[tuple[int, tuple[int, ...], int, Path, Levels]] = []
+
+    def push(group: Levels) -> None:
+        found = solve(group)
+        if found is not None:
+            value, path = found
+            heapq.heappush(heap, (value, path.bounds, next(tickets), path, group))
+
+    push(levels)
+    while heap:
+        value, bounds, _, path, group = heapq.heappop(heap)
+        yield value, path
+        places = list(group.places)
+        for k in range(1, len(bounds) - 1):  # k: cut
+            other = places[k] & ~(1 << bounds[k])
+            if other:
+                differs = copy(group)
+                differs.places = [*places[:k], other, *places[k + 1 :]]
+                push(differs)
+            places[k] = 1 << bounds[k]

@@ -1,0 +1,251 @@
+"""Exact search over splits when longer runs may be allowed where shorter ones are not.
+
+Filling partitions as far as a limit allows is wrong as soon as a longer first partition can spoil
+the second: memory that depends on where a partition begins, copies at cuts, devices of different
+speed. What stays true is that only the place of a cut matters for what follows. So a probe does
+not walk one path, it works out for every cut all places from which the end of the chain can be
+reached. The places worth looking at are few: how far partitions can extend at most, from the left
+and from the right, leaves a window for each cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
+
+from gpipebal.solvers.levels import Levels, Step
+from gpipebal.solvers.runs import Cost, Option
+
+__all__ = ["Found", "Path", "Search"]
+
+
+class Path(NamedTuple):
+    """A split, the device group of each partition, and how each partition is run."""
+
+    bounds: tuple[int, ...]
+    groups: tuple[int, ...]
+    options: tuple[Option, ...]
+
+    def most(self, dimension: str) -> int:
+        """Return the largest cost of a partition in a dimension."""
+        runs = zip(self.options, self.bounds, self.bounds[1:], strict=False)
+        return max(getattr(option, dimension).of(start, end) for option, start, end in runs)
+
+
+class Found(NamedTuple):
+    """The smallest limit, the proven bound below it, and a path; without one, only the bound."""
+
+    value: int
+    lower_bound: int
+    path: Path | None
+
+
+class Search:
+    """Finds splits that keep limits, and the smallest limits that some split keeps.
+
+    Complexity:
+        A probe takes O(N log N) steps for each kind of partition, N layers, and O(w N / 64) for
+        windows of w places in all, which is about N where limits are close to the smallest.
+
+    Source:
+        Own. Pinar, Tabak and Aykanat, "One-dimensional partitioning for heterogeneous systems:
+        theory and practice", JPDC 68(11), 2008, has probes for devices of different speed, which
+        suffice where partitions may be empty and nothing else is limited.
+
+    Example:
+        >>> from gpipebal.problem import Device, Problem
+        >>> devices = [Device(), Device(slowness=10), Device()]
+        >>> problem = Problem([1, 1, 100, 1], [0] * 4, [0] * 4, 3, devices=devices)
+        >>> found = Search(Levels(problem)).smallest("load")
+        >>> found.value, found.path.bounds
+        (101, (0, 1, 2, 4))
+    """
+
+    def __init__(self, levels: Levels) -> None:
+        self.levels = levels
+        self.used = sorted({step.kind for steps in levels.steps for step in steps})
+        self._least: dict[str, int] = {}
+
+    def allowed(self, limits: Mapping[str, int]) -> dict[int, list[int]]:
+        """Return, for each kind and start, the set of ends that some option allows."""
+        sets = {}
+        for kind in self.used:
+            options = [self._allowed_by(option, limits) for option in self.levels.kinds[kind]]
+            joined = options[0]
+            for more in options[1:]:
+                joined = [one | two for one, two in zip(joined, more, strict=True)]
+            sets[kind] = joined
+        return sets
+
+    @staticmethod
+    def _allowed_by(option: Option, limits: Mapping[str, int]) -> list[int]:
+        ends = option.fits
+        for dimension, limit in limits.items():
+            within = getattr(option, dimension).within(limit)
+            ends = [one & two for one, two in zip(ends, within, strict=True)]
+        return list(ends)
+
+    def windows(self, allowed: Mapping[int, Sequence[int]]) -> list[tuple[int, int]] | None:
+        """Return the first and last place that each bound may have; None if there is no split."""
+        levels = self.levels
+        n_layers, n_partitions = levels.n_layers, levels.n_partitions
+        # Lengths in bits: one more than the last end that a run from here, or before, can have.
+        hulls: dict[tuple[int, ...], list[int]] = {}
+        per_level = []
+        for steps in levels.steps:
+            kinds = tuple(sorted({step.kind for step in steps}))
+            if kinds not in hulls:
+                columns = [list(map(int.bit_length, allowed[kind])) for kind in kinds]
+                joined = columns[0] if len(columns) == 1 else list(map(max, *columns))
+                hulls[kinds] = list(accumulate(joined, max))
+            per_level.append(hulls[kinds])
+        last = [0]
+        for k in range(1, n_partitions + 1):  # k: bound
+            place = min(per_level[k - 1][last[-1]] - 1, n_layers - n_partitions + k)
+            if place < k:
+                return None
+            last.append(place)
+        if last[-1] < n_layers:
+            return None
+        first = [n_layers]
+        for k in range(n_partitions - 1, -1, -1):
+            first.append(max(bisect_left(per_level[k], first[-1] + 1), k))
+        first.reverse()
+        if first[0] > 0 or any(one > two for one, two in zip(first, last, strict=True)):
+            return None
+        return list(zip(first, last, strict=True))
+
+    def backward_sets(self, allowed: Mapping[int, Sequence[int]]) -> list[dict[int, int]] | None:
+        """Return, for each bound and state, the set of places from which the end is reached.
+
+        None if that is impossible from the start of the chain.
+        """
+        levels = self.levels
+        windows = self.windows(allowed)
+        if windows is None:
+            return None
+        reached: list[dict[int, int]] = [{0: levels.places[-1]}]
+        for k in range(levels.n_partitions - 1, -1, -1):  # k: partition
+            behind, here = reached[-1], dict[int, int]()
+            first, last = windows[k]
+            for state, kind, next_state, _ in levels.steps[k]:
+                target = behind.get(next_state)
+                if target:
+                    ends = allowed[kind]
+                    found = "".join(
+                        ["1" if ends[i] & target else "0" for i in range(last, first - 1, -1)]
+                    )
+                    places = (int(found, 2) << first) & levels.places[k]
+                    if places:
+                        here[state] = here.get(state, 0) | places
+            if not here:
+                return None
+            reached.append(here)
+        reached.reverse()
+        return reached
+
+    def probe(self, limits: Mapping[str, int]) -> Path | None:
+        """Find the split with the leftmost cuts that keeps all limits; None if there is none."""
+        allowed = self.allowed(limits)
+        reached = self.backward_sets(allowed)
+        if reached is None:
+            return None
+        bounds, steps, state = [0], list[Step](), 0
+        for k, choices in enumerate(self.levels.steps):
+            best: tuple[int, Step] | None = None
+            for step in choices:
+                ends = 0
+                if step.state == state:
+                    ends = allowed[step.kind][bounds[-1]] & reached[k + 1].get(step.next_state, 0)
+                if ends:
+                    end = (ends & -ends).bit_length() - 1
+                    if best is None or end < best[0]:
+                        best = end, step
+            assert best is not None
+            bounds.append(best[0])
+            steps.append(best[1])
+            state = best[1].next_state
+        return self.path(bounds, steps, limits)
+
+    def path(self, bounds: Sequence[int], steps: Sequence[Step], limits: Mapping[str, int]) -> Path:
+        """Choose the fastest way to run each partition that keeps all limits."""
+        options = []
+        for step, start, end in zip(steps, bounds, bounds[1:], strict=False):
+            options.append(
+                next(
+                    option
+                    for option in self.levels.kinds[step.kind]
+                    if option.fits[start] >> end & 1
+                    and all(getattr(option, d).of(start, end) <= n for d, n in limits.items())
+                )
+            )
+        return Path(tuple(bounds), tuple(step.group for step in steps), tuple(options))
+
+    def least(self, dimension: str) -> int:
+        """Bound the smallest limit from below: the largest layer, and the even share."""
+        if dimension not in self._least:
+            costs = [
+                getattr(option, dimension)
+                for kind in self.used
+                for option in self.levels.kinds[kind]
+            ]
+            columns = [list(map(sub, cost.layers[1:], cost.layers)) for cost in costs]
+            layers = columns[0] if len(columns) == 1 else list(map(min, *columns))
+            share = -(-sum(layers) // self.levels.n_partitions)
+            self._least[dimension] = max(share, *layers)
+        return self._least[dimension]
+
+    def smallest(
+        self,
+        dimension: str,
+        limits: Mapping[str, int] | None = None,
+        *,
+        at_least: int | None = None,
+        at_most: int | None = None,
+    ) -> Found:
+        """Find the smallest limit in a dimension that some split keeps beside other limits.
+
+        Args:
+            dimension: What is limited: ``'forward'``, ``'again'`` or ``'load'``.
+            limits: Limits in other dimensions.
+            at_least: A known lower bound; None: none.
+            at_most: Give up as soon as the smallest limit is proven to exceed this.
+
+        Returns:
+            The value (equal to its lower bound) and the leftmost split found with it; or no split,
+            if every one exceeds `at_most`, or none keeps `limits`.
+
+        Complexity:
+            About log2(N) probes and some more; see `Search`.
+        """
+        others = dict(limits or {})
+        costs: list[Cost] = [
+            getattr(option, dimension) for kind in self.used for option in self.levels.kinds[kind]
+        ]
+        lower = max(self.least(dimension), 0 if at_least is None else at_least)
+        most = max(cost.of(0, self.levels.n_layers) for cost in costs)
+        most = max([most, *(max(cost.ends) - min(cost.starts) for cost in costs)])
+        most = max([most, *(max(cost.floor) for cost in costs if cost.floor is not None)])
+        highest = most if at_most is None else min(at_most, most)
+        upper: int | None = None
+        best = None
+        trial, step = lower, max(lower // (4 * self.levels.n_partitions), 1)
+        while lower <= highest and (upper is None or lower < upper):
+            path = self.probe({**others, dimension: trial})
+            if path is not None:
+                best, upper = path, path.most(dimension)
+            else:
+                higher = [cost.above(trial) for cost in costs]
+                known = [cost for cost in higher if cost is not None]
+                lower = min(known, default=most + 1)
+            if upper is None:
+                trial = min(max(lower, trial + step), max(highest, lower))
+                step *= 4
+            else:
+                trial = (lower + upper) // 2
+        if best is None or upper is None:
+            return Found(lower, lower, None)
+        return Found(upper, min(lower, upper), best)

@@ -1,0 +1,121 @@
+"""Bottleneck and makespan under limits, where the makespan's sum is the same for every split.
+
+The same questions as in `gpipebal.solvers.bottleneck` and `gpipebal.solvers.thresholds`, put to
+a `Search`, which assumes nothing about which runs are allowed: memory limits, a checkpoint mode
+for each partition, rules about cuts.
+"""
+
+from __future__ import annotations
+
+from gpipebal.solvers.evenness import most_even
+from gpipebal.solvers.reachability import Path, Search
+
+__all__ = ["least_bottleneck", "least_sum", "settle"]
+
+
+def least_bottleneck(search: Search) -> tuple[int, Path] | None:
+    """Make the slowest partition as fast as possible; None if there is no split.
+
+    Ties are broken by the least sum of squared partition times, then by the leftmost cuts.
+
+    Complexity:
+        That of `Search.smallest` and `most_even`.
+    """
+    found = search.smallest("load")
+    if found.path is None:
+        return None
+    path = most_even(search, {"load": found.value})
+    assert path is not None
+    return found.value, path
+
+
+def least_sum(search: Search, repeated: bool = True) -> tuple[int, Path] | None:
+    """Make the largest forward plus the largest backward as small as possible.
+
+    Ties are broken by the smallest bottleneck, then by the least sum of squared partition times,
+    then by the leftmost cuts.
+
+    Args:
+        search: Where to search.
+        repeated: False if the sum does not matter (one chunk): the tie-break decides alone.
+
+    Returns:
+        The sum and the split; None if there is no split.
+
+    Complexity:
+        As many times `Search.smallest` as the staircase has steps, twice; see `smallest_sum`.
+
+    Source:
+        As `gpipebal.solvers.thresholds`. Differs: allowed runs need not be intervals.
+
+    Example:
+        >>> from gpipebal.problem import Problem
+        >>> from gpipebal.solvers.levels import Levels
+        >>> problem = Problem([3, 1, 1], [1, 3, 5], [0, 0, 0], 2, chunks=3)
+        >>> least_sum(Search(Levels(problem)))[0]
+        9
+    """
+    if not repeated:
+        path = settle(search, [{}])
+        return None if path is None else (0, path)
+    # No sum of two maxima is below the largest sum of both costs in one partition.
+    quick = search.smallest("load")
+    if quick.path is None:
+        return None
+    least_first = search.smallest("forward").value
+    best = quick.path.most("forward") + quick.path.most("again")
+    pairs: list[tuple[int, int]] = []
+    first_limit: int | None = None
+    next_second = 0
+    while True:
+        limits = {} if first_limit is None else {"forward": first_limit}
+        found = search.smallest("again", limits, at_least=next_second, at_most=best - least_first)
+        if found.path is None:
+            break
+        needed = search.smallest(
+            "forward",
+            {"again": found.value},
+            at_least=max(least_first, quick.value - found.value),
+        )
+        total = needed.value + found.value
+        if total < best:
+            best = total
+            pairs.clear()
+        if total == best:
+            pairs.append((needed.value, found.value))
+        # What is left has a smaller first, hence a larger second.
+        next_second = found.value + 1
+        first_limit = min(needed.value - 1, best - next_second)
+        if first_limit < least_first:
+            break
+        next_second = max(next_second, quick.value - first_limit)
+    path = settle(search, [{"forward": one, "again": two} for one, two in pairs])
+    assert path is not None
+    return best, path
+
+
+def settle(search: Search, candidates: list[dict[str, int]]) -> Path | None:
+    """Choose one of the splits that keep one of several pairs of limits.
+
+    By the smallest bottleneck, then the least sum of squared partition times, then the leftmost
+    cuts.
+    """
+    least: int | None = None
+    tied: list[dict[str, int]] = []
+    for limits in candidates:
+        found = search.smallest("load", limits, at_most=least)
+        if found.path is None:
+            continue
+        if found.value != least:
+            tied.clear()
+        least = found.value
+        tied.append(limits)
+    if least is None:
+        return None
+    paths = [most_even(search, {**limits, "load": least}) for limits in tied]
+    return min((path for path in paths if path is not None), key=lambda path: _rank(path))
+
+
+def _rank(path: Path) -> tuple[int, tuple[int, ...]]:
+    runs = zip(path.options, path.bounds, path.bounds[1:], strict=False)
+    return sum(option.load.of(start, end) ** 2 for option, start, end in runs), path.bounds

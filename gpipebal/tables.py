@@ -1,0 +1,105 @@
+"""Tables: what a noun holds, longer than its own text, for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.units import format_bytes, format_percent, format_seconds
+
+__all__ = ["profile_table"]
+
+_COLUMNS = (
+    *("layer", "name", "kind", "forward", "backward", "share"),
+    *("parameters", "output", "saved"),
+)
+
+
+def profile_table(profile: Profile, n_layers: int = 30) -> str:
+    """Write a profile as a table: one line per layer, then what a step costs beside them.
+
+    Args:
+        profile: What to show.
+        n_layers: Most layers to show: the ones with the largest time, in the order of the chain.
+
+    Returns:
+        Lines without a newline at the end. ``share`` is the layer's part of all forward and
+        backward time; ``saved`` is what it keeps for its backward on its own, so the column does
+        not add up where neighbours keep the same tensors.
+
+    Example:
+        >>> print(profile_table(Profile.from_costs([1.0, 3.0], names=["a", "b"])))
+        Profile of 2 layers on costs, micro-batch of 1 rows: forward 4.00 s, backward 8.00 s, \
+parameters 0 B
+        layer  name  kind   forward  backward   share  parameters  output  saved
+            0  a     Layer   1.00 s    2.00 s  25.0 %         0 B     0 B    0 B
+            1  b     Layer   3.00 s    6.00 s  75.0 %         0 B     0 B    0 B
+    """
+    total = sum(layer.time for layer in profile.layers)
+    by_time = sorted(range(profile.n_layers), key=lambda k: -profile.layers[k].time)
+    shown = sorted(by_time[: max(0, n_layers)])
+    rows = [_COLUMNS, *(_row(profile, k, profile.layers[k], total) for k in shown)]
+    lines = [str(profile), *_aligned(rows)]
+    left_out = profile.n_layers - len(shown)
+    if left_out:
+        rest = sum(profile.layers[k].time for k in by_time[len(shown) :])
+        lines.append(
+            f"{left_out} layers with less time are not shown: together "
+            f"{format_percent(rest / total if total else 0.0)}."
+        )
+    lines += _step_lines(profile)
+    lines += [f"Note: {flag}" for flag in _texts(profile.provenance.get("flags"))]
+    return "\n".join(lines)
+
+
+def _row(profile: Profile, k: int, layer: LayerProfile, total: float) -> tuple[str, ...]:
+    return (
+        str(k),
+        layer.name,
+        layer.kind,
+        format_seconds(layer.forward_time),
+        format_seconds(layer.backward_time),
+        format_percent(layer.time / total if total else 0.0),
+        format_bytes(layer.parameter_bytes),
+        format_bytes(layer.output_bytes),
+        format_bytes(profile.bytes_of(layer.saved)),
+    )
+
+
+def _step_lines(profile: Profile) -> list[str]:
+    step = profile.step
+    terms = {
+        "gather": step.gather_time,
+        "loss": step.loss_time,
+        "loss of a micro-batch": None if step.loss is None else step.loss.time,
+        "optimizer": step.optimizer_time,
+    }
+    known = [f"{name} {format_seconds(time)}" for name, time in terms.items() if time is not None]
+    lines = [f"Once per step: {', '.join(known)}."] if known else []
+    if profile.skips:
+        names = profile.names
+        skips = [
+            f"{skip.name} ({names[skip.source]} to {names[skip.destination]}, "
+            f"{format_bytes(profile.bytes_of(skip.storages))})"
+            for skip in profile.skips
+        ]
+        lines.append(f"Skip connections: {', '.join(skips)}.")
+    if profile.other_sizes:
+        sizes = ", ".join(str(other.rows) for other in profile.other_sizes)
+        lines.append(f"Also known for micro-batches of {sizes} rows.")
+    return lines
+
+
+def _texts(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else []
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if k in (1, 2) else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

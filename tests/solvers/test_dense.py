@@ -1,0 +1,84 @@
+"""The table for any cost, against brute force and against the solvers that know more."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import all_bounds
+
+from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.problem import Problem
+from gpipebal.solvers import split, split_any_cost
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_cost_equals_brute_force(data: st.DataObject) -> None:
+    """Value and leftmost cuts are those of trying all splits, for costs without any structure."""
+    n_layers = data.draw(st.integers(1, 7))
+    n_partitions = data.draw(st.integers(1, n_layers))
+    costs = st.one_of(st.integers(-5, 5), st.none())
+    table = {
+        (start, end, j): data.draw(costs)
+        for j in range(n_partitions)
+        for start in range(n_layers)
+        for end in range(start + 1, n_layers + 1)
+    }
+    for combine, add in (("max", max), ("sum", sum)):
+        ranked = []
+        for bounds in all_bounds(n_layers, n_partitions):
+            own = [table[start, end, j] for j, (start, end) in enumerate(pairwise(bounds))]
+            if None not in own:
+                ranked.append((add(own), bounds))  # type: ignore[operator]
+
+        def cost(first: int, end: int, partition: int) -> int | None:
+            return table[first, end, partition]
+
+        if ranked:
+            found = split_any_cost(cost, n_layers, n_partitions, combine=combine)  # type: ignore
+            assert found == min(ranked) if combine == "sum" else found[0] == min(ranked)[0]
+        else:
+            with pytest.raises(InfeasibleError, match="no split is allowed"):
+                split_any_cost(cost, n_layers, n_partitions, combine=combine)  # type: ignore
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.data())
+def test_table_agrees_with_bisection(costs: list[int], data: st.DataObject) -> None:
+    """For plain sums the table and the bisection give the same bottleneck."""
+    problem = Problem.from_costs(costs, data.draw(st.integers(1, len(costs))))
+    sums = problem.load_sums
+    value, bounds = split_any_cost(
+        lambda first, end, _: sums[end] - sums[first], len(costs), problem.n_partitions
+    )
+    assert value == split(problem, "bottleneck").value == problem.bottleneck(bounds)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_partitions": 4}, r"fewer layers than partitions: n_partitions=4"),
+        ({"combine": "mean"}, r"cannot be combined this way: combine='mean'"),
+        ({"cost": lambda first, end, partition: math.nan}, r"not a number: cost\(1, 3, 1\)=nan"),
+        ({"max_layers": 0}, r"max_layers is too small: max_layers=0"),
+    ],
+)
+def test_table_refuses_what_makes_no_sense(change: dict[str, object], message: str) -> None:
+    """Counts, ways to combine, and costs that are none are refused with their value."""
+    arguments: dict[str, object] = {
+        "cost": lambda first, end, partition: 1,
+        "n_layers": 3,
+        "n_partitions": 2,
+    }
+    with pytest.raises(BalanceError, match=message):
+        split_any_cost(**{**arguments, **change})  # type: ignore[arg-type]
+
+
+def test_max_layers_is_kept() -> None:
+    """No partition is longer than allowed, whatever it costs."""
+    value, bounds = split_any_cost(lambda first, end, _: first, 6, 3, max_layers=2)
+    assert (value, bounds) == (4, (0, 2, 4, 6))

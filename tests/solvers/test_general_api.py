@@ -1,0 +1,201 @@
+"""What can be asked of the general solvers, how they are chosen, and what they promise."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from oracles import brute_force
+from solvers.test_pareto import problems
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
+from gpipebal.solvers import best_splits, paths, select_method, split
+from gpipebal.solvers.always import solve_makespan_always
+
+CHAIN: tuple[Any, ...] = ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4])
+LINKS = Links([1, 2, 3], [1, 2, 3])
+TWO_KINDS = [Device(), Device(slowness=2)]
+MEMORY = layer_memory([1] * 4, [1] * 4, [1] * 4, chunks=4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "objective", "method"),
+    [
+        ({"rules": Rules(no_cut=[2])}, "makespan", "set sweep"),
+        ({"rules": Rules(no_cut=[2])}, "bottleneck", "set bisection"),
+        ({"checkpoint": "auto"}, "makespan", "set sweep"),
+        ({"checkpoint": ["never", "except_last"]}, "makespan", "set sweep"),
+        ({"devices": [Device(slowness=3)] * 2}, "makespan", "set sweep"),
+        ({"links": LINKS}, "makespan", "box search"),
+        ({"links": LINKS}, "bottleneck", "set bisection"),
+        ({"devices": TWO_KINDS}, "makespan", "box search"),
+        ({"devices": TWO_KINDS, "any_order": True}, "makespan", "box search"),
+        ({"checkpoint": ["never", "always"]}, "makespan", "integer program"),
+        ({"checkpoint": "always", "links": LINKS}, "makespan", "integer program"),
+        ({"checkpoint": "always", "links": LINKS}, "bottleneck", "set bisection"),
+        ({"memory": MEMORY}, "peak_memory", "peak bisection"),
+    ],
+)
+def test_select_method_names_what_split_runs(
+    parts: dict[str, Any], objective: Any, method: str
+) -> None:
+    """The algorithm is known beforehand, and is the one that ran."""
+    problem = Problem(*CHAIN, **{"n_partitions": 2, "chunks": 4, **parts})
+    assert select_method(problem, objective) == method
+    assert split(problem, objective).method == method
+    assert split(problem, objective, method) == split(problem, objective)
+
+
+def test_devices_of_many_kinds_in_any_order_go_to_the_integer_program() -> None:
+    """Where there would be too many states, the choice is known beforehand too."""
+    devices = [Device(slowness=1 + k / 8) for k in range(13)]
+    times = [1] * 14
+    problem = Problem(times, times, times, 13, 2, devices=devices, any_order=True)
+    assert select_method(problem) == "integer program"
+    assert select_method(replace(problem, any_order=False)) == "box search"
+
+
+def test_integer_program_orders_many_different_devices() -> None:
+    """Thirteen devices of as many kinds: the split is allowed, and its bound holds."""
+    devices = [Device(slowness=1 + k / 8) for k in range(13)]
+    problem = Problem([1] * 14, [0] * 14, [0] * 14, 13, 1, devices=devices, any_order=True)
+    found = split(problem, "bottleneck", time_limit=20)
+    # Some partition has two layers, and the fastest device should have it.
+    assert problem.bottleneck(found.bounds, found.modes, found.order) == found.value == 2.5
+    assert sorted(found.order) == list(range(13))
+    assert found.lower_bound <= 2.5
+
+
+def test_box_search_keeps_the_best_split_that_it_met_on_the_way() -> None:
+    """A split that is met while a box is tightened counts, though the box then holds others."""
+    links = Links([0] * 5, [0, 0, 0, 0, 0.5], overlaps=False)
+    zeros, modes = [0] * 6, ["never", "except_last"]
+    problem = Problem(zeros, zeros, [0, 0, 0, 1, 1, 0], 2, 2, modes, links=links)
+    assert split(problem).value == 1 == problem.makespan((0, 4, 6))
+
+
+def test_time_limit_returns_the_best_so_far_with_its_bound() -> None:
+    """Without time there is still a split that is allowed, and a bound below its value."""
+    times = [1 + (37 * k * k) % 11 for k in range(60)]
+    links = Links([(k * k) % 7 for k in range(59)], [(k * k) % 5 for k in range(59)])
+    devices = [Device(slowness=1 + j % 3) for j in range(6)]
+    problem = Problem(times, times, times, 6, 4, devices=devices, links=links)
+    hurried, best = split(problem, time_limit=0), split(problem)
+    assert best.status == "optimal"
+    assert hurried.lower_bound <= best.value <= hurried.value
+    assert hurried.value == problem.makespan(hurried.bounds)
+    assert 0 <= hurried.gap < 1
+
+
+def test_integer_program_keeps_its_time_limit() -> None:
+    """HiGHS is stopped, and what is known by then is returned with its bound."""
+    times = [1 + (37 * k * k) % 11 for k in range(24)]
+    problem = Problem(times, times, times, 5, 4, ["always", "never"] * 2 + ["always"])
+    found = split(problem, time_limit=0.2)
+    assert found.method == "integer program"
+    assert found.lower_bound <= found.value == problem.makespan(found.bounds, found.modes)
+
+
+@pytest.mark.parametrize("largest", [10**9, 1e9])
+def test_integer_program_bound_holds_where_the_first_split_is_far_off(largest: float) -> None:
+    """A first split a thousand million times too slow spoils neither the value nor its bound."""
+    other = Device(1, None, [0, 0], [0, 0], [0, 0])
+    problem = Problem(
+        [0, 0], [0, 1], [largest, 0], 2, 1, "always", devices=[Device(), other], any_order=True
+    )
+    found = split(problem)
+    assert found.value == 1
+    assert 1 - 1e-5 <= found.lower_bound <= 1
+
+
+def test_an_integer_program_that_is_too_large_is_refused() -> None:
+    """More runs than HiGHS is asked to choose from are refused before it is asked."""
+    times = [1] * 400
+    problem = Problem(times, times, times, 6, 4, ["always", *["never"] * 5])
+    with pytest.raises(BalanceError, match=r"integer program is too large: \d+ runs") as raised:
+        split(problem)
+    suggested = re.search(r"checkpoint='except_last'", str(raised.value))
+    assert suggested is not None
+    assert split(replace(problem, checkpoint="except_last")).status == "optimal"
+
+
+def test_order_names_each_device_once() -> None:
+    """In any order, the slow device gets the light layers, and each device one partition."""
+    problem = Problem(
+        [8, 1, 8],
+        [0] * 3,
+        [0] * 3,
+        3,
+        1,
+        devices=[Device(slowness=4), Device(), Device()],
+        any_order=True,
+    )
+    found = split(problem, "bottleneck")
+    assert (found.value, found.order[1]) == (8, 0)
+    assert sorted(found.order) == [0, 1, 2]
+
+
+def test_many_equal_devices_in_any_order_are_few_states() -> None:
+    """Eight and eight devices of two kinds are solved exactly; any order is no worse than one."""
+    times = [1 + (37 * k * k) % 11 for k in range(48)]
+    devices = [Device(), Device(slowness=2)] * 8
+    problem = Problem(times, times, times, 16, 4, devices=devices, any_order=True)
+    free = split(problem, "bottleneck")
+    fixed = split(replace(problem, any_order=False), "bottleneck")
+    assert free.status == "optimal"
+    assert free.value <= fixed.value
+    assert problem.bottleneck(free.bounds, free.modes, free.order) == free.value
+
+
+def test_peak_memory_names_each_device_once() -> None:
+    """Devices whose limits differ are still told apart where the least peak is below both."""
+    devices = [Device(memory_limit=50), Device(memory_limit=90)]
+    problem = Problem(*CHAIN, 2, 4, devices=devices, memory=MEMORY, any_order=True)
+    assert sorted(split(problem, "peak_memory").order) == [0, 1]
+
+
+def test_modes_are_chosen_only_where_memory_demands_it() -> None:
+    """With room for all graphs nothing is recomputed; with less, no more than must be."""
+    times = [4, 4, 4, 4]
+    modes = []
+    for limit in (400, 250, 130):
+        memory = layer_memory([0] * 4, [10, 10, 50, 50], [1] * 4, chunks=4)
+        devices = [Device(memory_limit=limit)] * 2
+        problem = Problem(times, times, times, 2, 4, "auto", devices=devices, memory=memory)
+        modes.append(split(problem).modes)
+    assert modes == [("never", "never"), ("never", "except_last"), ("never", "except_last")]
+
+
+def test_best_splits_refuses_what_has_no_next_best() -> None:
+    """Where no solver can be asked again, the error says so, and its fix works."""
+    problem = Problem(*CHAIN, 2, 4, "always")
+    with pytest.raises(BalanceError, match=r"next best splits cannot be found: .*'always'"):
+        best_splits(problem, 2)
+    assert len(best_splits(problem, 2, "bottleneck")) == 2
+    assert len(best_splits(replace(problem, checkpoint="except_last"), 9)) == 3
+    with pytest.raises(BalanceError, match="k is too small: k=0"):
+        best_splits(problem, 0, "bottleneck")
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_without_squares_value_and_bottleneck_stay_exact(problem: Problem) -> None:
+    """Where evenness would cost too much, makespan and bottleneck are still the least."""
+    value, bounds = brute_force(problem, "makespan")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "_MOST_LABELS", 0)
+        found = solve_makespan_always(problem)
+    assert found.value == problem.exact_makespan(found.bounds) == value * problem.scale
+    assert problem.exact_bottleneck(found.bounds) == problem.exact_bottleneck(bounds)
+
+
+def test_the_greedy_trap_is_none() -> None:
+    """A slow device between fast ones: filling the first one up leaves it too much."""
+    devices = [Device(), Device(slowness=10), Device()]
+    problem = Problem([1, 1, 100, 1], [0] * 4, [0] * 4, 3, devices=devices)
+    found = split(problem, "bottleneck")
+    assert (found.value, found.balance) == (101, (1, 1, 2))

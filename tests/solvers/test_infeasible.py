@@ -1,0 +1,108 @@
+"""What cannot be split says which partition lacks how much, and its advice is tried here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from oracles import all_bounds
+from solvers.whole_cases import whole_problems
+from solvers.whole_oracle import candidates
+
+from gpipebal.errors import InfeasibleError
+from gpipebal.problem import Device, Problem, Rules, layer_memory
+from gpipebal.solvers import explain_infeasible, split
+
+TIMES: tuple[Any, ...] = ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4])
+
+
+def _tight(limit: int, checkpoint: Any = "never", **parts: Any) -> Problem:
+    """Make a problem of four layers in two partitions with little memory."""
+    memory = layer_memory([0] * 4, [10, 20, 30, 40], [5, 5, 5, 5], chunks=4)
+    devices = [Device(memory_limit=limit)] * 2
+    return Problem(*TIMES, 2, 4, checkpoint, devices=devices, memory=memory, **parts)
+
+
+def test_error_names_partition_shortage_and_what_fits() -> None:
+    """The text has the partition that lacks most, the bytes, and every change that helps."""
+    with pytest.raises(InfeasibleError) as raised:
+        split(_tight(200))
+    assert str(raised.value) == (
+        "partition 0 does not fit its device: memory_limit=200 (expected 240 or more, in the split "
+        "that lacks least: layers 0 to 2 need 240 B, the limit is 200 B).\n"
+        "Fix: checkpoint='auto'; or checkpoint='except_last'; or checkpoint='always'; or "
+        "3 partitions; or 40 B more on every device (memory_limit=240)."
+    )
+    assert (raised.value.partition, raised.value.shortage) == (0, 40)
+
+
+@pytest.mark.parametrize("checkpoint", ["auto", "except_last", "always"])
+def test_suggested_modes_fit(checkpoint: str) -> None:
+    """Each mode that the error suggests has a split."""
+    assert split(_tight(200, checkpoint)).bounds
+
+
+def test_suggested_number_of_partitions_fits() -> None:
+    """As many partitions as the error suggests have a split, with devices like those there are."""
+    problem = _tight(200)
+    assert problem.devices is not None
+    more = replace(problem, n_partitions=3, devices=[problem.devices[0]] * 3)
+    assert split(more).status == "optimal"
+
+
+def test_what_the_caller_would_accept_is_tried() -> None:
+    """Other requests are suggested if they have a split, and not if they have none."""
+    others = {"chunks=2": _tight(240), "chunks=8": _tight(10)}
+    text = str(explain_infeasible(_tight(200), others))
+    assert "Fix: chunks=2; or" in text
+    assert "chunks=8" not in text
+
+
+def test_rules_that_leave_no_split_are_named() -> None:
+    """Where rules are the reason, each that can be dropped or loosened is named, and that helps."""
+    problem = Problem(*TIMES, 2, rules=Rules(no_cut=[2], max_layers=2))
+    with pytest.raises(InfeasibleError) as raised:
+        split(problem)
+    assert str(raised.value) == (
+        "rules leave no split into 2 partitions: 1 places without a cut, max_layers=2 (expected a "
+        "split of 4 layers that keeps them).\nFix: max_layers=3; or rules without no_cut."
+    )
+    assert split(replace(problem, rules=Rules(no_cut=[2], max_layers=3))).balance == (3, 1)
+    assert split(replace(problem, rules=Rules(max_layers=2))).balance == (2, 2)
+    assert raised.value.partition is None
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(whole_problems(largest=5))
+def test_shortage_is_the_least_and_its_advice_is_true(problem: Problem) -> None:
+    """With the shortage added to every limit there is a split, and with one byte less none."""
+    assume(problem.devices is not None and not any(candidates(problem)))
+    error = explain_infeasible(problem)
+    if error.shortage is None:
+        unlimited = [replace(d, memory_limit=None) for d in problem.devices or ()]
+        assert not any(candidates(replace(problem, devices=unlimited)))
+        return
+    for more, fits in ((error.shortage, True), (error.shortage - 1, False)):
+        devices = [
+            d if d.memory_limit is None else replace(d, memory_limit=d.memory_limit + more)
+            for d in problem.devices or ()
+        ]
+        assert any(candidates(replace(problem, devices=devices))) == fits
+    for mode in re.findall(r"checkpoint='(\w+)'", str(error)):
+        assert any(candidates(replace(problem, checkpoint=mode)))
+
+
+def test_a_limit_that_just_fits_is_kept() -> None:
+    """The split uses no more than the limit, where one byte less would not do."""
+    problem = _tight(240)
+    bounds = split(problem).bounds
+    saved = [10, 20, 30, 40]
+    peaks = [4 * sum(saved[start:end]) for start, end in pairwise(bounds)]
+    least = min(
+        max(4 * sum(saved[start:end]) for start, end in pairwise(one)) for one in all_bounds(4, 2)
+    )
+    assert max(peaks) == least == 240

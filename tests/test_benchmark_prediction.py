@@ -1,0 +1,521 @@
+"""benchmarks/prediction: its tables say what its file holds, and its figures are what they say."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpipebal as gb
+from gpipebal.planner import evaluate
+from gpipebal.problem import to_bounds
+from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.schedule import make_schedule
+from gpipebal.simulator import Durations, place
+from gpipebal.timeline import Event, Timeline
+
+FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "prediction"
+sys.path.insert(0, str(FOLDER))
+
+from prediction_benchmark import (  # noqa: E402
+    figures,
+    machine,
+    measure,
+    models,
+    parts,
+    settings,
+    steps,
+    tables,
+)
+
+RESULTS = FOLDER / "results.json"
+TINY = [models.tiny(model) for model in models.MODELS]
+CALL = settings.Setting("loss(pipe(x))", 4, "except_last")
+
+
+def test_readme_says_what_the_stored_result_says() -> None:
+    """The README's tables are those of results.json."""
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert tables.fill_in(readme, _stored()) == readme
+
+
+def test_stored_result_is_complete() -> None:
+    """The stored result has every model and setting at full size, with five balances or more."""
+    record = _stored()
+    assert (record["format"], record["version"]) == (figures.FORMAT, figures.VERSION)
+    assert not record["provenance"]["quick"]
+    assert len(record["models"]) >= 8
+    assert {name: about["about"] for name, about in record["models"].items()} == {
+        model.name: model.about for model in models.MODELS
+    }
+    groups = figures.within(record["rows"])
+    found = {
+        (group[0]["model"], group[0]["way"], group[0]["chunks"], group[0]["checkpoint"])
+        for group in groups
+    }
+    assert found == {
+        (model.name, setting.way, setting.chunks, setting.checkpoint)
+        for model in models.MODELS
+        for setting in settings.SETTINGS
+    }
+    assert all(len(group) >= 5 for group in groups)
+    for group in groups:
+        assert [row["source"] for row in group].count("planner") == 1
+    for row in record["rows"]:
+        assert row["seconds"]["q1"] <= row["seconds"]["median"] <= row["seconds"]["q3"]
+        assert all(seconds > 0 for seconds in row["predicted"].values())
+        assert len(row["memory"]["counted"]) == settings.N_PARTITIONS
+
+
+def test_every_mode_and_number_of_micro_batches_is_tried() -> None:
+    """Of the pipeline as a function every mode is tried with every number of micro-batches."""
+    tried = {(s.chunks, s.checkpoint) for s in settings.SETTINGS if s.way == "loss(pipe(x))"}
+    for chunks in settings.CHUNKS:
+        modes = {mode for m, mode in tried if m == chunks}
+        # The one micro-batch is the last one, so that except_last is never.
+        assert modes == {"never", "always"} | ({"except_last"} if chunks > 1 else set())
+    assert {s.way for s in settings.SETTINGS} == {"loss(pipe(x))", "step gpipe", "step 1f1b"}
+
+
+@pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
+def test_models_are_the_same_every_time_and_can_be_parted(model: models.Model) -> None:
+    """Each call makes the same parameters and data, enough layers, and rows for all chunks."""
+    first, second = model.make(), model.make()
+    assert len(first) > 5
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(model.make_batch(), model.make_batch(), strict=True):
+        assert torch.equal(one, other)
+    assert all(model.rows % chunks == 0 for chunks in settings.CHUNKS)
+
+
+@pytest.mark.parametrize("model", TINY, ids=lambda model: model.name)
+def test_steps_train_the_model(model: models.Model) -> None:
+    """A step in any way changes the parameters; without dropout and BatchNorm all do so alike."""
+    ways = [CALL, *(settings.Setting(way, 4, "always") for way in ("step gpipe", "step 1f1b"))]
+    found = []
+    for setting in ways:
+        layers = model.make()
+        before = [parameter.detach().clone() for parameter in layers.parameters()]
+        n_layers = len(layers)
+        run = steps.Steps(
+            model, layers, model.make_batch(), [n_layers // 2, n_layers - n_layers // 2], setting
+        )
+        try:
+            assert run.seconds() > 0
+            seconds, timeline = run.traced()
+            assert 0 < timeline.makespan <= seconds
+            peaks = run.peaks()
+            assert len(peaks) == 2 and min(peaks) > 0
+        finally:
+            run.close()
+        after = [parameter.detach() for parameter in layers.parameters()]
+        assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+        found.append(after)
+    if model.name != "dropout":
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+_seconds = st.integers(0, 1000).map(lambda units: units / 64)
+_layers = st.lists(
+    st.builds(
+        LayerProfile,
+        name=st.just("layer"),
+        kind=st.just("Layer"),
+        forward_time=_seconds,
+        backward_time=_seconds,
+        recompute_time=_seconds,
+        no_grad_forward_time=st.none() | _seconds,
+    ),
+    min_size=2,
+    max_size=6,
+)
+_settings = st.builds(
+    settings.Setting,
+    way=st.sampled_from(["loss(pipe(x))", "step gpipe", "step 1f1b"]),
+    chunks=st.integers(1, 5),
+    checkpoint=st.sampled_from(["never", "except_last", "always"]),
+)
+
+
+@given(layers=_layers, loss=_layers, setting=_settings, cut=st.integers(1, 5), pause=_seconds)
+def test_predicted_cells_are_those_of_the_planner(
+    layers: list[LayerProfile],
+    loss: list[LayerProfile],
+    setting: settings.Setting,
+    cut: int,
+    pause: float,
+) -> None:
+    """Placed on the schedule, the predicted cells take the planner's step without its optimizer."""
+    profile = _profile(layers, loss[0], setting.chunks, pause)
+    end = min(cut, len(layers) - 1)
+    balance = [end, len(layers) - end]
+    plan = measure.predict(profile, balance, setting)
+    durations = parts.predicted_durations(
+        profile, to_bounds(balance), loss_inside=setting.loss_inside
+    )
+    order = make_schedule(setting.schedule, 2, setting.chunks, setting.checkpoint)
+    pause_time = None if setting.loss_inside else plan.pause_time
+    placed = place(order, durations, pause=pause_time).makespan
+    assert plan.step_time == pytest.approx(placed + 0.5, rel=1e-12)
+
+
+@given(layers=_layers, setting=_settings, longer=st.integers(1, 4), beside=_seconds)
+def test_parts_add_up_to_what_a_step_takes_longer(
+    layers: list[LayerProfile], setting: settings.Setting, longer: int, beside: float
+) -> None:
+    """The parts add up; if all cells take longer and nothing else does, it is all in the cells."""
+    profile = _profile(layers, layers[0], setting.chunks, 1.0)
+    balance = [1, len(layers) - 1]
+    plan = measure.predict(profile, balance, setting)
+    assert plan.step_time is not None
+    predicted = parts.predicted_durations(
+        profile, to_bounds(balance), loss_inside=setting.loss_inside
+    )
+    names = ("forward", "recompute", "backward", "no_grad_forward")
+    stretched = replace(
+        predicted,
+        **{name: tuple(longer * t for t in getattr(predicted, name) or ()) for name in names},
+    )
+    order = make_schedule(setting.schedule, 2, setting.chunks, setting.checkpoint)
+    pause = None if setting.loss_inside else plan.pause_time
+    timeline = place(order, stretched, pause=pause)
+    seconds = timeline.makespan + 0.5 + beside
+    found = parts.explain(profile, plan, setting, seconds, timeline)
+    assert sum(found.values()) == pytest.approx(seconds - plan.step_time, abs=1e-6)
+    assert found["gaps"] == pytest.approx(0, abs=1e-6)
+    assert found["pause"] == pytest.approx(0, abs=1e-6)
+    assert found["around"] == pytest.approx(beside, abs=1e-6)
+
+
+def test_waits_and_a_longer_pause_have_a_part_each() -> None:
+    """A wait between two cells is a gap; what lies between the phases is the pause."""
+    profile = _profile([_layer(1.0), _layer(1.0)], _layer(0.0), 1, 1.0)
+    setting = settings.Setting("loss(pipe(x))", 1, "never")
+    plan = measure.predict(profile, [1, 1], setting)
+    assert plan.step_time == pytest.approx(1 + 1 + 1 + 2 + 2 + 0.5)
+    # 0F0 ..1F0 .... 1B0 0B0: a wait of a quarter, and a pause of 1.5.
+    events = (
+        Event(0, "F", 0, 0.0, 1.0),
+        Event(1, "F", 0, 1.25, 2.25),
+        Event(1, "B", 0, 3.75, 5.75),
+        Event(0, "B", 0, 5.75, 7.75),
+    )
+    found = parts.explain(profile, plan, setting, 8.5, Timeline(events, 2, "measured"))
+    assert found == pytest.approx({"cells": 0.0, "pause": 0.5, "gaps": 0.25, "around": 0.25})
+
+
+def test_forward_that_is_recomputed_later_is_another_kind_of_cell() -> None:
+    """Forwards with and without a graph are told apart, by partition."""
+    order = make_schedule("gpipe", 1, 2, "except_last")
+    durations = Durations((2.0,), (3.0,), (4.0,), no_grad_forward=(1.0,))
+    assert parts.cell_times(place(order, durations), order) == {
+        ("no_grad_forward", 0): [1.0],
+        ("forward", 0): [2.0],
+        ("recompute", 0): [3.0],
+        ("backward", 0): [4.0, 4.0],
+    }
+
+
+def test_profile_of_other_rows_predicts_a_setting() -> None:
+    """A profile at other rows than the setting's is brought to them."""
+    whole = Profile.from_costs([4.0, 4.0], [8.0, 8.0], rows=16, chunks=1)
+    whole = whole.with_step(StepTerms(0.0, _layer(0.0), _layer(0.0), (), 0.0))
+    plan = measure.predict(whole, [1, 1], settings.Setting("loss(pipe(x))", 4, "never"))
+    assert plan.rows == 4
+    assert plan.makespan == pytest.approx(evaluate(whole, [1, 1]).makespan * 5 / 8)
+
+
+@given(layers=_layers.filter(lambda layers: len(layers) > 2), chunks=st.sampled_from([1, 4, 8]))
+def test_balances_differ_and_the_planners_is_among_them(
+    layers: list[LayerProfile], chunks: int
+) -> None:
+    """Balances are splits of the chain, five if there are so many, the planner's first."""
+    profile = replace(
+        _profile(layers, _layer(1.0), chunks, 0.0), rows=2, mini_batch_rows=2 * chunks
+    )
+    setting = settings.Setting("loss(pipe(x))", chunks, "always")
+    found = settings.choose_balances(profile, setting)
+    assert len(found) == min(5, len(layers) - 1)
+    assert all(min(balance) > 0 and sum(balance) == len(layers) for balance in found)
+    best = gb.solve(profile, 2, chunks=chunks, checkpoint="always").balance
+    assert next(iter(found.items())) == (best, "planner")
+
+
+def test_one_long_layer_does_not_take_all_balances() -> None:
+    """Where one layer takes nearly all the time there are still five balances."""
+    profile = Profile.from_costs([1.0, 1.0, 1.0, 1e6, 1.0, 1.0, 1.0], chunks=4)
+    assert len(settings.choose_balances(profile, CALL)) == 5
+
+
+def test_model_is_measured_in_all_settings() -> None:
+    """A record has every plan of a model, with all figures that the tables need."""
+    model = TINY[0]
+    subject = measure.Subject(model, model.make())
+    subject.start = measure.take_profiles(subject, settings.CHUNKS, 0.0, other_rows=True)
+    chosen = [settings.SETTINGS[0], CALL, settings.Setting("step 1f1b", 8, "always")]
+    lines: list[str] = []
+    rows = measure.measure_model(
+        subject, rounds=1, steps=1, timeout=0.0, settings=chosen, told=lines.append
+    )
+    assert lines == [f"mlp: round 1 of 1, {len(rows)} plans"]
+    assert len(figures.within(rows)) == 3
+    record = {**_record(), "rows": rows, "models": {"mlp": measure.about(subject)}}
+    stored = json.loads(json.dumps(record))
+    profiles = stored["models"]["mlp"]["profiles"]
+    assert profiles["start"].keys() == {"1", "4", "8"} and len(profiles["rounds"]) == 1
+    for row in rows:
+        assert row["cells"].keys() >= {"backward"}
+        assert sum(row["parts"].values()) != 0
+    text = tables.fill_in(_MARKS, stored)
+    assert "convolutions" not in text and "### Farthest off" in text
+
+
+@pytest.mark.slow
+def test_all_models_are_measured_quickly(tmp_path: Path) -> None:
+    """The script measures every model with tiny layers, and its summary has a line for each."""
+    make = _make()
+    arguments = make.parse(["--quick", "--rounds", "1", "--out", str(tmp_path / "quick.json")])
+    record = make.measure(arguments)
+    text = tables.summary(record)
+    assert all(model.name in text for model in models.MODELS)
+    assert record["provenance"]["quick"]
+
+
+def test_trial_is_not_stored_as_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tiny layers, or a part of the models, need another file; a whole run does not."""
+    make = _make()
+    for words in (["--quick"], ["--model", "mlp"]):
+        with pytest.raises(SystemExit):
+            make.parse(words)
+        assert "--out" in capsys.readouterr().err
+        assert isinstance(make.parse([*words, "--out", "other.json"]), argparse.Namespace)
+    assert make.parse([]).out.resolve() == RESULTS.resolve()
+    with pytest.raises(SystemExit):
+        make.parse(["--rounds", "0"])
+
+
+def test_bars_have_the_figures_of_the_rows() -> None:
+    """Every bar has the value that the plans give, where it comes from, and its verdict."""
+    found = {bar.name.strip(): bar for bar in figures.bars(_record())}
+    pairs = [(0.875, 0.99), (0.88, 0.79), (1.2, 1.19), (2.0, 1.99), (2.5, 2.49)]
+    first_quartile = sum(abs(predicted / q1 - 1) for predicted, q1 in pairs) / 5
+    values = {name: (bar.value, bar.reached) for name, bar in found.items()}
+    assert values == {
+        "step time, mean absolute error": (pytest.approx(0.045), True),
+        "step time, farthest off": (pytest.approx(0.125), False),
+        "mean, by profiles of the same minutes": (pytest.approx(0.0), None),
+        "mean, of steps at the first quartile": (pytest.approx(first_quartile), None),
+        "peak memory, mean absolute error": (pytest.approx(0.006), True),
+        "peak memory, farthest under": (pytest.approx(-0.02), False),
+        "peak memory, farthest over": (pytest.approx(0.03), None),
+        "rank correlation, lowest of a model": (pytest.approx(0.9), False),
+        "chosen plan over best measured, worst model": (pytest.approx(0.25), False),
+        "planner's balance over best measured, mean": (pytest.approx(0.25), None),
+        "planner's balance over best measured, worst": (pytest.approx(0.25), None),
+    }
+    worst = found["step time, farthest off"].where
+    assert worst == "mlp, loss(pipe(x)), chunks=4, never, [2, 4]"
+
+
+def test_verdict_is_on_the_right_side() -> None:
+    """A figure that equals its bar reaches it; one without a bar has no verdict."""
+    assert figures.Bar("", 0.05, 0.05, True, "").reached is True
+    assert figures.Bar("", 0.05, 0.051, True, "").reached is False
+    assert figures.Bar("", -0.01, -0.01, False, "").reached is True
+    assert figures.Bar("", -0.01, -0.011, False, "").reached is False
+    assert figures.Bar("", None, 1.0, True, "").reached is None
+    assert figures.Bar("", 0.97, None, False, "").reached is None
+
+
+def test_ranks_and_regrets_are_of_settings_with_several_micro_batches() -> None:
+    """One micro-batch is in no figure within a setting, but in those of the whole model."""
+    rows = _record()["rows"]
+    alone = copy.deepcopy(rows[:2])
+    for row in alone:
+        row["chunks"] = 1
+    assert figures.ranks_within([*rows, *alone]) == [pytest.approx(0.9)]
+    assert len(figures.regrets_within([*rows, *alone])) == 1
+    assert figures.rank(rows[:1]) is None
+    assert figures.regret(rows[2:]) == pytest.approx(0.0)
+
+
+def test_share_under_counts_beyond_the_limit_only() -> None:
+    """Of four errors one is under by more than a hundredth."""
+    assert figures.share_under([0.5, -0.005, -0.01, -0.02]) == 0.25
+
+
+def test_drift_compares_the_same_profile_at_two_moments() -> None:
+    """Layers that take a tenth longer at the end have drifted by a tenth."""
+    model = _record()["models"]["mlp"]
+    assert figures.drift(model) == pytest.approx(0.1)
+    model["profiles"]["end"] = {}
+    assert figures.drift(model) is None
+
+
+def test_disagreement_is_the_worst_of_the_rounds() -> None:
+    """Of three rounds one is two tenths off the median; without rounds there is nothing to say."""
+    model = _record()["models"]["mlp"]
+    assert figures.disagreement(model) == pytest.approx(0.2)
+    model["profiles"]["rounds"] = []
+    assert figures.disagreement(model) is None
+
+
+def test_models_measured_anew_take_the_place_of_the_old_ones() -> None:
+    """Other models stay, the order is the given one, and other settings are refused."""
+    old, new = _record(), _record()
+    old["models"]["u-net"] = old["models"]["mlp"]
+    old["rows"] += [{**row, "model": "u-net"} for row in old["rows"]]
+    new["models"]["mlp"]["about"] = "a new chain"
+    merged = figures.merge(old, new, ["u-net", "mlp"])
+    assert list(merged["models"]) == ["u-net", "mlp"]
+    assert merged["models"]["mlp"]["about"] == "a new chain"
+    assert [row["model"] for row in merged["rows"]] == ["u-net"] * 5 + ["mlp"] * 5
+    assert (merged["provenance"]["minutes"], merged["provenance"]["runs"]) == (20.0, 2)
+    new["provenance"]["rounds"] = 5
+    with pytest.raises(ValueError, match="rounds"):
+        figures.merge(old, new, ["u-net", "mlp"])
+
+
+def test_cells_are_compared_by_kind() -> None:
+    """Partitions are added up before measured is put over predicted; absent kinds have no ratio."""
+    assert figures.cell_ratios(_record()["rows"]) == {"forward": pytest.approx(1.5)}
+
+
+def test_filling_in_replaces_what_stands_there() -> None:
+    """The README's own text stays, and a second filling in changes nothing."""
+    record = _record()
+    text = tables.fill_in(_MARKS, record)
+    assert "old" not in text and text.count("kept") == 2
+    assert "a processor" in text and "NOT REACHED" in text
+    assert tables.fill_in(text, record) == text
+    with pytest.raises(ValueError, match="marks"):
+        tables.fill_in("no marks", record)
+
+
+def test_other_load_does_not_count_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 cores in 10 s, 8 s busy, 6 of them our own: 2 of 20 belong to others."""
+    busy, own, clock = iter([100.0, 108.0]), iter([1.0, 7.0]), iter([0.0, 10.0])
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
+    monkeypatch.setattr(machine.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    load = machine.OtherLoad()
+    share = load.share()
+    monkeypatch.undo()
+    assert share == pytest.approx(0.1)
+
+
+_MARKS = "".join(
+    f"<!-- {mark}: results.json -->\nold\n<!-- end of {mark} -->\nkept\n"
+    for mark in ("result", "environment")
+)
+
+
+def _stored() -> dict[str, Any]:
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert isinstance(record, dict)
+    return record
+
+
+def _make() -> Any:
+    spec = importlib.util.spec_from_file_location("make_prediction", FOLDER / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _layer(seconds: float) -> LayerProfile:
+    return LayerProfile("layer", "Layer", seconds, 2 * seconds, seconds)
+
+
+def _profile(layers: list[LayerProfile], loss: LayerProfile, chunks: int, pause: float) -> Profile:
+    """Make a profile of these layers, an optimizer of half a second, and a pause."""
+    whole = LayerProfile("loss", "loss", pause / 2, pause / 2, pause / 2)
+    return Profile(
+        layers=tuple(layers),
+        rows=1,
+        mini_batch_rows=chunks,
+        chunks=chunks,
+        step=StepTerms(0.0, replace(loss, name="loss"), whole, (), 0.5),
+    )
+
+
+def _record() -> dict[str, Any]:
+    """Return a small result: one model, one setting, five plans, round numbers."""
+
+    def row(
+        end: int, predicted: float, measured: float, memory: tuple[int, int], source: str
+    ) -> dict[str, Any]:
+        return {
+            "model": "mlp",
+            "way": "loss(pipe(x))",
+            "chunks": 4,
+            "checkpoint": "never",
+            "balance": [end, 6 - end],
+            "source": source,
+            "predicted": {
+                "start": predicted,
+                "same minutes": measured,
+                "one profile": predicted,
+            },
+            "seconds": {"median": measured, "q1": measured - 0.01, "q3": measured + 0.01},
+            "parts": {"cells": 0.1, "pause": 0.05, "gaps": 0.0, "around": 0.0},
+            "traced": measured,
+            "cells": {"forward": [[0.1, 0.2], [0.1, 0.1]], "recompute": [None, [0.0, 0.1]]},
+            "memory": {"predicted": list(memory), "counted": [100, 100]},
+        }
+
+    totals = {"forward": 1.0, "backward": 2.0}
+    later = {"forward": 1.1, "backward": 2.2}
+    return {
+        "format": figures.FORMAT,
+        "version": figures.VERSION,
+        "provenance": {
+            "date": "2024-01-01",
+            "devices": ["cpu", "cpu"],
+            "device_name": "a processor",
+            "cores": 2,
+            "system": "Linux x86_64",
+            "python": "3.11.7",
+            "torch": "2.13.0",
+            "gpipebal": "0.1.0",
+            "settings": {},
+            "rounds": 3,
+            "runs": 1,
+            "quick": False,
+            "minutes": 10.0,
+            "other_load": 0.004,
+        },
+        "models": {
+            "mlp": {
+                "about": "a chain",
+                "profiles": {
+                    "start": {"4": totals},
+                    "rounds": [{"4": totals}, {"4": totals}, {"4": {**totals, "forward": 1.6}}],
+                    "end": {"4": later},
+                },
+            }
+        },
+        "rows": [
+            # Best predicted, but the second best is measured to be so.
+            row(2, 0.875, 1.0, (103, 100), "planner"),
+            row(3, 0.8 * 1.1, 0.8, (100, 98), "equal split"),
+            row(1, 1.2, 1.2, (101, 100), "25%"),
+            row(4, 2.0, 2.0, (100, 100), "75%"),
+            row(5, 2.5, 2.5, (100, 100), "40%"),
+        ],
+    }

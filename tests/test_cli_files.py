@@ -1,0 +1,161 @@
+"""The commands that write and read files: what ``profile`` writes, ``show`` prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli import WATCHDOG, _command, _environment
+
+from gpipebal.cli import main
+from gpipebal.plan import Plan
+from gpipebal.planner import solve
+from gpipebal.profile import Profile
+from gpipebal.simulator import simulate
+from gpipebal.tables import profile_table
+
+PROFILE = Profile.from_costs([1.0, 3.0, 2.0], names=["a", "b", "c"], rows=4, chunks=2)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """Write one file of each kind."""
+    plan = solve(PROFILE, 2)
+    nouns = {"profile": PROFILE, "plan": plan, "timeline": simulate(plan)}
+    paths = {name: tmp_path / f"{name}.json" for name in nouns}
+    for name, noun in nouns.items():
+        noun.save(paths[name])  # type: ignore[attr-defined]
+    return paths
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_profile_writes_what_it_prints(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file holds the layers that the table names, and says how they were found out."""
+    path = tmp_path / "tiny.json"
+    words = ["profile", "workloads:tiny", "--chunks", "2", "--output", str(path)]
+    words += ["--estimate", "A100"] if method == "estimate" else ["--timeout", "0"]
+    assert main([*words, "--device", "cpu"] if method == "measure" else words) == 0
+    profile = Profile.load(path)
+    assert (profile.n_layers, profile.chunks) == (5, 2)
+    assert profile.provenance["method"] == method
+    assert profile.step.loss is not None and profile.step.optimizer_time is not None
+    out = capsys.readouterr().out
+    assert out == f"{profile_table(profile)}\n\nWritten to {path}\n"
+
+
+def test_profile_prints_json_for_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --json the output is the file's content, and nothing else."""
+    path = tmp_path / "tiny.json"
+    words = ["profile", "workloads:tiny", "--device", "cpu", "--timeout", "0", "--json"]
+    assert main([*words, "--chunks", "2", "-o", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [(".", "it is a folder"), ("no/such/folder/p.json", "its folder does not exist")],
+)
+def test_output_that_cannot_be_written_is_refused_first(
+    output: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is measured for a file that could not be written in the end."""
+    words = ["profile", "workloads:raising", "--output", str(tmp_path / output)]
+    assert main(words) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert reason in first and second.startswith("Fix: ")
+
+
+def test_show_prints_every_kind_of_file(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A profile is shown as a table, a plan and a timeline as their own text."""
+    assert main(["show", *map(str, files.values())]) == 0
+    plan = Plan.load(files["plan"])
+    texts = [profile_table(PROFILE), str(plan), str(simulate(plan))]
+    assert capsys.readouterr().out == "\n\n".join(texts) + "\n"
+
+
+def test_show_prints_json_for_machines(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --json every file is one line."""
+    assert main(["show", "--json", str(files["plan"]), str(files["profile"])]) == 0
+    plan, profile = map(json.loads, capsys.readouterr().out.splitlines())
+    assert Plan.from_dict(plan) == Plan.load(files["plan"])
+    assert Profile.from_dict(profile) == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "is no profile, plan or timeline"),
+        ('{"format": "gpipebal-report", "version": 1}', "is no profile, plan or timeline"),
+        ('{"gpipebal": 3}', "is no profile, plan or timeline"),
+        ("[", "is not readable JSON"),
+        ('{"format": "gpipebal-plan", "version": 1}', "plan is damaged"),
+        ('{"format": "gpipebal-profile", "version": 99}', "newer format"),
+    ],
+)
+def test_show_refuses_other_files(
+    text: str,
+    message: str,
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A file of another kind gives one clear line, before any other file is printed."""
+    path = tmp_path / "other.json"
+    path.write_text(text, encoding="utf-8")
+    assert main(["show", str(files["plan"]), str(path)]) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert out == "" and message in first and second.startswith("Fix: ")
+
+
+def test_show_needs_no_torch(files: dict[str, Path]) -> None:
+    """A file is shown without loading torch."""
+    code = (
+        "import sys, gpipebal.cli\n"
+        f"gpipebal.cli.main(['show', *{[str(path) for path in files.values()]!r}])\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        timeout=WATCHDOG,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    """``gpipebal show ... | head -1`` ends without a word, with the status of a closed pipe."""
+    path = tmp_path / "profile.json"
+    Profile.from_costs([1.0] * 5000).save(path)
+    with subprocess.Popen(
+        _command("show", str(path), "--layers", "5000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(),
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b"Profile of 5000 layers")
+        process.stdout.close()
+        err = process.stderr.read()
+        assert (process.wait(WATCHDOG), err) == (141, b"")
+
+
+def test_table_shows_the_slowest_layers() -> None:
+    """Of many layers the slowest are shown, in the order of the chain, and the rest is told."""
+    text = profile_table(Profile.from_costs([1.0, 5.0, 2.0, 4.0], names=list("abcd")), 2)
+    assert [line.split()[1] for line in text.splitlines()[2:4]] == ["b", "d"]
+    assert text.splitlines()[4] == "2 layers with less time are not shown: together 25.0 %."

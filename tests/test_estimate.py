@@ -1,0 +1,470 @@
+"""Estimates: a profile from shapes alone, compared with measurements and with sums by hand."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from estimate_models import MODELS, Apply, Attention
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_chains import WIDTH, build, chains
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipebal.errors import BalanceError, DeviceError, ModelError, ProfileError
+from gpipebal.planner import solve
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profiler import profile_model
+from gpipebal.profiler.estimate import estimate_profile
+from gpipebal.rates import DeviceRates
+
+#: Everything of a layer that is counted and not clocked; operations apart.
+COUNTED = (
+    "name",
+    "kind",
+    "fingerprint",
+    "outputs",
+    "saved",
+    "output_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "buffer_bytes",
+    "optimizer_bytes",
+    "forward_peak_bytes",
+    "no_grad_forward_peak_bytes",
+    "backward_peak_bytes",
+    "accumulating_peak_bytes",
+)
+#: A device without launches on which operations and bytes are told apart at sight.
+PLAIN = DeviceRates("plain", {"float32": 1e3, "float64": 1e1}, 1e6, launch_time=0.0, host_time=None)
+ON_CPU = {"rates": "CPU core", "progress": False}
+
+
+def measured(model: nn.Sequential, sample: Any, **settings: Any) -> Profile:
+    """Measure as briefly as possible: only what is counted matters here."""
+    return profile_model(model, sample, timeout=0.0, partitions=1, progress=False, **settings)
+
+
+def parts(profile: Profile) -> list[LayerProfile | None]:
+    """Return the layers and both losses."""
+    return [*profile.layers, profile.step.loss, profile.step.whole_loss]
+
+
+def assert_same_bytes(estimate: Profile, measurement: Profile) -> None:
+    """Compare everything that is counted: bytes, storages, and who shares them."""
+    assert estimate.names == measurement.names
+    for ours, theirs in zip(parts(estimate), parts(measurement), strict=True):
+        assert (ours is None) == (theirs is None)
+        for name in COUNTED if ours is not None else ():
+            assert getattr(ours, name) == getattr(theirs, name), (ours, name)
+    assert estimate.storages == measurement.storages
+    assert estimate.inputs == measurement.inputs
+    assert estimate.skips == measurement.skips
+    assert estimate.step.gathered == measurement.step.gathered
+    assert (estimate.rows, estimate.mini_batch_rows, estimate.chunks) == (
+        measurement.rows,
+        measurement.mini_batch_rows,
+        measurement.chunks,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_those_of_a_measurement(name: str) -> None:
+    """Estimated bytes equal measured ones exactly, at two sizes, with loss and optimizer."""
+    make, sample = MODELS[name]
+    model, given_sample = make(), sample()
+    settings: dict[str, Any] = {
+        "chunks": 2,
+        "rows": [2],
+        "loss_fn": lambda output: output.float().pow(2).mean(),
+        "optimizer": torch.optim.Adam,
+    }
+    measurement = measured(model, given_sample, **settings)
+    estimate = estimate_profile(model, given_sample, **settings, **ON_CPU)
+    assert_same_bytes(estimate, measurement)
+    assert [size.rows for size in estimate.other_sizes] == [2]
+    assert_same_bytes(estimate.other_sizes[0], measurement.other_sizes[0])
+    assert estimate.provenance["approximate"] == {}
+
+
+@pytest.mark.parametrize("loss", ["weights", "smoothing", "function"])
+def test_bytes_of_a_loss_with_a_target(loss: str) -> None:
+    """A cross entropy over integers has the same bytes, estimated and measured."""
+    losses: dict[str, Any] = {
+        "weights": nn.CrossEntropyLoss(weight=torch.rand(5)),
+        "smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
+        "function": F.cross_entropy,
+    }
+    model, sample = nn.Sequential(nn.Linear(3, 5)), torch.randn(7, 3)
+    settings: dict[str, Any] = {
+        "chunks": 3,
+        "rows": (),
+        "loss_fn": losses[loss],
+        "target": torch.randint(5, (7,)),
+    }
+    estimate = estimate_profile(model, sample, **settings, **ON_CPU)
+    assert_same_bytes(estimate, measured(model, sample, **settings))
+    assert estimate.step.loss is not None
+    assert estimate.step.loss.buffer_bytes == 3 * 8
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_chain_has_the_bytes_of_a_measurement(data: st.DataObject) -> None:
+    """Pytrees, skips, views, shared layers, layers that write: bytes equal measured ones."""
+    kind = data.draw(st.sampled_from(["tensor", "tokens"]))
+    names = data.draw(chains(kind, torch.float64))
+    model = build(names).double()
+    sample = torch.randint(5, (8,)) if kind == "tokens" else torch.randn(8, WIDTH).double()
+    estimate = estimate_profile(model, sample, chunks=2, rows=(), **ON_CPU)
+    assert_same_bytes(estimate, measured(model, sample, chunks=2, rows=()))
+
+
+def test_operations_and_bytes_by_hand() -> None:
+    """A linear layer costs its multiply-adds, or its bytes where those take longer."""
+    model, sample = nn.Sequential(nn.Linear(30, 20)), torch.randn(10, 30)
+    forward = 2 * 10 * 30 * 20
+    layer = estimate_profile(model, sample, rows=(), rates=PLAIN).layers[0]
+    assert layer.flops == forward
+    assert layer.forward_time == forward / 1e3
+    assert layer.no_grad_forward_time == layer.recompute_time == layer.forward_time
+    assert (layer.forward_host_time, layer.forward_spread) == (None, 0.0)
+
+    fast = DeviceRates("fast", {"float32": 1e30}, 1e6, launch_time=0.0, host_time=None)
+    layer = estimate_profile(model, sample, rows=(), rates=fast).layers[0]
+    n_bytes = 4 * (10 * 30 + 20 * 30 + 20 + 10 * 20)
+    assert layer.forward_time == pytest.approx(n_bytes / 1e6, rel=1e-12)
+    # Gradients of weight and bias, each added to what is there: read two, write one.
+    weight = 4 * (10 * 20 + 10 * 30 + 20 * 30)
+    bias = 4 * (10 * 20 + 20)
+    adding = 4 * 3 * (20 * 30 + 20)
+    assert layer.backward_time == pytest.approx((weight + bias + adding) / 1e6, rel=1e-12)
+
+
+def test_launches_and_dtypes() -> None:
+    """Every operation has its launch, views have none, and each dtype has its own rate."""
+    model = nn.Sequential(Apply(lambda x: x.t()[:2].t()), nn.ReLU(), nn.Linear(2, 2))
+    sample = torch.zeros(4, 3)
+    slow = DeviceRates("slow", {"float32": 1e30}, 1e30, launch_time=1.0, host_time=2.0)
+    layers = estimate_profile(model, sample, rows=(), rates=slow).layers
+    assert [layer.forward_time for layer in layers] == pytest.approx([0, 1, 1])
+    assert [layer.forward_host_time for layer in layers] == [0, 2, 2]
+    single = estimate_profile(nn.Sequential(model[2]), sample[:, :2], rows=(), rates=PLAIN)
+    double = estimate_profile(
+        nn.Sequential(nn.Linear(2, 2).double()), sample[:, :2].double(), rows=(), rates=PLAIN
+    )
+    assert double.layers[0].forward_time == 100 * single.layers[0].forward_time
+
+
+def test_frozen_layers_have_no_backward() -> None:
+    """Before the first trainable layer nothing goes back, and costs nothing."""
+    make, sample = MODELS["frozen"]
+    layers = estimate_profile(make(), sample(), rows=(), **ON_CPU).layers
+    assert [layer.backward_time > 0 for layer in layers] == [False, False, True, True]
+
+
+class Block(nn.Module):
+    """One layer of a transformer for text."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(rows, length, 3, self.heads, -1).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def test_a_hundred_billion_parameters() -> None:
+    """A model of 200 GB is estimated without memory, each kind of layer once, and planned."""
+    width, words = 12288, 50257
+    with torch.device("meta"):
+        block = Block(width, 96).bfloat16()
+        # Making each of them takes longer than estimating them all.
+        blocks = [_copied(block) for _ in range(56)]
+        model = nn.Sequential(
+            nn.Embedding(words, width).bfloat16(),
+            *blocks,
+            nn.Linear(width, words, bias=False).bfloat16(),
+        )
+        sample = torch.empty(16, 2048, dtype=torch.long)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    assert n_parameters > 10**11
+    profile = profile_model(
+        model,
+        sample,
+        chunks=16,
+        rows=(),
+        method="estimate",
+        rates="H100",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
+    assert profile.provenance["layers_run"] == 3
+    assert sum(layer.parameter_bytes for layer in profile.layers) == 2 * n_parameters
+    assert sum(layer.optimizer_bytes or 0 for layer in profile.layers) == 2 * n_parameters
+    of_block = profile.layers[5].parameter_bytes // 2 - 13 * width  # without norms and biases
+    attention = 4 * 2048**2 * width
+    assert profile.layers[5].flops == 2 * 2048 * of_block + attention
+    assert solve(profile, 8).n_partitions == 8
+
+
+def _copied(block: nn.Module) -> nn.Module:
+    copied = Block.__new__(Block)
+    nn.Module.__init__(copied)
+    copied.heads = block.heads
+    for name, child in block.named_children():
+        setattr(copied, name, _fresh(child))
+    return copied
+
+
+def _fresh(module: nn.Module) -> nn.Module:
+    if isinstance(module, nn.ModuleList):
+        return nn.ModuleList(_fresh(child) for child in module)
+    made = type(module).__new__(type(module))
+    made.__dict__.update({**module.__dict__, "_parameters": {}})
+    for name, parameter in module._parameters.items():
+        made._parameters[name] = nn.Parameter(torch.empty_like(parameter))
+    return made
+
+
+def test_layers_that_look_alike_are_told_apart() -> None:
+    """One class and one fingerprint, but another function: each is run by itself."""
+    model = nn.Sequential(Apply(lambda x: x * 2), Apply(lambda x: torch.cat([x, x])), nn.ReLU())
+    profile = estimate_profile(model, torch.zeros(4, 2), rows=(), **ON_CPU)
+    assert [layer.output_bytes for layer in profile.layers] == [32, 64, 64]
+    assert profile.provenance["layers_run"] == 3
+
+
+def test_identical_layers_are_run_once_and_keep_their_own_storages() -> None:
+    """The second and third of three layers alike share nothing but the number of bytes."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+    profile = estimate_profile(model, torch.zeros(3, 4), rows=(), **ON_CPU)
+    # The first layer's input needs no gradient: it is another kind.
+    assert profile.provenance["layers_run"] == 2
+    outputs = [layer.outputs for layer in profile.layers]
+    assert len(set(outputs)) == 4
+    assert [layer.saved[0] for layer in profile.layers] == [0, *[o[0] for o in outputs[:3]]]
+
+
+@pytest.mark.parametrize("name", ["convolutions", "skips", "tied", "constants", "fails"])
+def test_harmless(name: str) -> None:
+    """Parameters, gradients, buffers, modes, hooks and random numbers are bit for bit as before."""
+    if name == "fails":
+        model = nn.Sequential(
+            nn.Linear(16, 16), nn.BatchNorm1d(16), Apply(lambda x: x * x.sum().item())
+        )
+        sample: Any = torch.randn(6, 16)
+    else:
+        make, make_sample = MODELS[name]
+        model, sample = make(), make_sample()
+    calls: list[int] = []
+    for index, layer in enumerate(model):
+        layer.train(index % 2 == 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    before = _state(model, sample)
+    if name == "fails":
+        with pytest.raises(ProfileError, match="'2' cannot be estimated"):
+            estimate_profile(model, sample, **ON_CPU)
+    else:
+        estimate_profile(model, sample, optimizer=torch.optim.Adam, **ON_CPU)
+    assert before == _state(model, sample)
+    assert not calls
+    handle.remove()
+
+
+def _state(model: nn.Module, sample: Any) -> Any:
+    tensors = {
+        "sample": sample,
+        **{f"p.{name}": p for name, p in model.named_parameters()},
+        **{f"g.{name}": p.grad for name, p in model.named_parameters()},
+        **{f"b.{name}": b for name, b in model.named_buffers()},
+    }
+    return (
+        {name: (id(t), t._version, t.tolist()) for name, t in tensors.items() if t is not None},
+        [(name, m.training, {**vars(m)}.keys()) for name, m in model.named_modules()],
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [str(part) for part in np.random.get_state()],
+        torch.get_default_device(),
+    )
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x[x.sum(1) > 0],
+        lambda x: x if x.sum() > 0 else x * 2,
+        lambda x: x + torch.as_tensor(x.detach().numpy()),
+        lambda x: torch.unique(x.detach()) * x.sum(),
+    ],
+)
+def test_layers_that_read_values_are_named(reads: Any) -> None:
+    """A layer that needs values names itself, and the advice works."""
+    model, sample = nn.Sequential(nn.Linear(2, 2), Apply(reads)), torch.ones(2, 2)
+    with pytest.raises(ProfileError, match=r"layer '1' cannot be estimated") as error:
+        profile_model(model, sample, method="estimate")
+    assert "Fix: profile_model(model, sample, method='measure')." in str(error.value)
+    assert profile_model(model, sample, rows=(), timeout=0.0, method="measure").n_layers == 2
+
+
+def test_layers_that_fail_are_named() -> None:
+    """A layer that cannot take its input is named with shapes and the original error."""
+    with pytest.raises(ProfileError, match=r"layer '1' \(layer 1\) failed on .*\(4, 3\)") as error:
+        estimate_profile(nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)), torch.ones(4, 2))
+    assert "RuntimeError" in str(error.value)
+    assert "method='measure'" in str(error.value)
+
+
+def test_a_loss_that_fails_is_named() -> None:
+    """The loss is named when it fails, and when it reads values."""
+    model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
+    with pytest.raises(ProfileError, match="the loss failed: RuntimeError"):
+        estimate_profile(model, sample, loss_fn=lambda y: (y @ torch.ones(3, 3)).sum())
+    with pytest.raises(ProfileError, match="layer 'loss' cannot be estimated"):
+        estimate_profile(model, sample, loss_fn=lambda y: y.sum() * y.sum().item())
+    with pytest.raises(BalanceError, match="target has other rows"):
+        estimate_profile(model, sample, loss_fn=F.cross_entropy, target=torch.zeros(3).long())
+
+
+def test_a_size_that_a_layer_refuses_is_left_out() -> None:
+    """Batch normalisation cannot train on one row: that size is left out, or refused if asked."""
+    model, sample = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.ones(4, 3)
+    profile = estimate_profile(model, sample, chunks=2, **ON_CPU)
+    assert [size.rows for size in profile.other_sizes] == [4]
+    assert "layer '1'" in profile.provenance["left_out"]["1"]
+    with pytest.raises(ProfileError, match="layer '1'"):
+        estimate_profile(model, sample, chunks=2, rows=1, **ON_CPU)
+
+
+def test_autocast_is_refused() -> None:
+    """Autocast does nothing to meta tensors, so it is refused and not ignored."""
+    model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ProfileError, match="autocast"),
+    ):
+        estimate_profile(model, sample, **ON_CPU)
+
+
+def test_arguments_are_checked() -> None:
+    """What is no chain, no device and no number is refused as everywhere else."""
+    model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
+    with pytest.raises(ModelError, match=r"nn\.Sequential"):
+        estimate_profile(model[0], sample)
+    with pytest.raises(DeviceError, match="no device"):
+        estimate_profile(model, sample, rates="abacus")
+    with pytest.raises(ProfileError, match="lazy"):
+        estimate_profile(nn.Sequential(nn.LazyLinear(2)), sample)
+
+
+def test_says_that_it_is_an_estimate(tmp_path: Path) -> None:
+    """A profile says what it is, for which device and rates, also after a round trip."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Conv1d(2, 2, 1), nn.GRU(2, 2))
+    sample = torch.ones(2, 2)
+    profile = estimate_profile(model[:3], sample, rates="A100")
+    about = profile.provenance
+    assert (about["method"], about["device"]) == ("estimate", "A100 80GB SXM")
+    assert about["rates"]["bandwidth"] == 2.039e12
+    assert about["flags"][0].startswith("estimated")
+    assert list(about["approximate"]) == ["2"]
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    own = profile_model(model[:1], sample, method="estimate", rates=PLAIN)
+    assert own.provenance["device"] == "plain"
+
+
+def test_recurrent_layers_are_approximate() -> None:
+    """A recurrent layer is estimated, and marked: devices have kernels of their own for it."""
+
+    class Recurrent(nn.Module):
+        def __init__(self, kind: type[nn.RNNBase]) -> None:
+            super().__init__()
+            self.rnn = kind(4, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]
+
+    model = nn.Sequential(*[Recurrent(kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)])
+    for layer in model:
+        single = nn.Sequential(layer)
+        profile = estimate_profile(single, torch.randn(3, 5, 4), rows=(), **ON_CPU)
+        assert list(profile.provenance["approximate"]) == ["0"]
+        assert profile.layers[0].output_bytes == 3 * 5 * 8 * 4
+        assert (profile.layers[0].flops or 0) > 0
+
+
+def test_cuda_keeps_other_things() -> None:
+    """On CUDA a mask of dropout has a byte per value, and attention keeps no matrix of weights."""
+    sample = torch.randn(6, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
+    cpu, cuda = (
+        estimate_profile(model, sample, rows=(), rates=rates).layers[1]
+        for rates in ("CPU core", "A100")
+    )
+    assert cuda.forward_peak_bytes == 6 * 16 * (4 + 1)
+    assert cpu.forward_peak_bytes == 6 * 16 * (4 + 4)
+
+    for how in ("causal", "dropout"):
+        saved = []
+        for length in (64, 256):
+            attention = nn.Sequential(Attention(16, 2, how)).half()
+            tokens = torch.empty(3, length, 16, device="meta", dtype=torch.half)
+            profile = estimate_profile(attention, tokens, rows=(), rates="A100")
+            assert list(profile.provenance["approximate"]) == ["0"]
+            saved.append(profile.bytes_of(profile.layers[0].saved) / length)
+        assert saved[1] <= saved[0]
+
+
+def test_half_precision_on_a_cpu_is_approximate_where_it_normalises() -> None:
+    """A CPU keeps statistics in half precision, which is said, and costs their few bytes."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).bfloat16()
+    sample = torch.randn(6, 16).bfloat16()
+    estimate = estimate_profile(model, sample, rows=(), **ON_CPU)
+    assert list(estimate.provenance["approximate"]) == ["1"]
+    less = measured(model, sample, rows=()).layers[1].forward_peak_bytes
+    assert estimate.layers[1].forward_peak_bytes - less == 2 * 6 * 2
+
+
+class _Log(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_operations_on_meta_tensors_are_as_before() -> None:
+    """Kernels that stand in for a device's are gone after an estimate, and after a failure."""
+
+    def attention() -> list[str]:
+        q = torch.empty(2, 2, 4, 4, device="meta")
+        with _Log() as log:
+            F.scaled_dot_product_attention(q, q, q)
+        return log.names
+
+    before = attention()
+    model = nn.Sequential(Attention(16, 2, "causal"), Apply(lambda x: x.item()))
+    sample = torch.randn(2, 4, 16)
+    estimate_profile(model[:1], sample, **ON_CPU)
+    with pytest.raises(ProfileError):
+        estimate_profile(model, sample, **ON_CPU)
+    assert attention() == before
+    assert len(before) > 5

@@ -1,0 +1,172 @@
+"""Devices, links, memory and rules: what they cost, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from solvers.whole_cases import whole_problems
+from solvers.whole_oracle import candidates
+
+from gpipebal.errors import BalanceError
+from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
+from gpipebal.solvers import split
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(whole_problems(largest=5))
+def test_makespan_and_bottleneck_equal_a_simulation(problem: Problem) -> None:
+    """The closed forms hold with links as machines, copies that block, devices and mixed modes."""
+    for one in list(candidates(problem))[:20]:
+        arguments = (one.bounds, one.modes, one.order)
+        exact: Any = problem.exact_makespan(*arguments)  # type: ignore[arg-type]
+        assert Fraction(exact, problem.scale) == one.makespan
+        exact = problem.exact_bottleneck(*arguments)  # type: ignore[arg-type]
+        assert Fraction(exact, problem.scale) == one.bottleneck
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(whole_problems(always=False, largest=5))
+def test_parts_that_change_nothing_change_nothing(problem: Problem) -> None:
+    """Devices of slowness 1, free links, huge limits and no rules give the plain value."""
+    if not isinstance(problem.checkpoint, str) or problem.checkpoint == "auto":
+        return
+    n, n_layers = problem.n_partitions, problem.n_layers
+    plain = Problem(
+        problem.forward, problem.backward, problem.recompute, n, problem.chunks, problem.checkpoint
+    )
+    dressed = replace(
+        plain,
+        devices=[Device(memory_limit=10**9)] * n,
+        links=Links([0] * (n_layers - 1), [0] * (n_layers - 1)),
+        memory=layer_memory([1] * n_layers, [1] * n_layers, [1] * n_layers, chunks=4),
+        rules=Rules(),
+    )
+    for objective in ("makespan", "bottleneck"):
+        with_parts = split(dressed, objective)  # type: ignore[arg-type]
+        without = split(plain, objective)  # type: ignore[arg-type]
+        assert with_parts.value == without.value
+        assert with_parts.method != without.method
+
+
+def test_links_from_bytes_follow_bandwidth_and_latency() -> None:
+    """A copy takes its latency and its bytes over the bandwidth; no bytes take no time."""
+    links = Links.from_bytes([100, 0], [50, 0], bandwidth=100.0, latency=0.25)
+    assert (links.forward, links.backward) == ((1.25, 0.0), (0.75, 0.0))
+
+
+def test_blocking_copies_are_charged_to_both_sides() -> None:
+    """A copy that does not overlap lengthens the partition before and the one behind."""
+    links = Links([3], [5], overlaps=False)
+    problem = Problem([10, 20], [30, 40], [0, 0], 2, 2, "never", links=links)
+    assert [tuple(times) for times in problem.partition_times((0, 1, 2))] == [
+        (13, 35, 0),
+        (23, 45, 0),
+    ]
+
+
+def test_layer_memory_counts_graphs_inputs_and_moments() -> None:
+    """Graphs count once per micro-batch, or once beside the inputs; moments do not add up."""
+    memory = layer_memory([1, 2], [10, 20], [100, 200], chunks=3, transient=[1000, 500])
+    assert list(memory.rows(0, 0, "never")) == [1 + 30 + 1000, 3 + 90 + 1000]
+    assert list(memory.rows(1, 0, "except_last")) == [2 + 400 + 20 + 500]
+    assert list(memory.rows(1, 0, "always")) == list(memory.rows(1, 0, "except_last"))
+
+
+def test_layer_memory_of_huge_sizes_is_exact() -> None:
+    """Bytes beyond 64 bits are added up as they are."""
+    memory = layer_memory([2**70, 1], [0, 0], [0, 0], chunks=2)
+    assert list(memory.rows(0, 0, "never")) == [2**70, 2**70 + 1]
+
+
+def test_memory_labels_tell_which_partitions_are_alike() -> None:
+    """By default the first and the last partition differ from those between."""
+    rows: Any = lambda first, partition, mode: [0]  # noqa: E731
+    assert Memory(rows).labels(4) == (0, 1, 1, 3)
+    assert Memory(rows, "all").labels(3) == (0, 0, 0)
+    assert Memory(rows, (5, 6)).labels(2) == (5, 6)
+
+
+def test_equal_modes_are_one_mode() -> None:
+    """The same mode for each partition is that mode."""
+    assert Problem([1, 1], [1, 1], [1, 1], 2, checkpoint=["never", "never"]).checkpoint == "never"
+
+
+BASE: dict[str, Any] = {
+    "forward": [1, 2, 3],
+    "backward": [1, 2, 3],
+    "recompute": [1, 2, 3],
+    "n_partitions": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": [Device()]}, r"differ in number: len\(devices\)=1 \(expected n_partitions=2"),
+        ({"any_order": True}, r"devices may change places, but there are none"),
+        (
+            {"devices": [Device(memory_limit=5), Device()]},
+            r"limit a memory that is not known: memory=None .*devices\[0\]\.memory_limit=5",
+        ),
+        (
+            {"devices": [Device(1, None, [1], [1], [1])] * 2},
+            r"times of devices\[0\] are too many or too few: 1 \(expected 3, one per layer",
+        ),
+        ({"links": Links([1], [1])}, r"forward times of links .*: 1 \(expected 2, one per cut"),
+        ({"rules": Rules(no_cut=[3])}, r"no_cut has layer=3 \(expected 0 <= layer < 3\)"),
+        ({"rules": Rules(pin={0: 2})}, r"pinned to a partition that does not exist: partition=2"),
+        ({"rules": Rules(max_layers=0)}, r"max_layers is too small: max_layers=0"),
+        (
+            {"memory": Memory(lambda first, partition, mode: [0], (1, 2, 3))},
+            r"another number of partitions: len\(alike\)=3",
+        ),
+        ({"checkpoint": ["never"]}, r"len\(checkpoint\)=1 \(expected 2"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    """Parts of another length, or about what does not exist, are named with what is expected."""
+    with pytest.raises(BalanceError, match=f"(?s){message}") as raised:
+        Problem(**{**BASE, **changes})
+    assert re.search(r"\nFix: .", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Device(slowness=0), r"slowness of a device is not a factor: slowness=0"),
+        (lambda: Device(slowness=float("nan")), r"slowness=nan"),
+        (lambda: Device(memory_limit=-1), r"not a number of bytes: memory_limit=-1"),
+        (lambda: Device(memory_limit=1.5), r"memory_limit=1\.5"),  # type: ignore[arg-type]
+        (lambda: Device(forward=[1]), r"times of a device are incomplete: backward=None"),
+        (lambda: Links([-1], [0]), r"forward time of cut 0 is not a time: forward\[0\]=-1"),
+        (lambda: Links.from_bytes([1], bandwidth=0), r"bandwidth is not above 0: bandwidth=0"),
+        (lambda: layer_memory([1], [1, 2], [1], chunks=1), r"saved and fixed differ in length"),
+        (lambda: layer_memory([1], [-2], [1], chunks=1), r"saved\[0\]=-2"),
+    ],
+)
+def test_parts_that_make_no_sense_are_refused(make: Any, message: str) -> None:
+    """Numbers that are none of their kind are refused with their name and value."""
+    with pytest.raises(BalanceError, match=message):
+        make()
+
+
+def test_modes_left_open_must_be_given_to_evaluate() -> None:
+    """What a split costs is not known before its modes are."""
+    problem = Problem(**{**BASE, "checkpoint": "auto", "chunks": 2})
+    with pytest.raises(BalanceError, match="modes of the partitions are not known"):
+        problem.makespan((0, 1, 3))
+    assert problem.makespan((0, 1, 3), ["never", "never"]) == 12 + 5 + 5
+
+
+def test_numpy_parts_become_plain_numbers() -> None:
+    """Devices and links take numpy's numbers too."""
+    device = Device(np.float32(2), np.int64(7), *(np.ones(2, dtype=int) for _ in range(3)))
+    assert device == Device(2.0, 7, [1, 1], [1, 1], [1, 1])
+    assert type(device.slowness) is float
+    assert type(device.memory_limit) is int

@@ -1,0 +1,256 @@
+"""Costs at other numbers of rows: measured ones, lines, curves, and what lies beyond."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipebal.errors import ProfileError
+from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
+from gpipebal.profile.fit import SURE, TOLERANCE, fit_line, interpolate, time_at
+
+ROWS = st.lists(st.integers(1, 64), min_size=2, max_size=5, unique=True).map(sorted)
+#: Whole numbers of seconds: all sums and products are exact.
+LINES = st.tuples(st.integers(0, 50), st.integers(0, 50))
+
+
+def size(rows: int, **costs: Any) -> Profile:
+    """Return a chain of two layers and a skip at this number of rows; all bytes are lines."""
+    line = costs.pop("line", (1, 1))
+    time = float(line[0] + line[1] * rows)
+    layers = tuple(
+        LayerProfile(
+            name,
+            "Layer",
+            time,
+            2 * time,
+            time,
+            no_grad_forward_time=time,
+            flops=7 * rows,
+            parameter_bytes=100,
+            gradient_bytes=100,
+            outputs=(k + 1,),
+            saved=(k, k + 1),
+            output_bytes=4 * rows,
+            forward_peak_bytes=8 * rows + 3,
+            backward_peak_bytes=12 * rows + 100,
+            **costs,
+        )
+        for k, name in enumerate("ab")
+    )
+    loss = LayerProfile("loss", "f", time, time, time, saved=(2, 3), buffer_bytes=5 * rows)
+    return Profile(
+        layers,
+        storages=(6 * rows, 4 * rows, 4 * rows, 16),
+        inputs=(0,),
+        rows=rows,
+        mini_batch_rows=64,
+        chunks=math.ceil(64 / rows),
+        step=StepTerms(0.5, loss=loss),
+        skips=(SkipProfile("s", 0, 1, (1,)),),
+        provenance={"method": "test"},
+    )
+
+
+def several(rows: list[int], **costs: Any) -> Profile:
+    """Return a profile of the first size, with the others beside it."""
+    first, *others = rows
+    return replace(size(first, **costs), other_sizes=tuple(size(n, **costs) for n in others))
+
+
+@settings(deadline=None)
+@given(ROWS, LINES, st.integers(1, 200))
+def test_costs_that_are_lines_are_exact_everywhere(
+    rows: list[int], line: tuple[int, int], wanted: int
+) -> None:
+    """Bytes that are lines in the rows come out exactly, times up to rounding, also beyond."""
+    found = several(rows, line=line).at_rows(wanted)
+    truth = size(wanted, line=line)
+    assert found.storages == truth.storages
+    assert (found.rows, found.chunks, found.mini_batch_rows) == (wanted, truth.chunks, 64)
+    for a, b in zip(
+        (*found.layers, found.step.loss), (*truth.layers, truth.step.loss), strict=True
+    ):
+        assert a is not None and b is not None
+        for name in ("forward_time", "backward_time", "recompute_time", "no_grad_forward_time"):
+            if getattr(a, name) is not None or getattr(b, name) is not None:
+                assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-9, abs=1e-12)
+        times = dict.fromkeys(
+            ("forward_time", "backward_time", "recompute_time", "no_grad_forward_time"), 0.0
+        )
+        assert replace(a, **times) == replace(b, **times)
+    assert found.inputs == truth.inputs and found.skips == truth.skips
+    if wanted not in rows:
+        about = found.provenance["at_rows"]
+        assert about["from_rows"] == rows and about["interpolated"] == []
+        assert about["extrapolated"] is not (rows[0] < wanted < rows[-1])
+
+
+@settings(deadline=None)
+@given(ROWS, st.lists(st.floats(0, 100), min_size=5, max_size=5), st.integers(0, 4))
+def test_a_measured_size_comes_back_as_it_was(
+    rows: list[int], times: list[float], which: int
+) -> None:
+    """Whatever the others say, the layers of a measured size are the measured ones."""
+    sizes = [size(n, line=(time, 0)) for n, time in zip(rows, times, strict=False)]
+    profile = replace(sizes[0], other_sizes=tuple(sizes[1:]))
+    asked = sizes[which % len(sizes)]
+    found = profile.at_rows(asked.rows)
+    assert found.layers == asked.layers and found.storages == asked.storages
+    assert found.step.loss == asked.step.loss
+    assert "at_rows" not in found.provenance
+    assert profile.at_rows(rows[0]) == profile
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 99), st.floats(0, 1e3), st.floats(0, 10)),
+        min_size=2,
+        max_size=5,
+        unique_by=lambda point: point[0],
+    ).map(sorted),
+    st.integers(1, 300),
+    st.integers(1, 300),
+)
+def test_times_are_never_negative_and_good_fits_never_fall(
+    points: list[tuple[int, float, float]], a: int, b: int
+) -> None:
+    """A time is finite and 0 or more; where the fit is good, more rows never take less time."""
+    measured = {rows for rows, _, _ in points}
+    (first, good), (second, _) = time_at(points, min(a, b)), time_at(points, max(a, b))
+    assert math.isfinite(first) and first >= 0 and second >= 0
+    if good and not {a, b} & measured:
+        assert first <= second * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(ROWS, st.lists(st.floats(0, 1), min_size=5, max_size=5))
+def test_the_fit_is_the_best_that_its_bounds_allow(rows: list[int], times: list[float]) -> None:
+    """No overhead and slope beside the found ones, neither negative, have smaller squares."""
+    points = [(n, time, 1.0) for n, time in zip(rows, times, strict=False)]
+
+    def squares(overhead: float, slope: float) -> float:
+        return sum((overhead + slope * n - time) ** 2 for n, time, _ in points)
+
+    overhead, slope = fit_line(points)
+    assert overhead >= 0 and slope >= 0
+    for d_overhead in (-0.01, 0.0, 0.01):
+        for d_slope in (-0.001, 0.0, 0.001):
+            beside = max(0.0, overhead + d_overhead), max(0.0, slope + d_slope)
+            assert squares(overhead, slope) <= squares(*beside) + 1e-9
+
+
+def test_a_surer_size_counts_more() -> None:
+    """The line passes nearer to a size that varied little than if it had varied much."""
+
+    def miss(spread: float) -> float:
+        found, good = time_at([(1, 10.0, 20.0), (3, 40.0, spread), (4, 40.0, 20.0)], 2)
+        assert good
+        slope = time_at([(1, 10.0, 20.0), (3, 40.0, spread), (4, 40.0, 20.0)], 5)[0] - found
+        return abs(found + slope / 3 - 40.0)
+
+    assert miss(10.0) < miss(20.0) < miss(40.0)
+
+
+def test_a_time_that_is_no_line_is_interpolated() -> None:
+    """Where the best line misses by more than the spread and the tolerance, points are joined."""
+    points = [(2, 1.0), (4, 1.0), (8, 9.0)]
+    steep = [(rows, time, 0.0) for rows, time in points]
+    assert time_at(steep, 6) == (5.0, False)
+    # The same with a spread that covers the miss is a line with noise.
+    assert time_at([(rows, time, 4.0) for rows, time in points], 6)[1]
+    # So is one that the tolerance covers.
+    near = [(2, 2.0, 0.0), (4, 4.0 * (1 + TOLERANCE / 2), 0.0), (8, 8.0, 0.0)]
+    assert time_at(near, 6)[1] and SURE < TOLERANCE
+    profile = several([2, 4, 8])
+    wide = replace(profile.layers[0], forward_time=100.0)
+    bent = replace(profile, layers=(wide, profile.layers[1]))
+    assert bent.at_rows(3).provenance["at_rows"]["interpolated"] == ["a"]
+
+
+def test_beyond_the_measured_sizes_by_hand() -> None:
+    """Values go on along the outer line, never fall with the rows, and end at zero at the least."""
+    rising, falling = [(2, 20), (4, 60)], [(2, 60), (4, 20)]
+    assert [interpolate(rising, rows) for rows in (1, 3, 6)] == [10, 40, 100]
+    assert [interpolate([(2, 30), (4, 40)], rows) for rows in (1, 6)] == [25, 50]
+    assert [interpolate(falling, rows) for rows in (1, 3, 6)] == [60, 40, 20]
+    assert [interpolate([(2, 20)], rows) for rows in (1, 3)] == [10, 30]
+
+
+def test_bytes_that_are_no_line_are_rounded_up() -> None:
+    """Between sizes of 10 and 21 bytes lie 15.5: 16 bytes."""
+    a, b = (
+        Profile.from_costs([1.0], output_bytes=[n], rows=rows) for rows, n in ((2, 10), (4, 21))
+    )
+    found = replace(a, other_sizes=(b,)).at_rows(3)
+    assert found.layers[0].output_bytes == 16 == found.bytes_of(found.layers[0].outputs)
+
+
+def test_sizes_of_other_storages_are_left_out_of_the_bytes() -> None:
+    """Where another algorithm saves other tensors, the nearest size's sets are taken, and said."""
+    profile = several([2, 4])
+    odd = size(16)
+    layers = (replace(odd.layers[0], saved=(0, 1, 4)), odd.layers[1])
+    odd = replace(odd, layers=layers, storages=(*odd.storages, 999))
+    profile = replace(profile, other_sizes=(*profile.other_sizes, odd))
+    found = profile.at_rows(6)
+    assert found.storages == size(6).storages
+    assert found.provenance["at_rows"]["other_storages_at"] == [16]
+    assert profile.at_rows(15).storages[4] == math.ceil(999 * 15 / 16)
+
+
+def test_what_one_size_does_not_know_is_unknown_between() -> None:
+    """A time or peak that was not measured at every size stays unknown."""
+    profile = several([2, 4])
+    bare = [
+        replace(layer, no_grad_forward_time=None, flops=None)
+        for layer in profile.other_sizes[0].layers
+    ]
+    profile = replace(profile, other_sizes=(replace(profile.other_sizes[0], layers=tuple(bare)),))
+    assert profile.at_rows(3).layers[0].no_grad_forward_time is None
+    assert profile.at_rows(3).layers[0].flops is None
+
+
+def test_one_size_grows_in_proportion_and_says_so() -> None:
+    """From a single size all costs but the parameters go with the rows."""
+    found = size(4).at_rows(6)
+    assert found.layers[0].forward_time == 7.5 and found.layers[0].parameter_bytes == 100
+    assert found.storages == (36, 24, 24, 24)
+    assert found.provenance["at_rows"]["method"] == "in proportion"
+    assert found.provenance["at_rows"]["extrapolated"] is True
+
+
+def test_terms_of_the_mini_batch_come_from_the_profile() -> None:
+    """The loss over the mini-batch, its storages and the gather do not go by the rows."""
+    profile = several([2, 4])
+    whole = LayerProfile("loss", "f", 1.0, 2.0, 1.0, saved=(4,), outputs=(5,), buffer_bytes=64)
+    step = replace(profile.step, whole_loss=whole, gathered=(4,), optimizer_time=3.0)
+    profile = replace(profile, step=step, storages=(*profile.storages, 256, 8))
+    for rows in (3, 4):
+        found = profile.at_rows(rows)
+        assert found.step.whole_loss is not None
+        assert found.storages[:4] == size(rows).storages
+        assert found.bytes_of(found.step.gathered) == 256
+        assert found.bytes_of(found.step.whole_loss.outputs) == 8
+        assert (found.step.loss_time, found.step.gather_time) == (3.0, 0.5)
+        assert found.step.optimizer_time == 3.0
+    half = profile.at_rows(3, mini_batch_rows=32)
+    assert half.step.whole_loss is not None and half.chunks == 11
+    assert (half.step.loss_time, half.step.gather_time) == (1.5, 0.25)
+    assert half.bytes_of(half.step.gathered) == 128 and half.step.whole_loss.buffer_bytes == 32
+    assert half.step.optimizer_time == 3.0
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.5, True, "4", 2**40])
+def test_impossible_rows_are_refused_and_the_fix_works(rows: Any) -> None:
+    """A number of rows that is none is refused, and the fix is one."""
+    with pytest.raises(ProfileError, match="number of rows is none: rows=") as caught:
+        size(4).at_rows(rows)
+    assert str(caught.value).endswith("Fix: rows=1, or more.")
+    assert size(4).at_rows(1).rows == 1

@@ -1,0 +1,332 @@
+"""The profiler's bytes: equal to counts by hand, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.pipeline.ledger import Ledger
+from gpipebal.skip import pop, skippable, stash
+
+pytestmark = pytest.mark.timeout(60)
+
+#: Bytes of a float32, and of an int64.
+F, I = 4, 8  # noqa: E741
+
+
+def profile(model: nn.Module, sample: Any, **options: Any) -> gb.Profile:
+    """Measure as little as possible, at one size, without a bar."""
+    options = {"rows": (), "timeout": 0, "progress": False, **options}
+    return gb.profile_model(model, sample, **options)
+
+
+class Attention(nn.Module):
+    """Attention written out: queries, keys, values, a softmax, and their product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), dim=-1)
+        return weights @ self.v(x)
+
+
+class Residual(nn.Module):
+    """What goes in is added to what comes out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Counted(NamedTuple):
+    """A model, its input, the bytes that each layer saves, and those of their union."""
+
+    model: Callable[[], nn.Sequential]
+    sample: Callable[[], Tensor]
+    layers: list[int]
+    union: int
+
+
+MODELS = {
+    # A linear layer keeps its input, a ReLU its output: which is the next one's input.
+    "mlp": Counted(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        lambda: torch.randn(6, 8),
+        [F * 6 * 8, F * 6 * 16, F * 6 * 16],
+        F * 6 * (8 + 16),
+    ),
+    # Tanh keeps its output, and the second one too; nothing is shared but that.
+    "tanh twice": Counted(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Tanh()),
+        lambda: torch.randn(5, 4),
+        [F * 5 * 4, F * 5 * 4, F * 5 * 4],
+        F * 5 * 4 * 3,
+    ),
+    # GELU and SiLU keep their input.
+    "gelu": Counted(
+        lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.SiLU()),
+        lambda: torch.randn(3, 8),
+        [F * 3 * 8, F * 3 * 12, F * 3 * 12],
+        F * 3 * (8 + 12 + 12),
+    ),
+    # A convolution keeps its input; batch normalisation its input, a mean and a deviation per
+    # channel; a ReLU in place keeps what it made of its input, which the pooling keeps too, beside
+    # the place of each maximum.
+    "convolution": Counted(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        ),
+        lambda: torch.randn(2, 3, 8, 8),
+        [
+            F * 2 * 3 * 64,
+            F * 2 * 5 * 64 + F * 2 * 5,
+            F * 2 * 5 * 64,
+            F * 2 * 5 * 64 + I * 2 * 5 * 16,
+        ],
+        F * 2 * (3 + 5 + 5) * 64 + F * 2 * 5 + I * 2 * 5 * 16,
+    ),
+    # Layer normalisation keeps its input, and a mean and a deviation per row.
+    "layer norm": Counted(
+        lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)),
+        lambda: torch.randn(7, 16),
+        [F * 7 * 16 + 2 * F * 7, F * 7 * 16],
+        2 * F * 7 * 16 + 2 * F * 7,
+    ),
+    # An embedding keeps the indices.
+    "embedding": Counted(
+        lambda: nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 2)),
+        lambda: torch.randint(0, 10, (6, 3)),
+        [I * 6 * 3, 0, F * 6 * 12],
+        I * 6 * 3 + F * 6 * 12,
+    ),
+    # Dropout keeps a factor for every value.
+    "dropout": Counted(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2)),
+        lambda: torch.randn(4, 8),
+        [F * 4 * 8, F * 4 * 8, F * 4 * 8],
+        3 * F * 4 * 8,
+    ),
+    # A softmax keeps its output, which is read by the product behind it; three linear layers keep
+    # one input.
+    "attention": Counted(
+        lambda: nn.Sequential(nn.Linear(6, 6), Attention(6)),
+        lambda: torch.randn(2, 5, 6),
+        [F * 2 * 5 * 6, F * 2 * 5 * 6 * (1 + 3) + F * 2 * 5 * 5],
+        F * 2 * 5 * 6 * (1 + 1 + 3) + F * 2 * 5 * 5,
+    ),
+    # The sum of a residual block keeps nothing: its two sides get one gradient.
+    "residual": Counted(
+        lambda: nn.Sequential(nn.Linear(8, 8), Residual(8), Residual(8)),
+        lambda: torch.randn(4, 8),
+        [F * 4 * 8, 2 * F * 4 * 8, 2 * F * 4 * 8],
+        5 * F * 4 * 8,
+    ),
+    # Frozen layers before the first that trains keep nothing; behind it, what the gradient of
+    # their input needs: a linear layer only its weight.
+    "frozen": Counted(
+        lambda: _frozen(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+            (0, 4),
+        ),
+        lambda: torch.randn(9, 4),
+        [0, 0, F * 9 * 4, F * 9 * 8, 0],
+        F * 9 * (4 + 8),
+    ),
+    # Pooling and flattening keep shapes, not values.
+    "pooling": Counted(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(18, 3), nn.LogSoftmax(1)
+        ),
+        lambda: torch.randn(4, 1, 8, 8),
+        [F * 4 * 64, F * 4 * 2 * 36, 0, F * 4 * 18, F * 4 * 3],
+        F * 4 * (64 + 2 * 36 + 18 + 3),
+    ),
+}
+
+
+def _frozen(model: nn.Sequential, layers: tuple[int, ...]) -> nn.Sequential:
+    for k in layers:
+        model[k].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_bytes_are_a_count_by_hand(name: str) -> None:
+    """What every layer saves, and what all save together, is the hand count to the byte."""
+    counted = MODELS[name]
+    result = profile(counted.model(), counted.sample())
+    assert [result.bytes_of(layer.saved) for layer in result.layers] == counted.layers
+    assert result.bytes_of(s for layer in result.layers for s in layer.saved) == counted.union
+
+
+def test_peaks_of_known_layers() -> None:
+    """Peaks of forwards and backwards are what is made and held at once, counted by hand."""
+    rows = 6
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+    layers = profile(model, torch.randn(rows, 8)).layers
+    made = [F * rows * n for n in (16, 16, 4)]
+    assert [layer.forward_peak_bytes for layer in layers] == made
+    assert [layer.no_grad_forward_peak_bytes for layer in layers] == made
+    # Gradients of weight and bias, and of the input; nobody wants that of the chain's input.
+    backward = [F * (8 * 16 + 16), F * rows * 16, F * (16 * 4 + rows * 16)]
+    assert [layer.backward_peak_bytes for layer in layers] == backward
+    assert [layer.accumulating_peak_bytes for layer in layers] == backward
+
+
+def test_a_forward_without_a_graph_holds_less() -> None:
+    """What only the backward needs is not held by a forward without a graph."""
+    model = nn.Sequential(nn.Sequential(*[nn.Linear(8, 8), nn.Tanh()] * 3))
+    layer = profile(model, torch.randn(5, 8)).layers[0]
+    # With a graph: every linear output until its tanh is done, and every tanh output.
+    assert layer.forward_peak_bytes == F * 5 * 8 * (3 + 1)
+    # Without: a tanh, its input, and nothing else.
+    assert layer.no_grad_forward_peak_bytes == F * 5 * 8 * 2
+
+
+def test_gradients_that_exist_are_added_to() -> None:
+    """Where gradients exist, those of one parameter after the other come and go."""
+    width, rows = 16, 2
+    inner = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+    layer = profile(nn.Sequential(inner), torch.randn(rows, width)).layers[0]
+    weight, row = F * width * width, F * rows * width
+    # All three gradients; the two saved inputs are gone by then.
+    assert layer.backward_peak_bytes == 3 * weight - 2 * row + row
+    # One gradient of a weight, and what goes on to the layer before.
+    assert layer.accumulating_peak_bytes == weight + row
+
+
+def test_the_loss_is_a_layer_behind_the_last() -> None:
+    """Cross entropy keeps the logarithms of all probabilities; its target is not its own."""
+    rows, classes, chunks = 6, 100, 3
+    model = nn.Sequential(nn.Linear(8, classes))
+    result = profile(
+        model,
+        torch.randn(rows, 8),
+        chunks=chunks,
+        loss_fn=nn.functional.cross_entropy,
+        target=torch.zeros(rows, dtype=torch.long),
+    )
+    loss, whole = result.step.loss, result.step.whole_loss
+    assert loss is not None and whole is not None
+    for term, n in ((loss, rows // chunks), (whole, rows)):
+        assert result.bytes_of(term.saved) == F * n * classes + F  # and the weight of all rows
+        assert term.buffer_bytes == I * n
+        assert term.output_bytes == F
+        assert term.forward_peak_bytes == F * n * classes + 2 * F
+        # The gradients of the logarithms and of the logits.
+        assert 2 * F * n * classes - F <= term.backward_peak_bytes <= 2 * F * n * classes + F
+        assert term.forward_time > 0 and term.backward_time > 0
+    assert result.bytes_of(result.step.gathered) == F * rows * classes
+    assert not set(result.step.gathered) & set(result.layers[0].outputs)
+
+
+def test_a_loss_shares_what_it_keeps() -> None:
+    """A loss that reads the output in its backward holds the last layer's output, not a copy."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    result = profile(model, torch.randn(6, 4), loss_fn=lambda y: y.square().mean())
+    assert result.step.loss is not None and result.step.whole_loss is not None
+    assert set(result.step.loss.saved) == set(result.layers[1].outputs)
+    # One micro-batch is the mini-batch: gathering it makes nothing new.
+    assert result.step.gathered == result.layers[1].outputs
+    assert set(result.step.whole_loss.saved) == set(result.layers[1].outputs)
+
+
+def test_a_loss_with_parameters_is_left_alone() -> None:
+    """A module, or a function around one, has no gradients and the same counts afterwards."""
+    loss = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+    for loss_fn in (Mean(loss), lambda y: loss[0](y).mean()):
+        result = profile(nn.Sequential(nn.Linear(4, 4)), torch.randn(6, 4), loss_fn=loss_fn)
+        assert result.step.loss is not None and result.step.loss.backward_time > 0
+    assert all(parameter.grad is None for parameter in loss.parameters())
+    assert loss[1].num_batches_tracked == 0
+
+
+class Mean(nn.Module):
+    """The mean of what a module gives."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, output: Tensor) -> Tensor:
+        return self.module(output).mean()
+
+
+@skippable(stash=["early"])
+class Keep(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        early = x * 2
+        yield stash("early", early)
+        return torch.relu(early)
+
+
+@skippable(pop=["early"])
+class Join(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        early = yield pop("early")
+        return x * early
+
+
+def test_skips_have_storages_of_their_own() -> None:
+    """A skip names the layers at its ends and its storages, and who reads it shares those."""
+    model = nn.Sequential(nn.Linear(4, 4), Keep(), nn.Linear(4, 4), Join(), nn.Linear(4, 1))
+    result = profile(model, torch.randn(6, 4), chunks=2)
+    (skip,) = result.skips
+    assert (skip.name, skip.source, skip.destination) == ("early", 1, 3)
+    assert result.bytes_of(skip.storages) == F * 3 * 4
+    assert set(skip.storages) < set(result.layers[3].saved)
+    assert not set(skip.storages) & set(result.layers[1].outputs)
+    # The layer that stashes keeps what its ReLU made, and nothing for its skip.
+    assert result.layers[1].saved == result.layers[1].outputs
+    assert gb.Profile.from_dict(result.to_dict()) == result
+
+
+def test_autocast_casts_count_while_the_graph_holds_them() -> None:
+    """Under autocast the casts of input and weight are saved, and nothing that only a cache has."""
+    rows, half = 8, 2
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = profile(model, torch.randn(rows, 64))
+    assert result.provenance["autocast"] == "bfloat16"
+    # The first needs no gradient of its input, so it does not keep its weight.
+    assert [result.bytes_of(layer.saved) for layer in result.layers] == [
+        half * rows * 64,
+        half * (rows * 64 + 64 * 32),
+    ]
+
+
+def test_flops_are_those_of_torchs_formulas() -> None:
+    """Two operations per multiplication and addition; what is not counted is None or 0."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    result = profile(model, torch.randn(6, 8), chunks=2)
+    assert [layer.flops for layer in result.layers] == [2 * 3 * 8 * 16, 0, 2 * 3 * 16 * 4]
+
+
+def test_one_layer_at_a_time_needs_the_memory_of_one() -> None:
+    """While a model is profiled layer by layer, no more lives than one layer's share."""
+    width, n_layers = 256, 12
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(n_layers)))
+    sample = torch.randn(4, width)
+    layer = F * width * (width + 1)
+
+    def peak(**options: Any) -> int:
+        ledger = Ledger()
+        ledger.hold([sample, *model.parameters()], 0)
+        before = ledger.start_peak()
+        with ledger.watch(0):
+            profile(model, sample, chunks=2, **options)
+        return ledger.total_peak - before
+
+    # Its parameters, its gradients, and the gradients that are added to those; and the values
+    # that are on their way, which are small here.
+    assert peak(one_at_a_time=True) < 3 * layer + 64 * sample.nbytes

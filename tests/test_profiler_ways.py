@@ -1,0 +1,322 @@
+"""The profiler's ways: sizes, one layer at a time, any layer, and an end in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from random_chains import NEED_ROW, NEED_ROWS, build, chains
+from skip_layers import hourglass
+from test_profiler import profile, same, state_of
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.errors import GpipebalError, ProfileError
+from gpipebal.profile import LayerProfile
+from gpipebal.profiler import measure
+
+pytestmark = pytest.mark.timeout(120)
+
+#: What a layer's profile says of its times.
+TIMES = {
+    "forward_time",
+    "backward_time",
+    "recompute_time",
+    "no_grad_forward_time",
+    "forward_spread",
+    "backward_spread",
+}
+
+
+def without_times(layer: LayerProfile | None) -> Any:
+    """Return what of a layer's profile is the same in every run."""
+    if layer is None:
+        return None
+    return {name: value for name, value in vars(layer).items() if name not in TIMES}
+
+
+def memory_of(result: gb.Profile) -> Any:
+    """Return all of a profile that is the same in every run."""
+    step = result.step
+    return (
+        [without_times(layer) for layer in result.layers],
+        [without_times(step.loss), without_times(step.whole_loss), step.gathered],
+        (result.storages, result.inputs, result.skips, result.rows, result.chunks),
+        [memory_of(other) for other in result.other_sizes],
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    names=chains("tensor", torch.float64),
+    chunks=st.integers(1, 3),
+    way=st.sampled_from([{}, {"one_at_a_time": True}, {"share_identical": True}]),
+    rows=st.sampled_from([None, (), (2, 6)]),
+    training=st.booleans(),
+    frozen=st.sets(st.integers(0, 6), max_size=2),
+)
+def test_any_chain_is_measured_and_left_alone(
+    names: list[str],
+    chunks: int,
+    way: dict[str, Any],
+    rows: Any,
+    training: bool,
+    frozen: set[int],
+) -> None:
+    """Skips, trees, in-place, shared, frozen and random layers: the model is bit-identical."""
+    model = build(names).train(training)
+    for k in frozen & set(range(len(model))):
+        model[k].requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    sample = torch.randn(6, 3, dtype=torch.float64)
+    model.double()
+    before = state_of(model)
+    with contextlib.suppress(GpipebalError):
+        result = profile(model, sample, chunks=chunks, rows=rows, **way)
+        assert result.n_layers == len(model)
+        assert gb.Profile.from_dict(result.to_dict()) == result
+    assert same(state_of(model), before)
+
+
+@settings(max_examples=15, deadline=None)
+@given(names=chains("tensor", torch.float64), chunks=st.integers(1, 2))
+def test_one_at_a_time_finds_the_same_memory(names: list[str], chunks: int) -> None:
+    """Layer by layer, and of identical ones only one, the bytes and storages are the chain's."""
+    assume(NEED_ROWS.isdisjoint(names) and NEED_ROW.isdisjoint(names))
+    model, sample = build(names).double(), torch.randn(6, 3, dtype=torch.float64)
+    options: dict[str, Any] = {"chunks": chunks, "rows": (2,)}
+    try:
+        whole = profile(model, sample, **options)
+    except GpipebalError:
+        assume(False)
+    for way in ({"one_at_a_time": True}, {"share_identical": True}):
+        assert memory_of(profile(model, sample, **options, **way)) == memory_of(whole)
+
+
+def test_identical_layers_are_measured_once() -> None:
+    """Of layers alike with inputs alike only the first is run, and has the times of all."""
+    runs = []
+
+    class Block(nn.Module):
+        def __init__(self, slope: float = 1.0) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.slope = slope
+
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(self.inner.weight.data_ptr())
+            return self.inner(x) * self.slope
+
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    result = profile(model, torch.randn(6, 4), rows=(), share_identical=True)
+    # Two were run: the first, whose input needs no gradient, and the second for all others.
+    n_runs = len(runs)
+    runs.clear()
+    profile(model[:2], torch.randn(6, 4), rows=(), share_identical=True)
+    assert len(runs) == n_runs
+    # An option that differs makes another layer of it.
+    runs.clear()
+    profile(nn.Sequential(*model[:2], Block(2.0)), torch.randn(6, 4), rows=(), one_at_a_time=True)
+    alone = len(runs)
+    runs.clear()
+    profile(nn.Sequential(*model[:2], Block(2.0)), torch.randn(6, 4), rows=(), share_identical=True)
+    assert len(runs) == alone
+    assert result.provenance["share_identical"]
+    times = {(layer.forward_time, layer.backward_time) for layer in result.layers[1:]}
+    assert len(times) == 1
+    assert len({layer.saved for layer in result.layers}) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunks", "expected"),
+    [
+        (None, 4, [2, 8]),
+        (None, 1, [4, 8]),
+        (None, 16, [2, 3]),
+        ((), 4, []),
+        (3, 4, [3]),
+        ((16, 1, 4), 4, [1, 16]),
+    ],
+)
+def test_other_sizes(rows: Any, chunks: int, expected: list[int]) -> None:
+    """The micro-batch's own size, and by default two others, with memory and times of their own."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    result = profile(
+        model,
+        torch.randn(16, 4),
+        rows=rows,
+        chunks=chunks,
+        loss_fn=nn.functional.mse_loss,
+        target=torch.randn(16, 8),
+    )
+    assert result.rows == -(-16 // chunks)
+    assert [other.rows for other in result.other_sizes] == expected
+    for other in (result, *result.other_sizes):
+        assert other.layers[1].output_bytes == 4 * 8 * other.rows
+        assert other.bytes_of(other.layers[0].saved) == 4 * 4 * other.rows
+        assert other.layers[0].forward_time > 0
+        assert other.layers[0].flops == 2 * 4 * 8 * other.rows
+        assert other.step.loss is not None and other.step.loss.forward_time > 0
+        assert other.step.loss.buffer_bytes == 4 * 8 * other.rows
+        assert other.provenance["rows"] == other.rows
+        # The same storages have the same numbers at every size.
+        assert [layer.saved for layer in other.layers] == [layer.saved for layer in result.layers]
+        whole = other.step.whole_loss
+        assert (whole is not None) == (other.rows <= result.rows)
+        if whole is not None:
+            assert whole.buffer_bytes == 4 * 8 * other.mini_batch_rows
+
+
+@pytest.mark.parametrize("rows", [0, 17, 2.0, True, (4, -1)])
+def test_sizes_that_the_sample_does_not_have(rows: Any) -> None:
+    """A size that is no number of rows of the sample is refused, with the fix."""
+    with pytest.raises(ProfileError, match="rows cannot be measured") as caught:
+        profile(nn.Sequential(nn.Tanh()), torch.randn(16, 4), rows=rows)
+    assert "Fix: " in str(caught.value)
+
+
+def test_batch_normalisation_on_one_row() -> None:
+    """Where torch refuses, the error names the layer and the fix; another size is left out."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ProfileError, match=r"layer '1' .* \(1, 4\) .*more than 1 value") as caught:
+        profile(model, torch.randn(4, 4), chunks=4)
+    assert "Fix: give fewer chunks or a larger sample" in str(caught.value)
+    for way in ({}, {"one_at_a_time": True}):
+        result = profile(model, torch.randn(8, 4), chunks=4, **way)
+        assert [other.rows for other in result.other_sizes] == [4]
+        assert any("not measured at 1 rows: layer '1'" in x for x in result.provenance["flags"])
+        with pytest.raises(ProfileError, match="layer '1'"):
+            profile(model, torch.randn(8, 4), chunks=4, rows=(1,), **way)
+    # With a picture of several values per channel one row is no obstacle.
+    assert profile(nn.Sequential(nn.BatchNorm2d(2)), torch.randn(2, 2, 4, 4), chunks=2).rows == 1
+
+
+def test_no_backward_before_the_first_trainable_layer() -> None:
+    """Where no gradient is wanted a backward takes no time at all."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    model[0].requires_grad_(False)
+    layers = profile(model, torch.randn(6, 4)).layers
+    assert [layer.backward_time > 0 for layer in layers] == [False, False, True, True]
+    assert [layer.backward_peak_bytes > 0 for layer in layers] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}])
+@pytest.mark.parametrize("last", [1, 7, 33])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_an_end_in_the_middle_leaves_the_model_alone(
+    error: type[BaseException], last: int, way: dict[str, Any]
+) -> None:
+    """Whenever a layer is interrupted or raises, model, random states and threads are as before."""
+    calls = []
+
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            random.random()
+            np.random.rand()
+            if len(calls) >= last:
+                raise error("in the middle")
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Late())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    sample = torch.randn(8, 4)
+    before = [*state_of(model), random.getstate(), np.random.get_state()[1].tolist()]
+    n_threads = threading.active_count()
+    expected = ProfileError if error is ValueError else error
+    with pytest.raises(expected, match="in the middle"):
+        gb.profile_model(model, sample, timeout=20, progress=False, **way)
+    after = [*state_of(model), random.getstate(), np.random.get_state()[1].tolist()]
+    assert same(after, before)
+    assert threading.active_count() == n_threads
+
+
+def test_a_failing_layer_is_named() -> None:
+    """The error has the layer's name, its place, what it was given, and the original error."""
+
+    class Refuses(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    model = nn.Sequential(nn.Linear(4, 4), Refuses())
+    for way in ({}, {"one_at_a_time": True}):
+        with pytest.raises(ProfileError) as caught:
+            profile(model, torch.randn(6, 4), chunks=2, **way)
+        text = str(caught.value)
+        assert "layer '1' (layer 1) failed on a micro-batch of shape (3, 4) torch.float32" in text
+        assert "TypeError" in text and "Fix: " in text
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}])
+def test_skips_are_measured_in_the_chain(way: dict[str, Any]) -> None:
+    """Nested skips of one name, some inside containers, are told apart by their namespaces."""
+    result = profile(hourglass(), torch.randn(4, 3, dtype=torch.float64), chunks=2, **way)
+    found = [(skip.name, skip.source, skip.destination) for skip in result.skips]
+    assert found == [("image@0", 0, 4), ("image@1", 1, 3)]
+    assert all(layer.backward_time > 0 for layer in result.layers)
+    assert [result.bytes_of(skip.storages) for skip in result.skips] == [2 * 3 * 8] * 2
+
+
+def test_dtype_and_provenance() -> None:
+    """A profile says with what, where and how it was measured, and what is doubtful."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    result = profile(model, torch.randn(6, 4, dtype=torch.float64), chunks=2, threads=1)
+    expected = {"method": "measure", "dtype": "float64", "autocast": None, "rows": 3, "threads": 1}
+    assert expected.items() <= result.provenance.items()
+    names = {"device", "torch", "cuda", "date", "gpipebal", "rounds", "correction", "partitions"}
+    assert names <= set(result.provenance)
+    assert any("sparse" in flag for flag in result.provenance["flags"])
+    correction = result.provenance["correction"]["forward"]
+    assert correction["sum_of_layers"] > 0 and correction["whole"] > 0
+    total = sum(layer.forward_time for layer in result.layers)
+    assert total == pytest.approx(correction["whole"])
+
+
+def test_the_timeout_bounds_the_repeats() -> None:
+    """Without time each layer is measured at least once; with time more often."""
+    model, sample = nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4)
+    once = gb.profile_model(model, sample, timeout=0, progress=False, partitions=1)
+    often = gb.profile_model(model, sample, timeout=30, progress=False, partitions=1)
+    assert once.provenance["rounds"] == measure.LEAST_ROUNDS
+    assert often.provenance["rounds"] == measure.MOST_ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("timeout", "step", "parts", "expected"),
+    [(None, 1.0, 1, 10.0), (None, 1e-3, 1, 2.0), (None, 60.0, 1, 60.0), (5.0, 60.0, 2, 2.5)],
+)
+def test_the_default_is_about_ten_steps(
+    timeout: float | None, step: float, parts: int, expected: float
+) -> None:
+    """The rounds may take ten training steps, within bounds, or what the caller allows."""
+    assert measure._limit(timeout, step, parts) == expected
+
+
+def test_estimates_are_dispatched() -> None:
+    """`method='estimate'` needs no values; another method is refused."""
+    model = nn.Sequential(nn.Linear(8, 4, device="meta"))
+    assert gb.profile_model(model, torch.ones(4, 8), method="estimate").layers[0].flops == 256
+    with pytest.raises(ProfileError, match="method='guess'"):
+        gb.profile_model(model, torch.ones(4, 8), method="guess")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_are_measured() -> None:
+    """A layer made by `torch.compile` is measured as it runs."""
+    compiled = torch.compile(nn.Linear(4, 4), backend="eager")
+    model = nn.Sequential(nn.Linear(4, 4), compiled, nn.Tanh())
+    sample = torch.randn(6, 4)
+    before = state_of(model)
+    result = profile(model, sample)
+    assert [layer.flops for layer in result.layers] == [2 * 6 * 16, 2 * 6 * 16, 0]
+    assert same(state_of(model), before)
