@@ -11,6 +11,7 @@ import pytest
 from test_cli import WATCHDOG, _command, _environment
 
 from gpipebal.cli import main
+from gpipebal.models.catalogue import CATALOGUE
 from gpipebal.plan import Plan
 from gpipebal.planner import solve
 from gpipebal.profile import Profile
@@ -159,3 +160,41 @@ def test_table_shows_the_slowest_layers() -> None:
     text = profile_table(Profile.from_costs([1.0, 5.0, 2.0, 4.0], names=list("abcd")), 2)
     assert [line.split()[1] for line in text.splitlines()[2:4]] == ["b", "d"]
     assert text.splitlines()[4] == "2 layers with less time are not shown: together 25.0 %."
+
+
+def test_arguments_of_a_built_in_model_reach_it(tmp_path: Path) -> None:
+    """With --set a built-in model is built from other numbers."""
+    path = tmp_path / "gpt.json"
+    sizes = {"layers": 2, "width": 8, "heads": 2, "vocabulary": 11, "context": 4}
+    words = [word for name, value in sizes.items() for word in ("--set", f"{name}={value}")]
+    words += ["--rows", "2", "--chunks", "2", "--output", str(path), "--estimate", "A100"]
+    assert main(["profile", "gpt", *words]) == 0
+    assert Profile.load(path).n_layers == 7
+
+
+@pytest.mark.parametrize(
+    ("model", "word", "message"),
+    [
+        ("gpt", "layers", "argument of the model is not readable: --set layers"),
+        ("gpt", "colour=3", "colour"),
+        ("gpt", "layers=many", "layers"),
+        ("workloads:tiny", "layers=2", "arguments are for built-in models"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(
+    model: str, word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no argument of the model gives one clear line, with the fix on the next."""
+    assert main(["profile", model, "--set", word, "-o", str(tmp_path / "p.json")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert message in first and second.startswith("Fix: ")
+
+
+def test_help_lists_the_built_in_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of a command names every built-in model and what it is built from."""
+    with pytest.raises(SystemExit):
+        main(["profile", "--help"])
+    out = capsys.readouterr().out
+    for model, described in CATALOGUE.items():
+        assert f"  {model}: {described.about}" in out
+        assert all(f"    {name}=" in out for name in described.arguments)

@@ -55,6 +55,7 @@ WITHIN_RANK = {
     ("planner", "solvers"),
     ("schedule_comparison", "solvers"),
     ("pipeline", "skip"),
+    ("models", "skip"),
     ("profiler", "pipeline"),
     ("profiler", "skip"),
     ("run", "report"),

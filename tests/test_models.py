@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import SIZES, small
 from torch import Tensor, nn
 
-from gpipebal.models import MODELS, resnet, resnet101
+import gpipebal.models
+from gpipebal.errors import UsageError
+from gpipebal.models import CATALOGUE, MODELS, resnet, resnet101
+from gpipebal.models.arguments import read_arguments
+from gpipebal.run import load_workload
 
 BLOCK_PARTS = ("identity", "conv1", "bn1", "relu1", "conv2", "bn2", "relu2", "conv3", "bn3")
 BLOCK_PARTS += ("residual", "relu3")
@@ -154,13 +163,149 @@ def test_resnet101_equals_plain_resnet() -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_builtin_data_fits_and_repeats(name: str) -> None:
     """Sample and target of a built-in have the rows asked for, and depend only on the seed."""
-    entry = MODELS[name]
-    sample, target = entry.make_sample(3, 40, 5), entry.make_target(3, 5)
-    assert sample.shape == (3, 3, 40, 40) and target.shape == (3,)
-    assert torch.equal(sample, entry.make_sample(3, 40, 5))
-    assert torch.equal(target, entry.make_target(3, 5))
-    assert not torch.equal(sample, entry.make_sample(3, 40, 6))
-    assert torch.isfinite(entry.loss_fn(torch.zeros(3, 1000), target))
+    arguments, size = SIZES[name]
+    entry = MODELS[name].configure(**arguments)
+    sample, target = entry.make_sample(3, size, 5), entry.make_target(3, size, 5)
+    assert sample.shape[0] == target.shape[0] == 3
+    for make, data in ((entry.make_sample, sample), (entry.make_target, target)):
+        assert torch.equal(data, make(3, size, 5))
+        assert not torch.equal(data, make(3, size, 6))
+    output = small(name, rows=3).model.float()(sample)
+    assert torch.isfinite(entry.loss_fn(output, target))
+
+
+def test_text_targets_are_the_tokens_that_follow() -> None:
+    """The target of a language model is its sample, one token later."""
+    entry = MODELS["gpt"].configure(vocabulary=1000, context=7)
+    sample, target = entry.make_sample(2, None, 1), entry.make_target(2, None, 1)
+    assert sample.dtype == torch.int64 and sample.shape == (2, 7)
+    assert torch.equal(sample[:, 1:], target[:, :-1])
+
+
+def test_token_cross_entropy_is_the_mean_over_tokens() -> None:
+    """The loss of a language model is the mean of the cross entropies of its tokens."""
+    logits, target = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
+    each = [F.cross_entropy(logits[i, t], target[i, t]) for i in range(2) for t in range(3)]
+    loss = MODELS["gpt"].loss_fn(logits, target)
+    torch.testing.assert_close(loss, torch.stack(each).mean())
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_catalogue_is_true(name: str) -> None:
+    """Names and defaults of arguments are those that an entry builds from."""
+    described = CATALOGUE[name].arguments
+    function = MODELS[name].build
+    while isinstance(function, functools.partial):
+        function = function.func
+    signature = inspect.signature(function).parameters
+    assert list(signature) == list(described) == list(MODELS[name].values)
+    assert {key: value.default for key, value in signature.items()} == dict(MODELS[name].values)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_smallest_image_is_the_smallest(name: str) -> None:
+    """A micro-batch of one row trains at the size that the entry says, and not one pixel below."""
+    arguments, _ = SIZES[name]
+    entry = MODELS[name].configure(**arguments)
+    if entry.image_size is None:
+        assert entry.make_sample(1, None, 0).shape == (1, 6)
+        return
+    # ResNet's groups all have to be there for its size to matter, but not their blocks.
+    model = resnet((1, 1, 1, 1), 5, 4) if name == "resnet101" else entry.build()
+    size = entry.image_size_of_one_row
+    model(entry.make_sample(1, size, 0)).sum().backward()
+    with pytest.raises(ValueError, match="Expected more than 1"):
+        model(entry.make_sample(1, size - 1, 0))
+
+
+def test_entries_are_configured_by_name() -> None:
+    """Arguments given replace the defaults of model and data, and leave the registry alone."""
+    entry = MODELS["unet"].configure(B=1, C=2).configure(depth=1, in_channels=4)
+    assert dict(entry.values) == {"B": 1, "C": 2, "depth": 1, "in_channels": 4, "out_channels": 1}
+    assert entry.smallest_image == 4 and MODELS["unet"].smallest_image == 64
+    assert entry.build()(entry.make_sample(2, 8, 0)).shape == entry.make_target(2, 8, 0).shape
+    assert MODELS["unet"].values["B"] == 5
+
+
+def test_unknown_arguments_are_refused() -> None:
+    """A name that the model does not have is refused with those that it has."""
+    with pytest.raises(
+        UsageError, match=r"L=3 \(expected B, C, depth, .*\).\nFix: B=5, or leave L"
+    ):
+        MODELS["unet"].configure(L=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"layers": "two"}, r"layers='two' \(expected an integer >= 1: .*\).\nFix: layers=12"),
+        ({"layers": "-1"}, r"layers=-1 .*\nFix: layers=1\."),
+        ({"tie": "1"}, r"tie='1' \(expected True or False"),
+        ({"tie": "maybe"}, r"tie='maybe' \(expected True or False"),
+        ({"size": "1"}, r"no such argument: size=1 "),
+    ],
+)
+def test_words_that_are_no_arguments_are_refused(words: dict[str, str], message: str) -> None:
+    """A word that cannot be read is refused as the argument that it was meant to be."""
+    with pytest.raises(UsageError, match=message):
+        read_arguments("gpt", words)
+
+
+def test_words_are_read_as_arguments() -> None:
+    """Numbers, and yes and no, are read as the command line writes them."""
+    read = read_arguments("gpt", {"layers": "3", "tie": "no"})
+    assert read == {"layers": 3, "tie": False} and read["tie"] is False
+
+
+def test_catalogue_loads_no_torch() -> None:
+    """A help text can list all models and arguments without waiting for torch."""
+    code = "import sys, gpipebal.models as m; print(len(m.CATALOGUE), 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(len(MODELS)), "False"]
+
+
+def test_files_do_not_hide_functions() -> None:
+    """`gpt` of the package is the function, also when its file of that name was loaded first."""
+    code = "import gpipebal.models.gpt; from gpipebal.models import gpt, resnet, unet; "
+    code += "import gpipebal.models.resnet; from gpipebal.models import resnet as again; "
+    code += "from gpipebal.models.resnet import resnet as inner; "
+    code += "print(again is resnet is inner, callable(gpt), callable(unet))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["True", "True", "True"]
+
+
+def test_unknown_model_is_an_attribute_error() -> None:
+    """A model that does not exist is refused as Python does it; completion offers the others."""
+    with pytest.raises(AttributeError, match="no attribute 'vgg'"):
+        _ = gpipebal.models.vgg
+    assert set(gpipebal.models.__all__) <= set(dir(gpipebal.models))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("gpt", {"image_size": 64}, "takes no images"),
+        ("unet", {"image_size": 63}, "Fix: --image-size 64"),
+        ("workloads:tiny", {"arguments": {"L": 3}}, "arguments are for built-in models"),
+        ("unet", {"arguments": {"B": 0}}, "Fix: B=1"),
+    ],
+)
+def test_workload_refuses_what_a_model_cannot_take(
+    name: str, wrong: dict[str, object], message: str
+) -> None:
+    """Data and arguments that do not go with a model are refused before anything is built."""
+    with pytest.raises(UsageError, match=message):
+        load_workload(name, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["amoebanetd", "unet", "gpt"])
+def test_workload_builds_from_arguments(name: str) -> None:
+    """Model, sample, target and loss of a workload are of the arguments given, and go together."""
+    arguments, _ = SIZES[name]
+    size = MODELS[name].image_size
+    workload = load_workload(name, rows=2, image_size=size, arguments=arguments)
+    loss = workload.loss(workload.model(workload.sample), workload.target)
+    assert torch.isfinite(loss) and workload.image_size == size
 
 
 def test_models_can_be_looked_up_but_not_changed() -> None:

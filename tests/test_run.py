@@ -163,7 +163,11 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"model": "resnet18"}, UsageError, r"model='resnet18' \(expected resnet101, or"),
+        (
+            {"model": "resnet18"},
+            UsageError,
+            r"model='resnet18' \(expected amoebanetd, gpt, resnet101, unet, or",
+        ),
         ({"model": "no_such_module_at_all:f"}, UsageError, "no module named 'no_such_module_at"),
         ({"model": "workloads.sub:f"}, UsageError, "no module named 'workloads.sub'"),
         ({"model": ":f"}, UsageError, "model is not readable: model=':f'"),

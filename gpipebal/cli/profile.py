@@ -7,7 +7,7 @@ import json
 import os
 from functools import partial
 
-from gpipebal.cli.words import MAKE_MODEL, Commands, add_model
+from gpipebal.cli.words import MAKE_MODEL, Commands, add_model, model_arguments
 
 __all__ = ["add_profile"]
 
@@ -72,6 +72,7 @@ def _profile(options: argparse.Namespace) -> None:
         options.model,
         rows=options.rows,
         image_size=options.image_size,
+        arguments=model_arguments(options),
         seed=options.seed,
         chunks=options.chunks,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from gpipebal.cli.words import MAKE_MODEL, Commands, add_model
+from gpipebal.cli.words import MAKE_MODEL, Commands, add_model, model_arguments
 
 __all__ = ["add_run"]
 
@@ -20,6 +20,7 @@ def add_run(commands: Commands) -> None:
         epilog="examples:\n"
         "  gpipebal run resnet101 --partitions 2\n"
         "  gpipebal run resnet101 --checkpoint never --rows 64 --chunks 16\n"
+        "  gpipebal run gpt --set layers=4 --set width=128 --set heads=4 --set vocabulary=1000\n"
         "  gpipebal run my_package.my_module:make_model --device cuda:0,cuda:1\n"
         f"\n{MAKE_MODEL}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,6 +65,7 @@ def _run(options: argparse.Namespace) -> None:
         chunks=options.chunks,
         rows=options.rows,
         image_size=options.image_size,
+        arguments=model_arguments(options),
         checkpoint=options.checkpoint,
         steps=options.steps,
         threads_per_partition=options.threads_per_partition,

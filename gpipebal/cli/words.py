@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeAlias
 
-__all__ = ["BAD_INPUT", "MAKE_MODEL", "Commands", "Parser", "add_model", "complain"]
+from gpipebal.errors import UsageError
+from gpipebal.models.catalogue import CATALOGUE
+
+__all__ = [
+    "BAD_INPUT",
+    "MAKE_MODEL",
+    "Commands",
+    "Parser",
+    "add_model",
+    "complain",
+    "model_arguments",
+]
 
 #: Exit status of a command that was asked for what cannot be.
 BAD_INPUT = 2
@@ -35,8 +47,16 @@ def complain(message: str) -> None:
 
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the words that choose a model, its data and the micro-batches."""
+    names = ", ".join(CATALOGUE)
     command.add_argument(
-        "model", metavar="MODEL", help="a built-in model (resnet101), or package.module:function"
+        "model", metavar="MODEL", help=f"a built-in model ({names}), or package.module:function"
+    )
+    command.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an argument of a built-in model, listed below; may be given several times",
     )
     for name, default, text in (
         ("--chunks", 8, "micro-batches per mini-batch (default: %(default)s)"),
@@ -47,9 +67,44 @@ def add_model(command: argparse.ArgumentParser) -> None:
         command.add_argument(name, type=int, metavar="N", default=default, help=text)
 
 
-#: What a user's own function returns, for the help of commands.
+def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
+    """Read the words of ``--set``, for `gpipebal.run.load_workload`.
+
+    Raises:
+        UsageError: a word is no ``NAME=VALUE``, or not what the built-in model can be built from.
+    """
+    words: dict[str, str] = {}
+    for word in options.set:
+        name, equals, value = word.partition("=")
+        if not equals or not name or not value:
+            raise UsageError(
+                f"argument of the model is not readable: --set {word} (expected NAME=VALUE).\n"
+                "Fix: --set layers=2, say."
+            )
+        words[name] = value
+    if options.model not in CATALOGUE:
+        return words
+    from gpipebal.models.arguments import read_arguments
+
+    return read_arguments(options.model, words)
+
+
+def _models() -> str:
+    """List the built-in models with their arguments, for the help of commands."""
+    lines = ["built-in models, and what --set changes:"]
+    for model, described in CATALOGUE.items():
+        lines.append(f"  {model}: {described.about}")
+        for name, argument in described.arguments.items():
+            default: object = argument.default
+            if isinstance(default, bool):
+                default = "yes" if default else "no"
+            lines.append(f"    {f'{name}={default}':<18} {argument.meaning}")
+    return "\n".join(lines)
+
+
+#: What a MODEL can be, for the help of commands.
 MAKE_MODEL = (
     "make_model takes nothing and returns (model, sample), or a mapping with 'model' and\n"
     "'sample' and, if wanted, 'loss_fn', 'target', 'optimizer'. The model is an nn.Sequential\n"
-    "of its layers, the sample is a mini-batch."
+    "of its layers, the sample is a mini-batch.\n\n" + _models()
 )

@@ -1,59 +1,69 @@
 """Known models as flat chains, each with data to train it on.
 
-`MODELS` is what the command line looks names up in.
+`CATALOGUE` says in words what there is, without loading torch; `MODELS` is what the command line
+builds from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from gpipebal.models.catalogue import CATALOGUE
 
-from gpipebal.models.resnet import resnet, resnet101
+if TYPE_CHECKING:
+    from gpipebal.models.amoebanet import amoebanetd
+    from gpipebal.models.entries import MODELS, ModelEntry
+    from gpipebal.models.gpt import gpt
+    from gpipebal.models.resnet import resnet, resnet101
+    from gpipebal.models.unet import unet
 
-__all__ = ["MODELS", "ModelEntry", "resnet", "resnet101"]
+__all__ = [
+    "CATALOGUE",
+    "MODELS",
+    "ModelEntry",
+    "amoebanetd",
+    "gpt",
+    "resnet",
+    "resnet101",
+    "unet",
+]
+
+_HOMES = {
+    "MODELS": "entries",
+    "ModelEntry": "entries",
+    "amoebanetd": "amoebanet",
+    "gpt": "gpt",
+    "resnet": "resnet",
+    "resnet101": "resnet",
+    "unet": "unet",
+}
 
 
-@dataclass(frozen=True)
-class ModelEntry:
-    """A built-in model, and random data of the right shape.
+class _Package(ModuleType):
+    """This package: its files do not hide the functions that are called like them.
 
-    Attributes:
-        build: Builds the model, from the global random state.
-        make_sample: Makes a mini-batch from ``(rows, image_size, seed)``.
-        make_target: Makes its target from ``(rows, seed)``.
-        loss_fn: Takes the model's output and the target.
-        image_size: The size, in pixels, that the command line uses unless told.
-        image_size_of_one_row: The smallest image that can be trained on in a micro-batch of one
-            row: a batch normalisation needs more than one value per channel.
+    When Python has loaded a file it puts the module into the package, under the file's name.
     """
 
-    build: Callable[[], nn.Sequential]
-    make_sample: Callable[[int, int, int], Tensor]
-    make_target: Callable[[int, int], Tensor]
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    image_size: int = 64
-    image_size_of_one_row: int = 33
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
 
 
-def random_images(rows: int, image_size: int, seed: int) -> Tensor:
-    """Return `rows` images of three channels with normal noise, of shape (rows, 3, size, size)."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 3, image_size, image_size, generator=generator)
+sys.modules[__name__].__class__ = _Package
 
 
-def random_classes(rows: int, seed: int, n_classes: int = 1000) -> Tensor:
-    """Return `rows` class numbers below `n_classes`, as int64."""
-    # Another stream than the images': targets must not depend on how many pixels were drawn.
-    generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randint(n_classes, (rows,), generator=generator)
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gpipebal.models' has no attribute {name!r}")
+    value = getattr(import_module(f"gpipebal.models.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-#: Built-in models by the name that the command line takes.
-MODELS: Mapping[str, ModelEntry] = MappingProxyType(
-    {"resnet101": ModelEntry(resnet101, random_images, random_classes, F.cross_entropy)}
-)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

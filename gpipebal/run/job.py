@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ def run(
     chunks: int = 8,
     rows: int | None = None,
     image_size: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
     checkpoint: CheckpointMode = "except_last",
     steps: int = 4,
     threads_per_partition: int | None = None,
@@ -59,6 +61,7 @@ def run(
         chunks: Micro-batches per mini-batch.
         rows: Rows of the mini-batch of a built-in model; None: 32.
         image_size: Pixels of the side of its images; None: the model's own default.
+        arguments: What a built-in model is built from, by name; see `gpipebal.models.CATALOGUE`.
         checkpoint: Which micro-batches are recomputed.
         steps: Training steps that are timed, after one that is not.
         threads_per_partition: Intra-operation threads of each CPU partition, also while its
@@ -96,7 +99,9 @@ def run(
             f"seed is out of range: seed={seed} (expected 0 <= seed < 2**63 - 1).\nFix: seed=0."
         )
     places = choose_places(device, partitions)
-    workload = load_workload(model, rows=rows, image_size=image_size, seed=seed, chunks=chunks)
+    workload = load_workload(
+        model, rows=rows, image_size=image_size, seed=seed, chunks=chunks, arguments=arguments
+    )
     if len(places) > len(workload.model):
         raise BalanceError(
             f"model has fewer layers than partitions: partitions={len(places)} "

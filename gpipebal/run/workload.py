@@ -66,6 +66,7 @@ def load_workload(
     image_size: int | None = None,
     seed: int = 0,
     chunks: int = 1,
+    arguments: Mapping[str, int | bool] | None = None,
 ) -> Workload:
     """Find a built-in model, or call the user's function, and complete it with defaults.
 
@@ -76,6 +77,8 @@ def load_workload(
         image_size: Height and width of the images; only for built-in models.
         seed: Seed of parameters and data.
         chunks: Micro-batches that the mini-batch will be parted into.
+        arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`);
+            None, and what is left out: the defaults.
 
     Raises:
         UsageError: no such model, module or function, or the function returned something else
@@ -85,6 +88,11 @@ def load_workload(
     torch.manual_seed(seed)
     if ":" in name:
         _refuse_sizes(name, rows=rows, image_size=image_size)
+        if arguments:
+            raise UsageError(
+                f"arguments are for built-in models: arguments={dict(arguments)} with "
+                f"model={name!r} (expected none).\nFix: leave them out; the function decides."
+            )
         return _users_own(name, _find_function(name))
     if name not in MODELS:
         known = ", ".join(sorted(MODELS))
@@ -93,20 +101,31 @@ def load_workload(
             f"Fix: gpipebal run {sorted(MODELS)[0]}, or name a function of your own that returns "
             "(model, sample)."
         )
-    entry = MODELS[name]
-    size = entry.image_size if image_size is None else image_size
+    entry = MODELS[name].configure(**(arguments or {}))
+    if image_size is not None and entry.image_size is None:
+        raise UsageError(
+            f"model takes no images: image_size={image_size} with model={name!r} (expected no "
+            "--image-size).\nFix: leave --image-size out."
+        )
+    size = image_size or entry.image_size
     n_rows = DEFAULT_ROWS if rows is None else rows
-    if size < entry.image_size_of_one_row and min(chunk_sizes(n_rows, chunks)) < 2:
+    if size is not None and size < entry.smallest_image:
+        raise UsageError(
+            f"images are too small for the model: image_size={size} with model={name!r} (expected "
+            f"at least {entry.smallest_image}).\nFix: --image-size {entry.smallest_image}."
+        )
+    one_row = entry.image_size_of_one_row
+    if size is not None and size < one_row and min(chunk_sizes(n_rows, chunks)) < 2:
         raise UsageError(
             f"micro-batch is too small to normalise: rows={n_rows} in {chunks} micro-batches of "
-            f"images of {size} pixels (expected 2 rows in each, or {entry.image_size_of_one_row} "
-            f"pixels).\nFix: --image-size {entry.image_size_of_one_row}, or --rows {2 * chunks}."
+            f"images of {size} pixels (expected 2 rows in each, or {one_row} "
+            f"pixels).\nFix: --image-size {one_row}, or --rows {2 * chunks}."
         )
     return Workload(
         name=name,
         model=entry.build(),
         sample=entry.make_sample(n_rows, size, seed),
-        target=entry.make_target(n_rows, seed),
+        target=entry.make_target(n_rows, size, seed),
         loss_fn=entry.loss_fn,
         make_optimizer=default_optimizer,
         loss_name=_name_of(entry.loss_fn) + " (default)",

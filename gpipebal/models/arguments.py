@@ -1,0 +1,81 @@
+"""Arguments of models: checked the same way wherever they come from, and read from words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpipebal.errors import UsageError
+from gpipebal.models.catalogue import CATALOGUE, Argument
+
+__all__ = ["check_argument", "check_arguments", "read_arguments"]
+
+_WORDS = {"yes": True, "true": True, "no": False, "false": False}
+
+
+def check_argument(model: str, name: str, value: object, argument: Argument) -> None:
+    """Refuse a value that the model cannot be built from.
+
+    Raises:
+        UsageError: the value has the wrong type or is out of range.
+    """
+    if isinstance(argument.default, bool):
+        if isinstance(value, bool):
+            return
+        expected, fix = "True or False", str(argument.default)
+    else:
+        smallest, step = argument.smallest, argument.multiple_of
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if is_number and value >= smallest and value % step == 0:  # type: ignore[operator]
+            return
+        expected = f"an integer >= {smallest}" + (f", a multiple of {step}" if step > 1 else "")
+        fix = str(argument.default)
+        if is_number:
+            fix = str(max(smallest, -(-value // step) * step))  # type: ignore[operator]
+    raise UsageError(
+        f"{model} cannot be built from this: {name}={value!r} (expected {expected}: "
+        f"{argument.meaning}).\nFix: {name}={fix}."
+    )
+
+
+def check_arguments(model: str, values: Mapping[str, object]) -> None:
+    """Refuse names that the model does not have, and values that it cannot be built from.
+
+    Raises:
+        UsageError: a name is not known, or a value has the wrong type or is out of range.
+    """
+    known = CATALOGUE[model].arguments
+    for name, value in values.items():
+        if name not in known:
+            first, argument = next(iter(known.items()))
+            raise UsageError(
+                f"{model} has no such argument: {name}={value!r} (expected {', '.join(known)}).\n"
+                f"Fix: {first}={argument.default}, or leave {name} out."
+            )
+        check_argument(model, name, value, known[name])
+
+
+def read_arguments(model: str, words: Mapping[str, str]) -> dict[str, int | bool]:
+    """Read a built-in model's arguments from words, as a command line has them.
+
+    Args:
+        model: Name of a built-in model.
+        words: A word for each argument: a number, or yes, no, true or false.
+
+    Raises:
+        UsageError: a name is not known, or a word is not what the argument can be.
+
+    Example:
+        >>> read_arguments("gpt", {"layers": "2", "tie": "yes"})
+        {'layers': 2, 'tie': True}
+    """
+    values: dict[str, int | bool | str] = {}
+    for name, word in words.items():
+        argument = CATALOGUE[model].arguments.get(name)
+        # What cannot be read stays a word, which the check refuses.
+        values[name] = word
+        if argument is not None and isinstance(argument.default, bool):
+            values[name] = _WORDS.get(word.lower(), word)
+        elif word.removeprefix("-").isdecimal():
+            values[name] = int(word)
+    check_arguments(model, values)
+    return {name: value for name, value in values.items() if not isinstance(value, str)}

@@ -1,0 +1,100 @@
+"""What there is to build, in words: names, arguments, defaults. Loads no torch, for ``--help``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["CATALOGUE", "Argument", "Description"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A number, or a yes or no, that a model is built from.
+
+    Attributes:
+        default: What it is unless told; a bool means that it is a yes or no.
+        meaning: What it says, in a few words.
+        smallest: The smallest number allowed.
+        multiple_of: What the number has to be a multiple of.
+    """
+
+    default: int | bool
+    meaning: str
+    smallest: int = 1
+    multiple_of: int = 1
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model is and takes.
+
+    Attributes:
+        about: The model in one line.
+        arguments: What it is built from, by name, in the order of the function that builds it.
+        image_size: Pixels of the side of its images unless told; None: it takes no images.
+        smallest_image: The smallest image that it can be trained on.
+        image_size_of_one_row: The smallest image that it can be trained on in a micro-batch of
+            one row: a batch normalisation needs more than one value per channel.
+    """
+
+    about: str
+    arguments: Mapping[str, Argument]
+    image_size: int | None = None
+    smallest_image: int = 1
+    image_size_of_one_row: int = 1
+
+
+_CLASSES = Argument(1000, "classes to tell apart")
+
+#: All built-in models by the name that the command line takes.
+CATALOGUE: Mapping[str, Description] = MappingProxyType(
+    {
+        "resnet101": Description(
+            "ResNet-101: image classification, 370 layers",
+            MappingProxyType({"num_classes": _CLASSES}),
+            image_size=64,
+            image_size_of_one_row=33,
+        ),
+        "amoebanetd": Description(
+            "AmoebaNet-D (L, D): image classification, L + 6 layers",
+            MappingProxyType(
+                {
+                    "L": Argument(18, "normal cells, a multiple of 3", 3, 3),
+                    "D": Argument(208, "channels in the first cells, a multiple of 4", 8, 4),
+                    "num_classes": _CLASSES,
+                }
+            ),
+            image_size=64,
+            image_size_of_one_row=33,
+        ),
+        "unet": Description(
+            "U-Net (B, C): image segmentation, 44 B + 21 layers at depth 5, long skips",
+            MappingProxyType(
+                {
+                    "B": Argument(5, "convolutions at each level, down and up"),
+                    "C": Argument(64, "channels of the first level, a multiple of 2", 2, 2),
+                    "depth": Argument(5, "levels, each of half the image size"),
+                    "in_channels": Argument(3, "channels of the image"),
+                    "out_channels": Argument(1, "channels of the output"),
+                }
+            ),
+            image_size=64,
+            smallest_image=64,
+        ),
+        "gpt": Description(
+            "GPT: language model, two layers a block, and 3 more",
+            MappingProxyType(
+                {
+                    "layers": Argument(12, "blocks of attention and feed-forward"),
+                    "width": Argument(768, "size of a hidden state, a multiple of heads"),
+                    "heads": Argument(12, "heads of each attention"),
+                    "vocabulary": Argument(50257, "different tokens"),
+                    "context": Argument(128, "most tokens in a row, and tokens of the sample"),
+                    "tie": Argument(False, "whether the head's weights are the embedding's"),
+                }
+            ),
+        ),
+    }
+)

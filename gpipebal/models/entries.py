@@ -1,0 +1,171 @@
+"""Each built-in model with random data to train it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipebal.models.amoebanet import amoebanetd
+from gpipebal.models.arguments import check_arguments
+from gpipebal.models.catalogue import CATALOGUE, Description
+from gpipebal.models.gpt import gpt
+from gpipebal.models.resnet import resnet101
+from gpipebal.models.unet import unet
+
+__all__ = ["MODELS", "ModelEntry", "token_cross_entropy"]
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A built-in model, and random data of the right shape.
+
+    `build`, `make_sample` and `make_target` know the arguments that the entry stands for: the
+    defaults of `gpipebal.models.catalogue`, or those that `configure` was given.
+
+    Attributes:
+        name: Its name.
+        description: What it is and takes, in words.
+        build: Builds the model, from the global random state.
+        make_sample: Makes a mini-batch from ``(rows, image_size, seed)``.
+        make_target: Makes its target from ``(rows, image_size, seed)``.
+        loss_fn: Takes the model's output and the target.
+        values: The arguments that the entry stands for.
+    """
+
+    name: str
+    description: Description
+    build: Callable[..., nn.Sequential]
+    make_sample: Callable[..., Tensor]
+    make_target: Callable[..., Tensor]
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    values: Mapping[str, int | bool] = field(default_factory=dict)
+
+    @property
+    def image_size(self) -> int | None:
+        """Pixels of the side of its images unless told; None: it takes no images."""
+        return self.description.image_size
+
+    @property
+    def smallest_image(self) -> int:
+        """The smallest image that the model can be trained on."""
+        if self.name == "unet":
+            # Below two pixels at the bottom there is nothing to normalise.
+            return int(2 ** (self.values["depth"] + 1))
+        return self.description.smallest_image
+
+    @property
+    def image_size_of_one_row(self) -> int:
+        """The smallest image that a micro-batch of one row can be trained on."""
+        return max(self.smallest_image, self.description.image_size_of_one_row)
+
+    def configure(self, **values: Any) -> ModelEntry:
+        """Return the entry of the same model with other arguments; the others stay.
+
+        Raises:
+            UsageError: a name is not known, or a value has the wrong type or is out of range.
+
+        Example:
+            >>> entry = MODELS["gpt"].configure(layers=1, width=8, heads=2, context=4)
+            >>> len(entry.build()), entry.make_sample(3, None, seed=0).shape
+            (5, torch.Size([3, 4]))
+        """
+        check_arguments(self.name, values)
+        return replace(
+            self,
+            build=partial(self.build, **values),
+            make_sample=partial(self.make_sample, **values),
+            make_target=partial(self.make_target, **values),
+            values=MappingProxyType({**self.values, **values}),
+        )
+
+
+# The makers of data take all arguments of their model, and use those that matter to them.
+
+
+def random_images(
+    rows: int, image_size: int, seed: int, *, in_channels: int = 3, **_: int
+) -> Tensor:
+    """Return images of normal noise, of shape (rows, channels, image_size, image_size)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, in_channels, image_size, image_size, generator=generator)
+
+
+def random_classes(
+    rows: int, image_size: int, seed: int, *, num_classes: int = 1000, **_: int
+) -> Tensor:
+    """Return `rows` class numbers below `num_classes`, as int64."""
+    # Another stream than the images': targets must not depend on how many pixels were drawn.
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(num_classes, (rows,), generator=generator)
+
+
+def random_masks(
+    rows: int, image_size: int, seed: int, *, out_channels: int = 1, **_: int
+) -> Tensor:
+    """Return for every pixel a number between 0 and 1, as float32."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.rand(rows, out_channels, image_size, image_size, generator=generator)
+
+
+def random_tokens(
+    rows: int, image_size: int | None, seed: int, *, vocabulary: int, context: int, **_: int
+) -> Tensor:
+    """Return tokens below `vocabulary`, as int64 of shape (rows, context)."""
+    return _text(rows, seed, vocabulary, context)[:, :-1]
+
+
+def following_tokens(
+    rows: int, image_size: int | None, seed: int, *, vocabulary: int, context: int, **_: int
+) -> Tensor:
+    """Return the token that follows each of `random_tokens` in the same text."""
+    return _text(rows, seed, vocabulary, context)[:, 1:]
+
+
+def _text(rows: int, seed: int, vocabulary: int, context: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (rows, context + 1), generator=generator)
+
+
+def token_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy over all tokens of all rows.
+
+    Args:
+        logits: Of shape (rows, length, vocabulary).
+        target: The tokens that were right, of shape (rows, length).
+
+    Example:
+        >>> token_cross_entropy(torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.int64)).item()
+        2.079...
+    """
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _entry(
+    name: str,
+    build: Callable[..., nn.Sequential],
+    make_sample: Callable[..., Tensor],
+    make_target: Callable[..., Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> ModelEntry:
+    description = CATALOGUE[name]
+    entry = ModelEntry(name, description, build, make_sample, make_target, loss_fn)
+    defaults = {name: argument.default for name, argument in description.arguments.items()}
+    return entry.configure(**defaults)
+
+
+_ENTRIES = (
+    _entry("resnet101", resnet101, random_images, random_classes, F.cross_entropy),
+    _entry("amoebanetd", amoebanetd, random_images, random_classes, F.cross_entropy),
+    _entry("unet", unet, random_images, random_masks, F.binary_cross_entropy_with_logits),
+    _entry("gpt", gpt, random_tokens, following_tokens, token_cross_entropy),
+)
+
+#: Built-in models by the name that the command line takes.
+MODELS: Mapping[str, ModelEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
