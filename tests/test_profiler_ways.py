@@ -21,6 +21,8 @@ import gpipebal as gb
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler import measure
+from gpipebal.profiler.settle import settle_rounds, whole_again
+from gpipebal.profiler.step import measure_optimizer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -320,3 +322,30 @@ def test_compiled_layers_are_measured() -> None:
     result = profile(model, sample)
     assert [layer.flops for layer in result.layers] == [2 * 6 * 16, 2 * 6 * 16, 0]
     assert same(state_of(model), before)
+
+
+def test_a_recompute_keeps_what_it_costs_beyond_a_forward() -> None:
+    """Settled with the whole chain, a recompute is as much longer as its layers were measured."""
+    forward, whole = [[2.0, 3.0], [2.0, 3.0]], [4.0, 4.0]
+    again = [[2.5, 3.5], [2.5, 3.5]]
+    settled = settle_rounds(again, whole_again(again, forward, whole))
+    assert settled.times.sum() == pytest.approx(5.0)
+    assert whole_again(again, forward, []) == []
+
+
+def test_every_step_of_the_optimizer_finds_new_gradients() -> None:
+    """What is clocked is a step on gradients that a backward has just made, not on freed ones."""
+    seen: list[float] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(sum(float(p.grad.sum()) for p in self.param_groups[0]["params"]))
+            return super().step(closure)
+
+    parameters = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2))]
+    seconds = measure_optimizer(
+        lambda found: Noting(found, lr=0.1), parameters, torch.device("cpu")
+    )
+    assert seconds > 0 and len(seen) > 1
+    assert seen == [pytest.approx(6e-6)] * len(seen)
+    assert all(p.grad is None and bool((p == 1).all()) for p in parameters)

@@ -18,7 +18,7 @@ from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.rounds import Times
-from gpipebal.profiler.settle import Settled, settle_rounds
+from gpipebal.profiler.settle import Settled, settle_rounds, whole_again
 from gpipebal.profiler.step import OptimizerFactory, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
 
@@ -41,7 +41,9 @@ def describe_layers(
     settled = {
         "forward": settle_rounds(times.forward, times.whole_forward),
         "backward": settle_rounds(times.backward, times.whole_backward),
-        "recompute": settle_rounds(times.recompute, times.whole_forward),
+        "recompute": settle_rounds(
+            times.recompute, whole_again(times.recompute, times.forward, times.whole_forward)
+        ),
         "no_grad_forward": settle_rounds(times.without_graph, times.whole_without_graph),
     }
     host_forward = np.median(times.host_forward, axis=0) if times.host_forward else None

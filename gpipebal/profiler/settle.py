@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Settled", "settle", "settle_rounds"]
+__all__ = ["Settled", "settle", "settle_rounds", "whole_again"]
 
 #: A layer keeps at least this share of its measured time.
 LEAST_SHARE = 0.1
@@ -75,6 +75,30 @@ def settle_rounds(layers: Sequence[Sequence[float]], whole: Sequence[float]) -> 
         whole_spread=float(np.subtract(*np.percentile(whole, [75, 25]))),
         rounds=rounds,
     )
+
+
+def whole_again(
+    again: Sequence[Sequence[float]], layers: Sequence[Sequence[float]], whole: Sequence[float]
+) -> list[float]:
+    """Tell what the chain in one piece would take the second time, which never is in one piece.
+
+    The price of cutting is the same both times, so the whole differs as the sums over the layers
+    do.
+
+    Args:
+        again: For each round, the seconds of every layer the second time.
+        layers: The same the first time.
+        whole: For each round, the seconds of the chain in one piece the first time.
+
+    Example:
+        >>> whole_again([[2.0, 4.0]], [[2.0, 3.0]], [4.0])
+        [5.0]
+    """
+    if not len(whole) or not len(again) or not len(layers):
+        return list(whole)
+    later = np.nanmedian(np.asarray(again, dtype=np.float64), axis=0).sum()
+    first = np.nanmedian(np.asarray(layers, dtype=np.float64), axis=0).sum()
+    return [max(0.0, float(seconds + later - first)) for seconds in whole]
 
 
 def settle(times: NDArray[np.float64], whole: float) -> NDArray[np.float64]:

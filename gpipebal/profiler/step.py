@@ -21,6 +21,8 @@ __all__ = ["OptimizerFactory", "measure_gather", "measure_optimizer", "optimizer
 REPEATS = 5
 #: Parameters of at most this many bytes are stepped; the time of more is scaled up.
 LARGEST_STEPPED = 2**28
+#: Bytes that no cache holds: writing so many leaves nothing else in it.
+BEYOND_CACHES = 2**26
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -88,14 +90,18 @@ def measure_optimizer(
     try:
         stepper = optimizer(stepped)
 
-        def run_step() -> None:
+        def prepare() -> None:
             for parameter in stepped:
-                parameter.grad = grads[id(parameter)]
+                parameter.grad = torch.full_like(parameter, 1e-6)
+            # A backward of the whole model lies before a step: nothing is left in the caches.
+            elsewhere.fill_(0.0)
+
+        def run_step() -> None:
             stepper.step()
             stepper.zero_grad()
 
-        grads = {id(p): torch.full_like(p, 1e-6) for p in stepped}
-        seconds = _median_time(run_step, device)
+        elsewhere = torch.empty(BEYOND_CACHES // 4, dtype=torch.float32, device=device)
+        seconds = _median_time(run_step, device, prepare)
     except Exception as error:
         raise ProfileError(
             f"the optimizer failed: {type(error).__name__}: {error}\n"
@@ -105,10 +111,15 @@ def measure_optimizer(
     return seconds * sum(p.nbytes for p in trainable) / max(1, n_bytes)
 
 
-def _median_time(work: Callable[[], Any], device: torch.device) -> float:
+def _median_time(
+    work: Callable[[], Any], device: torch.device, prepare: Callable[[], None] = lambda: None
+) -> float:
+    """Clock some work; `prepare` comes before each time, and is not clocked."""
+    prepare()
     work()
     times = []
     for _ in range(REPEATS):
+        prepare()
         synchronize(device)
         start = time.perf_counter()
         work()
