@@ -78,7 +78,9 @@ def test_stored_profiles_can_be_planned() -> None:
     for path in files:
         profile = gb.Profile.load(path)
         assert f"`{path.name}`" in listed
-        assert {"device", "torch", "date", "rounds"} <= profile.provenance.keys()
+        assert {"device", "torch", "date", "method"} <= profile.provenance.keys()
+        asked = "rates" if profile.provenance["method"] == "estimate" else "rounds"
+        assert asked in profile.provenance
         for partitions in (2, 4, 8):
             plan = gb.solve(profile, partitions)
             assert plan.status == "optimal"

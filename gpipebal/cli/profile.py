@@ -22,6 +22,7 @@ def add_profile(commands: Commands) -> None:
         epilog="examples:\n"
         "  gpipebal profile resnet101 --chunks 8 --output resnet101.json\n"
         "  gpipebal profile resnet101 --estimate 'A100' --rows 256 --image-size 224\n"
+        "  gpipebal profile gpt --set layers=96 --set width=12288 --set heads=96 --estimate H100\n"
         "  gpipebal profile my_package.my_module:make_model --device cuda:0 --json\n"
         f"\n{MAKE_MODEL}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,6 +76,7 @@ def _profile(options: argparse.Namespace) -> None:
         arguments=model_arguments(options),
         seed=options.seed,
         chunks=options.chunks,
+        with_values=options.estimate is None,
     )
     terms = {
         "chunks": options.chunks,

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,7 @@ def load_workload(
     seed: int = 0,
     chunks: int = 1,
     arguments: Mapping[str, int | bool] | None = None,
+    with_values: bool = True,
 ) -> Workload:
     """Find a built-in model, or call the user's function, and complete it with defaults.
 
@@ -79,6 +81,8 @@ def load_workload(
         chunks: Micro-batches that the mini-batch will be parted into.
         arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`);
             None, and what is left out: the defaults.
+        with_values: Whether a built-in model's parameters get memory and values; else they are on
+            the meta device, which is enough for an estimate, of any size.
 
     Raises:
         UsageError: no such model, module or function, or the function returned something else
@@ -121,9 +125,11 @@ def load_workload(
             f"images of {size} pixels (expected 2 rows in each, or {one_row} "
             f"pixels).\nFix: --image-size {one_row}, or --rows {2 * chunks}."
         )
+    with nullcontext() if with_values else torch.device("meta"):
+        model = entry.build()
     return Workload(
         name=name,
-        model=entry.build(),
+        model=model,
         sample=entry.make_sample(n_rows, size, seed),
         target=entry.make_target(n_rows, size, seed),
         loss_fn=entry.loss_fn,
