@@ -9,8 +9,8 @@ from torch import nn
 
 from gpipebal.errors import BalanceError, ModelError, UnsupportedPlanError
 from gpipebal.pipeline.container import Container
-from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.plan import Plan
+from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.schedule import SCHEDULES, check_count
 
 __all__ = ["check_balance", "check_plan_names", "check_plan_schedule", "layers_of", "plan_warnings"]

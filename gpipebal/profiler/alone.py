@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
-from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.profile import SkipProfile
+from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times

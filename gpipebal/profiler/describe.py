@@ -14,8 +14,8 @@ from torch import nn
 
 import gpipebal
 from gpipebal.pipeline.devices import visible_cores
-from gpipebal.pipeline.fingerprint import fingerprint
 from gpipebal.profile import LayerProfile
+from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.rounds import Times
 from gpipebal.profiler.settle import Settled, settle_rounds, whole_again
