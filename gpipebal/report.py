@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from gpipebal.files import write_record
-from gpipebal.units import format_bytes, format_percent, format_seconds
+from gpipebal.text import aligned
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 __all__ = ["PlainTimes", "RunReport"]
 
@@ -136,10 +136,12 @@ class RunReport:
 def _title(report: RunReport) -> str:
     devices = list(dict.fromkeys(report.devices))
     threads = report.threads_per_partition
-    each = f", {_threads(threads)} each" if threads is not None else ""
+    each = f", {count(threads, 'thread')} each" if threads is not None else ""
+    partitions = count(len(report.devices), "partition")
+    rows = count(report.mini_batch_rows, "row")
     return (
-        f"{report.model} on {len(report.devices)} partitions ({', '.join(devices)}{each}), "
-        f"{report.chunks} micro-batches of {report.mini_batch_rows} rows together, "
+        f"{report.model} on {partitions} ({', '.join(devices)}{each}), "
+        f"{count(report.chunks, 'micro-batch')} of {rows} together, "
         f"checkpoint={report.checkpoint!r}, loss {report.loss}, optimizer {report.optimizer}"
     )
 
@@ -161,7 +163,7 @@ def _predictions(report: RunReport) -> list[str]:
     for name, expected, found in [*named, ("peak memory, all", total, report.total_peak_bytes)]:
         rows.append([name, format_bytes(expected), format_bytes(found)])
         rows[-1].append(_signed(_error(expected, found)))
-    return _aligned(rows)
+    return aligned(rows, gap="   ")
 
 
 def _comparison(report: RunReport) -> list[str]:
@@ -172,7 +174,7 @@ def _comparison(report: RunReport) -> list[str]:
         ratio = "" if name == "pipeline" else f"{median(times) / report.step_time:.2f}x as fast"
         figures = [format_seconds(value) for value in (median(times), min(times), max(times))]
         rows.append([name, *figures, ratio])
-    return _aligned(rows)
+    return aligned(rows, gap="   ")
 
 
 def _verdicts(report: RunReport) -> list[str]:
@@ -186,8 +188,8 @@ def _verdicts(report: RunReport) -> list[str]:
             f"it takes {format_percent(abs(longer))} {less} time per step."
         )
     lines.append(
-        f"Times are of {len(report.step_times)} steps, taken in turns after one warm-up; the plain "
-        "model does the same micro-batches one by one, without recompute."
+        f"Times are of {count(len(report.step_times), 'step')}, taken in turns after one warm-up; "
+        "the plain model does the same micro-batches one by one, without recompute."
     )
     return lines
 
@@ -200,19 +202,3 @@ def _signed(fraction: float | None) -> str:
     if fraction is None:
         return ""
     return ("+" if fraction >= 0 else "") + format_percent(fraction)
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, *others = (
-            cell.rjust(width) if k else cell.ljust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("   ".join([first, *others]).rstrip())
-    return lines

@@ -29,7 +29,7 @@ def profile_table(profile: Profile, n_layers: int = 30) -> str:
 
     Example:
         >>> print(profile_table(Profile.from_costs([1.0, 3.0], names=["a", "b"])))
-        Profile of 2 layers on costs, micro-batch of 1 rows: forward 4.00 s, backward 8.00 s, \
+        Profile of 2 layers of given costs, micro-batch of 1 row: forward 4.00 s, backward 8.00 s, \
 parameters 0 B
         layer  name  kind   forward  backward   share  parameters  output  saved
             0  a     Layer   1.00 s    2.00 s  25.0 %         0 B     0 B    0 B

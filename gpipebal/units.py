@@ -1,4 +1,4 @@
-"""Seconds and bytes as people read them: the only place where units are formatted or parsed.
+"""Seconds, bytes and counts as people read them: the only place where units are written or read.
 
 Inside gpipebal every time is a float in seconds and every size an int in bytes.
 """
@@ -10,7 +10,7 @@ import re
 
 from gpipebal.errors import UsageError
 
-__all__ = ["format_bytes", "format_percent", "format_seconds", "parse_bytes"]
+__all__ = ["count", "format_bytes", "format_percent", "format_seconds", "parse_bytes"]
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BYTES_PER_UNIT = {
@@ -76,6 +76,17 @@ def format_percent(fraction: float) -> str:
         '12.3 %'
     """
     return f"{100 * fraction:.1f} %"
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number with its noun, which takes an s unless the number is 1.
+
+    Example:
+        >>> count(1, "partition"), count(3, "micro-batch"), count(2500, "row")
+        ('1 partition', '3 micro-batches', '2,500 rows')
+    """
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def parse_bytes(text: int | str) -> int:

@@ -316,7 +316,7 @@ def test_bars_have_the_figures_of_the_rows() -> None:
     assert values == {
         "step time, mean absolute error": (pytest.approx(0.045), True),
         "step time, farthest off": (pytest.approx(0.125), False),
-        "mean, by profiles of the same minutes": (pytest.approx(0.0), None),
+        "mean, by a profile of some minutes before": (pytest.approx(0.0), None),
         "mean, of steps at the first quartile": (pytest.approx(first_quartile), None),
         "peak memory, mean absolute error": (pytest.approx(0.006), True),
         "peak memory, farthest under": (pytest.approx(-0.02), False),
@@ -468,8 +468,8 @@ def _record() -> dict[str, Any]:
             "balance": [end, 6 - end],
             "source": source,
             "predicted": {
-                "start": predicted,
-                "same minutes": measured,
+                "start": measured,
+                "same minutes": predicted,
                 "one profile": predicted,
             },
             "seconds": {"median": measured, "q1": measured - 0.01, "q3": measured + 0.01},

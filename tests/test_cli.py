@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import gpipebal
-from gpipebal.cli import main
+from gpipebal.cli import EXIT_STATUS, NOBODY_READS, _parser, main
+from gpipebal.cli.interrupts import INTERRUPTED
+from gpipebal.cli.words import BAD_INPUT, NO_PLAN, with_flags
 from gpipebal.errors import ProfileError
 from gpipebal.plan import Plan
 from gpipebal.profile import Profile
@@ -65,11 +68,13 @@ def _wait_for(process: subprocess.Popen[str], word: str) -> None:
         (["workloads:missing"], "function cannot be called"),
         (["workloads:model_only"], "function returned the wrong thing"),
         (["no_such_module_at_all:f"], "module cannot be imported"),
-        (["workloads:tiny", "--partitions", "9"], "fewer layers than partitions: partitions=9"),
-        (["workloads:tiny", "--chunks", "0"], "chunks is too small: chunks=0"),
-        (["workloads:tiny", "--device", "cuda:99"], "device does not exist: device='cuda:99'"),
+        (["workloads:tiny", "--partitions", "9"], "fewer layers than partitions: --partitions 9"),
+        (["workloads:tiny", "--chunks", "0"], "chunks is too small: --chunks 0"),
+        (["workloads:tiny", "--device", "cuda:99"], "device does not exist: --device cuda:99"),
         (["workloads:tiny", "--rows", "4"], "--rows is for built-in models"),
-        (["workloads:tiny", "--checkpoint", "no"], "checkpoint mode does not exist"),
+        (["workloads:tiny", "--checkpoint", "no"], "mode does not exist: --checkpoint no"),
+        (["workloads:tiny", "--try", "0"], "attempts is too small: --try 0"),
+        (["workloads:tiny", "--try", "2", "--checkpoint", "always"], "--try 2 with --checkpoint"),
     ],
 )
 def test_bad_input_gives_one_clear_line(
@@ -139,14 +144,12 @@ def test_traceback_ends_with_status_one(tmp_path: Path) -> None:
     assert "in raising" in done.stderr and "ZeroDivisionError: the user's" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"]])
-def test_help_needs_no_torch(words: list[str]) -> None:
-    """Help and version come at once, without loading torch."""
-    code = (
-        "import sys, gpipebal.cli\n"
-        f"try: gpipebal.cli.main({words!r})\n"
-        "except SystemExit as end: print('status', end.code, 'torch' in sys.modules)"
-    )
+#: All commands.
+COMMANDS = ("run", "profile", "solve", "simulate", "compare", "show")
+
+
+def _python(code: str) -> list[str]:
+    """Run code in a fresh interpreter; return the lines that it prints."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -155,14 +158,75 @@ def test_help_needs_no_torch(words: list[str]) -> None:
         timeout=WATCHDOG,
         check=True,
     )
-    assert done.stdout.splitlines()[-1] == "status 0 False"
+    return done.stdout.splitlines()
 
 
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help of a command ends with lines that can be copied."""
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([c, "--help"] for c in COMMANDS)])
+def test_help_needs_no_torch(words: list[str]) -> None:
+    """Help and version come at once, without loading torch, numpy or any drawing."""
+    heavy = ("torch", "numpy", "matplotlib", "pandas")
+    code = (
+        "import sys, gpipebal.cli\n"
+        f"try: gpipebal.cli.main({words!r})\n"
+        f"except SystemExit as end: print('status', end.code, set({heavy!r}) & set(sys.modules))"
+    )
+    assert _python(code)[-1] == "status 0 set()"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_examples_that_can_be_read(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The help of every command ends with lines that can be copied, and their words exist."""
     with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    assert "gpipebal run resnet101 --partitions 2\n" in capsys.readouterr().out
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    examples = [line.strip() for line in lines if line.startswith(f"  gpipebal {command} ")]
+    assert len(examples) >= 3
+    for example in examples:
+        words = shlex.split(example.split("|")[0])[1:]
+        assert _parser().parse_args(words).command is not None
+
+
+def test_exit_statuses_are_documented() -> None:
+    """The help of the command lists every exit status that there is."""
+    listed = {int(line.split()[0]) for line in EXIT_STATUS.splitlines()[1:]}
+    assert listed == {0, 1, BAD_INPUT, NO_PLAN, INTERRUPTED, NOBODY_READS}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+def test_help_into_a_closed_pipe_is_no_error(words: list[str]) -> None:
+    """``gpipebal --help | true`` ends without a word on standard error."""
+    # Without a buffer argparse itself writes, and swallows the error.
+    environment = {k: v for k, v in _environment().items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        _command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read()
+        assert (process.wait(WATCHDOG), err) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("n_partitions=9 (expected 1).", "--partitions 9 (expected 1)."),
+        ("balance=[1, 2]; chunks=2.5.", "--balance 1,2; --chunks 2.5."),
+        ("time_limit=None, or chunks=8", "no --time-limit, or --chunks 8"),
+        ("profile.chunks=3, my_chunks=4", "profile.chunks=3, my_chunks=4"),
+        ("checkpoint='always'.", "--checkpoint always."),
+        ("checkpoint=('never', 'always')", "--checkpoint never,always"),
+        ("sum(balance)=3", "sum(balance)=3"),
+        ("chunks='' is none", "--chunks '' is none"),
+    ],
+)
+def test_errors_speak_of_options(text: str, words: str) -> None:
+    """An argument in Python is said as the option that sets it, and nothing else is changed."""
+    names = ("partitions", "n_partitions", "balance", "chunks", "time_limit", "checkpoint")
+    flags = {name: f"--{name.replace('_', '-')}" for name in names}
+    assert with_flags(text, {**flags, "n_partitions": "--partitions"}) == words
+    assert with_flags(text, {}) == text
 
 
 def test_command_does_the_whole_job(tmp_path: Path) -> None:

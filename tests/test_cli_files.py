@@ -97,6 +97,7 @@ def test_show_prints_json_for_machines(
     ("text", "message"),
     [
         ("{}", "is no profile, plan or timeline"),
+        ('{"format": 3}', "is no profile, plan or timeline"),
         ('{"format": "gpipebal-report", "version": 1}', "is no profile, plan or timeline"),
         ('{"gpipebal": 3}', "is no profile, plan or timeline"),
         ("[", "is not readable JSON"),

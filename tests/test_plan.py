@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipebal.errors import BalanceError, FileFormatError
+from gpipebal.errors import BalanceError, FileFormatError, ProfileError
 from gpipebal.plan import PartitionPlan, PeakMemory, Plan
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
@@ -201,6 +201,67 @@ def test_damaged_record_is_refused(damage: Any) -> None:
     damage(record)
     with pytest.raises(FileFormatError, match=r"plan is damaged: .+\nFix: solve again"):
         Plan.from_dict(record)
+
+
+def test_what_a_plan_can_say_survives_a_file(tmp_path: Path) -> None:
+    """Links, limits, the order of devices, sensitivity and notes come back as they were."""
+    part = PartitionPlan(
+        ("a",), ("x",), 1.0, 2.0, 0.5, memory_limit=2048, receive_time=0.5, return_time=0.25
+    )
+    plan = _plan(
+        partitions=(part, part),
+        checkpoint=("never", "always"),
+        device_order=(1, 0),
+        overlaps=False,
+        sensitivity=((None, 0.5),),
+        notes=("Said.",),
+        equal_split_value=25.0,
+    )
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert (plan.devices, plan.gain) == ((1, 0), pytest.approx(0.2))
+    text = str(plan)
+    assert all(word in text for word in ("device", "transfers", "750 ms", "limit", "Note: Said."))
+
+
+def test_a_file_of_version_2_is_still_read() -> None:
+    """What later versions added is then unknown, or nothing special."""
+    record = json.loads(json.dumps(_plan().to_dict()))
+    for name in ("device_order", "overlaps", "sensitivity", "notes"):
+        del record[name]
+    for part in record["partitions"]:
+        for name in ("memory_limit", "receive_time", "return_time"):
+            del part[name]
+    assert Plan.from_dict({**record, "version": 2}) == _plan()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device_order": (0, 0)},
+        {"device_order": (0, 1.0)},
+        {"overlaps": 1},
+        {"sensitivity": ((1.0,),)},
+        {"sensitivity": ((1.0, "much"),)},
+        {"sensitivity": ((1.0, 1.0), (1.0, 1.0))},
+        {"notes": (3,)},
+        {"value": float("nan")},
+        {"partitions": (PartitionPlan(("a",), (), 0.0, 0.0, 0.0, memory_limit=1.5),)},  # type: ignore[arg-type]
+        {"partitions": (PartitionPlan(("a",), (), 0.0, 0.0, 0.0, receive_time=-1.0),)},
+    ],
+)
+def test_impossible_values_are_refused(changes: dict[str, Any]) -> None:
+    """An order that is none, growth that is no number, or a limit that is no size."""
+    with pytest.raises(ProfileError, match="has an impossible value"):
+        _plan(**changes)
+
+
+def test_values_have_the_unit_of_the_objective() -> None:
+    """Peak memory is told in bytes, a cost of the caller's as a plain number."""
+    assert "peak_memory 2.00 KiB" in str(_plan(objective="peak_memory", value=2048, lower_bound=9))
+    assert "cost 12.5 (proven optimal)" in str(
+        _plan(objective="cost", value=12.5, lower_bound=12.5)
+    )
 
 
 def test_newer_file_is_refused(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 2)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 3)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +292,6 @@ def test_text_of_a_profile_sums_it_up() -> None:
     """Printing a profile shows how many layers, where, and the totals."""
     profile = Profile.from_costs([1.0, 2.0], parameter_bytes=[1024, 1024], rows=4)
     assert str(profile) == (
-        "Profile of 2 layers on costs, micro-batch of 4 rows: "
+        "Profile of 2 layers of given costs, micro-batch of 4 rows: "
         "forward 3.00 s, backward 6.00 s, parameters 2.00 KiB"
     )

@@ -330,3 +330,35 @@ def test_one_layer_at_a_time_needs_the_memory_of_one() -> None:
     # Its parameters, its gradients, and the gradients that are added to those; and the values
     # that are on their way, which are small here.
     assert peak(one_at_a_time=True) < 3 * layer + 64 * sample.nbytes
+
+
+class Sequences(nn.Module):
+    """A recurrent layer of two directions over sequences, without its last state."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(8, 4, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.rnn(x)[0]
+        return output
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_flops_of_a_recurrent_layer_are_those_of_its_products(kind: type[nn.RNNBase]) -> None:
+    """Every matrix of weights meets every token once, in one kernel or in many."""
+    layer = Sequences(kind)
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    result = profile(nn.Sequential(layer), torch.randn(3, 5, 8))
+    assert result.layers[0].flops == 2 * 3 * 5 * matrices
+
+
+def test_flops_of_fused_attention_are_those_of_its_products() -> None:
+    """Scores and values are two products of matrices, also where no matrix of scores exists."""
+
+    class Fused(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    result = profile(nn.Sequential(Fused()), torch.randn(2, 4, 16, 8))
+    assert result.layers[0].flops == 2 * (2 * 2 * 4 * 16 * 16 * 8)

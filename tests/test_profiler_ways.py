@@ -272,7 +272,8 @@ def test_skips_are_measured_in_the_chain(way: dict[str, Any]) -> None:
 def test_dtype_and_provenance() -> None:
     """A profile says with what, where and how it was measured, and what is doubtful."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    result = profile(model, torch.randn(6, 4, dtype=torch.float64), chunks=2, threads=1)
+    sample = torch.randn(6, 4, dtype=torch.float64)
+    result = profile(model, sample, chunks=2, threads=1, as_pipeline=False)
     expected = {"method": "measure", "dtype": "float64", "autocast": None, "rows": 3, "threads": 1}
     assert expected.items() <= result.provenance.items()
     names = {"device", "torch", "cuda", "date", "gpipebal", "rounds", "correction", "partitions"}

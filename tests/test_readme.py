@@ -70,21 +70,61 @@ def test_first_run_figures_are_the_stored_ones(mode: str) -> None:
     assert {"torch", "device", "date", "gpipebal"} <= report["provenance"].keys()
 
 
-def test_stored_profiles_can_be_planned() -> None:
-    """Every stored profile loads, says where it comes from, has a row in the README, and plans."""
-    files = sorted((ROOT / "profiles").glob("*.json"))
-    assert files
-    listed = (ROOT / "profiles" / "README.md").read_text(encoding="utf-8")
-    for path in files:
-        profile = gb.Profile.load(path)
-        assert f"`{path.name}`" in listed
-        assert {"device", "torch", "date", "method"} <= profile.provenance.keys()
-        asked = "rates" if profile.provenance["method"] == "estimate" else "rounds"
-        assert asked in profile.provenance
-        for partitions in (2, 4, 8):
-            plan = gb.solve(profile, partitions)
-            assert plan.status == "optimal"
-            assert gb.simulate(plan).makespan == pytest.approx(plan.makespan, rel=1e-12)
+#: A number with a unit of time, memory or comparison: what only a measurement can tell.
+FIGURE = re.compile(
+    r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)"
+    r"(?:x\b|\u00d7|\s?(?:%|percent\b|times\b|ms\b|us\b|s\b|seconds\b|minutes\b|[kMGT]i?B\b))"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("2.5x faster, 10 % less", ["2.5", "10"]),
+        ("1,024 MiB in 3.2 ms", ["1,024", "3.2"]),
+        ("Python 3.11, 175 billion parameters, 64 x 64, step 1f1b, 2 partitions", []),
+    ],
+)
+def test_figures_are_found(text: str, figures: list[str]) -> None:
+    """A number with a unit is a figure; a version, a size of an image or a count is none."""
+    assert FIGURE.findall(text) == figures
+
+
+def test_every_figure_of_the_readme_is_from_a_stored_result() -> None:
+    """A figure in a paragraph stands in generated tables of a benchmark that the paragraph links.
+
+    Blocks of code have tests of their own: the table's, and the examples'.
+    """
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    for paragraph in re.split(r"\n\s*\n|\n(?=[*|] )", prose):
+        figures = FIGURE.findall(paragraph)
+        if not figures:
+            continue
+        linked = re.findall(r"\]\((benchmarks/\w+)/[^)]*\)", paragraph)
+        tables = "\n".join(_generated(ROOT / folder / "README.md") for folder in linked)
+        for figure in figures:
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d])", tables), (
+                f"the README says {figure}, and no stored result does: link the benchmark with it "
+                f"in the same paragraph\n{paragraph}"
+            )
+
+
+def test_every_benchmark_has_its_tables_from_a_stored_result() -> None:
+    """Every benchmark has a README with Result, Environment and Reproduce, and stored results."""
+    for readme in (ROOT / "benchmarks").glob("*/README.md"):
+        text = readme.read_text(encoding="utf-8")
+        assert [line for line in text.splitlines() if line.startswith("## ")][-1] == "## Reproduce"
+        assert "## Result" in text and "## Environment" in text, readme
+        assert list(readme.parent.glob("*.json")), readme
+        assert _generated(readme), readme
+
+
+def _generated(readme: Path) -> str:
+    """Return what a benchmark's README has between the marks that results are written to."""
+    text = readme.read_text(encoding="utf-8")
+    marked = re.findall(r"<!-- (\w+): [\w.]+ -->(.*?)<!-- end of \1 -->", text, re.DOTALL)
+    first_run = re.findall(r"<!-- result -->\n```\n(.*?)```", text, re.DOTALL)
+    return "\n".join([content for name, content in marked if name != "environment"] + first_run)
 
 
 def test_readme_names_the_versions_that_are_required() -> None:

@@ -24,7 +24,7 @@ from gpipebal.schedule import (
     order_of,
     with_recomputes,
 )
-from gpipebal.simulator import Durations, engines, place
+from gpipebal.simulator import Durations, engines, place, wavefront
 from gpipebal.timeline import Event, Timeline
 
 
@@ -71,7 +71,7 @@ def test_named_schedules_are_longest_paths(
     assert spans(place(order, durations)) == expected
 
 
-@pytest.mark.parametrize("name", ["gpipe", "gpipe_in_order"])
+@pytest.mark.parametrize("name", ["gpipe", "gpipe_in_order", "1f1b"])
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
@@ -82,7 +82,9 @@ def test_named_schedules_are_longest_paths(
 def test_wavefront_equals_the_other_engines(
     data: st.DataObject, name: str, n_partitions: int, chunks: int, pause: float | None
 ) -> None:
-    """GPipe by diagonals has the times of GPipe by actions, with a mode for each partition."""
+    """A wave has the times of actions one by one, with a mode for each partition."""
+    if name == "1f1b":
+        pause = None  # it has no phases
     modes = st.sampled_from(CHECKPOINT_MODES)
     checkpoint = data.draw(st.lists(modes, min_size=n_partitions, max_size=n_partitions))
     order = order_of(name, n_partitions, chunks, checkpoint)
@@ -91,9 +93,41 @@ def test_wavefront_equals_the_other_engines(
     durations = Durations(
         durations.forward, durations.recompute, durations.backward, no_grad_forward=again
     )
-    by_diagonals = place(order, durations, pause=pause)
+    assert wavefront.can_sweep(order, durations, pause)
+    by_wave = place(order, durations, pause=pause)
     by_actions = place(order.schedule(), durations, pause=pause)
-    assert by_diagonals.events == by_actions.events
+    assert by_wave.events == by_actions.events
+
+
+NUMBERS = """\
+0.1.2A3B.C.D
+.0.1A2B3C.D.
+..0A1B2C3D.."""
+
+
+def test_the_wave_of_1f1b_is_as_drawn() -> None:
+    """Actions by number are the drawing, need only smaller numbers, and stand in the rows' order."""
+    n, m = 3, 4
+    number = {
+        **{(j, "F", i): 2 * i + j for j in range(n) for i in range(m)},
+        **{(j, "B", i): 2 * i + 2 * n - 1 - j for j in range(n) for i in range(m)},
+    }
+    rows = [["."] * 12 for _ in range(n)]
+    for (j, kind, i), place_of in number.items():
+        rows[j][place_of] = "0123"[i] if kind == "F" else "ABCD"[i]
+    assert "\n".join("".join(row) for row in rows) == NUMBERS
+    assert all(line in (wavefront.__doc__ or "") for line in NUMBERS.splitlines())
+    for cell in number:
+        for need in needs_of(cell, set(number), n, late=False):
+            assert number[need] < number[cell]
+    for row in one_f_one_b_schedule(n, m).rows:
+        assert [number[action] for action in row] == sorted(number[action] for action in row)
+
+
+def test_1f1b_with_a_pause_is_refused_as_before() -> None:
+    """A wave that knows no pause is not taken where one is asked for."""
+    with pytest.raises(BalanceError, match="can never finish with a pause"):
+        place(order_of("1f1b", 3, 5), uniform(3), pause=1.0)
 
 
 @settings(max_examples=100, deadline=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.schedule import CHECKPOINT_MODES, gpipe_schedule
-from gpipebal.simulator import Durations, place
+from gpipebal.simulator import Durations, HeldBytes, memory_over_time, place
 from gpipebal.timeline import Event, Timeline
 from gpipebal.timeline.chrome import trace_events
 
@@ -363,3 +364,47 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
     """A path without a file is an error of the same type, and names the path."""
     with pytest.raises(FileFormatError, match=r"nowhere\.json cannot be read"):
         Timeline.load(tmp_path / "nowhere.json")
+
+
+def test_trace_leads_arrows_through_copies(tmp_path: Path) -> None:
+    """Where a hand-over has a copy, the arrow passes it, on the way there and on the way back."""
+    times = Durations(
+        (1.0,) * 2, (1.0,) * 2, (2.0,) * 2, forward_transfer=(0.0, 0.5), backward_transfer=(0.5, 0)
+    )
+    timeline = place(gpipe_schedule(2, 2, "never"), times)
+    events = trace_of(timeline, tmp_path / "timeline.json")["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    arrows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] in ("s", "t", "f"):
+            arrows[event["id"]].append(event)
+    assert set(arrows) == {"1.0F0", "1.0F1", "1.1B0", "1.1B1"}
+    for points in arrows.values():
+        assert [point["ph"] for point in points] == ["s", "t", "f"]
+        assert [point["ts"] for point in points] == sorted(point["ts"] for point in points)
+        (copy,) = [
+            piece
+            for piece in slices
+            if piece["tid"] == points[1]["tid"]
+            and piece["ts"] <= points[1]["ts"] <= piece["ts"] + piece["dur"]
+        ]
+        assert copy["cat"] == "copy"
+
+
+def test_trace_counts_memory(tmp_path: Path) -> None:
+    """What devices hold is a counter for each, in microseconds and bytes, for every timeline."""
+    timeline = place(gpipe_schedule(2, 2, "never"), Durations((1,) * 2, (1,) * 2, (2,) * 2))
+    tracks = memory_over_time(timeline, [HeldBytes(fixed=5, saved=10), HeldBytes(saved=7)])
+    path = tmp_path / "timeline.json"
+    timeline.save(path, beside=[timeline], memory=[tracks, tracks])
+    events = json.loads(path.read_text())["traceEvents"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {(event["pid"], event["name"]) for event in counters} == {
+        (pid, f"memory of partition {j}") for pid in (1, 2) for j in (0, 1)
+    }
+    first = [e for e in counters if e["pid"] == 1 and e["name"].endswith("0")]
+    assert max(event["args"]["bytes"] for event in first) == tracks[0].peak == 25
+    sizes = [event["args"]["bytes"] for event in first]
+    assert all(a != b for a, b in pairwise(sizes))
+    assert all(event["ts"] <= 1e6 * timeline.makespan for event in counters)
+    assert Timeline.load(path) == timeline

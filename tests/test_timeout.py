@@ -54,7 +54,7 @@ def test_a_stuck_layer_is_named(how: str) -> None:
     stuck.gate.set()
     output = pipe(torch.ones(4, 2))
     output.sum().backward()
-    for thread in runtime.pool._threads:
+    for thread in runtime.pool.threads:
         thread.join(20)
         assert not thread.is_alive()
 

@@ -1,33 +1,54 @@
 """The command line: read the words, call a verb, print a noun.
 
 torch is imported only once a command runs that needs it, so that help, errors in the words, and
-`gpipebal show` come at once. One command a file; `words` is what they share.
-Exit status: 0 done, 1 an exception in the user's own code, 2 bad input, 130 interrupted, 141 nobody
-reads the output any more.
+the commands that need no model come at once. One command a file; `words` is what they share,
+`nouns` how files are read and pictures written, `question` how a plan is asked for.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gpipebal import __version__
+from gpipebal.cli.compare import add_compare
 from gpipebal.cli.interrupts import INTERRUPTED, second_interrupt_ends_at_once
 from gpipebal.cli.profile import add_profile
 from gpipebal.cli.run import add_run
 from gpipebal.cli.show import add_show
-from gpipebal.cli.words import BAD_INPUT, Parser, complain
-from gpipebal.errors import GpipebalError, ProfileError
+from gpipebal.cli.simulate import add_simulate
+from gpipebal.cli.solve import add_solve
+from gpipebal.cli.words import BAD_INPUT, NO_PLAN, Parser, complain, options_of, with_flags
+from gpipebal.errors import GpipebalError, InfeasibleError, ProfileError
 
-__all__ = ["main"]
+__all__ = ["EXIT_STATUS", "main"]
 
 #: Exit status when the reader of a pipe has gone: that of a program that the signal ended.
 NOBODY_READS = 141
 
+EXAMPLES = """\
+examples:
+  gpipebal run resnet101 --partitions 2
+  gpipebal profile resnet101 --chunks 8 -o profile.json
+  gpipebal solve profile.json --partitions 4 -o plan.json
+  gpipebal simulate plan.json --plot timeline.png
+  gpipebal compare profile.json --partitions 4
+  gpipebal COMMAND --help"""
+
+EXIT_STATUS = """\
+exit status:
+  0    done
+  1    an exception in the user's own code, with its traceback
+  2    bad input: what was asked for does not exist or cannot be read
+  3    no plan meets the limits that were given
+  130  interrupted
+  141  nobody reads the output any more"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command ``gpipebal`` and return its exit status.
+    """Run the command ``gpipebal`` and return its exit status, as `EXIT_STATUS` has it.
 
     Args:
         arguments: Words of the command line; None: those of the process.
@@ -36,12 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         >>> main(["run", "resnet101", "--chunks", "0"])
         2
     """
+    flags: Mapping[str, str] = {}
     with second_interrupt_ends_at_once():
         try:
-            options = _parser().parse_args(arguments)
-            options.command(options)
-            # Here and not at the exit of Python, where nobody can catch it.
-            sys.stdout.flush()
+            try:
+                options = _parser().parse_args(arguments)
+                flags = options.flags
+                options.command(options)
+            finally:
+                # Here and not at the exit of Python, where nobody can catch it; help, too, ends
+                # with an exception.
+                sys.stdout.flush()
         except BrokenPipeError:
             # What is still in the buffer goes nowhere, without a complaint.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -49,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except GpipebalError as error:
             if _is_users_own(error):
                 raise
-            complain(str(error))
-            return BAD_INPUT
+            complain(with_flags(str(error), flags))
+            return NO_PLAN if isinstance(error, InfeasibleError) else BAD_INPUT
         except KeyboardInterrupt as interrupt:
             # Python remembers an interrupt that came through exec() or an import, and would end
             # itself with the signal instead of our status; running any code lets it forget.
@@ -74,12 +100,15 @@ def _is_users_own(error: GpipebalError) -> bool:
 def _parser() -> Parser:
     parser = Parser(
         prog="gpipebal",
-        description="Measure every layer of a PyTorch model, cut it over your devices in the "
+        description="Measure every layer of a PyTorch model, cut it over your devices in the\n"
         "provably best way, run it as a pipeline, and see where time and memory went.",
+        epilog=f"{EXAMPLES}\n\n{EXIT_STATUS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gpipebal {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_run(commands)
-    add_profile(commands)
-    add_show(commands)
+    for add in (add_run, add_profile, add_solve, add_simulate, add_compare, add_show):
+        add(commands)
+    for command in commands.choices.values():
+        command.set_defaults(flags=options_of(command))
     return parser

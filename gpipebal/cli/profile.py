@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from functools import partial
 
-from gpipebal.cli.words import MAKE_MODEL, Commands, add_model, model_arguments
+from gpipebal.cli.words import (
+    MAKE_MODEL,
+    Commands,
+    add_command,
+    add_model,
+    check_output,
+    model_arguments,
+)
 
 __all__ = ["add_profile"]
 
 
 def add_profile(commands: Commands) -> None:
     """Add the command to the parser."""
-    profile = commands.add_parser(
+    profile = add_command(
+        commands,
         "profile",
-        help="measure or estimate time and memory of every layer, and write a profile",
-        description="Measure time and memory of every layer of a model, for one micro-batch, and "
+        "measure or estimate time and memory of every layer, and write a profile",
+        "Measure time and memory of every layer of a model, for one micro-batch, and "
         "write them to a file that can be planned anywhere.",
-        epilog="examples:\n"
-        "  gpipebal profile resnet101 --chunks 8 --output resnet101.json\n"
-        "  gpipebal profile resnet101 --estimate 'A100' --rows 256 --image-size 224\n"
-        "  gpipebal profile gpt --set layers=96 --set width=12288 --set heads=96 --estimate H100\n"
-        "  gpipebal profile my_package.my_module:make_model --device cuda:0 --json\n"
-        f"\n{MAKE_MODEL}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        """
+        gpipebal profile resnet101 --chunks 8 --output resnet101.json
+        gpipebal profile resnet101 --estimate A100 --rows 256 --image-size 224
+        gpipebal profile gpt --set layers=96 --set width=12288 --set heads=96 --estimate H100
+        gpipebal profile my_package.my_module:make_model --device cuda:0 --json
+        """,
+        MAKE_MODEL,
     )
     profile.set_defaults(command=_profile)
     add_model(profile)
@@ -68,7 +75,7 @@ def _profile(options: argparse.Namespace) -> None:
     from gpipebal.run import load_workload
     from gpipebal.tables import profile_table
 
-    _check_output(options.output)
+    check_output(options.output)
     workload = load_workload(
         options.model,
         rows=options.rows,
@@ -103,22 +110,3 @@ def _profile(options: argparse.Namespace) -> None:
         print(json.dumps(profile.to_dict()))
     else:
         print(f"{profile_table(profile)}\n\nWritten to {options.output}")
-
-
-def _check_output(path: str) -> None:
-    """Refuse a file that cannot be written before an hour is spent on its content."""
-    from gpipebal.errors import UsageError
-
-    folder = os.path.dirname(os.path.abspath(path))
-    reason = None
-    if os.path.isdir(path):
-        reason = "it is a folder"
-    elif not os.path.isdir(folder):
-        reason = "its folder does not exist"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = "no permission to write into its folder"
-    if reason is not None:
-        raise UsageError(
-            f"output file cannot be written: output={path!r} ({reason}).\n"
-            "Fix: name a file in a folder that you may write to with --output."
-        )

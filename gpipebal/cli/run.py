@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from functools import partial
 
-from gpipebal.cli.words import MAKE_MODEL, Commands, add_model, model_arguments
+from gpipebal.cli.words import MAKE_MODEL, Commands, add_command, add_model, model_arguments
 
 __all__ = ["add_run"]
 
 
 def add_run(commands: Commands) -> None:
     """Add the command to the parser."""
-    run = commands.add_parser(
+    run = add_command(
+        commands,
         "run",
-        help="profile, balance, train a few steps, and compare with the prediction",
-        description="Do the whole job on one model, and write profile.json, plan.json, "
+        "profile, balance, train a few steps, and compare with the prediction",
+        "Do the whole job on one model, and write profile.json, plan.json, "
         "timeline.json, report.json and plan.png to a folder.",
-        epilog="examples:\n"
-        "  gpipebal run resnet101 --partitions 2\n"
-        "  gpipebal run resnet101 --checkpoint never --rows 64 --chunks 16\n"
-        "  gpipebal run gpt --set layers=4 --set width=128 --set heads=4 --set vocabulary=1000\n"
-        "  gpipebal run my_package.my_module:make_model --device cuda:0,cuda:1\n"
-        f"\n{MAKE_MODEL}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        """
+        gpipebal run resnet101 --partitions 2
+        gpipebal run resnet101 --checkpoint never --rows 64 --chunks 16
+        gpipebal run resnet101 --try 3
+        gpipebal run gpt --set layers=4 --set width=128 --set heads=4 --set vocabulary=1000
+        gpipebal run my_package.my_module:make_model --device cuda:0,cuda:1 --json
+        """,
+        MAKE_MODEL,
     )
     run.set_defaults(command=_run)
     add_model(run)
@@ -39,20 +43,29 @@ def add_run(commands: Commands) -> None:
     )
     number("--steps", default=4, help="training steps to time (default: %(default)s)")
     number(
+        "--try",
+        dest="attempts",
+        default=1,
+        help="run the N best plans for a moment and take the fastest (default: the best one)",
+    )
+    number(
         "--threads-per-partition",
         help="threads of each partition on a CPU (default: its share of the cores)",
     )
     run.add_argument(
         "--device",
         default="auto",
-        help="auto, cpu, cuda, or a list such as cuda:0,cuda:1; round-robin when there are fewer "
-        "devices than partitions (default: %(default)s)",
+        help="auto, cpu, cuda, or a list with one device for each partition, such as "
+        "cuda:0,cuda:1; round-robin when there are fewer (default: %(default)s)",
     )
     run.add_argument(
         "--output",
         metavar="FOLDER",
         default="gpipebal-run",
         help="folder to write to (default: %(default)s)",
+    )
+    run.add_argument(
+        "--json", action="store_true", help="print the report as JSON; all else to standard error"
     )
 
 
@@ -68,11 +81,15 @@ def _run(options: argparse.Namespace) -> None:
         arguments=model_arguments(options),
         checkpoint=options.checkpoint,
         steps=options.steps,
+        attempts=options.attempts,
         threads_per_partition=options.threads_per_partition,
         seed=options.seed,
         device=options.device,
         output=options.output,
         # Into a pipe or a file, too, each line goes when it is said.
-        echo=partial(print, flush=True),
+        echo=partial(print, flush=True, file=sys.stderr if options.json else None),
     )
+    if options.json:
+        print(json.dumps(report.to_dict()))
+        return
     print(f"\n{report}\n\nFiles in {report.output}: {', '.join(FILES)}")

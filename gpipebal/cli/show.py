@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
-from gpipebal.cli.words import Commands
-from gpipebal.errors import FileFormatError
-from gpipebal.files import read_any
+from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.words import Commands, add_command
+from gpipebal.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gpipebal.cli.nouns import Noun
 
 __all__ = ["add_show"]
 
 
 def add_show(commands: Commands) -> None:
     """Add the command to the parser."""
-    show = commands.add_parser(
+    show = add_command(
+        commands,
         "show",
-        help="print a profile, plan or timeline",
-        description="Print what a file holds: a profile (the layers and what they cost), a plan "
+        "print or draw a profile, plan or timeline",
+        "Print what a file holds: a profile (the layers and what they cost), a plan "
         "(the partitions), or a timeline (who worked when).",
-        epilog="examples:\n"
-        "  gpipebal show profile.json\n"
-        "  gpipebal show profile.json --layers 400\n"
-        "  gpipebal show gpipebal-run/plan.json gpipebal-run/timeline.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        """
+        gpipebal show profile.json
+        gpipebal show profile.json --layers 400
+        gpipebal show profile.json --plot profile.png
+        gpipebal show gpipebal-run/plan.json gpipebal-run/timeline.json
+        gpipebal show plan.json --json | python -m json.tool
+        """,
     )
     show.set_defaults(command=_show)
     show.add_argument("files", metavar="FILE", nargs="+", help="a file that gpipebal has written")
@@ -35,43 +43,41 @@ def add_show(commands: Commands) -> None:
         default=30,
         help="layers of a profile to print, the slowest ones (default: %(default)s)",
     )
-    show.add_argument("--json", action="store_true", help="print the content as JSON")
+    show.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg or .pdf; of one file")
+    show.add_argument("--json", action="store_true", help="print the content as JSON, a line each")
 
 
 def _show(options: argparse.Namespace) -> None:
+    check_plot(options.plot)
+    if options.plot is not None and len(options.files) > 1:
+        raise UsageError(
+            f"there is one picture for several files: --plot {options.plot} with "
+            f"{len(options.files)} files (expected one file).\nFix: show them one by one, or "
+            "gpipebal compare --plot."
+        )
     # All are read before the first is printed: a bad one is said at once.
-    nouns = [_load(path) for path in options.files]
+    nouns = [load_noun(path) for path in options.files]
     for k, noun in enumerate(nouns):
         if options.json:
             print(json.dumps(noun.to_dict()))
         else:
             print(("\n" if k else "") + _text(noun, options.layers))
+    if options.plot is not None:
+        save_plot(_draw(nouns[0]), options.plot)
 
 
-def _load(path: str) -> Any:
-    from gpipebal.plan import Plan
-    from gpipebal.profile import Profile
-    from gpipebal.timeline import Timeline
-
-    kinds: dict[str, type[Profile | Plan | Timeline]] = {
-        "gpipebal-profile": Profile,
-        "gpipebal-plan": Plan,
-        "gpipebal-timeline": Timeline,
-    }
-    record = read_any(path)
-    # A timeline is a Chrome trace, with the exact record under a key of its own.
-    inner = record.get("gpipebal", record)
-    kind = kinds.get(inner.get("format", "")) if isinstance(inner, dict) else None
-    if kind is None:
-        raise FileFormatError(
-            f"file is no profile, plan or timeline: file={str(path)!r}.\n"
-            "Fix: name a file that gpipebal profile or gpipebal run has written."
-        )
-    return kind.load(path)
-
-
-def _text(noun: Any, n_layers: int) -> str:
+def _text(noun: Noun, n_layers: int) -> str:
     from gpipebal.profile import Profile
     from gpipebal.tables import profile_table
 
     return profile_table(noun, n_layers) if isinstance(noun, Profile) else str(noun)
+
+
+def _draw(noun: Noun) -> Axes:
+    from gpipebal.plan import Plan
+    from gpipebal.plots import plot_partitions, plot_profile, plot_timeline
+    from gpipebal.profile import Profile
+
+    if isinstance(noun, Profile):
+        return plot_profile(noun)
+    return plot_partitions(noun) if isinstance(noun, Plan) else plot_timeline(noun)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeAlias
 
@@ -13,15 +16,29 @@ from gpipebal.models.catalogue import CATALOGUE
 __all__ = [
     "BAD_INPUT",
     "MAKE_MODEL",
+    "NO_PLAN",
     "Commands",
     "Parser",
+    "add_command",
     "add_model",
+    "check_output",
     "complain",
     "model_arguments",
+    "options_of",
+    "with_flags",
 ]
 
 #: Exit status of a command that was asked for what cannot be.
 BAD_INPUT = 2
+
+#: Exit status when the question is a good one and has no answer: no plan meets the limits.
+NO_PLAN = 3
+
+#: Columns of the texts of help.
+WIDTH = 80
+
+#: Options by the names that errors call them, where these are others than the options' own.
+_OTHER_NAMES = {"n_partitions": "partitions", "n_devices": "partitions", "rates": "estimate"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,12 +54,73 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
+def add_command(
+    commands: Commands, name: str, text: str, description: str, examples: str, more: str = ""
+) -> Parser:
+    """Add a command whose help ends with lines that can be copied.
+
+    Args:
+        commands: What it is added to.
+        name: Its name.
+        text: What it does, in the list of all commands.
+        description: The same, longer.
+        examples: Command lines, one a line.
+        more: What stands below the examples.
+    """
+    epilog = "examples:\n" + "\n".join(f"  {line.strip()}" for line in examples.strip().split("\n"))
+    return commands.add_parser(
+        name,
+        help=text,
+        # The examples keep their lines, so nobody else breaks these.
+        description=textwrap.fill(description, WIDTH),
+        epilog=f"{epilog}\n\n{more}".rstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def complain(message: str) -> None:
     """Print an error: what is wrong on one line, what to do about it on the next."""
     what, *rest = message.splitlines()
     print(f"gpipebal: error: {what}", file=sys.stderr)
     if rest:
         print(" ".join(line.strip() for line in rest), file=sys.stderr)
+
+
+def options_of(command: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the long options of a command by the names that Python calls them."""
+    flags = {
+        action.dest: word
+        for action in command._actions
+        for word in action.option_strings
+        if word.startswith("--") and action.dest != "help"
+    }
+    return {**flags, **{name: flags[own] for name, own in _OTHER_NAMES.items() if own in flags}}
+
+
+def with_flags(text: str, flags: Mapping[str, str]) -> str:
+    """Say in an error which option it is about, instead of an argument in Python.
+
+    Example:
+        >>> with_flags("it is too small: chunks=0 (expected 1 or more).", {"chunks": "--chunks"})
+        'it is too small: --chunks 0 (expected 1 or more).'
+    """
+    if not flags:
+        return text
+    names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    value = r"'[^']*'|\[[^\]]*\]|\([^)]*\)|[^\s,;()]*[^\s,;().:]"
+    return re.sub(rf"(?<![\w.\-])({names})=({value})", lambda m: _as_words(flags[m[1]], m[2]), text)
+
+
+def _as_words(flag: str, value: str) -> str:
+    if value in ("None", "False"):
+        return f"no {flag}"
+    if value == "True":
+        return flag
+    if value[0] in "[(":
+        # A list is written without spaces, so that it is one word.
+        return f"{flag} " + re.sub(r"[\s'\"]", "", value[1:-1]).rstrip(",")
+    word = value.strip("'")
+    return f"{flag} {word!r}" if not word or " " in word else f"{flag} {word}"
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
@@ -87,6 +165,29 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
     from gpipebal.models.arguments import read_arguments
 
     return read_arguments(options.model, words)
+
+
+def check_output(path: str | None, option: str = "--output") -> None:
+    """Refuse a file that cannot be written before an hour is spent on its content.
+
+    Raises:
+        UsageError: it is a folder, or its folder does not exist or cannot be written to.
+    """
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    reason = None
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif not os.path.isdir(folder):
+        reason = "its folder does not exist"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = "no permission to write into its folder"
+    if reason is not None:
+        raise UsageError(
+            f"file cannot be written: {option} {path} ({reason}).\n"
+            f"Fix: name a file in a folder that you may write to with {option}."
+        )
 
 
 def _models() -> str:

@@ -28,8 +28,13 @@ charged to the receiver from its forward on, and as long as the sender's graph s
 also when the receiver is through with it; what a sender makes anew in a recompute is its own.
 
 **Upper bounds.** A layer's peak is that of the layer alone, with its output and that output's
-gradient held beside it. In a chain both may be freed while its backward still runs, so a partition
-of layers that do several things in a row may need less than predicted, by at most these two.
+gradient held beside it. In a chain both may be freed while its backward still runs, and gradients
+that share memory, as those of a concatenation do, go on as they are where a cut would copy them. So
+a partition may need less than predicted, by at most these two tensors and the gradients of one
+layer's inputs.
+
+**The optimizer's step** comes behind it all: parameters, gradients and state, and what the step
+itself needs for a moment. It is the peak where layers have many parameters and small outputs.
 
 Read in this order: `cell` (one micro-batch in one partition), `loss` (what the caller adds),
 `waiting` (what is on its way), `partitions` (the walk through the schedule).

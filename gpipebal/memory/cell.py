@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -174,29 +174,45 @@ class Cell:
             if not gradients_exist:
                 gradients += layer.gradient_bytes
             # The gradient of what a layer pops waits for the layer that stashed it, or, if that is
-            # in another partition, for the end.
-            waits -= sum(self.gradient_of(skip) for skip in self._stashed.get(k, ()))
+            # in another partition, for the end. That of a skip to a later partition is one of
+            # those that the backward started from.
+            waits -= sum(self.gradient_of(skip) for skip in self._stashed_within.get(k, ()))
             waits += sum(self.gradient_of(skip) for skip in self._popped.get(k, ()))
             flowing = self.gradient_of(frozenset(self.layers[k - 1].outputs)) if k else 0
 
     @cached_property
     def _popped(self) -> Mapping[int, list[Storages]]:
         """Storages that each layer pops, by its place in the partition."""
-        found: dict[int, list[Storages]] = {}
-        for skip in self.profile.skips:
-            if self.first <= skip.destination < self.end and skip.source != skip.destination:
-                places = found.setdefault(skip.destination - self.first, [])
-                places.append(frozenset(skip.storages))
-        return found
+        return self._by_place(
+            (skip.destination, skip)
+            for skip in self.profile.skips
+            if self.first <= skip.destination < self.end
+        )
 
     @cached_property
     def _stashed(self) -> Mapping[int, list[Storages]]:
         """Storages that each layer stashes for others, by its place in the partition."""
+        return self._by_place(
+            (skip.source, skip)
+            for skip in self.profile.skips
+            if self.first <= skip.source < self.end
+        )
+
+    @cached_property
+    def _stashed_within(self) -> Mapping[int, list[Storages]]:
+        """The same, of those that a layer of the partition pops."""
+        return self._by_place(
+            (skip.source, skip)
+            for skip in self.profile.skips
+            if self.first <= skip.source and skip.destination < self.end
+        )
+
+    def _by_place(self, skips: Iterable[tuple[int, SkipProfile]]) -> Mapping[int, list[Storages]]:
+        """Sort skips between different layers by the layer that they are given with."""
         found: dict[int, list[Storages]] = {}
-        for skip in self.profile.skips:
-            if self.first <= skip.source < self.end and skip.source != skip.destination:
-                places = found.setdefault(skip.source - self.first, [])
-                places.append(frozenset(skip.storages))
+        for layer, skip in skips:
+            if skip.source != skip.destination:
+                found.setdefault(layer - self.first, []).append(frozenset(skip.storages))
         return found
 
 

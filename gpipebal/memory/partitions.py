@@ -151,7 +151,16 @@ def _highest(cell: Cell, row: Sequence[Action], waits: Sequence[int], chunks: in
             if around is not None and n_forwards == chunks:
                 moments.append(Moment(in_flight, outputs=target + around.most))
                 outputs = around.stays
+    moments.append(Moment(in_flight, cell.all_gradients, _optimizer_peak(cell), outputs=target))
     return max(moments, key=height)
+
+
+def _optimizer_peak(cell: Cell) -> int:
+    """Return the bytes that the optimizer's step needs for a moment; 0 if it is not known."""
+    peaks = [
+        layer.optimizer_peak_bytes or 0 for layer in cell.profile.layers[cell.first : cell.end]
+    ]
+    return sum(peaks) if cell.profile.step.optimizer_together else max(peaks)
 
 
 def _moments(cell: Cell, kind: str, again: bool, gradients_exist: bool) -> list[Moment]:

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,14 @@ from gpipebal.pipeline.checkpoint import is_recomputing
 __all__ = [
     "DeferredBatchNorm",
     "Statistics",
+    "blank_deferred",
     "convert_deferred_batch_norm",
     "gathering",
     "is_gathering",
 ]
+
+
+D = TypeVar("D", bound="DeferredBatchNorm")
 
 
 class _Moments:
@@ -49,6 +53,8 @@ class _Moments:
 
     def merge(self, other: _Moments) -> None:
         total = self.count + other.count
+        if not total:
+            return
         apart = other.mean - self.mean
         self.mean = self.mean + apart * (other.count / total)
         self.deviations = (
@@ -66,7 +72,8 @@ class Statistics:
 
     def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """Take in what a layer saw of one micro-batch; `variance` is the unbiased one."""
-        moments = _Moments(count, mean.double(), variance.double() * (count - 1))
+        # Of no rows nothing is known: zeros, which weigh nothing in the merge.
+        moments = _Moments(count, mean.double(), variance.double() * max(0, count - 1))
         with self._adding:
             known = self._moments.get(layer)
             if known is None:
@@ -79,7 +86,7 @@ class Statistics:
         """Update every layer's running statistics, once; afterwards nothing is gathered."""
         moments, self._moments = self._moments, {}
         for layer, seen in moments.items():
-            layer.update(seen.mean, seen.deviations / max(1, seen.count - 1))
+            layer.update(seen.count, seen.mean, seen.deviations / max(1, seen.count - 1))
 
 
 class _Gathering(threading.local):
@@ -128,11 +135,22 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
     #: The class that a converted layer had; None for a layer made as deferred.
     plain_class: type[nn.Module] | None = None
 
+    #: Buffers that no pass over a micro-batch writes to and no recompute reads, so that a
+    #: checkpointed micro-batch need not keep copies of them.
+    buffers_left_alone = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        # That is known of a forward by whoever wrote it; one that says nothing may read them.
+        owner = next(base for base in cls.__mro__ if "forward" in base.__dict__)
+        if "buffers_left_alone" not in owner.__dict__:
+            cls.buffers_left_alone = frozenset()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes of converted layers are made on the fly: pickle finds them by the plain one.
         if self.plain_class is None:
             return super().__reduce_ex__(protocol)
-        return _blank, (self.plain_class,), self.__dict__
+        return blank_deferred, (DeferredBatchNorm, self.plain_class), self.__dict__
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -153,20 +171,30 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         count = input.numel() // input.shape[1]
         if _current.statistics is None:
-            self.update(mean, variance)
+            self.update(count, mean, variance)
         else:
             _current.statistics.add(self, count, mean, variance)
         return output
 
     @torch.no_grad()
-    def update(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics towards those of one mini-batch."""
+    def update(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics towards those of one mini-batch.
+
+        Args:
+            count: Values per channel that the mini-batch had. Without any it is counted, as torch
+                does, and nothing else changes.
+            mean: Their mean.
+            variance: Their unbiased variance.
+        """
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        momentum = self.momentum
+        if not count:
+            return
+        momentum: float | Tensor | None = self.momentum
         if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
+            # A tensor: reading the number would make the host wait for the device.
+            momentum = self.num_batches_tracked.double().reciprocal()
         for running, seen in ((self.running_mean, mean), (self.running_var, variance)):
             new = running.double() * (1 - momentum) + seen.double() * momentum
             running.copy_(new)
@@ -175,25 +203,24 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
 #: Layers that are converted, with their subclasses.
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
+_derived_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
 
-_deferred_classes: dict[type[nn.Module], type[DeferredBatchNorm]] = {}
 
+def blank_deferred(kind: type[D], plain: type[nn.Module]) -> D:
+    """Make a deferred layer without contents, whose class is also that of a plain layer.
 
-def _deferred_class(plain: type[nn.Module]) -> type[DeferredBatchNorm]:
-    """Derive the deferred version of a BatchNorm class, or of a subclass of one.
+    In the new class `kind` stands behind `plain` and before torch's base class, so a subclass of
+    BatchNorm that wraps ``super().forward`` wraps the deferred one.
 
-    In the new class `DeferredBatchNorm` stands behind `plain` and before torch's base class, so a
-    subclass that wraps ``super().forward`` wraps the deferred one.
+    Args:
+        kind: `DeferredBatchNorm`, or a subclass of it.
+        plain: A BatchNorm class, or a subclass of one.
     """
-    if plain not in _deferred_classes:
-        name, bases = f"Deferred{plain.__name__}", (plain, DeferredBatchNorm)
-        _deferred_classes[plain] = type(name, bases, {"plain_class": plain})
-    return _deferred_classes[plain]
-
-
-def _blank(plain: type[nn.Module]) -> DeferredBatchNorm:
-    kind = _deferred_class(plain)
-    return kind.__new__(kind)
+    if (kind, plain) not in _derived_classes:
+        contents = {"plain_class": plain, "__module__": kind.__module__}
+        _derived_classes[kind, plain] = type(f"Deferred{plain.__name__}", (plain, kind), contents)
+    derived: type[D] = _derived_classes[kind, plain]
+    return derived.__new__(derived)
 
 
 def convert_deferred_batch_norm(
@@ -226,7 +253,7 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
     if isinstance(module, DeferredBatchNorm):
         return module
     if isinstance(module, _PLAIN):
-        deferred = _blank(type(module))
+        deferred = blank_deferred(DeferredBatchNorm, type(module))
         deferred.__dict__.update(module.__dict__)
         return deferred
     if isinstance(module, nn.SyncBatchNorm):

@@ -4,15 +4,19 @@ A recompute starts from the buffers as they were before its forward, and leaves 
 batch normalisation counts each micro-batch once. So a checkpointed cell keeps copies of them. Small
 buffers are always copied. Of large ones only those that have been seen to change; if another one
 changes, which its version tells, the recompute is refused, and the next mini-batch is copied for.
+A large one in whose place a layer puts another tensor, as with a cache that grows, has not changed:
+the cell holds on to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
 
@@ -25,23 +29,26 @@ Place = tuple[nn.Module, str]
 SMALL = 1 << 16
 
 
-class Kept:
+class Kept(NamedTuple):
     """What a checkpointed cell keeps of the buffers.
 
     Attributes:
-        copies: Buffers as they were before the forward.
-        versions: Which tensors the others were, and how often each had been written to.
+        copies: Buffers as they were before the forward; None: it was to fill in the first values.
+        others: Large buffers that nobody has been seen to write to, and how often each had been.
     """
 
-    __slots__ = ("copies", "versions")
-
-    def __init__(self, copies: Mapping[Place, Tensor], versions: Mapping[Place, object]) -> None:
-        self.copies = copies
-        self.versions = versions
+    copies: Mapping[Place, Tensor | None]
+    others: Mapping[Place, tuple[Tensor, int | None]]
 
     def again(self) -> Kept:
         """Return copies of the copies, for a recompute that will be followed by another."""
-        return Kept({p: tensor.clone() for p, tensor in self.copies.items()}, self.versions)
+        copies = {p: None if t is None else t.clone() for p, t in self.copies.items()}
+        return self._replace(copies=copies)
+
+    def with_copies(self, changed: Mapping[Place, Tensor]) -> Kept:
+        """Return the same with copies of buffers that turned out to be written to."""
+        others = {p: kept for p, kept in self.others.items() if p not in changed}
+        return Kept({**self.copies, **changed}, others)
 
 
 class Buffers:
@@ -55,6 +62,12 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[Place]) -> None:
         self._modules = modules
         self._foreign = foreign
+        # No recompute writes to them: those of others, and those whose layer says so.
+        self._left_alone = foreign | {
+            (module, name)
+            for module in modules
+            for name in getattr(type(module), "buffers_left_alone", ())
+        }
         # Large buffers that have been seen to change.
         self._written: set[Place] = set()
         # What stands in the modules' places while a recompute sees copies.
@@ -62,36 +75,46 @@ class Buffers:
 
     def keep(self) -> Kept:
         """Keep what a recompute will need; called before its forward."""
-        copies, versions = {}, {}
+        copies: dict[Place, Tensor | None] = {}
+        others: dict[Place, tuple[Tensor, int | None]] = {}
         for place, buffer in self._present():
-            if place in self._foreign:
+            if place in self._left_alone:
                 continue  # nobody writes to it, and another worker may be reading it
-            if buffer.nbytes <= SMALL or place in self._written:
+            if is_lazy(buffer):
+                copies[place] = None
+            elif buffer.nbytes <= SMALL or place in self._written:
                 copies[place] = buffer.detach().clone()
             else:
-                versions[place] = _version(buffer)
-        return Kept(copies, versions)
+                others[place] = (buffer, _version(buffer))
+        return Kept(copies, others)
 
-    def copies(self, *, alone: bool = False) -> dict[Place, Tensor]:
-        """Copy the large buffers, to see which a forward writes to; `alone`: the foreign ones."""
+    def copies(self, *, alone: bool = False) -> dict[Place, tuple[Tensor, Tensor]]:
+        """Copy the large buffers, to see which a forward writes to; `alone`: the foreign ones.
+
+        Returns:
+            Each buffer and its copy.
+        """
         return {
-            place: buffer.detach().clone()
+            place: (buffer, buffer.detach().clone())
             for place, buffer in self._present()
-            if (
+            if not is_lazy(buffer)
+            and (
                 place in self._foreign if alone else buffer.nbytes > SMALL or place in self._foreign
             )
         }
 
-    def look(self, before: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    def look(self, before: Mapping[Place, tuple[Tensor, Tensor]]) -> dict[Place, Tensor]:
         """Remember which of these buffers have changed; return them as they were.
 
         Raises:
             ModelError: one that layers of another partition have too was written to.
         """
         changed = {}
-        for place, copy in before.items():
+        for place, (buffer, copy) in before.items():
+            # A foreign one is missed by the other partitions too if it is replaced.
+            now = place[0]._buffers.get(place[1]) if place in self._foreign else buffer
             # By value, because torch's batch normalisation writes without counting a version.
-            if not _equal(copy, place[0]._buffers[place[1]]):
+            if not _equal(copy, now):
                 changed[place] = copy
         for module, name in changed:
             if (module, name) in self._foreign:
@@ -109,9 +132,8 @@ class Buffers:
         Raises:
             ModelError: one has been written to since.
         """
-        for (module, name), version in kept.versions.items():
-            buffer = module._buffers.get(name)
-            if buffer is None or _version(buffer) != version:
+        for (module, name), (buffer, version) in kept.others.items():
+            if _version(buffer) != version:
                 self._written.add((module, name))
                 raise ModelError(
                     "a checkpointed micro-batch cannot be recomputed: buffer "
@@ -123,10 +145,18 @@ class Buffers:
 
     @contextmanager
     def replaced(self, kept: Kept) -> Iterator[None]:
-        """Let the modules see the kept copies in a block, and give them back their own."""
+        """Let the modules see what was kept in a block, and give them back their own."""
         for (module, name), copy in kept.copies.items():
-            self._lent[module, name] = module._buffers.get(name)
+            own = module._buffers.get(name)
+            self._lent[module, name] = own
+            if copy is None and own is not None and not is_lazy(own):
+                copy = own.detach().clone()  # the first values are in it, and not to be changed
             module._buffers[name] = copy
+        for (module, name), (buffer, _) in kept.others.items():
+            own = module._buffers.get(name)
+            # Also those that are the same still: the recompute may replace them as the forward did.
+            self._lent[module, name] = own
+            module._buffers[name] = buffer
         try:
             yield
         finally:
@@ -149,8 +179,8 @@ class Buffers:
                     yield (module, name), buffer
 
 
-def _version(buffer: Tensor) -> object:
-    return id(buffer), None if buffer.is_inference() else buffer._version
+def _version(buffer: Tensor) -> int | None:
+    return None if buffer.is_inference() else buffer._version
 
 
 def _equal(left: Tensor, right: Tensor | None) -> bool:

@@ -24,9 +24,10 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.buffers import Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
+from gpipebal.pipeline.facts import kind_of
 from gpipebal.pipeline.microbatch import Packet, check_nothing_hidden, find_overlaps
-from gpipebal.pipeline.partition import Partition, Tail
-from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness
+from gpipebal.pipeline.partition import Partition, Pass, Tail
+from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness, States
 
 __all__ = ["Cell"]
 
@@ -63,6 +64,7 @@ class Cell:
         "_promised",
         "_protect",
         "_seed",
+        "_states",
         "_tail",
         "_versions",
         "checkpointed",
@@ -100,6 +102,7 @@ class Cell:
         self._edges: list[GradientEdge | None] = []
         self._kept: Kept | None = None
         self._promised: list[bool] = []
+        self._states: States = []
         self._tail: Tail | None = None
 
     def forget_facts(self) -> None:
@@ -114,28 +117,20 @@ class Cell:
             state: Settings of the caller.
             tail: Runs behind the layers, in the recompute too.
         """
-        records = self._grad and not self.checkpointed
         self._n_inputs = len(packet.leaves)
-        self._kind = self._partition.kind_of(self._mode, packet, state, self._grad, tail)
-        look = self.checkpointed and self._micro_batch == 0
-        facts = self._partition.facts(self._kind)
-        finds_out = self._grad and facts is None
-        leaves = _as_leaves(packet) if records or look or finds_out else packet.leaves
+        self._kind = kind_of(
+            self._mode, packet, state, protect=self._protect, has_tail=tail is not None
+        )
         # Before the layers run: one may write to its input that did not when it was looked at.
         versions = _versions(packet.leaves) if self.checkpointed else []
+        states: States | None = [] if self.checkpointed else None
         with phase(checkpointing=self.checkpointed):
             result = self._partition.forward(
-                leaves,
-                packet.structure,
-                kind=self._kind,
-                facts=facts,
-                grad=records,
+                packet,
+                Pass(self._kind, state, OwnRandomness(self._seed, self._micro_batch, states), tail),
+                checkpointed=self.checkpointed,
                 protect=self._protect,
-                state=state,
-                randomness=OwnRandomness(self._seed, self._micro_batch),
-                keep_buffers=self.checkpointed,
-                look=look,
-                tail=tail,
+                look=self.checkpointed and self._micro_batch == 0,
             )
         self._partition.check_writes(self._kind, packet)
         if self.checkpointed and any(result.needs_gradient):
@@ -143,9 +138,10 @@ class Cell:
             self._versions = versions
             self._kept = result.kept
             self._promised = result.needs_gradient
+            self._states = states or []
             self._tail = tail
-        elif records and any(result.needs_gradient):
-            self._leaves = _wanting(leaves)
+        elif self._grad and not self.checkpointed and any(result.needs_gradient):
+            self._leaves = _wanted(packet, result.inputs)
             self._edges = _edges(result.leaves)
         check_nothing_hidden(result.leaves, f"the output of partition {self._partition.index}")
         return Packet(
@@ -176,21 +172,18 @@ class Cell:
                 "Fix: do not change the mini-batch before the backward, and let the first layer "
                 "of a partition write to its input always or never; or checkpoint='never'."
             )
-        leaves = _as_leaves(packet)
+        randomness = OwnRandomness(self._seed, self._micro_batch, self._states, again=True)
         with phase(recomputing=True):
-            outputs = self._partition.recompute(
-                leaves,
-                packet.structure,
-                kind=self._kind,
+            leaves, outputs = self._partition.recompute(
+                packet,
+                Pass(self._kind, state, randomness, self._tail),
                 promised=self._promised,
                 kept=kept.again() if self._keep else kept,
-                state=state,
-                randomness=OwnRandomness(self._seed, self._micro_batch),
-                tail=self._tail,
             )
         if not self._keep:
             self._input, self._kept, self._tail = None, None, None
-        self._leaves = _wanting(leaves)
+            self._states = []
+        self._leaves = _wanted(packet, leaves)
         self._edges = _edges(outputs)
 
     def backward(self, gradients: Sequence[Any]) -> list[Tensor | None]:
@@ -223,17 +216,14 @@ class Cell:
         return found
 
 
-def _as_leaves(packet: Packet) -> list[Any]:
-    """Make autograd leaves of the tensors that need a gradient."""
+def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:
+    """Keep the leaves whose gradient somebody wants; the memory of others is not the cell's.
+
+    A layer may want one for itself, and let its input require a gradient that nobody waits for.
+    """
     return [
-        leaf.detach().requires_grad_() if needs else leaf
-        for leaf, needs in zip(packet.leaves, packet.needs_gradient, strict=True)
+        leaf if needs else None for leaf, needs in zip(leaves, packet.needs_gradient, strict=True)
     ]
-
-
-def _wanting(leaves: Sequence[Any]) -> list[Tensor | None]:
-    """Keep the leaves of autograd; the memory of others is not the cell's to hold."""
-    return [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
 
 
 def _edges(outputs: Sequence[Any]) -> list[GradientEdge | None]:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from gpipebal.errors import BalanceError, ModelError, UnsupportedPlanError
+from gpipebal.errors import BalanceError, ModelError, PipelineError, UnsupportedPlanError
 from gpipebal.pipeline.container import Container
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.schedule import SCHEDULES, check_count
+from gpipebal.schedule import check_count, check_schedule
 
-__all__ = ["check_balance", "check_plan_names", "check_plan_schedule", "layers_of", "plan_warnings"]
+__all__ = [
+    "check_balance",
+    "check_keyword_dims",
+    "check_number",
+    "check_plan_names",
+    "check_plan_schedule",
+    "layers_of",
+    "plan_warnings",
+    "warn_of_lazy_norms",
+]
 
 
 def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
@@ -74,6 +87,77 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
     return [int(size) for size in sizes]
 
 
+def check_number(n_layers: int, balance: list[int]) -> None:
+    """Make sure that a pipeline has the layers of its balance still.
+
+    Raises:
+        PipelineError: it has more, or fewer.
+    """
+    if n_layers != sum(balance):
+        raise PipelineError(
+            f"layers were added to or taken from a pipeline: it has {n_layers} (expected "
+            f"{sum(balance)}, the sum of its balance).\n"
+            "Fix: change the nn.Sequential, and make another pipeline of it."
+        )
+
+
+def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[str, Any]:
+    """Return the dimensions of keyword arguments by name.
+
+    Args:
+        keyword_dims: What the user gave.
+        first: The first layer, which gets the keyword arguments; None: there is none.
+
+    Raises:
+        BalanceError: they are no mapping, or name a keyword that the first layer does not take.
+    """
+    if keyword_dims is not None and not isinstance(keyword_dims, Mapping):
+        raise BalanceError(
+            f"keyword_dims is no dict: keyword_dims={keyword_dims!r} (expected names and "
+            "dimensions).\nFix: keyword_dims={'mask': None}, say."
+        )
+    dims = dict(keyword_dims or {})
+    known = None if first is None else _keywords_of(first)
+    unknown = [name for name in dims if known is not None and name not in known]
+    if unknown:
+        raise BalanceError(
+            f"keyword_dims has a name that the first layer does not take: {unknown[0]!r} "
+            f"(expected one of {', '.join(map(repr, known or [])) or 'none'}, the keywords of "
+            f"{type(first).__name__}.forward).\n"
+            "Fix: name the keywords as they are passed to the pipeline."
+        )
+    return dims
+
+
+def _keywords_of(layer: nn.Module) -> list[str] | None:
+    """Return the names that a layer takes beside its input; None: that cannot be told."""
+    if layer._forward_pre_hooks_with_kwargs:
+        return None  # a hook may take them away
+    try:
+        parameters = list(inspect.signature(layer.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        return None
+    return [p.name for p in parameters[1:] if p.kind != p.POSITIONAL_ONLY]
+
+
+def warn_of_lazy_norms(layers: Iterable[nn.Module]) -> None:
+    """Say so if a batch normalisation cannot be deferred because it has no channels yet.
+
+    Warns:
+        UserWarning: one is lazy.
+    """
+    modules = (module for layer in layers for module in layer.modules())
+    if any(isinstance(x, _LazyNormBase) and isinstance(x, _BatchNorm) for x in modules):
+        warnings.warn(
+            "a lazy batch normalisation is left as it is: its running statistics are updated once "
+            "per micro-batch. Fix: run the model once, on a sample, before you make a pipeline "
+            "of it.",
+            stacklevel=3,
+        )
+
+
 def _name_at(names: Sequence[str], index: int) -> str:
     return repr(names[index]) if index < len(names) else "missing"
 
@@ -109,13 +193,7 @@ def check_plan_schedule(plan: Plan) -> None:
             f"plan is no plan: type(plan)={type(plan).__name__} (expected Plan).\n"
             "Fix: plan = solve(profile, partitions), or GPipe(model, balance) with a balance."
         )
-    if plan.schedule not in SCHEDULES:
-        raise UnsupportedPlanError(
-            f"GPipe cannot run this plan: schedule={plan.schedule!r} (expected one of "
-            f"{', '.join(map(repr, SCHEDULES))}).\n"
-            "Fix: plan with schedule='gpipe' or '1f1b'. Interleaved and zero-bubble schedules are "
-            "run by torch.distributed.pipelining, with the plan's balance as its split points."
-        )
+    check_schedule(plan.schedule)
 
 
 def plan_warnings(

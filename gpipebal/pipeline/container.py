@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -148,6 +148,18 @@ class Container(nn.Module):
         super().to(*args, **kwargs)
         return self
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Refuse to be moved by a module that this one is part of, which calls no `to` here."""
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            changed = fn(tensor)
+            if changed.device != tensor.device:
+                raise _moving_denied()
+            return changed
+
+        super()._apply(apply, recurse)
+        return self
+
 
 def _check_timeout(timeout: object) -> None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
@@ -160,6 +172,8 @@ def _check_timeout(timeout: object) -> None:
 
 def _moving_denied() -> ModelError:
     return ModelError(
-        "a pipeline cannot be moved: each partition lives on its own device.\n"
-        "Fix: give the devices when making it, GPipe(..., devices=[...])."
+        "a pipeline cannot be moved, nor a module that it is part of: each partition lives on its "
+        "own device.\n"
+        "Fix: give the devices when making it, GPipe(..., devices=[...]), and move what stands "
+        "around it by itself."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 from gpipebal.pipeline.activity import where
 from gpipebal.schedule import Action, Schedule
@@ -22,7 +23,7 @@ class Failures:
 
     def add(self, action: Action, error: BaseException) -> None:
         """Keep what an action raised."""
-        error.add_note(where(action))
+        _note(error, where(action))
         with self._adding:
             self._failures.append((action, error))
 
@@ -32,9 +33,22 @@ class Failures:
         failures = sorted(self._failures, key=lambda failure: places[failure[0]])
         error = failures[0][1]
         for action, other in failures[1:]:
-            error.add_note(f"also failed: {where(action)}: {type(other).__name__}: {other}")
+            _note(error, f"also failed: {where(action)}: {_described(other)}")
         self._failures = []
         return error
+
+
+def _note(error: BaseException, text: str) -> None:
+    # The exception's own class may get in the way: then it arrives without the note.
+    with suppress(Exception):
+        error.add_note(text)
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, whose text cannot be read"
 
 
 def _clock_cycles(schedule: Schedule) -> dict[Action, tuple[int, int]]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import BalanceError, PipelineError
+from gpipebal.errors import PipelineError
 from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
 from gpipebal.pipeline.chain import (
     check_balance,
+    check_keyword_dims,
+    check_number,
     check_plan_names,
     check_plan_schedule,
     layers_of,
     plan_warnings,
+    warn_of_lazy_norms,
 )
 from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.devices import (
@@ -29,11 +34,12 @@ from gpipebal.pipeline.devices import (
     move_layer,
     share_of_cores,
 )
-from gpipebal.pipeline.inputs import Inputs, part_inputs
+from gpipebal.pipeline.inputs import Inputs, check_no_tangents, part_inputs
 from gpipebal.pipeline.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch import MiniBatch, Watchers
 from gpipebal.pipeline.parting import join_gradients
 from gpipebal.pipeline.runtime import Runtime, check_shared
+from gpipebal.pipeline.tied import TiedParameters
 from gpipebal.plan import Plan
 from gpipebal.schedule import Checkpoint, make_schedule, modes_of
 from gpipebal.skip.layout import find_skips
@@ -111,6 +117,8 @@ class GPipe(Container):
         (torch.Size([6, 2]), torch.Size([8, 4]))
     """
 
+    _runtime: Runtime | None
+
     def __init__(
         self,
         module: nn.Module,
@@ -131,11 +139,12 @@ class GPipe(Container):
         self.checkpoint = checkpoint
         self.schedule = "gpipe"
         self.timeout = timeout
-        self.in_dims, self.keyword_dims = in_dims, _by_name(keyword_dims)
-        self.out_dims = out_dims
         layers = layers_of(module)
+        self.in_dims, self.out_dims = in_dims, out_dims
+        self.keyword_dims = check_keyword_dims(keyword_dims, next(iter(layers.values()), None))
         find_skips(list(layers.values()), list(layers))
         if deferred_batch_norm:
+            warn_of_lazy_norms(layers.values())
             memo: dict[nn.Module, nn.Module] = {}
             for name, layer in layers.items():
                 layers[name] = convert_deferred_batch_norm(layer, memo)
@@ -156,7 +165,7 @@ class GPipe(Container):
                 move_layer(name, layers[name], device)
                 # Not add_module: the layers keep their names, whatever this class defines.
                 self._modules[name] = layers[name]
-        self._runtime: Runtime | None = None
+        self._keep_runtime(None)
 
     @classmethod
     def from_plan(
@@ -225,7 +234,8 @@ class GPipe(Container):
             keywords: Given to the first layer beside its input, parted likewise.
 
         Returns:
-            The output of the last layer, joined over the micro-batches, on the last device.
+            The output of the last layer, joined over the micro-batches, on the last device. Of
+            what is no tensor, such as a number, only the first micro-batch's is in it.
 
         Raises:
             ModelError: the input or a layer's output has no tensor, or tensors that differ in
@@ -270,7 +280,8 @@ class GPipe(Container):
             target: A tensor or a pytree of tensors, parted like the input; None: none.
             loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a
                 target; returns a tensor with one element. For a scaled loss let it return
-                ``scaler.scale(loss)``.
+                ``scaler.scale(loss)``. Of a micro-batch that the last partition recomputes it is
+                called twice; `is_recomputing` tells.
             reduction: ``'mean'`` if `loss_fn` takes the mean over the rows of a micro-batch: the
                 micro-batches' losses are weighted by their rows, which gives the mean over the
                 mini-batch. ``'sum'`` if it adds up: so do the micro-batches. (A mean over
@@ -317,6 +328,8 @@ class GPipe(Container):
             for leaf, gradient in zip(leaves, gradients, strict=False)
             if gradient is not None
         ]
+        # In one go: what the input and the target were computed from may be one graph.
+        found += loss.target_gradients(mini_batch.lanes[-1])
         if found:
             torch.autograd.backward(
                 [leaf for leaf, _ in found], [gradient for _, gradient in found]
@@ -325,7 +338,8 @@ class GPipe(Container):
 
     def close(self) -> None:
         """End the workers; the next forward starts new ones. Harmless when repeated."""
-        runtime, self._runtime = self._runtime, None
+        runtime = self._runtime
+        self._keep_runtime(None)
         if runtime is not None:
             runtime.pool.close()
 
@@ -335,24 +349,19 @@ class GPipe(Container):
         return {**super().__getstate__(), "_runtime": None, "_streams": streams}
 
     def _parted(self, input: Any, keywords: Mapping[str, Any]) -> tuple[list[Any], Inputs]:
-        return part_inputs(input, keywords, self.in_dims, self.keyword_dims, self.chunks)
+        parted = part_inputs(input, keywords, self.in_dims, self.keyword_dims, self.chunks)
+        check_no_tangents(chain(parted[0], self.parameters()))
+        return parted
 
     def _begin(self, inputs: Inputs, schedule: str, loss: MicroBatchLoss | None) -> MiniBatch:
         """Make a mini-batch that is ready to run."""
         runtime = self._started()
         checkpoint = self.checkpoint if self.training else "never"
         n_partitions = len(self.balance)
-        return MiniBatch(
-            runtime,
-            inputs,
-            make_schedule(schedule, n_partitions, len(inputs.micro_batches), checkpoint),
-            loss=loss,
-            watchers=Watchers(
-                self._recorder.begin(n_partitions) if self._recorder else None,
-                self._ledger,
-                self.timeout,
-            ),
-        )
+        order = make_schedule(schedule, n_partitions, len(inputs.micro_batches), checkpoint)
+        record = self._recorder.begin(n_partitions) if self._recorder else None
+        watchers = Watchers(record, self._ledger, self.timeout)
+        return MiniBatch(runtime, inputs, order, loss=loss, watchers=watchers)
 
     def _started(self) -> Runtime:
         with _starting:
@@ -361,31 +370,25 @@ class GPipe(Container):
                 runtime is None
                 or runtime.pool.process != os.getpid()
                 or runtime.pool.is_given_up
-                # A layer was replaced since.
+                # A layer was replaced since, or a module inside of one.
                 or runtime.layers != list(self._modules.values())
+                or not all([partition.is_as_made() for partition in runtime.partitions])
             ):
-                _check_number(len(self._modules), self.balance)
+                check_number(len(self._modules), self.balance)
                 layers = dict(zip(self._modules, self, strict=True))
                 runtime = Runtime(
                     layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )
-                self._runtime = runtime
+                self._keep_runtime(runtime)
+            elif any([partition.has_other_parameters() for partition in runtime.partitions]):
+                # Others may be tied now. Mini-batches on their way go on with those that were.
+                layers = dict(zip(self._modules, self, strict=True))
+                check_shared(layers, self.balance, self.devices)
+                runtime = copy.copy(runtime)
+                runtime.tied = TiedParameters(runtime.partitions, runtime.lanes)
+                self._keep_runtime(runtime)
             return runtime
 
-
-def _by_name(keyword_dims: object) -> dict[str, Any]:
-    if keyword_dims is None or isinstance(keyword_dims, Mapping):
-        return dict(keyword_dims or {})
-    raise BalanceError(
-        f"keyword_dims is no dict: keyword_dims={keyword_dims!r} (expected names and dimensions).\n"
-        "Fix: keyword_dims={'mask': None}, say."
-    )
-
-
-def _check_number(n_layers: int, balance: list[int]) -> None:
-    if n_layers != sum(balance):
-        raise PipelineError(
-            f"layers were added to or taken from a pipeline: it has {n_layers} (expected "
-            f"{sum(balance)}, the sum of its balance).\n"
-            "Fix: change the nn.Sequential, and make another pipeline of it."
-        )
+    def _keep_runtime(self, runtime: Runtime | None) -> None:
+        # Not by nn.Module's way: a layer may be called so, and would be overwritten.
+        object.__setattr__(self, "_runtime", runtime)

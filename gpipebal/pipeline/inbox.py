@@ -18,10 +18,20 @@ class InboxClosedError(Exception):
 
 
 class Stop:
-    """Whether a mini-batch has been stopped; one for all its inboxes, and for good."""
+    """Whether a mini-batch has been stopped; one for all its inboxes, and for good.
+
+    Attributes:
+        is_set: Whether it has.
+        is_exit: Whether because the interpreter ends.
+    """
 
     def __init__(self) -> None:
         self.is_set = False
+        self.is_exit = False
+
+    def set_at_exit(self) -> None:
+        """Stop it because the interpreter ends."""
+        self.is_exit = self.is_set = True
 
     def check(self) -> None:
         """Raise InboxClosedError if the mini-batch has been stopped."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from gpipebal.errors import PipelineError
 from gpipebal.pipeline.microbatch import Call, check_nothing_hidden, flatten
 from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
 
-__all__ = ["Inputs", "part_inputs"]
+__all__ = ["Inputs", "check_no_tangents", "part_inputs"]
 
 
 @dataclass
@@ -72,3 +74,20 @@ def part_inputs(
     grad = torch.is_grad_enabled()
     needs = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return leaves, Inputs(scatter_leaves(detached, rows, dims), structure, dims, rows, needs)
+
+
+def check_no_tangents(values: Iterable[Any]) -> None:
+    """Refuse tensors with a tangent, which the cuts between partitions would drop.
+
+    Raises:
+        PipelineError: there is one.
+    """
+    if forward_ad._current_level < 0:
+        return  # as nearly always: nobody is inside of forward-mode differentiation
+    for value in values:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise PipelineError(
+                "a pipeline cannot be differentiated in forward mode: an input or a parameter has "
+                "a tangent.\n"
+                "Fix: use backward() or torch.autograd.grad(), or the plain model for tangents."
+            )

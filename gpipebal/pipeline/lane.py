@@ -1,15 +1,18 @@
 """A lane: the device and the streams of one partition, and how tensors reach it.
 
-On CUDA each partition computes on a stream of its own and copies on another, and events order
-them: nothing here waits on the host. A tensor that is read on another stream than it was made on
-is recorded there, so that the allocator does not give its memory away too early. On a CPU all of
-this is nothing at all.
+On CUDA each partition computes on a stream of its own and copies on others, and events order
+them: nothing here waits on the host for what a device computes. Only a copy out of the host's own
+memory blocks, until it is done itself, because the caller may refill that memory; so it has a
+stream on which nothing else stands before it. A tensor that is read on another stream than it was
+made on is recorded there, so that the allocator does not give its memory away too early. On a CPU
+all of this is nothing at all.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +66,10 @@ class Lane:
             spans.append((started, self.clock()))
         return received
 
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return a context in which any thread computes where this lane does."""
+        return nullcontext()
+
     def mark(self) -> Any:
         """Return what others wait for before they use what this lane has computed so far."""
         return None
@@ -76,7 +83,7 @@ class Lane:
 
 
 class CudaLane(Lane):
-    """A CUDA partition's lane: a compute stream, a copy stream, and events between them.
+    """A CUDA partition's lane: streams to compute on and to copy on, and events between them.
 
     Args:
         device: The device.
@@ -86,7 +93,14 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         super().__init__(device)
         self.compute = torch.cuda.Stream(device) if compute is None else compute
+        #: For what comes from other devices.
         self.copy = torch.cuda.Stream(device)
+        #: For what comes from the host's memory. It waits for no event, so a copy that blocks the
+        #: host blocks it for its own time only.
+        self.upload = torch.cuda.Stream(device)
+        # torch copies between devices on the source's current stream too, which would be its
+        # default stream, the caller's: one for each source instead.
+        self._sources: dict[torch.device, torch.cuda.Stream] = {}
 
     def enter_thread(self) -> None:
         """Make the compute stream current in the worker's thread, for good."""
@@ -105,29 +119,54 @@ class CudaLane(Lane):
     def receive(
         self, leaves: Sequence[Any], ready: Any, spans: list[Span] | None = None
     ) -> list[Any]:
-        """Copy tensors from elsewhere on the copy stream; read those at home in place."""
-        received = []
-        strange = [isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves]
-        for event in _events(ready):
-            self.copy.wait_event(event)
-        with torch.cuda.stream(self.copy):
-            started = self._clock(self.copy) if spans is not None and any(strange) else None
-            for leaf, moves in zip(leaves, strange, strict=True):
-                if moves:
-                    if leaf.is_cuda:
-                        leaf.record_stream(self.copy)
-                    # From pinned memory a copy would go on while the caller refills it.
-                    leaf = leaf.to(self.device, non_blocking=leaf.is_cuda)
-                if isinstance(leaf, Tensor):
-                    leaf.record_stream(self.compute)
-                received.append(leaf)
-            if started is not None and spans is not None:
-                spans.append((started, self._clock(self.copy)))
-        if any(strange):
+        """Copy tensors from elsewhere on the copy streams; read those at home in place."""
+        received = list(leaves)
+        from_host: list[int] = []
+        from_devices: list[int] = []
+        for k, leaf in enumerate(received):
+            if isinstance(leaf, Tensor) and leaf.device != self.device:
+                (from_devices if leaf.is_cuda else from_host).append(k)
+        if from_devices:
+            for event in _events(ready):
+                self.copy.wait_event(event)
+            with self._timed(self.copy, spans):
+                for k in from_devices:
+                    received[k] = self._from_device(received[k])
             self.compute.wait_event(self.copy.record_event())
         else:
             self.wait_for(ready)
+        if from_host:
+            with self._timed(self.upload, spans), torch.cuda.stream(self.upload):
+                for k in from_host:
+                    # From pinned memory a copy that does not block would go on while the caller
+                    # refills it.
+                    received[k] = received[k].to(self.device)
+            self.compute.wait_event(self.upload.record_event())
+        for leaf in received:
+            if isinstance(leaf, Tensor):
+                leaf.record_stream(self.compute)
         return received
+
+    def _from_device(self, tensor: Tensor) -> Tensor:
+        source = self._sources.get(tensor.device)
+        if source is None:
+            source = self._sources[tensor.device] = torch.cuda.Stream(tensor.device)
+        # torch lets each of the two streams wait for the other before it copies, and after.
+        with torch.cuda.stream(source), torch.cuda.stream(self.copy):
+            received = tensor.to(self.device, non_blocking=True)
+        tensor.record_stream(source)
+        return received
+
+    @contextmanager
+    def _timed(self, stream: torch.cuda.Stream, spans: list[Span] | None) -> Iterator[None]:
+        started = self._clock(stream) if spans is not None else None
+        yield
+        if spans is not None:
+            spans.append((started, self._clock(stream)))
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Make the compute stream current in this thread and block."""
+        return torch.cuda.stream(self.compute)
 
     def mark(self) -> torch.cuda.Event:
         """Record an event behind the work that the compute stream has so far."""

@@ -71,9 +71,21 @@ class Ledger:
             self.total_peak = sum(self.live)
             return self.total_peak
 
-    def watch(self, owner: int) -> TorchDispatchMode:
-        """Return a context that charges storages born in it, in this thread, to an owner."""
-        return _Watch(self, owner)
+    def watch(self, owner: int, *, follow: bool = False) -> TorchDispatchMode:
+        """Return a context that charges storages born in it, in this thread, to an owner.
+
+        Args:
+            owner: Whoever that is.
+            follow: Whether what an operation makes of a tensor in the ledger goes to that one's
+                owner instead: what an optimizer makes of a parameter, say.
+        """
+        return _Watch(self, owner, follow)
+
+    def owner_of(self, tensor: Tensor) -> int | None:
+        """Return who holds a tensor's storage; None: nobody."""
+        with self._lock:
+            entry = self._entries.get(storage_key(tensor))
+        return None if entry is None else entry[0]
 
     def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> None:
         storage = tensor.untyped_storage()
@@ -117,19 +129,32 @@ def _leave(ledger: weakref.ref[Ledger], key: int) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, ledger: Ledger, owner: int) -> None:
+    def __init__(self, ledger: Ledger, owner: int, follow: bool) -> None:
         super().__init__()
         self._ledger = ledger
         self._owner = owner
+        self._follow = follow
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
+        owners = self._owners_of(args[0]) if self._follow and args else []
+        for k, leaf in enumerate(pytree.tree_leaves(result)):
             if _has_storage(leaf):
-                self._ledger._enter(leaf, self._owner, take_over=False)
+                # An operation on a list gives a list: each result goes where its operand is.
+                owner = owners[min(k, len(owners) - 1)] if owners else self._owner
+                self._ledger._enter(leaf, owner, take_over=False)
         return result
+
+    def _owners_of(self, operands: Any) -> list[int]:
+        """Return whom the first operand of an operation belongs to; of a list, of each."""
+        found = [
+            self._ledger.owner_of(leaf)
+            for leaf in pytree.tree_leaves(operands)
+            if _has_storage(leaf)
+        ]
+        return [self._owner if owner is None else owner for owner in found]
 
 
 def _has_storage(value: Any) -> bool:

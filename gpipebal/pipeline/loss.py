@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.lane import Lane, caller_events
-from gpipebal.pipeline.microbatch import Packet, flatten, unflatten
-from gpipebal.pipeline.parting import Dim, count_rows, scatter_leaves, spread_dims
+from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline.microbatch import Packet
 from gpipebal.pipeline.partition import Tail
+from gpipebal.pipeline.target import Target
+from gpipebal.pipeline.tied import outer_nodes, parameters_behind
 
 __all__ = ["MicroBatchLoss", "Reduction"]
 
@@ -51,12 +52,7 @@ class MicroBatchLoss:
                 "them up."
             )
         self._loss_fn = loss_fn
-        self._targets: list[list[Any]] | None = None
-        if target is not None:
-            leaves, self._structure = flatten(target)
-            dims = spread_dims(target_dims, self._structure, "target_dims")
-            _check_rows(leaves, self._structure, dims, sum(rows))
-            self._targets = scatter_leaves(leaves, rows, dims)
+        self._target = None if target is None else Target(target, target_dims, rows)
         total = sum(rows)
         self.weights = [
             1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
@@ -64,15 +60,44 @@ class MicroBatchLoss:
 
     def events(self) -> list[Any]:
         """Return what a lane must wait for before it reads the target."""
-        return [] if self._targets is None else caller_events(self._targets[0])
+        return [] if self._target is None else self._target.events()
 
-    def of(self, i: int, lane: Lane, ready: Any) -> Tail:
-        """Return the loss of micro-batch `i` as a function of its output; called by the worker."""
-        loss_fn = self._loss_fn
-        if self._targets is None:
-            return lambda output: _checked(loss_fn(output))
-        target = unflatten(lane.receive(self._targets[i], ready), self._structure)
-        return lambda output: _checked(loss_fn(output, target))
+    def of(
+        self, i: int, lane: Lane, ready: Any, tie: Callable[[Iterable[nn.Parameter]], None]
+    ) -> Tail:
+        """Return the loss of micro-batch `i` as a function of its output; called by the worker.
+
+        Args:
+            i: The micro-batch.
+            lane: Device and streams of the last partition.
+            ready: What to wait for before reading the target.
+            tie: Told which parameters the loss uses by itself, not through the output, whenever a
+                graph of it is recorded.
+        """
+        loss_fn, target = self._loss_fn, self._target
+        leaves = [] if target is None else target.receive(i, lane, ready)
+
+        def tail(output: Any) -> Tensor:
+            before = outer_nodes(output)
+            if target is None:
+                loss = _checked(loss_fn(output))
+            else:
+                with target.lent(i, leaves) as of_micro_batch:
+                    loss = _checked(loss_fn(output, of_micro_batch))
+            if torch.is_grad_enabled():
+                tie(parameters_behind(loss, before))
+            return loss
+
+        return tail
+
+    def keep_gradients(self, i: int) -> None:
+        """Take what the backward of micro-batch `i` left at the target; called by the worker."""
+        if self._target is not None:
+            self._target.keep_gradients(i)
+
+    def target_gradients(self, lane: Lane) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors of the target that want a gradient, with theirs."""
+        return [] if self._target is None else self._target.gradients(lane)
 
     def check(self, output: Packet, *, grad: bool) -> Tensor:
         """Return the loss that a cell gave.
@@ -109,17 +134,6 @@ class MicroBatchLoss:
         for term in terms[1:]:
             total = total + term
         return total
-
-
-def _check_rows(leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], rows: int) -> None:
-    if all(dim is None or not isinstance(x, Tensor) for x, dim in zip(leaves, dims, strict=True)):
-        return
-    found = count_rows(leaves, structure, dims, what="target", argument="target_dims")
-    if found != rows:
-        raise BalanceError(
-            f"target has other rows than the input: {found} (expected {rows}).\n"
-            "Fix: give one target per row, or name its dimension in target_dims."
-        )
 
 
 def _checked(loss: Any) -> Tensor:

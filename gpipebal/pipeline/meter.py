@@ -31,8 +31,9 @@ class MemoryMeter:
         """The most that each partition held at one time.
 
         A partition holds its parameters, gradients, buffers and optimizer state, what its worker
-        allocates, and what it has received from its neighbours. The last one holds what the
-        caller allocates too: gathered outputs, the loss, their gradients.
+        allocates, and what it has received from its neighbours. What the caller makes of a tensor
+        belongs to whoever holds that: an optimizer's intermediate results are with the parameter.
+        The rest, gathered outputs, the loss and their gradients, the last partition holds.
         """
         return tuple(self.ledger.peaks)
 
@@ -78,7 +79,7 @@ def measure_memory(
     ledger.start_peak()
     pipe.start_metering(ledger)
     try:
-        with ledger.watch(len(pipe.balance) - 1):
+        with ledger.watch(len(pipe.balance) - 1, follow=True):
             yield meter
     finally:
         pipe.stop_metering()

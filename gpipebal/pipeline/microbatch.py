@@ -7,13 +7,15 @@ A cell that takes skip connections beside its input gets one packet joined from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 
@@ -47,6 +49,13 @@ class Packet(NamedTuple):
     needs_gradient: list[bool]
     ready: Any = None
     overlaps: frozenset[int] = frozenset()
+
+    def as_leaves(self) -> list[Any]:
+        """Return the leaves, with a leaf of autograd for each that needs a gradient."""
+        return [
+            leaf.detach().requires_grad_() if needs else leaf
+            for leaf, needs in zip(self.leaves, self.needs_gradient, strict=True)
+        ]
 
 
 class Call(NamedTuple):
@@ -153,16 +162,59 @@ def _share(one: Any, other: Any) -> bool:
         return True
 
 
+#: How deep objects are searched for tensors, and how many of them for one value.
+_DEPTH, _MOST = 4, 1000
+
+# A module's parameters are leaves of autograd everywhere: it may cross a cut.
+_PLAIN = (bool, int, float, complex, str, bytes, type, nn.Module, torch.dtype, torch.device)
+
+
 def find_hidden_tensor(leaves: Sequence[Any]) -> tuple[type, str] | None:
-    """Return the type and attribute of an object among the leaves that hides a tensor, or None."""
+    """Find an object among the leaves that has a tensor inside, however it keeps it.
+
+    Objects inside of objects are searched too, to a small depth. What a function has in its
+    closure, or an iterator before it, cannot be found.
+
+    Returns:
+        The object's type and the way in, its attribute or element; None if there is none.
+    """
     for leaf in leaves:
-        if leaf is None or isinstance(leaf, (Tensor, bool, int, float, complex, str, bytes, type)):
+        if leaf is None or isinstance(leaf, (Tensor, *_PLAIN)):
             continue
-        names = [*getattr(leaf, "__dict__", ()), *getattr(type(leaf), "__slots__", ())]
-        for name in names:
-            if isinstance(name, str) and isinstance(getattr(leaf, name, None), Tensor):
-                return type(leaf), name
+        left = [_MOST]
+        for way, value in islice(_parts(leaf), _MOST):
+            if _holds_tensor(value, _DEPTH, left):
+                return type(leaf), way
     return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return what an object that is no pytree is made of, each with the way to it."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield f"element [{key!r}]", value[key]
+    elif isinstance(value, (list, tuple, deque)):
+        for index, element in enumerate(value):
+            yield f"element [{index}]", element
+    elif isinstance(value, (set, frozenset)):
+        for element in value:
+            yield "an element", element
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        yield f"attribute {name!r}", attribute
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__" and name != "__weakref__":
+                yield f"attribute {name!r}", getattr(value, name, None)
+
+
+def _holds_tensor(value: Any, depth: int, left: list[int]) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    left[0] -= 1
+    if value is None or isinstance(value, _PLAIN) or depth == 0 or left[0] <= 0:
+        return False
+    return any(_holds_tensor(part, depth - 1, left) for _, part in islice(_parts(value), left[0]))
 
 
 def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
@@ -173,12 +225,13 @@ def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
     """
     hidden = find_hidden_tensor(leaves)
     if hidden is not None:
-        kind, name = hidden
+        kind, way = hidden
         raise ModelError(
-            f"{where} has tensors inside an object that is no pytree: attribute {name!r} of a "
-            f"{kind.__name__} (expected tensors in tuples, lists, dicts or named tuples).\n"
-            f"Fix: torch.export.register_dataclass({kind.__name__}) for a dataclass, or pass its "
-            "tensors as a tuple."
+            f"{where} has tensors inside an object that is no pytree: {way} of a "
+            f"{kind.__name__} (expected tensors in tuples, lists, dicts or named tuples, and not "
+            "in other classes, or subclasses of these).\n"
+            "Fix: pass its tensors as a tuple or a dict; for a dataclass "
+            f"torch.export.register_dataclass({kind.__name__}) will do."
         )
 
 

@@ -13,8 +13,8 @@ last partition computes it, micro-batch by micro-batch.
 
 Who owns what. A cell is touched only by the worker of its partition, between phases by nobody. A
 packet belongs to whoever took it out of an inbox. The mini-batch belongs to the caller, and lives
-as long as the caller's graph of the output does. The only shared states are the inboxes and the
-failures, each behind a lock.
+as long as the caller's graph of the output does. What workers share is the inboxes, the failures,
+the statistics of deferred batch normalisation and the seed, each behind a lock.
 
 What happens on a fault. The first failure closes all inboxes: a worker that waits gives up, one
 that computes ends its cell and stops before the next. The caller waits until all have stopped,
@@ -24,13 +24,12 @@ then raises the failure that comes first in schedule order, with its own type an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipebal.errors import PipelineTimeoutError
 from gpipebal.pipeline.batchnorm import Statistics, gathering
@@ -40,35 +39,17 @@ from gpipebal.pipeline.failures import Failures
 from gpipebal.pipeline.inbox import InboxClosedError, Stop
 from gpipebal.pipeline.inputs import Inputs
 from gpipebal.pipeline.lane import caller_events
-from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.loss import MicroBatchLoss
 from gpipebal.pipeline.microbatch import Packet, find_overlaps
 from gpipebal.pipeline.randomness import MiniBatchSeed
-from gpipebal.pipeline.recorder import MiniBatchRecord
 from gpipebal.pipeline.routes import Routes
 from gpipebal.pipeline.runtime import Runtime
+from gpipebal.pipeline.tied import drop_gradients
+from gpipebal.pipeline.watchers import Watchers
+from gpipebal.pipeline.worker import GRACE
 from gpipebal.schedule import Action, Schedule
 
 __all__ = ["MiniBatch", "Watchers"]
-
-#: Seconds without the end of any action after which an interrupted call waits no longer.
-GRACE = 5.0
-
-
-@dataclass(frozen=True)
-class Watchers:
-    """Who looks on, and for how long.
-
-    Attributes:
-        record: Where each action's times go; None when nobody traces.
-        ledger: Where live memory is counted; None when nobody meters.
-        timeout: Seconds without the end of any action after which the caller gives up; None:
-            never.
-    """
-
-    record: MiniBatchRecord | None = None
-    ledger: Ledger | None = None
-    timeout: float | None = None
 
 
 class MiniBatch:
@@ -113,11 +94,12 @@ class MiniBatch:
         self._routes = Routes(
             runtime.partitions, self.lanes, self._stop, watchers.ledger, watchers.record
         )
-        self._tied = runtime.tied.sums()
+        self._tied = runtime.tied.sums(grad=self.grad)
         self._spent = not self.grad
         seed = MiniBatchSeed()
         recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
-        # What goes to every micro-batch is read again after one of them has run.
+        # What goes to every micro-batch is read again after one of them has run, and a partition
+        # may hand it on to the next.
         protect = None in self.dims and self.chunks > 1
         self._cells = [
             [
@@ -127,7 +109,7 @@ class MiniBatch:
                     micro_batch=i,
                     seed=seed,
                     grad=self.grad,
-                    protect=protect and partition.index == 0,
+                    protect=protect,
                     checkpointed=self.grad and (partition.index, i) in recomputed,
                 )
                 for i in range(self.chunks)
@@ -276,8 +258,9 @@ class MiniBatch:
 
         n_submitted = [0]
         try:
-            pool.submit([task_of(j) for j in range(len(rows))], n_submitted)
-            pool.wait_for(finished, self._watchers.timeout)
+            with pool.running(self._stop):
+                pool.submit([task_of(j) for j in range(len(rows))], n_submitted)
+                pool.wait_for(finished, self._watchers.timeout)
         except BaseException:
             # Interrupted, or nobody comes forward: let the cells in progress end, unless they hang.
             # A second interrupt ends this wait too. Workers that are not waited for are given up:
@@ -285,7 +268,7 @@ class MiniBatch:
             self._close()
             try:
                 if not pool.is_given_up:
-                    pool.wait_for(finished[: n_submitted[0]], GRACE)
+                    pool.wait_for(finished[: n_submitted[0]], GRACE, spare_computing=True)
                     self._release_cells()
             except PipelineTimeoutError:
                 pass  # the interrupt is what the caller gets to see
@@ -299,6 +282,9 @@ class MiniBatch:
         if self._failures:
             self._release_cells()
             raise self._failures.take_first(self.schedule)
+        if self._stop.is_exit:
+            # Nobody can use what there is so far, and nobody is there to read an error.
+            raise SystemExit
         for lane, end in zip(self.lanes, self._ends, strict=True):
             lane.give_to_caller((), end)
 
@@ -335,7 +321,7 @@ class MiniBatch:
             packet = self._routes.take_input(j, i)
             started = self._start(action)
             loss = self._loss if j == len(self.lanes) - 1 else None
-            tail = None if loss is None else loss.of(i, lane, self._target_ready)
+            tail = None if loss is None else loss.of(i, lane, self._target_ready, self._tie)
             output = cell.forward(packet, self.state, tail)
             self._end(action, started)
             if loss is None:
@@ -358,7 +344,12 @@ class MiniBatch:
             started = self._start(action)
             received = cell.backward(gradients)
             self._end(action, started)
+            if loss is not None:
+                loss.keep_gradients(i)
             self._routes.put_gradients(j, i, received, lane.mark())
+
+    def _tie(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.runtime.tied.tie(len(self.lanes) - 1, parameters)
 
     def _start(self, action: Action) -> Any:
         j = action.partition
@@ -378,6 +369,8 @@ class MiniBatch:
         for partition in self.runtime.partitions:
             partition.is_given_up = True
             partition.buffers.give_back()
+            for layer in partition.layers:
+                drop_gradients(layer.parameters(), self.runtime.pool.threads)
 
     def _release_cells(self) -> None:
         for row in self._cells:

@@ -28,16 +28,14 @@ from torch.nn.parameter import is_lazy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.buffers import Buffers, Kept, Place
 from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.facts import MOST_KINDS, Facts, version_of, was_written
 from gpipebal.pipeline.inbox import InboxClosedError
 from gpipebal.pipeline.microbatch import Call, Packet, check_travels, flatten, unflatten
 from gpipebal.pipeline.randomness import OwnRandomness
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
-__all__ = ["Facts", "ForwardResult", "Partition", "Route", "Tail"]
-
-#: Kinds of micro-batches that are remembered at one time.
-MOST_KINDS = 64
+__all__ = ["ForwardResult", "Partition", "Pass", "Route", "Tail"]
 
 #: What runs behind the layers of the last partition, if the pipeline computes the loss.
 Tail = Callable[[Any], Tensor]
@@ -51,12 +49,20 @@ class Route(NamedTuple):
     destination: int
 
 
-@dataclass
-class Facts:
-    """What was found out about one kind of micro-batch."""
+class Pass(NamedTuple):
+    """What one pass of a micro-batch through the layers goes by.
 
-    written_inputs: frozenset[int]
-    outputs_need_gradient: tuple[bool, ...]
+    Attributes:
+        kind: Kind of the micro-batch, from `kind_of`.
+        state: Settings of the caller.
+        randomness: Random numbers of the micro-batch.
+        tail: Runs behind the layers.
+    """
+
+    kind: Hashable
+    state: CallerState
+    randomness: OwnRandomness
+    tail: Tail | None
 
 
 @dataclass
@@ -64,12 +70,14 @@ class ForwardResult:
     """Outputs of a run of a partition, as leaves, still in the graph if one was recorded.
 
     Attributes:
+        inputs: Leaves of the input, those of the graph if one was recorded.
         leaves: Leaves of the output.
         structure: Their pytree.
         needs_gradient: Which of them need a gradient.
         kept: What a recompute needs of the buffers; None if there will be none.
     """
 
+    inputs: list[Any]
     leaves: list[Any]
     structure: Any
     needs_gradient: list[bool]
@@ -111,6 +119,8 @@ class Partition:
         self._modules = list(
             dict.fromkeys(module for layer in self.layers for module in layer.modules())
         )
+        self._children = self._nested()
+        self._parameters = self._parameter_ids()
         self.buffers = Buffers(self._modules, self.foreign_buffers)
         self._skips = any(is_skippable(module) for module in self._modules)
 
@@ -128,30 +138,29 @@ class Partition:
             ),
         )
 
-    @staticmethod
-    def kind_of(
-        mode: Hashable, packet: Packet, state: CallerState, grad: bool, tail: Tail | None
-    ) -> Hashable:
-        """Name the kind of a micro-batch that meets layers in this mode, and a loss or none."""
-        kinds = [
-            (leaf.dtype, leaf.dim(), leaf.numel() == 0) if isinstance(leaf, Tensor) else _name(leaf)
-            for leaf in packet.leaves
-        ]
-        return (
-            mode,
-            str(packet.structure) if len(kinds) > 1 else None,
-            tuple(kinds),
-            tuple(packet.needs_gradient),
-            state.autocast,
-            state.inference_mode,
-            grad,
-            tail is not None,
-        )
+    def is_as_made(self) -> bool:
+        """Tell whether all modules inside the layers are the ones that were there at first."""
+        return self._nested() == self._children
+
+    def has_other_parameters(self) -> bool:
+        """Tell whether a parameter has been replaced since this was last asked."""
+        before, self._parameters = self._parameters, self._parameter_ids()
+        return self._parameters != before
+
+    def _nested(self) -> list[nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+    def _parameter_ids(self) -> list[int]:
+        return [id(p) for module in self._modules for p in module._parameters.values()]
 
     def versions(self) -> Hashable:
-        """Tell how often each parameter has been written to: a recompute needs them unchanged."""
+        """Name modules and parameters, and how often each parameter has been written to.
+
+        A recompute needs all of them unchanged.
+        """
         return tuple(
-            [
+            [id(module) for module in self._nested()]
+            + [
                 (id(parameter), parameter._version)
                 for module in self._modules
                 for parameter in module._parameters.values()
@@ -159,56 +168,36 @@ class Partition:
             ]
         )
 
-    def facts(self, kind: Hashable) -> Facts | None:
-        """Return what is known of this kind of micro-batch; None: it is to be found out."""
-        return self._facts.get(kind)
-
     def forget(self, kind: Hashable) -> None:
         """Let the facts of this kind of micro-batch be found out anew."""
         self._facts.pop(kind, None)
 
     def forward(
-        self,
-        leaves: Sequence[Any],
-        structure: Any,
-        *,
-        kind: Hashable,
-        facts: Facts | None,
-        grad: bool,
-        protect: bool,
-        state: CallerState,
-        randomness: OwnRandomness,
-        keep_buffers: bool = False,
-        look: bool = False,
-        tail: Tail | None = None,
+        self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool, look: bool
     ) -> ForwardResult:
         """Run the layers on one micro-batch.
 
         Args:
-            leaves: Leaves of the input. With `grad` or `look`, and without `facts`, those that
-                need a gradient are leaves of autograd. With `protect` none is written to.
-            structure: Their pytree.
-            kind: Kind of the micro-batch, from `kind_of`.
-            facts: What is known of it, as the caller of this saw it when it made `leaves`: in
-                between another mini-batch may have let it be forgotten.
-            grad: Whether to record a graph.
+            packet: The input.
+            run: What the pass goes by. If the caller wants gradients a graph is recorded.
+            checkpointed: Whether there will be a recompute, so that none is recorded, and written
+                buffers are copied.
             protect: Whether somebody reads the input later, so that it must stay as it is.
-            state: Settings of the caller.
-            randomness: Random numbers of the micro-batch.
-            keep_buffers: Whether it will be recomputed, so that written buffers are copied.
             look: Whether to record a graph only to see which outputs need a gradient: a layer may
                 have been frozen or thawed in a way that its parameters do not show.
-            tail: Runs behind the layers.
 
         Raises:
             ModelError: a layer returned no tensor, or writes to a buffer that layers of another
                 partition have too.
         """
-        find_out = facts is None
-        kept = self.buffers.keep() if keep_buffers else None
-        before = self.buffers.copies(alone=not protect) if find_out else {}
+        # Asked once: in between another mini-batch may let it be forgotten.
+        facts = self._facts.get(run.kind)
         # Facts are found with a graph, because only a graph tells which outputs need a gradient.
-        with state.entered(grad=grad or look or (find_out and state.grad_enabled)):
+        record = run.state.grad_enabled and (not checkpointed or look or facts is None)
+        leaves = packet.as_leaves() if record else packet.leaves
+        kept = self.buffers.keep() if checkpointed else None
+        before = self.buffers.copies(alone=not protect) if facts is None else {}
+        with run.state.entered(grad=record):
             inputs = list(leaves)
             written: Sequence[int] | frozenset[int] = (
                 range(len(inputs)) if facts is None else facts.written_inputs
@@ -216,29 +205,26 @@ class Partition:
             for k in written if protect else ():
                 if isinstance(inputs[k], Tensor):
                     inputs[k] = inputs[k].clone()
-            versions = [_version(leaf) for leaf in inputs]
-            value = self._run_layers(unflatten(inputs, structure), randomness, tail)
+            versions = [version_of(leaf) for leaf in inputs]
+            value = self._run_layers(unflatten(inputs, packet.structure), run)
             outputs, out_structure = flatten(value)
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
         if facts is None:
             changed = self.buffers.look(before)
             if kept is not None:
-                kept = Kept(
-                    {**kept.copies, **changed},
-                    {place: v for place, v in kept.versions.items() if place not in changed},
-                )
+                kept = kept.with_copies(changed)
             facts = Facts(
                 written_inputs=frozenset(
-                    k for k, leaf in enumerate(inputs) if _was_written(leaves[k], leaf, versions[k])
+                    k for k, leaf in enumerate(inputs) if was_written(leaves[k], leaf, versions[k])
                 ),
                 outputs_need_gradient=tuple(needs),
             )
-            self._remember(kind, facts)
+            self._remember(run.kind, facts)
         elif look:
             facts.outputs_need_gradient = tuple(needs)
-        elif state.grad_enabled and not grad:
+        elif checkpointed:
             needs = list(facts.outputs_need_gradient)
-        return ForwardResult(outputs, out_structure, needs, kept)
+        return ForwardResult(leaves, outputs, out_structure, needs, kept)
 
     def check_writes(self, kind: Hashable, packet: Packet) -> None:
         """Make sure that no layer has written to a tensor that others will read.
@@ -260,54 +246,42 @@ class Partition:
             )
 
     def recompute(
-        self,
-        leaves: Sequence[Any],
-        structure: Any,
-        *,
-        kind: Hashable,
-        promised: Sequence[bool],
-        kept: Kept,
-        state: CallerState,
-        randomness: OwnRandomness,
-        tail: Tail | None = None,
-    ) -> list[Any]:
+        self, packet: Packet, run: Pass, *, promised: Sequence[bool], kept: Kept
+    ) -> tuple[list[Any], list[Any]]:
         """Run the layers on a checkpointed micro-batch again, now with a graph.
 
         Args:
-            leaves: Leaves of the input; those that need a gradient are leaves of autograd.
-            structure: Their pytree.
-            kind: Kind of the micro-batch.
+            packet: The input.
+            run: What the pass goes by: as the forward did.
             promised: Which outputs were said to need a gradient.
             kept: The buffers as they were before the forward.
-            state: Settings of the caller.
-            randomness: Random numbers of the micro-batch.
-            tail: Runs behind the layers.
 
         Returns:
-            Leaves of the output.
+            Leaves of the input, and leaves of the output.
 
         Raises:
             ModelError: a layer does not do what it did in the forward.
         """
-        facts = self._facts.get(kind)
+        facts = self._facts.get(run.kind)
+        leaves = packet.as_leaves()
         written = frozenset(range(len(leaves))) if facts is None else facts.written_inputs
         self.buffers.check(kept)
-        with state.entered(grad=True), self.buffers.replaced(kept):
+        with run.state.entered(grad=True), self.buffers.replaced(kept):
             inputs = [
                 leaf.clone() if k in written and isinstance(leaf, Tensor) else leaf
                 for k, leaf in enumerate(leaves)
             ]
-            outputs, _ = flatten(self._run_layers(unflatten(inputs, structure), randomness, tail))
+            outputs, _ = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
         if needs != list(promised):
-            self.forget(kind)
+            self.forget(run.kind)
             raise ModelError(
                 f"partition {self.index} cannot be recomputed: other outputs need a gradient than "
                 "when this kind of micro-batch was first seen.\n"
                 "Fix: run the mini-batch again, its layers are looked at anew; if they change from "
                 "call to call, use checkpoint='never'."
             )
-        return outputs
+        return leaves, outputs
 
     def _remember(self, kind: Hashable, facts: Facts) -> None:
         self._facts[kind] = facts
@@ -315,7 +289,8 @@ class Partition:
             # The oldest: a dictionary keeps its order.
             self._facts.pop(next(iter(self._facts)), None)
 
-    def _run_layers(self, value: Any, randomness: OwnRandomness, tail: Tail | None) -> Any:
+    def _run_layers(self, value: Any, run: Pass) -> Any:
+        randomness, tail = run.randomness, run.tail
         skips = None
         if self._skips:
             arrived: list[Any] = []
@@ -348,27 +323,3 @@ class Partition:
         if skips is not None and self.outgoing:
             return [value, *(skips.load(route.key) for route in self.outgoing)]
         return value
-
-
-def _name(leaf: Any) -> Hashable:
-    """Name a leaf that is no tensor: a switch by its value, else by its kind.
-
-    Not a number by its value: one that counts the steps would make a kind of each.
-    """
-    if isinstance(leaf, (bool, str)):
-        return (type(leaf).__name__, leaf)
-    return type(leaf).__qualname__
-
-
-def _was_written(before: Any, leaf: Any, version: int | None) -> bool:
-    if not isinstance(leaf, Tensor):
-        return False
-    if version is None:
-        # Of a tensor that counts no versions `leaf` is a copy, if anybody reads `before` later.
-        return leaf is not before and not torch.equal(leaf, before)
-    return _version(leaf) != version
-
-
-def _version(leaf: Any) -> int | None:
-    # Tensors made in inference mode count no versions; nothing can want their gradient either.
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None

@@ -4,8 +4,8 @@ torch dispatches every operation along a list of keys, and a key that a thread i
 One of them exists for modes and has no meaning of its own. Here every random operation gets a
 kernel for that key, and all other operations pass it by in C++: a thread that includes the key pays
 for its random operations only, and a thread that does not pays nothing. A dispatch mode in Python
-does the same work (`catch_all` is one, for a torch without the key), but stops at every operation:
-three times the time of a small transformer layer.
+does the same work (`_CatchAll` is one, for a torch that has given up the key), but stops at every
+operation: three times the time of a small transformer layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Draw", "catch_random_operations", "prepare"]
+__all__ = ["Draw", "catch_random_operations", "current_draw", "prepare"]
 
 #: Runs a random operation: given the operation, its arguments and its keyword arguments.
 Draw = Callable[[Any, Any, dict[str, Any]], Any]
@@ -47,6 +47,12 @@ def catch_random_operations(draw: Draw) -> AbstractContextManager[Any]:
     return _Catch(draw, catcher) if catcher is not None else _CatchAll(draw)
 
 
+def current_draw() -> Draw | None:
+    """Return what this thread's random operations are given to; None: nothing."""
+    draw: Draw | None = getattr(_current, "draw", None)
+    return draw
+
+
 class _Catch:
     """The context of a thread that includes the key."""
 
@@ -57,7 +63,7 @@ class _Catch:
         self._catcher = catcher
 
     def __enter__(self) -> None:
-        self._before = getattr(_current, "draw", None)
+        self._before = current_draw()
         _current.draw = self._draw
         self._guard = torch._C._IncludeDispatchKeyGuard(self._catcher.key)
         self._guard.__enter__()
@@ -73,6 +79,15 @@ class _CatchAll(TorchDispatchMode):
     def __init__(self, draw: Draw) -> None:
         super().__init__()
         self._draw = draw
+
+    def __enter__(self) -> Any:
+        self._before = current_draw()
+        _current.draw = self._draw
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        _current.draw = self._before
+        super().__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -112,7 +127,7 @@ class _Catcher:
             libraries[namespace].impl(operation, functools.partial(self._kernel, operation))
 
     def _kernel(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
-        draw: Draw | None = getattr(_current, "draw", None)
+        draw = current_draw()
         with torch._C._ExcludeDispatchKeyGuard(self._keys):
             if draw is None or TracingContext.try_get() is not None:
                 return operation(*args, **kwargs)

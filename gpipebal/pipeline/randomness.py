@@ -6,30 +6,44 @@ differs from its forward. So a layer that draws gets numbers from a generator of
 (mini-batch, layer, micro-batch): the same for forward and recompute, and the same for every
 balance. The mini-batch's seed is drawn from the default generator of the caller, so that
 `torch.manual_seed` rules as usual; a mini-batch that draws nothing leaves it as it was.
+
+The operation gets that generator as an argument, if it or one of its overloads takes one. The few
+that take none (fused attention and recurrent kernels with dropout) read the process's default
+generator, which is lent our state for as long as they run. A generator that a layer brings along
+is its own matter in the forward; a recompute draws from copies in the states that it had then.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.random_ops import catch_random_operations
+from gpipebal.pipeline.random_ops import catch_random_operations, current_draw
 
-__all__ = ["MiniBatchSeed", "OwnRandomness", "cell_seed", "draw_seed"]
+__all__ = ["MiniBatchSeed", "OwnRandomness", "States", "cell_seed", "draw_seed"]
 
-# Operations without a generator argument draw from a default generator: one at a time.
+#: The generators that layers brought along and their states, one for each of their draws in order.
+States = list[tuple[torch.Generator, Tensor]]
+
+# Held while a default generator has our state: nobody must take a seed from it meanwhile.
 _default_generators = threading.Lock()
+
+# A generator that layers of two partitions have: its state is noted and drawn from in one go.
+_given_generators = threading.Lock()
 
 
 def draw_seed() -> int:
     """Draw a mini-batch's seed from the default CPU generator."""
-    return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu"))
+    with _default_generators:
+        return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu"))
 
 
 def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:
@@ -39,16 +53,22 @@ def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:
 
 
 class MiniBatchSeed:
-    """The seed of a mini-batch, drawn when the first of its cells needs it."""
+    """The seed of a mini-batch, made when the first of its cells needs it.
+
+    It is drawn; for a mini-batch that a layer of another pipeline begins, it follows from that
+    layer's random numbers, so that a recompute of the layer gives the same.
+    """
 
     def __init__(self) -> None:
         self._value: int | None = None
         self._drawing = threading.Lock()
+        outer = getattr(current_draw(), "__self__", None)
+        self._make = outer.seed_inside() if isinstance(outer, OwnRandomness) else draw_seed
 
     def __int__(self) -> int:
         with self._drawing:
             if self._value is None:
-                self._value = draw_seed()
+                self._value = self._make()
             return self._value
 
 
@@ -58,17 +78,36 @@ class OwnRandomness:
     Args:
         seed: Seed of the mini-batch.
         micro_batch: Which micro-batch it is.
-
-    Attributes:
-        drew: Whether any random operation ran inside `watching`.
+        states: Where to note the states of generators that layers bring along; None: nowhere.
+        again: Whether to draw from those states, as they were noted, instead.
     """
 
-    __slots__ = ("_backward_of", "_generators", "_layer", "_micro_batch", "_seed", "drew")
+    __slots__ = (
+        "_again",
+        "_backward_of",
+        "_generators",
+        "_layer",
+        "_micro_batch",
+        "_n_given",
+        "_n_inside",
+        "_seed",
+        "_states",
+    )
 
-    def __init__(self, seed: int | MiniBatchSeed, micro_batch: int) -> None:
-        self.drew = False
+    def __init__(
+        self,
+        seed: int | MiniBatchSeed,
+        micro_batch: int,
+        states: States | None = None,
+        *,
+        again: bool = False,
+    ) -> None:
         self._seed = seed
         self._micro_batch = micro_batch
+        self._states = states
+        self._again = again
+        self._n_given = 0
+        self._n_inside = 0
         self._layer: int | str = 0
         self._backward_of: int | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -82,6 +121,7 @@ class OwnRandomness:
     def enter_layer(self, layer: int | str) -> None:
         """Turn to the generators of a layer, given by its place in the whole chain."""
         self._layer = layer
+        self._n_inside = 0
         if self._generators:
             self._generators = {}
 
@@ -90,13 +130,57 @@ class OwnRandomness:
         self._backward_of = partition
         self.enter_layer(f"backward of partition {partition}")
 
+    def seed_inside(self) -> Callable[[], int]:
+        """Return what makes the seed of a mini-batch that the layer begins in its own pipeline."""
+        self._n_inside += 1
+        layer, check = f"{self._layer}, pipeline {self._n_inside}", self._check_not_run_again
+        # Asked now, and told when the seed is wanted: the pipeline may draw nothing.
+        grad = torch.is_grad_enabled()
+
+        def make() -> int:
+            check(grad)
+            return cell_seed(int(self._seed), layer, self._micro_batch)
+
+        return make
+
     def _draw(self, operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("generator") is not None:
+        way = _way_of(operation)
+        given = way.given(args, kwargs)
+        if given is not None and not _is_default(given):
+            return self._draw_from_given(given, way, args, kwargs)
+        if way.run is not operation and not _draws(operation, args, kwargs):
             return operation(*args, **kwargs)
-        takes = any(argument.name == "generator" for argument in operation._schema.arguments)
-        if not takes and not _draws(operation, args, kwargs):
+        self._check_not_run_again(torch.is_grad_enabled())
+        device = _device_of(args, kwargs)
+        if device.type == "meta":
             return operation(*args, **kwargs)
-        if self._backward_of is not None and torch.is_grad_enabled():
+        generator = self._generator(device)
+        if way.run is None:
+            return _run_with_default(generator, operation, args, kwargs)
+        return way.call(generator, args, kwargs)
+
+    def _draw_from_given(
+        self, generator: torch.Generator, way: _Way, args: Any, kwargs: Any
+    ) -> Any:
+        states = self._states
+        if states is None or not self._again:
+            with _given_generators:
+                if states is not None:
+                    states.append((generator, generator.get_state()))
+                return way.call(generator, args, kwargs)
+        if self._n_given == len(states) or states[self._n_given][0] is not generator:
+            raise ModelError(
+                "a checkpointed micro-batch cannot be recomputed: a layer draws from a "
+                "torch.Generator of its own otherwise than in its forward.\n"
+                "Fix: let the layer draw the same in every pass, or checkpoint='never'."
+            )
+        copy = torch.Generator(generator.device)
+        copy.set_state(states[self._n_given][1])
+        self._n_given += 1
+        return way.call(copy, args, kwargs)
+
+    def _check_not_run_again(self, grad: bool) -> None:
+        if self._backward_of is not None and grad:
             raise ModelError(
                 f"a layer of partition {self._backward_of} draws random numbers while it is run "
                 "again in a backward, by torch.utils.checkpoint or the like, which could not make "
@@ -104,14 +188,6 @@ class OwnRandomness:
                 "Fix: let the pipeline recompute, GPipe(..., checkpoint='always'), and not the "
                 "layer itself."
             )
-        self.drew = True
-        device = _device_of(args, kwargs)
-        if device.type == "meta":
-            return operation(*args, **kwargs)
-        generator = self._generator(device)
-        if takes:
-            return operation(*args, **{**kwargs, "generator": generator})
-        return _run_with_default(generator, operation, args, kwargs)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         generator = self._generators.get(device)
@@ -120,6 +196,69 @@ class OwnRandomness:
             generator.manual_seed(cell_seed(int(self._seed), self._layer, self._micro_batch))
             self._generators[device] = generator
         return generator
+
+
+class _Way(NamedTuple):
+    """How a random operation is given a generator.
+
+    Attributes:
+        run: Takes the operation's arguments and ``generator=``; None: nothing does.
+        place: Where the operation itself takes a generator by position.
+    """
+
+    run: Callable[..., Any] | None
+    place: int | None
+
+    def given(self, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
+        """Return the generator that the caller of the operation passed."""
+        found = kwargs.get("generator")
+        if found is None and self.place is not None and self.place < len(args):
+            found = args[self.place]
+        return found
+
+    def call(self, generator: torch.Generator, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operation with a generator."""
+        assert self.run is not None
+        if self.place is not None and self.place < len(args):
+            return self.run(*args[: self.place], generator, *args[self.place + 1 :], **kwargs)
+        return self.run(*args, **{**kwargs, "generator": generator})
+
+
+@functools.cache
+def _way_of(operation: Any) -> _Way:
+    if operation is torch.ops.aten.native_dropout.default:
+        return _Way(_dropout, None)
+    arguments = operation._schema.arguments
+    for place, argument in enumerate(arguments):
+        if argument.name == "generator":
+            return _Way(operation, None if argument.kwarg_only else place)
+    wanted = [(argument.name, str(argument.type)) for argument in arguments]
+    packet = operation._overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        others = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+        rest = [each for each in others if each[0] != "generator"]
+        if len(rest) < len(others) and rest == wanted:
+            return _Way(overload, None)
+    return _Way(None, None)
+
+
+def _dropout(
+    input: Tensor, p: float, train: bool | None, *, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Do what `native_dropout` does, which is what dropout runs on CUDA, with a generator."""
+    if input.device.type == "cuda" and p < 1 and hasattr(torch.ops.aten, "_fused_dropout"):
+        # The same kernel; its mask has the same bytes, of another type.
+        output, mask = torch.ops.aten._fused_dropout(input, 1 - p, generator=generator)
+        return output, mask.view(torch.bool)
+    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return input * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    if generator.device.type == "cuda":
+        return any(generator is other for other in torch.cuda.default_generators)
+    return generator is torch.default_generator
 
 
 #: Arguments that, if they are 0 or False, keep an operation from drawing at all.

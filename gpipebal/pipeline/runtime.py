@@ -53,7 +53,7 @@ class Runtime:
         self.lanes = [
             make_lane(device, stream) for device, stream in zip(devices, streams, strict=True)
         ]
-        self.tied = TiedParameters(self.partitions)
+        self.tied = TiedParameters(self.partitions, self.lanes)
         self.pool = WorkerPool(
             self.lanes, [threads if device.type == "cpu" else None for device in devices]
         )

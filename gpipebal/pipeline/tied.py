@@ -1,15 +1,19 @@
-"""Tied parameters: one parameter that layers of several partitions use.
+"""Tied parameters: one parameter that several partitions use.
 
 Each worker's backward would add into the same ``.grad``, in the order of the clock, and floating
 point sums depend on their order. So while a worker runs, the gradients of tied parameters are
 caught on their way and summed up for its partition alone; when all workers have ended, the caller's
 thread adds the partitions' sums to ``.grad``, first partition first: the same bits in every run.
+
+Most are tied by layers. A loss inside the pipeline is the last partition's too, and may use a
+parameter of another one, as a language model's does that projects onto its embedding: that is seen
+in the graph of the loss, before anything is added.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,49 +22,82 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline.microbatch import flatten
 from gpipebal.pipeline.partition import Partition
 
-__all__ = ["TiedParameters"]
+__all__ = ["TiedParameters", "drop_gradients", "outer_nodes", "parameters_behind"]
 
-#: The gradients of a partition's tied parameters.
-_Sums = dict[nn.Parameter, Tensor]
+#: The gradients of a partition's tied parameters, and what must be waited for to read each.
+_Sums = dict[nn.Parameter, tuple[Tensor, Any]]
 
 _current = threading.local()
 
+#: Not in every torch.
+_WARN_OF_STREAMS: Callable[[bool], None] | None = getattr(
+    torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None
+)
+
 
 class TiedParameters:
-    """The parameters that several of these partitions use."""
+    """The parameters that several of these partitions use.
 
-    def __init__(self, partitions: Sequence[Partition]) -> None:
-        owners: dict[nn.Parameter, set[int]] = {}
+    Args:
+        partitions: The partitions.
+        lanes: Their devices and streams.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], lanes: Sequence[Lane]) -> None:
+        # By id, so that a parameter that is replaced is not kept: its partitions, in their order.
+        self._owners: dict[int, list[int]] = {}
+        self._lanes = lanes
+        self._tied: dict[nn.Parameter, None] = {}
         for partition in partitions:
-            for layer in partition.layers:
-                for parameter in layer.parameters():
-                    owners.setdefault(parameter, set()).add(partition.index)
-        self.parameters = [p for p, found in owners.items() if len(found) > 1]
-        self._n_partitions = len(partitions)
+            for parameter in dict.fromkeys(p for x in partition.layers for p in x.parameters()):
+                owners = self._owners.setdefault(id(parameter), [])
+                owners.append(partition.index)
+                if len(owners) > 1:
+                    self._tied[parameter] = None
         # Two mini-batches of two threads may be ready at once.
         self._adding = threading.Lock()
         # torch keeps the node that adds to `.grad` only while a graph does; the hook is on it.
         self._nodes: dict[nn.Parameter, Any] = {}
 
-    def sums(self) -> list[_Sums]:
-        """Return an empty sum for each partition, and make sure that gradients will be caught."""
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                node = get_gradient_edge(parameter).node
-                # It is another one after the parameter has changed its type or device.
-                if self._nodes.get(parameter) is not node:
-                    node.register_prehook(_catcher(parameter))
-                    self._nodes[parameter] = node
-        return [{} for _ in range(self._n_partitions)]
+    def sums(self, *, grad: bool) -> list[_Sums]:
+        """Return an empty sum for each partition; with `grad`, let gradients be caught."""
+        # In inference mode nothing has a graph, whatever the grad mode.
+        if grad and not torch.is_inference_mode_enabled():
+            for parameter in list(self._tied):
+                self._catch(parameter)
+        return [{} for _ in self._lanes]
+
+    def tie(self, j: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Take in parameters that partition `j` uses beside those of its layers.
+
+        Called by its worker, before the backward that finds their gradients.
+        """
+        for parameter in parameters:
+            if self._owners.get(id(parameter), [j]) != [j]:
+                with self._adding:
+                    self._tied[parameter] = None
+                    self._catch(parameter)
+
+    def _catch(self, parameter: nn.Parameter) -> None:
+        if not parameter.requires_grad:
+            return
+        with self._lanes[self._owners[id(parameter)][-1]].computing():
+            node = get_gradient_edge(parameter).node
+        # It is another one after the parameter has changed its type or device.
+        if self._nodes.get(parameter) is not node:
+            node.register_prehook(_catcher(parameter))
+            self._nodes[parameter] = node
+            if parameter.is_cuda and _WARN_OF_STREAMS is not None:
+                # It adds on the stream on which it was made: of several partitions' streams it
+                # cannot be more than one, and the events that the catcher leaves order them all.
+                _WARN_OF_STREAMS(False)
 
     @contextmanager
     def collecting(self, sums: _Sums) -> Iterator[None]:
         """Catch the gradients that backwards of this thread and block find."""
-        if not self.parameters:
-            yield
-            return
         _current.sums = sums
         try:
             yield
@@ -70,17 +107,60 @@ class TiedParameters:
     def add_up(self, sums: Sequence[_Sums], lanes: Sequence[Lane]) -> None:
         """Add the sums of the partitions to ``.grad``; called in the caller's thread."""
         with self._adding, torch.no_grad():
-            for parameter in self.parameters:
+            for parameter in self._tied:
                 found = False
                 for j, of_partition in enumerate(sums):
-                    gradient = of_partition.pop(parameter, None)
+                    gradient, ready = of_partition.pop(parameter, (None, None))
                     if gradient is not None:
                         found = True
-                        lanes[j].give_to_caller([gradient], None)
+                        lanes[j].give_to_caller([gradient], ready)
                         parameter.grad = _added(parameter.grad, gradient)
                 if found:
                     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                         hook(parameter)
+
+
+def outer_nodes(value: Any) -> set[Any]:
+    """Return the nodes that the tensors of a value come from."""
+    return {leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor)}
+
+
+def parameters_behind(tensor: Tensor, before: set[Any]) -> list[nn.Parameter]:
+    """Return the parameters that a tensor was made of after certain nodes.
+
+    Args:
+        tensor: The tensor.
+        before: Nodes of its graph, from `outer_nodes`, behind which not to look.
+    """
+    found = []
+    seen, waiting = {None, *before}, [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Only the nodes that add to a `.grad` have it.
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        waiting += [further for further, _ in node.next_functions]
+    return found
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threading.Thread]) -> None:
+    """Let these threads add to no ``.grad`` any more.
+
+    A worker that was given up may still be inside a backward, whose gradients would otherwise come
+    out of nowhere, in the middle of a later step.
+    """
+
+    def drop(_gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        return (None,) if threading.current_thread() in threads else None
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # The node that adds is one for all graphs, and theirs keep it.
+            get_gradient_edge(parameter).node.register_prehook(drop)
 
 
 def _added(known: Tensor | None, gradient: Tensor) -> Tensor:
@@ -92,18 +172,23 @@ def _added(known: Tensor | None, gradient: Tensor) -> Tensor:
     return known.add_(gradient)
 
 
-def _catcher(parameter: nn.Parameter) -> Any:
+def _catcher(
+    parameter: nn.Parameter,
+) -> Callable[[tuple[Tensor | None, ...]], tuple[None] | None]:
     def catch(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
         sums: _Sums | None = getattr(_current, "sums", None)
         gradient = gradients[0]
         if sums is None or gradient is None:
             return None  # a backward outside of the pipeline
         with torch.no_grad():
-            known = sums.get(parameter)
+            known, _ = sums.get(parameter, (None, None))
             if known is None or (known.is_sparse and not gradient.is_sparse):
                 # A copy: the same tensor may be on its way to other parameters too.
                 gradient = gradient.detach().clone()
-            sums[parameter] = _added(known, gradient)
+            # The engine runs this on the node's stream, which need not be the worker's.
+            stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+            added = _added(known, gradient)
+            sums[parameter] = (added, None if stream is None else stream.record_event())
         return (None,)  # nothing is added to `.grad`
 
     return catch

@@ -6,28 +6,42 @@ in one order: the mini-batch handed out first can always go on, whatever the oth
 Tasks never raise: they keep their failure for the caller.
 
 Idle workers wait for the next task and hold no tensors. They are daemon threads, so a program can
-always end; a pool is closed when nobody holds it any more or the interpreter ends, and closing
-waits for the cell in progress, because a thread that is still inside torch when the interpreter
-goes away can abort the process.
+always end. A pool is closed when nobody holds it any more; then its workers end what they were
+handed. When the interpreter ends, all mini-batches are stopped, and the end waits for the cells in
+progress, because a thread that is still inside torch when the interpreter goes away can abort the
+process. It does not wait for a worker that hangs.
+
+Who hangs, and who only needs long? A worker that computes uses the processor, which its thread's
+clock tells.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import torch
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.activity import Activity, timeout_error
+from gpipebal.pipeline.inbox import Stop
 from gpipebal.pipeline.lane import Lane
 
 __all__ = ["WorkerPool"]
 
 _Queue = SimpleQueue[Callable[[], None] | None]
+
+#: Seconds of rest after which a worker that should end is taken to hang.
+GRACE = 5.0
+
+#: Share of a processor from which a worker is taken to compute.
+_COMPUTING = 0.01
 
 # Starting workers changes the process's number of threads for a moment: one pool at a time.
 _starting = threading.Lock()
@@ -42,6 +56,7 @@ class WorkerPool:
     Attributes:
         process: Process that started the threads; a forked child has none of them.
         activities: What each worker is doing.
+        threads: The threads.
         is_given_up: Whether a worker hung, so that the pool takes no more tasks and nobody waits
             for its threads.
     """
@@ -52,7 +67,9 @@ class WorkerPool:
         self.is_given_up = False
         self._queues: list[_Queue] = [SimpleQueue() for _ in lanes]
         self._submitting = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
+        self._clocks: list[int | None] = [None for _ in lanes]
+        self._stops: set[Stop] = set()
         with _starting:
             before = torch.get_num_threads()
             started = threading.Barrier(len(lanes) + 1)
@@ -61,12 +78,20 @@ class WorkerPool:
                 for j, lane in enumerate(lanes):
                     thread = threading.Thread(
                         target=_work,
-                        args=(self._queues[j], lane, threads[j], started, failures),
+                        args=(
+                            self._queues[j],
+                            lane,
+                            threads[j],
+                            started,
+                            failures,
+                            self._clocks,
+                            j,
+                        ),
                         name=f"gpipebal-partition-{j}",
                         daemon=True,
                     )
                     thread.start()
-                    self._threads.append(thread)
+                    self.threads.append(thread)
                 started.wait()
             except BaseException:
                 # Interrupted, or no more threads to be had: those that wait must not wait on.
@@ -75,11 +100,22 @@ class WorkerPool:
             finally:
                 # set_num_threads in a worker also sets what later threads start with: put it back.
                 torch.set_num_threads(before)
-        # At exit too: a finalizer runs when the interpreter ends, if it has not run before.
-        self._end = weakref.finalize(self, _end_threads, self._queues, self._threads, self.process)
+        self._end = weakref.finalize(self, _end_threads, self._queues, self.threads, self.process)
+        # The end of the interpreter has its own rules.
+        self._end.atexit = False
+        _pools.add(self)
         if failures:
             self._end()
             raise failures[0]
+
+    @contextmanager
+    def running(self, stop: Stop) -> Iterator[None]:
+        """Let a mini-batch that runs in this block be stopped when the interpreter ends."""
+        self._stops.add(stop)
+        try:
+            yield
+        finally:
+            self._stops.discard(stop)
 
     def submit(self, tasks: Sequence[Callable[[], None]], n_submitted: list[int]) -> None:
         """Hand task j to worker j, to all workers in one go.
@@ -97,7 +133,7 @@ class WorkerPool:
                 "a mini-batch that began in the parent process cannot go on in a forked child.\n"
                 "Fix: run forward and backward in the same process."
             )
-        if threading.current_thread() in self._threads:
+        if threading.current_thread() in self.threads:
             raise PipelineError(
                 "a pipeline was called by one of its own layers, which would wait for itself.\n"
                 "Fix: do not call a pipeline inside itself, nor inside torch.utils.checkpoint: "
@@ -118,24 +154,34 @@ class WorkerPool:
                 queue.put(task)
                 n_submitted[0] += 1
 
-    def wait_for(self, finished: Sequence[threading.Event], timeout: float | None) -> None:
+    def wait_for(
+        self,
+        finished: Sequence[threading.Event],
+        timeout: float | None,
+        *,
+        spare_computing: bool = False,
+    ) -> None:
         """Wait until all tasks have ended.
 
         Args:
             finished: Set by each task when it ends.
             timeout: Seconds without the end of any action after which to give up; None: never.
+            spare_computing: Do not give up either while a worker computes.
 
         Raises:
             PipelineTimeoutError: given up; the text says what every worker is doing.
         """
         n_done = sum(activity.n_done for activity in self.activities)
+        used = _seconds_used(self._clocks)
         for event in finished:
             while not event.wait(timeout):
+                assert timeout is not None
                 before, n_done = n_done, sum(activity.n_done for activity in self.activities)
-                if n_done == before:
-                    assert timeout is not None
+                used_before, used = used, _seconds_used(self._clocks)
+                computing = used - used_before > _COMPUTING * timeout
+                if n_done == before and not (spare_computing and computing):
                     self.give_up()
-                    raise timeout_error(timeout, self.activities, self._threads)
+                    raise timeout_error(timeout, self.activities, self.threads)
 
     def give_up(self) -> None:
         """Take no more tasks, and wait for the threads no more: one of them hangs."""
@@ -143,6 +189,7 @@ class WorkerPool:
             self.is_given_up = True
             # Those that still can end by themselves; the one that hangs cannot be waited for.
             self._end.detach()
+            _pools.discard(self)
             for queue in self._queues:
                 queue.put(None)
 
@@ -152,13 +199,57 @@ class WorkerPool:
         Raises:
             PipelineError: one of the threads calls it, which would wait for itself.
         """
-        if threading.current_thread() in self._threads:
+        if threading.current_thread() in self.threads:
             raise PipelineError(
                 "a pipeline was closed by one of its own layers, which would wait for itself.\n"
                 "Fix: close it when its call has returned."
             )
         with self._submitting:
             self._end()
+
+    def end_at_exit(self) -> None:
+        """Stop all mini-batches, and let the threads end; waits for nothing."""
+        if self.process == os.getpid() and self._end.detach() is not None:
+            for stop in self._stops.copy():
+                stop.set_at_exit()
+            for queue in self._queues:
+                queue.put(None)
+
+    def wait_at_exit(self, seconds: float) -> None:
+        """Wait for the threads, but not for one that does nothing for so many seconds."""
+        waiting = self.threads if self.process == os.getpid() else []
+        while waiting:
+            used, until = _seconds_used(self._clocks), time.monotonic() + seconds
+            for thread in waiting:
+                thread.join(max(0.0, until - time.monotonic()))
+            waiting = [thread for thread in waiting if thread.is_alive()]
+            if _seconds_used(self._clocks) - used <= _COMPUTING * seconds:
+                return
+
+
+#: Those whose threads the end of the interpreter waits for.
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    pools = list(_pools)
+    for pool in pools:
+        pool.end_at_exit()
+    until = time.monotonic() + GRACE
+    for pool in pools:
+        # Those that rest do so side by side, those that compute take what they need.
+        pool.wait_at_exit(max(0.1, until - time.monotonic()))
+
+
+def _seconds_used(clocks: Sequence[int | None]) -> float:
+    """Add up the processor time of threads; of one that has ended, or has no clock, none."""
+    total = 0.0
+    for clock in clocks:
+        if clock is not None:
+            with suppress(OSError):
+                total += time.clock_gettime(clock)
+    return total
 
 
 def _end_threads(
@@ -180,8 +271,13 @@ def _work(
     threads: int | None,
     started: threading.Barrier,
     failures: list[BaseException],
+    clocks: list[int | None],
+    j: int,
 ) -> None:
     try:
+        if hasattr(time, "pthread_getcpuclockid"):
+            with suppress(OSError):
+                clocks[j] = time.pthread_getcpuclockid(threading.get_ident())
         if threads is not None:
             # A thread takes over the process's number at its first use of it, and would undo
             # ours if that came later: asking is a use.

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from gpipebal.memory import partition_memory
 from gpipebal.plan import PartitionPlan, Plan
-from gpipebal.planner.times import durations, loss_of_micro_batch, pause_time, step_timeline
+from gpipebal.planner.times import (
+    Surroundings,
+    durations,
+    loss_of_micro_batch,
+    pause_time,
+    step_timeline,
+    time_beside,
+)
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint
 
@@ -39,15 +46,28 @@ def assemble(
     status: str,
     method: str,
     makespan: float,
-    equal_split_value: float,
+    equal_split_value: float | None,
     shared_memory: bool | None,
     bottleneck: float | None = None,
+    around: Surroundings | None = None,
+    limits: Sequence[int | None] | None = None,
+    device_order: tuple[int, ...] = (),
+    notes: tuple[str, ...] = (),
 ) -> Plan:
-    """Put everything into a plan: times and memory of the partitions, and the step's time."""
+    """Put everything into a plan: times and memory of the partitions, and the step's time.
+
+    `profile` is that at the rows of the plan's micro-batches. `around` has the devices, partition
+    by partition, and the links, and `limits` the memory limit of each partition; None: nothing
+    special. `bottleneck` is that of the partitions' times, and `shared_memory` whether the profile
+    was taken on a CPU, if they are None. All else is as in `Plan`.
+    """
+    around = around or Surroundings()
     if shared_memory is None:
         shared_memory = profile.provenance.get("device_type") == "cpu"
     pause = None if loss_inside else pause_time(profile, chunks)
-    timeline = step_timeline(profile, bounds, chunks, checkpoint, schedule, loss_inside, pause)
+    timeline = step_timeline(
+        profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
+    )
     memory = partition_memory(
         profile,
         bounds,
@@ -58,7 +78,7 @@ def assemble(
         shared_memory=shared_memory,
         timeline=timeline,
     )
-    times = durations(profile, bounds)
+    times = durations(profile, bounds, around=around)
     partitions = []
     for j, peak in enumerate(memory):
         layers = profile.layers[bounds[j] : bounds[j + 1]]
@@ -70,13 +90,14 @@ def assemble(
                 backward_time=times.backward[j],
                 recompute_time=times.recompute[j],
                 memory=peak,
+                memory_limit=None if limits is None else limits[j],
+                receive_time=times.forward_transfer[j] if times.forward_transfer else 0.0,
+                return_time=times.backward_transfer[j] if times.backward_transfer else 0.0,
             )
         )
     loss_known = pause is not None or (loss_inside and loss_of_micro_batch(profile) is not None)
-    optimizer_time = profile.step.optimizer_time
-    step_time = None
-    if loss_known and optimizer_time is not None:
-        step_time = timeline.makespan + optimizer_time
+    beside = time_beside(profile, loss_inside)
+    step_time = None if not loss_known or beside is None else timeline.makespan + beside
     plan = Plan(
         partitions=tuple(partitions),
         chunks=chunks,
@@ -95,6 +116,9 @@ def assemble(
         loss_inside=loss_inside,
         equal_split_value=equal_split_value,
         shared_memory=shared_memory,
+        device_order=device_order,
+        overlaps=around.overlaps,
+        notes=notes,
         provenance=dict(profile.provenance),
     )
     if bottleneck is None:

@@ -9,8 +9,10 @@ from itertools import pairwise
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import assemble, equal_split
-from gpipebal.planner.times import durations, problem_of
-from gpipebal.problem import to_bounds
+from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.question import Options, Place, Size, ask
+from gpipebal.planner.times import Surroundings, durations
+from gpipebal.problem import Link, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
     Checkpoint,
@@ -34,6 +36,10 @@ def evaluate(
     schedule: str = "gpipe",
     loss_inside: bool | None = None,
     shared_memory: bool | None = None,
+    devices: Sequence[Place] | None = None,
+    link: Link | None = None,
+    memory_limit: Size | Sequence[Size | None] | None = None,
+    reserve: Size | None = None,
 ) -> Plan:
     """Predict what a given balance costs, under any schedule and checkpoint modes.
 
@@ -48,13 +54,18 @@ def evaluate(
     Args:
         profile: Costs of the layers for one micro-batch.
         balance: Number of layers in each partition.
-        chunks: Micro-batches per mini-batch, each of the profile's rows; None: the profile's.
+        chunks: Micro-batches per mini-batch, with as many rows as `solve` gives them; None: the
+            profile's.
         checkpoint: Which micro-batches are recomputed: one mode, or one for each partition.
         schedule: ``'gpipe'`` or ``'1f1b'``.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller that of the mini-batch, as in ``loss(pipe(x)).backward()``;
             None: the caller with ``'gpipe'``, the last partition with ``'1f1b'``.
         shared_memory: As for `solve`.
+        devices: As for `solve`, in the order of the partitions.
+        link: As for `solve`.
+        memory_limit: As for `solve`. What exceeds it is not refused: the plan shows both.
+        reserve: As for `solve`.
 
     Returns:
         A `Plan` with status ``'feasible'`` and method ``'given'``. No order of the same actions
@@ -78,7 +89,8 @@ def evaluate(
     """
     bounds = _bounds_of(balance, profile.n_layers)
     n_partitions = len(bounds) - 1
-    chunks = profile.chunks if chunks is None else check_count("chunks", chunks)
+    if chunks is not None:
+        check_count("chunks", chunks)
     modes = modes_of(checkpoint, n_partitions)
     check_schedule(schedule)
     inside = schedule != "gpipe" if loss_inside is None else bool(loss_inside)
@@ -88,12 +100,23 @@ def evaluate(
             "loss_inside=False (expected loss_inside=True: a micro-batch goes back before the last "
             "one has come out).\nFix: loss_inside=None."
         )
-    makespan = _makespan(profile, bounds, chunks, modes, schedule)
+    options = Options(
+        checkpoint=modes,
+        schedule=schedule,
+        loss_inside=inside,
+        shared_memory=shared_memory,
+        devices=devices,
+        link=link,
+        memory_limit=memory_limit,
+        reserve=reserve,
+    )
+    posed = pose(ask(profile, n_partitions, options), chunks)
+    makespan = _makespan(posed, bounds, modes)
     equal = equal_split(profile.n_layers, n_partitions)
     plan = assemble(
-        profile,
+        posed.profile,
         bounds,
-        chunks=chunks,
+        chunks=posed.chunks,
         checkpoint=checkpoint if isinstance(checkpoint, str) else modes,
         schedule=schedule,
         loss_inside=inside,
@@ -103,25 +126,28 @@ def evaluate(
         status="feasible",
         method="given",
         makespan=makespan,
-        equal_split_value=_makespan(profile, equal, chunks, modes, schedule),
+        equal_split_value=_makespan(posed, equal, modes),
         shared_memory=shared_memory,
+        around=_around(posed),
+        limits=posed.limits if posed.is_limited else None,
+        notes=posed.notes,
     )
     # Added up in another order the bound may be higher by a rounding error.
     return replace(plan, lower_bound=min(makespan, _least_makespan(plan)))
 
 
-def _makespan(
-    profile: Profile,
-    bounds: Sequence[int],
-    chunks: int,
-    modes: Sequence[CheckpointMode],
-    schedule: str,
-) -> float:
-    n_partitions = len(bounds) - 1
+def _around(posed: Posed) -> Surroundings:
+    return Surroundings(posed.problem.devices, posed.problem.links)
+
+
+def _makespan(posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode]) -> float:
+    schedule = posed.question.schedule
     if schedule == "gpipe" and len(set(modes)) == 1:
-        return float(problem_of(profile, n_partitions, chunks, modes[0]).makespan(bounds))
-    order = make_schedule(schedule, n_partitions, chunks, modes)
-    return place(order, durations(profile, bounds)).makespan
+        return float(posed.problem.makespan(bounds))
+    order = make_schedule(schedule, len(bounds) - 1, posed.chunks, modes)
+    around = _around(posed)
+    times = durations(posed.profile, bounds, around=around)
+    return place(order, times, overlap=around.overlaps).makespan
 
 
 def _least_makespan(plan: Plan) -> float:

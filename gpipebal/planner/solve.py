@@ -1,62 +1,118 @@
-"""The best balance of a profiled chain, with its proof."""
+"""The best plan of a profiled chain, with its proof."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
-from gpipebal.errors import UnsupportedPlanError
+from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.plan import Plan
+from gpipebal.planner.advice import explain
 from gpipebal.planner.assemble import assemble, equal_split
-from gpipebal.planner.times import problem_of
-from gpipebal.problem import Problem
+from gpipebal.planner.best import best_of_all, fits, plan_of_split, with_sensitivity
+from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.question import AnyCost, LayerKey, Options, Place, Question, Size, ask
+from gpipebal.problem import Link, Problem, Rules
 from gpipebal.profile import Profile
-from gpipebal.schedule import CheckpointMode, check_count, check_schedule
-from gpipebal.solvers import Objective, split
+from gpipebal.schedule import Checkpoint, check_count, check_schedule
+from gpipebal.solvers import Objective, iter_best_splits
+from gpipebal.solvers import select_method as method_of
 
-__all__ = ["make_plan", "solve"]
+if TYPE_CHECKING:
+    from typing import Unpack
+
+__all__ = ["make_plan", "select_method", "solve", "top_plans"]
 
 
 def solve(
     profile: Profile,
     partitions: int,
     *,
-    chunks: int | None = None,
-    checkpoint: CheckpointMode = "except_last",
+    chunks: int | Literal["auto"] | Sequence[int] | None = None,
+    checkpoint: Checkpoint | Literal["auto"] = "except_last",
     schedule: str = "gpipe",
     objective: Objective = "makespan",
+    devices: Sequence[Place] | None = None,
+    any_order: bool = False,
+    memory_limit: Size | Sequence[Size | None] | None = None,
+    reserve: Size | None = None,
+    link: Link | None = None,
+    pin: Mapping[LayerKey, int] | None = None,
+    keep_together: Iterable[tuple[LayerKey, LayerKey]] = (),
+    no_cut: Iterable[LayerKey] = (),
+    max_layers: int | None = None,
+    rules: Rules | None = None,
+    quantile: float | None = None,
+    cost: AnyCost | None = None,
     method: str = "auto",
+    time_limit: float | None = None,
+    loss_inside: bool | None = None,
     shared_memory: bool | None = None,
 ) -> Plan:
-    """Find the best split of a profiled chain into partitions, with its proof.
+    """Find the best way to cut a profiled chain into partitions, with its proof.
 
     Minimises `objective` over all splits into exactly `partitions` non-empty runs of consecutive
-    layers. Among equally good splits the one with the smaller bottleneck is taken, then the one
-    with the smaller sum of squares of the partitions' times, then the one with the leftmost cuts.
+    layers that fit their devices and keep the rules; and, where they are left open, over the
+    number of micro-batches, checkpoint modes and the order of devices. Among equally good splits
+    the one with the smaller bottleneck is taken, then the one with the smaller sum of squares of
+    the partitions' times, then the one with the leftmost cuts.
 
     Args:
         profile: Costs of the layers for one micro-batch.
         partitions: Number of partitions, 1 to the number of layers.
-        chunks: Micro-batches per mini-batch, each of the profile's rows; None: the profile's.
-        checkpoint: Which micro-batches are recomputed, in all partitions.
-        schedule: ``'gpipe'``. What a balance costs under ``'1f1b'``, or with a checkpoint mode
-            for each partition, is for `evaluate` to say.
+        chunks: Micro-batches per mini-batch; None: the profile's; several: the best of these;
+            ``'auto'``: the best of all that the profile can tell about. If the profile was taken at
+            several numbers of rows, the mini-batch stays that of the profile, and a micro-batch has
+            ``ceil(mini_batch_rows / chunks)`` rows. If it was taken at one, each micro-batch has
+            the profile's rows, the mini-batch grows with their number, and the plan says so.
+        checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
+            ``'auto'``: in each partition the fastest mode that fits its device.
+        schedule: ``'gpipe'``. What a balance costs under ``'1f1b'`` is for `evaluate` to say.
         objective: ``'makespan'``, the seconds from the first forward to the last backward of a
-            mini-batch; or ``'bottleneck'``, the largest time of a partition for one micro-batch.
-        method: Name of an algorithm, or ``'auto'``; see `gpipebal.solvers.select_method`.
+            mini-batch; ``'bottleneck'``, the largest time of a partition for one micro-batch; or
+            ``'peak_memory'``, the largest peak memory of a partition, in bytes.
+        devices: The device of each partition: a `Device`; or its speed, 1 for one as fast as the
+            profile's and 2 for one twice as fast; or the profile of the same chain taken on it,
+            of which the times count. None: all as the profile's.
+        any_order: Whether devices may change places; the plan's `devices` tells which runs what.
+        memory_limit: Memory of a device, as bytes or as a text such as ``'16 GiB'``: one for all,
+            or one for each. A partition may need what `reserve` leaves of it, including what waits
+            for busy neighbours in the plan's own timeline. None: no limit.
+        reserve: Memory that is kept free on every device; None: 0 on CPUs, and on GPUs 512 MiB and
+            a twentieth. The plan says how much.
+        link: What connects the devices: everything that crosses a cut takes its time, with skip
+            connections in every cut that they go past. None: handing over takes no time.
+        pin: The partition of layers, by index or name.
+        keep_together: First and last layer of runs that one partition holds.
+        no_cut: Layers that stay with the layer before them.
+        max_layers: Most layers of a partition.
+        rules: The same rules as one `Rules`, with layers by index; they add to the others.
+        quantile: Plan with this upper quantile of the measured times, such as 0.9; None: medians.
+        cost: Called as ``cost(first, end, partition)``, with `end` one past the last layer: the
+            largest of these is minimised instead of `objective`. None or infinity: not allowed.
+        method: Name of an algorithm, or ``'auto'`` for the one that `select_method` tells.
+        time_limit: Seconds after which a search without an end of its own returns the best that it
+            has found, with the gap; for each number of micro-batches.
+        loss_inside: Whether the last partition computes the loss of each micro-batch, as in
+            `GPipe.step`, or the caller that of the mini-batch; None: the caller. Its memory counts;
+            its time is no part of the makespan, but of the step.
         shared_memory: Whether all partitions live in one memory, which decides what a cut costs;
             None: if the profile was taken on a CPU.
 
     Returns:
-        A `Plan`, whose ``status`` is ``'optimal'`` when ``value == lower_bound``.
+        A `Plan`, whose ``status`` is ``'optimal'`` when ``value == lower_bound``. Its `notes` say
+        what was assumed.
 
     Raises:
-        BalanceError: a count that is not 1 or more, more partitions than layers, an unknown
-            checkpoint mode, objective or method.
-        UnsupportedPlanError: a schedule other than ``'gpipe'``, or a mode for each partition.
+        BalanceError: an argument that makes no sense, or does not fit the others.
+        InfeasibleError: no plan fits; the text says what would.
+        ProfileError: the profile does not tell what is asked for.
+        UnsupportedPlanError: a schedule other than ``'gpipe'``.
 
     Complexity:
         O(n + k log n) steps per probe for n layers and k partitions, with some tens of probes;
-        plus the tie-break.
+        plus the tie-break. With limits O(n^2) for their memory, and some tens of probes of
+        O(n k) machine words.
 
     Source:
         See `gpipebal.solvers`.
@@ -66,6 +122,113 @@ def solve(
         >>> plan.balance, plan.status
         ((3, 1), 'optimal')
     """
+    options = Options(
+        chunks=chunks,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        objective=objective,
+        devices=devices,
+        any_order=any_order,
+        memory_limit=memory_limit,
+        reserve=reserve,
+        link=link,
+        pin=pin,
+        keep_together=keep_together,
+        no_cut=no_cut,
+        max_layers=max_layers,
+        rules=rules,
+        quantile=quantile,
+        cost=cost,
+        method=method,
+        time_limit=time_limit,
+        loss_inside=loss_inside,
+        shared_memory=shared_memory,
+    )
+    posed = _posed(profile, partitions, options)
+    best = best_of_all(posed)
+    if best is None:
+        raise explain(posed[-1])
+    return with_sensitivity(*best)
+
+
+def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Options]) -> list[Plan]:
+    """Find the k best plans, no two with the same balance and number of micro-batches.
+
+    So that a run can try them, and keep the one that is fastest in truth.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        k: How many.
+        partitions: As for `solve`.
+        options: As for `solve`, but for `cost`; the objective is makespan or bottleneck.
+
+    Returns:
+        Plans, best first; fewer if there are no more. Each is ``'optimal'`` among those that are
+        left, if the best one can be found exactly.
+
+    Raises:
+        BalanceError: as `solve`; a `k` that is not 1 or more; what has no next best.
+        InfeasibleError: no plan fits.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=4)
+        >>> [(plan.balance, plan.value) for plan in top_plans(profile, 2, 2)]
+        [((3, 1), 78.0), ((2, 2), 86.0)]
+    """
+    check_count("k", k)
+    posed = _posed(profile, partitions, options)
+    if posed[0].question.cost is not None:
+        raise BalanceError(
+            "the next best plans cannot be found: cost is given (expected an objective).\n"
+            "Fix: cost=None, and objective='makespan' or 'bottleneck'."
+        )
+    found: list[tuple[float, int, Plan]] = []
+    for one in posed:
+        n_found = 0
+        for split in iter_best_splits(one.problem, one.question.objective):
+            if len(found) >= k and split.value >= sorted(found)[k - 1][0]:
+                break
+            plan = plan_of_split(one, split)
+            if fits(plan):
+                found.append((plan.value, len(found), with_sensitivity(one, plan)))
+                n_found += 1
+            if n_found == k:
+                break
+    if not found:
+        raise explain(posed[-1])
+    return [plan for _, _, plan in sorted(found)[:k]]
+
+
+def select_method(profile: Profile, partitions: int, **options: Unpack[Options]) -> str:
+    """Name the algorithm that `solve` runs for a question; see `gpipebal.solvers.select_method`.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        partitions: As for `solve`.
+        options: As for `solve`.
+
+    Raises:
+        BalanceError: as `solve`.
+
+    Example:
+        >>> select_method(Profile.from_costs([1.0, 2.0]), 2, chunks=4)
+        'two-threshold sweep'
+    """
+    posed = _posed(profile, partitions, options)[0]
+    if posed.question.cost is not None:
+        return "dense table"
+    return method_of(posed.problem, posed.question.objective)
+
+
+def _posed(profile: Profile, partitions: int, options: Options) -> list[Posed]:
+    """Put the question at each number of micro-batches."""
+    question = ask(profile, partitions, options)
+    _check_schedule(question)
+    return [pose(question, chunks) for chunks in question.chunks or (None,)]
+
+
+def _check_schedule(question: Question) -> None:
+    schedule = question.schedule
     if check_schedule(schedule) != "gpipe":
         raise UnsupportedPlanError(
             f"the best balance is not known under this schedule: schedule={schedule!r} (expected "
@@ -73,26 +236,6 @@ def solve(
             f"Fix: gpipebal.planner.evaluate(profile, balance, schedule={schedule!r}) tells what "
             "a balance costs; or schedule='gpipe'."
         )
-    if isinstance(checkpoint, (list, tuple)):
-        raise UnsupportedPlanError(
-            "the best balance is not known with a checkpoint mode for each partition: "
-            f"checkpoint={checkpoint!r} (expected one mode).\n"
-            "Fix: gpipebal.planner.evaluate(profile, balance, checkpoint=...) tells what a balance "
-            "costs; or give one mode."
-        )
-    check_count("partitions", partitions)
-    problem = problem_of(profile, partitions, chunks, checkpoint)
-    found = split(problem, objective, method)
-    return make_plan(
-        profile,
-        problem,
-        found.bounds,
-        objective=objective,
-        lower_bound=found.lower_bound,
-        status=found.status,
-        method=found.method,
-        shared_memory=shared_memory,
-    )
 
 
 def make_plan(
@@ -112,7 +255,7 @@ def make_plan(
         profile: Costs of the layers.
         problem: The same costs, as the solver sees them.
         bounds: First layer of each partition, then the number of layers.
-        objective: What `lower_bound` bounds.
+        objective: What `lower_bound` bounds: ``'makespan'`` or ``'bottleneck'``.
         lower_bound: A proven bound on the objective.
         status: ``'optimal'`` or ``'feasible'``.
         method: How the split was found.

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gpipebal.problem import Problem
+from gpipebal.problem import Device, Links, Problem
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.schedule import Checkpoint, CheckpointMode, check_count, make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Timeline
 
-__all__ = ["durations", "loss_of_micro_batch", "pause_time", "problem_of", "step_timeline"]
+__all__ = [
+    "Surroundings",
+    "durations",
+    "loss_of_micro_batch",
+    "pause_time",
+    "problem_of",
+    "step_timeline",
+    "time_beside",
+]
 
 
 def pause_time(profile: Profile, chunks: int) -> float | None:
@@ -31,6 +39,15 @@ def pause_time(profile: Profile, chunks: int) -> float | None:
     return None
 
 
+def time_beside(profile: Profile, loss_inside: bool) -> float | None:
+    """Predict the seconds of a step outside of its schedule; None if the optimizer is not known."""
+    step = profile.step
+    overhead = step.inside_overhead_time if loss_inside else step.overhead_time
+    if step.optimizer_time is None:
+        return None
+    return step.optimizer_time + (overhead or 0.0)
+
+
 def loss_of_micro_batch(profile: Profile) -> LayerProfile | None:
     """Return the times of the loss over one micro-batch; None if no loss was measured."""
     step = profile.step
@@ -46,6 +63,24 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile | None:
     )
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What the partitions of a plan run on, beside the layers' times; nothing special by default.
+
+    Attributes:
+        devices: The device of each partition; None: all as the profile's.
+        links: What handing over each cut takes; None: nothing.
+    """
+
+    devices: Sequence[Device] | None = None
+    links: Links | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers run beside the devices' work."""
+        return self.links is None or self.links.overlaps
+
+
 def step_timeline(
     profile: Profile,
     bounds: Sequence[int],
@@ -54,12 +89,16 @@ def step_timeline(
     schedule: str,
     loss_inside: bool,
     pause: float | None,
+    around: Surroundings | None = None,
 ) -> Timeline:
     """Simulate a training step without its optimizer, as well as the profile tells."""
+    around = around or Surroundings()
     loss = loss_of_micro_batch(profile) if loss_inside else None
-    times = durations(profile, bounds, loss, without_graph=True)
+    times = durations(profile, bounds, loss, without_graph=True, around=around)
+    times = times.longer_by(profile.step.cell_overhead_time or 0.0)
     order = make_schedule(schedule, len(bounds) - 1, chunks, checkpoint)
-    return place(order, times, pause=None if loss_inside else pause or 0.0)
+    pause = None if loss_inside else pause or 0.0
+    return place(order, times, pause=pause, overlap=around.overlaps)
 
 
 def durations(
@@ -68,6 +107,7 @@ def durations(
     loss: LayerProfile | None = None,
     *,
     without_graph: bool = False,
+    around: Surroundings | None = None,
 ) -> Durations:
     """Add up the times of every partition.
 
@@ -77,19 +117,36 @@ def durations(
         loss: A loss that the last partition computes behind its layers.
         without_graph: Whether forwards of micro-batches that are recomputed later take the time
             that such a forward takes, as far as it is known.
+        around: Devices and links; None: nothing special.
     """
-    parts = [list(profile.layers[start:end]) for start, end in pairwise(bounds)]
-    if loss is not None:
-        parts[-1].append(loss)
+    around = around or Surroundings()
+    runs = list(pairwise(bounds))
 
-    def add(time_of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
-        return tuple(math.fsum(map(time_of, part)) for part in parts)
+    def add(name: str, time_of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
+        sums = []
+        for j, (start, end) in enumerate(runs):
+            device = None if around.devices is None else around.devices[j]
+            own = None if device is None else getattr(device, name)
+            layers = profile.layers[start:end]
+            times = list(map(time_of, layers)) if own is None else list(own[start:end])
+            if loss is not None and end == bounds[-1]:
+                times.append(time_of(loss))
+            total = math.fsum(times)
+            sums.append(total if device is None else total * device.slowness)
+        return tuple(sums)
 
+    links = around.links
+    to, back = None, None
+    if links is not None:
+        to = (0.0, *(float(links.forward[cut - 1]) for cut in bounds[1:-1]))
+        back = (*(float(links.backward[cut - 1]) for cut in bounds[1:-1]), 0.0)
     return Durations(
-        forward=add(lambda layer: layer.forward_time),
-        recompute=add(lambda layer: layer.recompute_time),
-        backward=add(lambda layer: layer.backward_time),
-        no_grad_forward=add(_time_without_graph) if without_graph else None,
+        forward=add("forward", lambda layer: layer.forward_time),
+        recompute=add("recompute", lambda layer: layer.recompute_time),
+        backward=add("backward", lambda layer: layer.backward_time),
+        no_grad_forward=add("forward", _time_without_graph) if without_graph else None,
+        forward_transfer=to,
+        backward_transfer=back,
     )
 
 

@@ -9,17 +9,24 @@ it to a file.
 
 from __future__ import annotations
 
+from gpipebal.plots.chunks import plot_chunks
 from gpipebal.plots.costs import plot_balance, plot_partitions, plot_profile
+from gpipebal.plots.memory import plot_memory
 from gpipebal.plots.overview import plot_run, save_figure
+from gpipebal.plots.schedules import plot_schedules
 from gpipebal.plots.style import partition_colours
-from gpipebal.plots.timelines import plot_timeline
+from gpipebal.plots.timelines import plot_timeline, plot_timelines
 
 __all__ = [
     "partition_colours",
     "plot_balance",
+    "plot_chunks",
+    "plot_memory",
     "plot_partitions",
     "plot_profile",
     "plot_run",
+    "plot_schedules",
     "plot_timeline",
+    "plot_timelines",
     "save_figure",
 ]

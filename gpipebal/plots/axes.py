@@ -18,7 +18,6 @@ __all__ = [
     "FONT_SIZE",
     "LINE_HEIGHT",
     "add_headline",
-    "count",
     "fits",
     "index_step",
     "index_steps",
@@ -124,17 +123,6 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
     longest = int(len(title) * width / text_width(title, TITLE_SIZE))
     lines = textwrap.fill(title, max(16, longest))
     ax.set_title(lines, loc="left", fontsize=TITLE_SIZE, pad=pad)
-
-
-def count(number: int, noun: str) -> str:
-    """Write a number with its noun, which takes an s unless the number is 1.
-
-    Example:
-        >>> count(1, "partition"), count(3, "micro-batch")
-        ('1 partition', '3 micro-batches')
-    """
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
 
 
 def note(ax: Axes, text: str) -> None:

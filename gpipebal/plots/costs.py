@@ -9,8 +9,8 @@ from gpipebal.errors import ProfileError, UsageError
 from gpipebal.plan import Plan
 from gpipebal.plots.axes import (
     FONT_SIZE,
+    LINE_HEIGHT,
     add_headline,
-    count,
     fits,
     label_indices,
     label_layers,
@@ -29,7 +29,7 @@ from gpipebal.plots.style import (
     scale_seconds,
 )
 from gpipebal.profile import Profile
-from gpipebal.units import format_bytes, format_seconds
+from gpipebal.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ __all__ = ["plot_balance", "plot_partitions", "plot_profile"]
 
 Quantity = Literal["time", "memory"]
 
-_TIME_LABELS = {"F": "forward", "R": "recompute", "B": "backward"}
+_TIME_LABELS = {"F": "forward", "R": "recompute", "B": "backward", "C": "transfer"}
 _MEMORY_LABELS = {"F": "parameters and state", "B": "saved for backward"}
 _EMPTY = {"time": "all times are 0", "memory": "no sizes in this profile"}
 
@@ -112,7 +112,8 @@ def plot_balance(
 def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     """Draw one bar per partition, its time for one micro-batch, against their mean.
 
-    A perfect balance has every bar end at the mean; the longest one is the bottleneck.
+    A perfect balance has every bar end at the mean; the longest one is the bottleneck. Transfers
+    stand on top, where the plan counts them; between GPUs they run beside the work.
 
     Args:
         plan: Gives the times of the partitions.
@@ -122,10 +123,16 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     ax = new_axes(min(12.0, max(4.5, 1.5 + 0.5 * n)), 3.6) if ax is None else ax
     kinds = {"F": [part.forward_time for part in plan.partitions]}
     if plan.recomputes:
-        kinds["R"] = [part.recompute_time for part in plan.partitions]
+        kinds["R"] = [
+            part.recompute_time if again else 0.0
+            for part, again in zip(plan.partitions, plan.recomputed, strict=True)
+        ]
     kinds["B"] = [part.backward_time for part in plan.partitions]
+    transfers = [part.receive_time + part.return_time for part in plan.partitions]
+    if any(transfers):
+        kinds["C"] = transfers
     entries = _draw_bars(ax, kinds, partition_colours(n), "time")
-    totals = [plan.micro_batch_time(j) for j in range(n)]
+    totals = [sum(times) for times in zip(*kinds.values(), strict=True)]
     factor, _ = scale_seconds(max(totals))
     mean = sum(totals) / n
     ink = ax.xaxis.label.get_color()
@@ -133,18 +140,20 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     line.set_label("mean")
     texts = [format_seconds(total) for total in totals]
     room = points(ax)[0] / n
-    if all(fits(text, room) for text in texts):
+    if max(totals) and all(fits(text, room) for text in texts):
+        # The mean line must not strike a number out: where it would, the number goes into the bar.
+        height = points(ax)[1] / ax.get_ylim()[1]
         for j, (text, total) in enumerate(zip(texts, totals, strict=True)):
+            to_line = (mean - total) / factor * height
+            inside = -2 < to_line < LINE_HEIGHT * FONT_SIZE + 3
             ax.annotate(
                 text,
                 (j, total / factor),
-                xytext=(0, 2),
+                xytext=(0, -3 if inside else 2),
                 textcoords="offset points",
                 ha="center",
-                va="bottom",
+                va="top" if inside else "bottom",
                 size=FONT_SIZE,
-                # The mean line must not strike the number out.
-                bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
             )
     label_indices(ax, n)
     ax.set_xlabel("partition")

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from gpipebal.errors import UsageError
 from gpipebal.files import atomic_path
 from gpipebal.plan import Plan
-from gpipebal.plots.axes import count
 from gpipebal.plots.costs import plot_balance, plot_partitions
 from gpipebal.plots.timelines import plot_timeline, timeline_height
 from gpipebal.profile import Profile
 from gpipebal.timeline import Timeline
-from gpipebal.units import format_seconds
+from gpipebal.units import count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from gpipebal.errors import UsageError
 from gpipebal.plots.axes import (
     CAPTION_SIZE,
     FONT_SIZE,
@@ -32,7 +34,7 @@ from gpipebal.units import format_percent, format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_timeline", "timeline_height"]
+__all__ = ["plot_timeline", "plot_timelines", "timeline_height"]
 
 _NAMES = {"simulated": "Predicted", "measured": "Measured"}
 
@@ -67,6 +69,31 @@ def plot_timeline(
     shown = [timeline] if beside is None else [timeline, beside]
     # Sorting is stable: two of one source keep their order.
     shown.sort(key=lambda item: item.source == "measured")
+    return _draw([(_NAMES[item.source], item) for item in shown], ax)
+
+
+def plot_timelines(timelines: Mapping[str, Timeline], *, ax: Axes | None = None) -> Axes:
+    """Draw timelines below each other on one time axis, such as those of several schedules.
+
+    Above each stand its name, makespan and bubble, and by how much it is longer than the first.
+
+    Args:
+        timelines: What to draw, by name, from top to bottom.
+        ax: Axes to draw on; None: a new figure.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not timelines:
+        raise UsageError(
+            "there is nothing to draw: timelines={} (expected 1 or more).\n"
+            "Fix: timelines={'gpipe': simulate(plan)}."
+        )
+    return _draw(list(timelines.items()), ax)
+
+
+def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
+    shown = [timeline for _, timeline in named]
     ax = new_axes(11.0, timeline_height(*shown)) if ax is None else ax
     makespan = max(item.makespan for item in shown)
     factor, unit = scale_seconds(makespan)
@@ -75,11 +102,11 @@ def plot_timeline(
     gap, row = _heights(ax, shown)
     positions: list[list[float]] = []
     top = 0.0
-    for item in shown:
+    for name, item in named:
         top += gap
         _draw_rows(ax, item, top, row, factor)
-        caption = _caption(item, shown[0], points(ax)[0])
-        ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE)
+        caption = _caption(name, item, shown[0], points(ax)[0])
+        ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE, parse_math=False)
         positions.append([top + j + 0.5 for j in range(item.n_devices)])
         top += item.n_devices
     ax.set_ylim(top + 0.2, 0)
@@ -97,7 +124,8 @@ def plot_timeline(
     entries = kind_patches(
         {kind: name for kind, name in KIND_NAMES.items() if kind in kinds}, fine=row < FINE
     )
-    add_headline(ax, "Timeline of one mini-batch", [*entries, idle_patch()])
+    title = "Timeline of one mini-batch" if len(shown) == 1 else "Timelines of one mini-batch"
+    add_headline(ax, title, [*entries, idle_patch()])
     # Captions begin where the axis would run, and rows need no marks.
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -118,17 +146,18 @@ def _heights(ax: Axes, shown: list[Timeline]) -> tuple[float, float]:
     return gap / row, row
 
 
-def _caption(timeline: Timeline, first: Timeline, width: float) -> str:
+def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> str:
     """Sum a timeline up in a line of at most some points, compared with the first one shown."""
     makespan = format_seconds(timeline.makespan)
-    if timeline.source != first.source and first.makespan:
+    if timeline is not first and first.makespan:
         change = timeline.makespan / first.makespan - 1
         makespan += f" ({'+' if change >= 0 else ''}{format_percent(change)})"
-    name, bubble = _NAMES[timeline.source], format_percent(timeline.bubble_fraction)
+    bubble = format_percent(timeline.bubble_fraction)
     texts = (
         f"{name}: makespan {makespan}, bubble {bubble}",
         f"{name}: {makespan}, bubble {bubble}",
         f"{name}: {makespan}",
+        name,
     )
     return next((text for text in texts if fits(text, width, CAPTION_SIZE)), texts[-1])
 

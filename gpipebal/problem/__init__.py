@@ -1,12 +1,14 @@
 """What a split of a chain costs, exactly: layers, devices, links, memory and rules."""
 
 from gpipebal.problem.bounds import to_balance, to_bounds
+from gpipebal.problem.link import Link
 from gpipebal.problem.memory import Memory, layer_memory
 from gpipebal.problem.parts import Device, Links, Rules
 from gpipebal.problem.problem import PartitionTimes, Problem
 
 __all__ = [
     "Device",
+    "Link",
     "Links",
     "Memory",
     "PartitionTimes",

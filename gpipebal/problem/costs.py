@@ -60,12 +60,14 @@ class Costs:
             key = (device.slowness, device.times)
             if key not in kinds:
                 kinds[key] = len(kinds)
-                times = device.times or (problem.forward, problem.backward, problem.recompute)
-                self.types.append(LayerSums(*(self._sums(t, device.slowness) for t in times)))
+                if device.times is None and device.slowness == 1:
+                    self.types.append(LayerSums(*problem.layer_sums))
+                else:
+                    times = device.times or (problem.forward, problem.backward, problem.recompute)
+                    self.types.append(LayerSums(*(self._sums(t, device.slowness) for t in times)))
             self.type_of.append(kinds[key])
         if problem.devices is None:
-            times = (problem.forward, problem.backward, problem.recompute)
-            self.types.append(LayerSums(*(self._sums(t, 1) for t in times)))
+            self.types.append(LayerSums(*problem.layer_sums))
             self.type_of = [0] * problem.n_partitions
         links = problem.links
         self.overlaps = links is not None and links.overlaps
@@ -116,19 +118,22 @@ class Costs:
             modes: Mode of each partition; None: the problem's.
             order: Device of each partition, as an index into the problem's; None: in order.
         """
-        parts = []
         of_modes = self.modes(modes)
-        repeated = self._problem.chunks > 1
-        for j, (start, end) in enumerate(pairwise(bounds)):
-            sums = self.types[self.type_of[j if order is None else order[j]]]
-            forward, backward, recompute = (column[end] - column[start] for column in sums)
-            if not self.overlaps:
-                forward += self.send[start] + self.send[end]
-                backward += self.give_back[start] + self.give_back[end]
-            again = recompute if of_modes[j] != "never" and repeated else 0
-            early = recompute if of_modes[j] == "always" else 0
-            parts.append(ExactTimes(forward, backward, again, early))
-        return parts
+        return [
+            self.part(start, end, j if order is None else order[j], of_modes[j])
+            for j, (start, end) in enumerate(pairwise(bounds))
+        ]
+
+    def part(self, start: int, end: int, device: int, mode: CheckpointMode) -> ExactTimes:
+        """Add up the times of a run of layers on a device, under a mode."""
+        sums = self.types[self.type_of[device]]
+        forward, backward, recompute = (column[end] - column[start] for column in sums)
+        if not self.overlaps:
+            forward += self.send[start] + self.send[end]
+            backward += self.give_back[start] + self.give_back[end]
+        again = recompute if mode != "never" and self._problem.chunks > 1 else 0
+        early = recompute if mode == "always" else 0
+        return ExactTimes(forward, backward, again, early)
 
     def makespan(
         self,

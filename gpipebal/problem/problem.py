@@ -198,6 +198,11 @@ class Problem:
             sums = tuple(map(add, sums, other))
         return sums
 
+    @property
+    def layer_sums(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Prefix sums of forward, backward and recompute times, whether or not they count."""
+        return self.forward_sums, self.backward_sums, self._all_recompute_sums
+
     @cached_property
     def _all_recompute_sums(self) -> tuple[int, ...]:
         return self._sums(self.recompute)

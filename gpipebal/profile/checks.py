@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["TEXT_FIELDS", "check_profile"]
 
 TEXT_FIELDS = ("name", "kind", "fingerprint")
+_STEP_TIMES = (
+    "gather_time",
+    "optimizer_time",
+    "overhead_time",
+    "inside_overhead_time",
+    "cell_overhead_time",
+)
 #: More micro-batches than this are a mistake, and their schedule would fill the memory.
 MOST_CHUNKS = 2**20
 
@@ -89,10 +96,12 @@ def _check_other_sizes(profile: Profile) -> None:
 
 def _check_step(profile: Profile, n_storages: int) -> None:
     step = profile.step
-    for name in ("gather_time", "optimizer_time"):
+    for name in _STEP_TIMES:
         value = getattr(step, name)
         if value is not None and not _is_quantity(value, whole=False):
             raise _bad_value("step", name, value)
+    if not isinstance(step.optimizer_together, bool):
+        raise _bad_value("step", "optimizer_together", step.optimizer_together)
     for name in ("loss", "whole_loss"):
         loss = getattr(step, name)
         if loss is not None:

@@ -41,6 +41,8 @@ class LayerProfile:
             start, so with the gradients that it makes.
         accumulating_peak_bytes: The same of a backward that adds to gradients which exist
             already; None: not known, take `backward_peak_bytes`.
+        optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
+            was there at its start, without state that is made only once; None: not known.
         fingerprint: Short hash of its class, options, and parameter shapes.
     """
 
@@ -66,6 +68,7 @@ class LayerProfile:
     no_grad_forward_peak_bytes: int | None = None
     backward_peak_bytes: int = 0
     accumulating_peak_bytes: int | None = None
+    optimizer_peak_bytes: int | None = None
     fingerprint: str = ""
 
     @property
@@ -103,6 +106,13 @@ class StepTerms:
             behind ``pipe(x)``.
         gathered: Storages of the gathered output (indices into `Profile.storages`).
         optimizer_time: Seconds of the optimizer's step and of clearing the gradients.
+        optimizer_together: Whether the optimizer steps all parameters at once, so that what it
+            needs for a moment adds up, or one after the other.
+        overhead_time: Seconds of a step with ``loss(pipe(x)).backward()`` that no cell, gather,
+            loss or optimizer takes: the caller's way into the workers and back, twice.
+        inside_overhead_time: The same of a step with `GPipe.step`, which goes there once.
+        cell_overhead_time: Seconds that a cell (a micro-batch in a partition) takes beside its
+            layers, until the one that waits for it has started.
     """
 
     gather_time: float | None = None
@@ -110,6 +120,10 @@ class StepTerms:
     whole_loss: LayerProfile | None = None
     gathered: tuple[int, ...] = ()
     optimizer_time: float | None = None
+    optimizer_together: bool = False
+    overhead_time: float | None = None
+    inside_overhead_time: float | None = None
+    cell_overhead_time: float | None = None
 
     @property
     def loss_time(self) -> float | None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
 from gpipebal.files import read_noun, write_record
+from gpipebal.html import profile_html
 from gpipebal.profile.checks import check_profile
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
 from gpipebal.profile.sizes import at_rows
-from gpipebal.units import format_bytes, format_seconds
+from gpipebal.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -252,13 +253,22 @@ class Profile:
         """Return the same profile with other step terms."""
         return replace(self, step=step)
 
+    def _repr_html_(self) -> str:
+        return profile_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __str__(self) -> str:
         forward = sum(layer.forward_time for layer in self.layers)
         backward = sum(layer.backward_time for layer in self.layers)
         parameters = sum(layer.parameter_bytes for layer in self.layers)
-        where = self.provenance.get("device", self.provenance.get("method", "given costs"))
+        method = self.provenance.get("method", "costs")
+        kind = "Estimated profile" if method == "estimate" else "Profile"
+        device = self.provenance.get("device")
+        where = f"on {device}" if device else "of given costs"
         return (
-            f"Profile of {self.n_layers} layers on {where}, micro-batch of {self.rows} rows: "
+            f"{kind} of {self.n_layers} layers {where}, micro-batch of {count(self.rows, 'row')}: "
             f"forward {format_seconds(forward)}, backward {format_seconds(backward)}, "
             f"parameters {format_bytes(parameters)}"
         )

@@ -1,7 +1,8 @@
 """Profiles as JSON values.
 
-A record of version 1 (before the loss was a layer, and without skip connections and other sizes)
-is still read; what it does not tell is unknown.
+Records of version 1 (before the loss was a layer, and without skip connections and other sizes)
+and version 2 (without what a trial as a pipeline tells) are still read; what they do not tell is
+unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 2
+VERSION = 3
 
 _FIELDS = frozenset(
     {
@@ -69,6 +70,8 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
         content = without_header(record, FORMAT, VERSION)
         if record.get("version") == 1:
             content = _of_version_1(content)
+        if record.get("version") in (1, 2):
+            content = _of_version_2(content)
         _check_fields("a profile", content, _FIELDS)
         step = _fields_of(content["step"], "step")
         _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
@@ -142,3 +145,14 @@ def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
         loss = asdict(LayerProfile("loss", "loss", half, half, 0.0, backward_peak_bytes=peak))
     step = {**step, "loss": None, "whole_loss": loss, "gathered": ()}
     return {**content, "step": step, "skips": (), "other_sizes": ()}
+
+
+def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 2 up to date: no trial was run."""
+    later = StepTerms()
+    names = ("optimizer_together", "overhead_time", "inside_overhead_time", "cell_overhead_time")
+    step = _fields_of(content["step"], "step")
+    for name in names:
+        if name in step:
+            raise TypeError(f"step has an unknown field: {name!r}")
+    return {**content, "step": {**step, **{name: getattr(later, name) for name in names}}}

@@ -195,11 +195,18 @@ def _with_whole_terms(
             saved=tuple(number[index] for index in whole.saved),
             outputs=tuple(number[index] for index in whole.outputs),
         )
-    gather_time, optimizer_time = profile.step.gather_time, profile.step.optimizer_time
+    gather_time = profile.step.gather_time
     if gather_time is not None:
         gather_time, _ = time_at([(profile.mini_batch_rows, gather_time, 0.0)], mini_batch_rows)
     gathered = tuple(number[index] for index in step.gathered)
-    return StepTerms(gather_time, own.loss, whole, gathered, optimizer_time), tuple(storages)
+    terms = replace(
+        profile.step,
+        gather_time=gather_time,
+        loss=own.loss,
+        whole_loss=whole,
+        gathered=gathered,
+    )
+    return terms, tuple(storages)
 
 
 def _scaled(whole: LayerProfile, rows: int, to_rows: int) -> LayerProfile:

@@ -113,7 +113,6 @@ class Chain:
         *,
         wants: bool,
         protect: bool = False,
-        catch: list[Tensor] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Cut the inputs of layer k off, and copy those that it writes to, or with `protect` all.
 
@@ -122,7 +121,6 @@ class Chain:
             value: What goes into it.
             wants: Whether the gradients of its inputs are wanted.
             protect: Whether to copy all inputs.
-            catch: Gets the gradients of the inputs, as they are; None: they are left at the leaves.
 
         Returns:
             The leaves of autograd, and what the layer is to be given.

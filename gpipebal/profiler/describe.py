@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +20,16 @@ from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.rounds import Times
 from gpipebal.profiler.settle import Settled, settle_rounds, whole_again
-from gpipebal.profiler.step import OptimizerFactory, optimizer_state_bytes
+from gpipebal.profiler.step import OptimizerFactory, optimizer_peaks, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
 
-__all__ = ["describe_layers", "describe_machine", "describe_times", "state_bytes_of"]
+__all__ = [
+    "OptimizerMemory",
+    "describe_layers",
+    "describe_machine",
+    "describe_times",
+    "optimizer_memory",
+]
 
 #: Fewer rounds than this are too few to trust a median.
 FEW_ROUNDS = 3
@@ -35,7 +42,7 @@ def describe_layers(
     modules: Sequence[nn.Module],
     times: Times,
     found: Survey,
-    state_bytes: Sequence[int] | None,
+    optimizer: OptimizerMemory,
 ) -> tuple[tuple[LayerProfile, ...], dict[str, Settled]]:
     """Describe every layer, and how its times were settled with the whole chain's."""
     settled = {
@@ -62,7 +69,8 @@ def describe_layers(
             forward_host_time=None if host_forward is None else float(host_forward[k]),
             backward_host_time=None if host_backward is None else float(host_backward[k]),
             flops=found.flops[k],
-            optimizer_bytes=None if state_bytes is None else state_bytes[k],
+            optimizer_bytes=optimizer.state_of(k),
+            optimizer_peak_bytes=optimizer.peak_of(k),
             outputs=found.memory[k].outputs,
             saved=found.memory[k].saved,
             output_bytes=found.memory[k].output_bytes,
@@ -130,19 +138,51 @@ def describe_machine(
     }
 
 
-def state_bytes_of(
-    optimizer: OptimizerFactory | None, modules: Sequence[nn.Module]
-) -> list[int] | None:
-    """Find the bytes of optimizer state of every layer, each parameter at its first layer."""
+class OptimizerMemory(NamedTuple):
+    """What an optimizer needs for every layer, each parameter at its first layer; None: unknown.
+
+    Attributes:
+        state: Bytes that it keeps.
+        peaks: Bytes that its step needs for a moment.
+        together: Whether those of all layers add up.
+    """
+
+    state: list[int] | None = None
+    peaks: list[int] | None = None
+    together: bool = False
+
+    def state_of(self, k: int) -> int | None:
+        """Return the bytes of a layer's state; None: not known."""
+        return None if self.state is None else self.state[k]
+
+    def peak_of(self, k: int) -> int | None:
+        """Return the bytes that the step of a layer's parameters needs; None: not known."""
+        return None if self.peaks is None else self.peaks[k]
+
+
+def optimizer_memory(
+    optimizer: OptimizerFactory | None, modules: Sequence[nn.Module], device_type: str
+) -> OptimizerMemory:
+    """Find what an optimizer needs for every layer, on a device of a type."""
+    if optimizer is None:
+        return OptimizerMemory()
     owner = layer_of_tensors(modules)
     parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
-    known = None if optimizer is None else optimizer_state_bytes(optimizer, parameters)
-    if known is None:
-        return None
-    by_layer = [0] * len(modules)
-    for parameter, n_bytes in zip(parameters, known, strict=True):
-        by_layer[owner[id(parameter)]] += n_bytes
-    return by_layer
+    places = [owner[id(parameter)] for parameter in parameters]
+
+    def by_layer(known: Sequence[int], add: Callable[[int, int], int]) -> list[int]:
+        found = [0] * len(modules)
+        for k, n_bytes in zip(places, known, strict=True):
+            found[k] = add(found[k], n_bytes)
+        return found
+
+    state = optimizer_state_bytes(optimizer, parameters)
+    peaks = optimizer_peaks(optimizer, parameters, device_type)
+    return OptimizerMemory(
+        state=None if state is None else by_layer(state, add),
+        peaks=None if peaks is None else by_layer(peaks.bytes, add if peaks.together else max),
+        together=peaks is not None and peaks.together,
+    )
 
 
 def _device_name(device: torch.device) -> str:

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 __all__ = ["FlopCounter"]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _mkldnn_rnn(input: Tensor, w_input: Tensor, w_hidden: Tensor, *_: Any, **__: Any) -> int:
+    return _of_tokens(input, [w_input, w_hidden])
+
+
+def _cudnn_rnn(input: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    return _of_tokens(input, weights)
+
+
+def _of_tokens(input: Tensor, weights: Sequence[Tensor]) -> int:
+    """Multiply and add every matrix with every token, whatever its place in the sequence."""
+    tokens = input.numel() // max(1, input.shape[-1])
+    return 2 * tokens * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+#: Kernels of whole algorithms that torch's own table leaves out.
+_MORE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn,
+    torch.ops.aten._cudnn_rnn: _cudnn_rnn,
+}
 
 
 class FlopCounter(TorchDispatchMode):
     """Count the floating-point operations of a block.
 
     The formulas are those of `torch.utils.flop_counter`: of matrix products, convolutions and
-    attention. All other operations are as good as free beside them, and count as nothing. torch's
+    attention; and for kernels that it does not know, those of the products inside. All other operations are as good as free beside them, and count as nothing. torch's
     own `FlopCounterMode` would also set hooks on all modules of the process, and the counts by
     module that those give are not needed here.
 
@@ -31,7 +60,8 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         keywords = kwargs or {}
         result = func(*args, **keywords)
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
+        if (more := _MORE.get(func._overloadpacket)) is not None:
+            self.total += more(*args, **keywords)
+        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.total += int(formula(*args, **keywords, out_val=result))
         return result

@@ -39,6 +39,8 @@ LEAST_ROUNDS = 1
 MOST_ROUNDS = 40
 #: Default of `timeout`: the cost of so many training steps, but between these seconds.
 DEFAULT_STEPS = 10
+#: The trial as a pipeline may take this fraction of what the repeats may.
+TRIAL_PARTS = 2
 LEAST_SECONDS = 2.0
 MOST_SECONDS = 60.0
 
@@ -59,6 +61,7 @@ def profile_model(
     rates: Any = None,
     one_at_a_time: bool | None = None,
     share_identical: bool = False,
+    as_pipeline: bool = True,
     timeout: float | None = None,
     progress: bool | None = None,
 ) -> Profile:
@@ -95,6 +98,10 @@ def profile_model(
             elsewhere. What neighbours do to each other is then not in the times.
         share_identical: Whether layers of the same class, options, shapes and input are measured
             once, the first of them. Each layer is then measured alone, as with `one_at_a_time`.
+        as_pipeline: Whether to run a few steps as a pipeline on the CPU behind the repeats, and to
+            correct the times by what that tells: a partition is not the sum of its layers. It
+            does not change how layers compare. Ignored on CUDA, and where each layer is measured
+            alone.
         timeout: Seconds for the repeats, about; None: the cost of ten training steps, at least 2
             seconds and at most 60. Each layer is measured at least once.
         progress: Show a progress bar; None: only on a terminal.
@@ -191,7 +198,7 @@ def profile_model(
             else:
                 study.look(others, must=rows is not None)
                 study.run(side_by_side, n_threads if where.type == "cpu" else None, pace, state)
-        return study.profile(
+        profile = study.profile(
             {
                 "method": "measure",
                 **describe_machine(where, n_threads, list(layers.values())),
@@ -201,6 +208,10 @@ def profile_model(
                 "share_identical": share_identical,
             }
         )
+        if alone or where.type != "cpu" or not as_pipeline:
+            return profile
+        step = sum(layer.time for layer in profile.layers) * len(sizes)
+        return study.try_out(profile, side_by_side, n_threads, _limit(limit, step, TRIAL_PARTS))
 
 
 def _limit(timeout: float | None, step_seconds: float, parts: int) -> float:

@@ -15,10 +15,13 @@ from gpipebal.errors import ModelError, ProfileError
 from gpipebal.pipeline.devices import parse_device
 from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.pipeline.parting import scatter_leaves
+from gpipebal.profile import Profile
 
 __all__ = [
+    "available_memory",
     "check_timeout",
     "choose_rows",
+    "chunks_that_fit",
     "current_device",
     "device_for",
     "first_rows",
@@ -150,3 +153,21 @@ def random_numbers_kept(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+def chunks_that_fit(profile: Profile, chunks: int) -> int:
+    """Return how many micro-batches in flight the free memory surely holds, `chunks` at most."""
+    saved = {storage for layer in profile.layers for storage in layer.saved}
+    of_one = max(1, profile.bytes_of(saved))
+    fixed = sum(layer.gradient_bytes for layer in profile.layers)
+    return max(0, min(chunks, (available_memory() // 2 - fixed) // of_one))
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that can be had; where the system does not say, very many."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):
+        return 2**62

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,14 +16,21 @@ from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.alone import Walk, join_times, walk_alone
 from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.describe import describe_layers, describe_times, state_bytes_of
+from gpipebal.profiler.correct import correct, with_flag
+from gpipebal.profiler.describe import (
+    OptimizerMemory,
+    describe_layers,
+    describe_times,
+    optimizer_memory,
+)
 from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain, measure_whole_loss
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
-from gpipebal.profiler.setting import first_rows, to_device
+from gpipebal.profiler.setting import chunks_that_fit, first_rows, to_device
 from gpipebal.profiler.step import OptimizerFactory, measure_gather, measure_optimizer
 from gpipebal.profiler.storages import LayerMemory
 from gpipebal.profiler.survey import Survey, find_written, survey, survey_loss
+from gpipebal.profiler.trial import MOST_CHUNKS, Setting, run_trial
 from gpipebal.profiler.value import Routes, Value
 
 __all__ = ["Study"]
@@ -164,19 +172,58 @@ class Study:
         Args:
             provenance: Where and with what it was measured.
         """
-        state_bytes = state_bytes_of(self._optimizer, self.modules)
+        memory = optimizer_memory(self._optimizer, self.modules, self.device.type)
         optimizer_time = None
         if self._optimizer is not None:
             parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
             optimizer_time = measure_optimizer(self._optimizer, parameters, self.device)
         others = [
-            self._profile_of(size, state_bytes, optimizer_time, provenance, ())
+            self._profile_of(size, memory, optimizer_time, provenance, ())
             for size in self._sizes[1:]
         ]
         others.sort(key=lambda profile: profile.rows)
-        return self._profile_of(
-            self._sizes[0], state_bytes, optimizer_time, provenance, tuple(others)
-        )
+        return self._profile_of(self._sizes[0], memory, optimizer_time, provenance, tuple(others))
+
+    def try_out(
+        self, profile: Profile, n_partitions: int, n_threads: int, seconds: float
+    ) -> Profile:
+        """Run the layers as a pipeline for a while, and correct the profile by what that tells.
+
+        Args:
+            profile: What `profile` returned.
+            n_partitions: Partitions that work side by side.
+            n_threads: Intra-operation threads of each.
+            seconds: How long, about.
+        """
+        rows = self.micro_batches[0]
+        chunks = chunks_that_fit(profile, min(len(self.micro_batches), MOST_CHUNKS))
+        if not rows:
+            return profile
+        if not chunks:
+            return with_flag(profile, "not tried as a pipeline: there is not enough memory")
+        sizes = [rows] * chunks
+        loss_fn = self._loss_fn
+        if isinstance(loss_fn, nn.Module):
+            loss_fn = replicate(["loss"], [loss_fn], self.device)[0]
+        try:
+            trial = Setting(
+                OrderedDict(zip(self.names, self._replicas, strict=True)),
+                self._rows_of_sample(sum(sizes)),
+                self._target_of(sizes),
+                loss_fn,
+                chunks,
+                n_partitions,
+                n_threads,
+            )
+            return correct(profile, run_trial(profile, trial, seconds))
+        except Exception as error:
+            # What the executor refuses can be profiled all the same.
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            return with_flag(profile, f"not tried as a pipeline: {reason}")
+
+    def _rows_of_sample(self, rows: int) -> Any:
+        """Return so many rows of the sample, on the device; repeated where it has fewer."""
+        return to_device(_repeated(self._sample, rows, sum(self.micro_batches)), self.device)
 
     def _start_of(self, rows: int, device: torch.device) -> Value:
         sample = first_rows(self._sample, rows, sum(self.micro_batches))
@@ -218,14 +265,7 @@ class Study:
         rows, have = sum(sizes), sum(self.micro_batches)
         if self._target is None or rows == have:
             return self._target
-        leaves, structure = flatten(self._target)
-        repeated = [
-            leaf[torch.arange(rows, device=leaf.device) % have]
-            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == have
-            else leaf
-            for leaf in leaves
-        ]
-        return unflatten(repeated, structure)
+        return _repeated(self._target, rows, have)
 
     def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
         loss = None
@@ -240,16 +280,16 @@ class Study:
     def _profile_of(
         self,
         size: _Size,
-        state_bytes: Sequence[int] | None,
+        optimizer: OptimizerMemory,
         optimizer_time: float | None,
         provenance: Mapping[str, Any],
         others: tuple[Profile, ...],
     ) -> Profile:
         is_main = size is self._sizes[0]
         layers, settled = describe_layers(
-            self.names, self.modules, size.times, size.found, state_bytes
+            self.names, self.modules, size.times, size.found, optimizer
         )
-        step = self._step_of(size, optimizer_time)
+        step = replace(self._step_of(size, optimizer_time), optimizer_together=optimizer.together)
         described = describe_times(size.rows, settled)
         if is_main:
             described["flags"] += self.notes
@@ -315,3 +355,17 @@ class Study:
             without_graph=size.times.loss_without_graph,
             flops=flops,
         )
+
+
+def _repeated(value: Any, rows: int, have: int) -> Any:
+    """Return so many rows of a value, from the first on, and from the first again."""
+    leaves, structure = flatten(value)
+    if rows == have:
+        return value
+    repeated = [
+        leaf[torch.arange(rows, device=leaf.device) % have]
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == have
+        else leaf
+        for leaf in leaves
+    ]
+    return unflatten(repeated, structure)

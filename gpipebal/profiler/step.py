@@ -5,17 +5,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.ledger import Ledger
 from gpipebal.profiler.clock import synchronize
 from gpipebal.profiler.loss import gathered_value
 from gpipebal.profiler.value import Value
 
-__all__ = ["OptimizerFactory", "measure_gather", "measure_optimizer", "optimizer_state_bytes"]
+__all__ = [
+    "OptimizerFactory",
+    "OptimizerPeaks",
+    "measure_gather",
+    "measure_optimizer",
+    "optimizer_peaks",
+    "optimizer_state_bytes",
+]
 
 #: Repeats of each term; the median counts.
 REPEATS = 5
@@ -51,7 +59,7 @@ def optimizer_state_bytes(
         for p in parameters
     ]
     try:
-        optimizer_ = optimizer(stand_ins)
+        optimizer_, _ = _without_values(optimizer, stand_ins)
         for parameter in stand_ins:
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
@@ -62,6 +70,79 @@ def optimizer_state_bytes(
         sum(v.nbytes for v in optimizer_.state.get(p, {}).values() if isinstance(v, Tensor))
         for p in stand_ins
     ]
+
+
+def _without_values(
+    optimizer: OptimizerFactory, stand_ins: Sequence[nn.Parameter]
+) -> tuple[torch.optim.Optimizer, bool]:
+    """Make an optimizer of parameters on the meta device; return whether its step is fused.
+
+    A fused step cannot run there. Told not to fuse, an optimizer keeps the same state.
+    """
+    made = optimizer(stand_ins)
+    is_fused = False
+    for group in made.param_groups:
+        if group.get("fused"):
+            is_fused = True
+            group["fused"] = False
+    return made, is_fused
+
+
+class OptimizerPeaks(NamedTuple):
+    """What an optimizer's step needs for a moment.
+
+    Attributes:
+        bytes: Largest memory of the step of each parameter, alone, beyond what was there.
+        together: Whether all parameters are stepped at once, so that these add up.
+    """
+
+    bytes: list[int]
+    together: bool
+
+
+def optimizer_peaks(
+    optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter], device_type: str
+) -> OptimizerPeaks | None:
+    """Find the bytes that an optimizer's step needs beside parameters, gradients and state.
+
+    It takes a second step on stand-ins without memory (meta tensors); parameters of one shape are
+    stepped once. Optimizers of torch step all parameters at once on CUDA (``foreach``), and one
+    after the other on a CPU, unless they are told otherwise. None if the optimizer cannot work
+    without values.
+
+    Args:
+        optimizer: Makes an optimizer of a list of parameters.
+        parameters: The model's parameters; they are not changed.
+        device_type: Type of the device that they will be on.
+    """
+    known: dict[Any, int] = {}
+    found, together = [], False
+    for parameter in parameters:
+        kind = (tuple(parameter.shape), parameter.stride(), parameter.dtype)
+        if not parameter.requires_grad:
+            found.append(0)
+            continue
+        if kind not in known:
+            stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"))
+            stand_in.grad = torch.empty_like(stand_in)
+            try:
+                stepper, is_fused = _without_values(optimizer, [stand_in])
+                for group in stepper.param_groups:
+                    if device_type == "cuda" and group.get("foreach", False) is None:
+                        group["foreach"] = not is_fused
+                    together = together or bool(group.get("foreach"))
+                stepper.step()  # makes its state
+                ledger = Ledger()
+                ledger.hold([stand_in, stand_in.grad, *stepper.state[stand_in].values()], 0)
+                before = ledger.start_peak()
+                with ledger.watch(0):
+                    stepper.step()
+            except Exception:
+                return None
+            # A fused step is one kernel, and makes nothing in between.
+            known[kind] = 0 if is_fused else ledger.total_peak - before
+        found.append(known[kind])
+    return OptimizerPeaks(found, together)
 
 
 def measure_optimizer(

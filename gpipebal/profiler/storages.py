@@ -195,8 +195,7 @@ def _forward_and_backward(
         return tensor.detach()
 
     with ledger.watch(0):
-        caught: list[Tensor] = []
-        inputs, given = chain.prepare(k, value, wants=True, catch=caught)
+        inputs, given = chain.prepare(k, value, wants=True)
         before, peak = ledger.live_keys(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)

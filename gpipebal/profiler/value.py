@@ -13,7 +13,6 @@ from gpipebal.pipeline.microbatch import flatten
 from gpipebal.skip.tracker import Key
 
 __all__ = [
-    "Catch",
     "Record",
     "Routes",
     "Value",
@@ -91,26 +90,6 @@ def take_gradients(inputs: Sequence[Any]) -> list[Tensor | None]:
         if isinstance(leaf, Tensor):
             leaf.grad = None
     return found
-
-
-class Catch(torch.autograd.Function):
-    """Hand an input on, and keep its gradient where it is.
-
-    A leaf would copy a gradient that it shares with another input. Inside a partition the gradient
-    goes on to the layer before, as it is.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, caught: list[Tensor]) -> Tensor:
-        """Hand on."""
-        ctx.caught = caught
-        return leaf.view_as(leaf)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        """Keep."""
-        ctx.caught.append(gradients[0])
-        return None, None
 
 
 def as_leaves(leaves: Sequence[Any], *, wants: bool) -> list[Any]:

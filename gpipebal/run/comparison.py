@@ -19,6 +19,7 @@ from gpipebal.report import PlainTimes
 from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads, timed
 from gpipebal.run.workload import Workload, default_optimizer
 from gpipebal.timeline import Timeline
+from gpipebal.units import count
 
 __all__ = ["Measured", "train_in_turns"]
 
@@ -120,7 +121,7 @@ def _plain_ways(place: torch.device) -> list[tuple[str, int | None]]:
         return [(str(place), None)]
     cores = visible_cores()
     ways: list[tuple[str, int | None]] = [("1 thread", 1)]
-    return [*ways, (f"{cores} threads", cores)] if cores > 1 else ways
+    return [*ways, (count(cores, "thread"), cores)] if cores > 1 else ways
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:

@@ -15,16 +15,20 @@ from gpipebal.errors import BalanceError, UsageError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.plan import Plan
-from gpipebal.planner import solve
+from gpipebal.planner import solve, top_plans
 from gpipebal.plots import plot_run, save_figure
+from gpipebal.problem import to_bounds
+from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
 from gpipebal.report import RunReport
+from gpipebal.run.attempts import fastest, try_plans
 from gpipebal.run.comparison import train_in_turns
 from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places, shares_places
 from gpipebal.run.workload import Workload, load_workload
 from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
-from gpipebal.simulator import simulate
+from gpipebal.simulator import held_of, memory_over_time, simulate
+from gpipebal.units import count
 
 __all__ = ["run"]
 
@@ -43,6 +47,7 @@ def run(
     arguments: Mapping[str, Any] | None = None,
     checkpoint: CheckpointMode = "except_last",
     steps: int = 4,
+    attempts: int = 1,
     threads_per_partition: int | None = None,
     seed: int = 0,
     device: str = "auto",
@@ -64,6 +69,7 @@ def run(
         arguments: What a built-in model is built from, by name; see `gpipebal.models.CATALOGUE`.
         checkpoint: Which micro-batches are recomputed.
         steps: Training steps that are timed, after one that is not.
+        attempts: How many of the best plans to run for a moment; the fastest is taken.
         threads_per_partition: Intra-operation threads of each CPU partition, also while its
             layers are profiled; None: its share of the cores.
         seed: Seed of parameters and data.
@@ -79,8 +85,8 @@ def run(
         GpipebalError: something asked for does not exist or cannot be.
         KeyboardInterrupt: with a note of the files that were written before it.
     """
-    for name, count in (("chunks", chunks), ("steps", steps)):
-        check_count(name, count)
+    for name, number in (("chunks", chunks), ("steps", steps), ("attempts", attempts)):
+        check_count(name, number)
     optional = {"partitions": partitions, "rows": rows, "image_size": image_size}
     for name, value in optional.items():
         if value is not None:
@@ -93,6 +99,11 @@ def run(
     if threads_per_partition is not None:
         check_threads("threads_per_partition", threads_per_partition)
     check_checkpoint(checkpoint)
+    if checkpoint == "always" and attempts > 1:
+        raise UsageError(
+            f"the next best plans are not known: attempts={attempts} with checkpoint='always' "
+            "(expected another mode).\nFix: attempts=1, or checkpoint='except_last'."
+        )
     # Built-in models take the seed after this one for their targets.
     if not 0 <= seed < 2**63 - 1:
         raise UsageError(
@@ -111,7 +122,9 @@ def run(
     on_cpu = places[0].type == "cpu"
     threads = (threads_per_partition or share_of_cores(len(places))) if on_cpu else None
     folder = Folder(Path(output))
-    job = _Job(workload, places, threads, chunks, checkpoint, steps, seed, folder, progress, echo)
+    job = _Job(
+        workload, places, threads, chunks, checkpoint, steps, seed, folder, progress, echo, attempts
+    )
     try:
         return job.do()
     except KeyboardInterrupt as interrupt:
@@ -133,6 +146,7 @@ class _Job:
     folder: Folder
     progress: bool | None
     echo: Callable[[str], None]
+    attempts: int = 1
 
     def do(self) -> RunReport:
         workload, n_partitions = self.workload, len(self.places)
@@ -154,12 +168,7 @@ class _Job:
             optimizer=workload.make_optimizer,
             progress=self.progress,
         )
-        plan = solve(
-            profile,
-            n_partitions,
-            checkpoint=self.checkpoint,
-            shared_memory=len(set(self.places)) == 1,
-        )
+        plan = self._plan(profile)
         self.echo(f"\n{plan}\n")
         self.folder.write("profile.json", profile.save)
         self.folder.write("plan.json", plan.save)
@@ -180,7 +189,15 @@ class _Job:
             pipe.close()
         predicted = simulate(plan, pause=plan.pause_time)
         timeline = measured.timeline
-        self.folder.write("timeline.json", lambda path: timeline.save(path, beside=[predicted]))
+        held = held_of(profile, to_bounds(plan.balance))
+        self.folder.write(
+            "timeline.json",
+            lambda path: timeline.save(
+                path,
+                beside=[predicted],
+                memory=[memory_over_time(each, held) for each in (timeline, predicted)],
+            ),
+        )
         report = RunReport(
             model=workload.name,
             n_parameters=n_parameters,
@@ -209,6 +226,25 @@ class _Job:
         figure = plot_run(profile, plan, predicted, timeline)
         self.folder.write("plan.png", lambda path: save_figure(figure, path))
         return report
+
+    def _plan(self, profile: Profile) -> Plan:
+        """Find the best plan; of several the one that runs fastest."""
+        n, shared = len(self.places), len(set(self.places)) == 1
+        if self.attempts == 1:
+            return solve(profile, n, checkpoint=self.checkpoint, shared_memory=shared)
+        plans = top_plans(
+            profile, self.attempts, n, checkpoint=self.checkpoint, shared_memory=shared
+        )
+        self.echo(f"Trying the best {count(len(plans), 'plan')}")
+        tried = try_plans(
+            plans,
+            self.workload,
+            devices=self.places,
+            threads=self.threads,
+            progress=self.progress,
+            echo=self.echo,
+        )
+        return fastest(tried).plan
 
     def _notes(self, plan: Plan) -> list[str]:
         notes = []

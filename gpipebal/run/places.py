@@ -8,6 +8,7 @@ import torch
 
 from gpipebal.errors import DeviceError
 from gpipebal.pipeline.devices import parse_device, visible_cores
+from gpipebal.units import count
 
 __all__ = ["choose_places", "describe_places", "shares_places"]
 
@@ -21,20 +22,21 @@ def choose_places(device: str, partitions: int | None = None) -> list[torch.devi
     Args:
         device: ``'auto'`` (the CUDA devices, or the CPU where there are none), ``'cpu'``,
             ``'cuda'`` (all CUDA devices), or a list such as ``'cuda:0,cuda:1'``.
-        partitions: Number of partitions; None: one per CUDA device, or 2 on a CPU.
+        partitions: Number of partitions; None: one for each device of the list; if only ``'cpu'``
+            is named, 2.
 
     Raises:
         DeviceError: a device does not exist, or devices of different kinds are mixed.
 
     Example:
-        >>> choose_places("cpu")
-        [device(type='cpu'), device(type='cpu')]
+        >>> len(choose_places("cpu")), len(choose_places("cpu,cpu,cpu"))
+        (2, 3)
     """
-    count = torch.cuda.device_count()
+    n_cuda = torch.cuda.device_count()
     if device == "auto":
-        device = "cuda" if count else "cpu"
-    if device == "cuda" and count:
-        found = [torch.device("cuda", index) for index in range(count)]
+        device = "cuda" if n_cuda else "cpu"
+    if device == "cuda" and n_cuda:
+        found = [torch.device("cuda", index) for index in range(n_cuda)]
     else:
         found = [parse_device(name.strip()) for name in device.split(",")]
     if len({place.type for place in found}) > 1:
@@ -42,8 +44,8 @@ def choose_places(device: str, partitions: int | None = None) -> list[torch.devi
             f"devices are of different kinds: device={device!r} (expected all CPU or all CUDA).\n"
             "Fix: device='cpu', or CUDA devices only."
         )
-    on_cpu = found[0].type == "cpu"
-    n_partitions = partitions or (CPU_PARTITIONS if on_cpu else len(found))
+    alone = found == [torch.device("cpu")]
+    n_partitions = partitions or (CPU_PARTITIONS if alone else len(found))
     return [found[j % len(found)] for j in range(n_partitions)]
 
 
@@ -55,18 +57,13 @@ def shares_places(places: Sequence[torch.device]) -> bool:
 def describe_places(places: Sequence[torch.device], threads: int | None) -> str:
     """Say in one line where the partitions go."""
     n_partitions = len(places)
-    head = f"{n_partitions} partition{'s' if n_partitions > 1 else ''} on "
+    head = f"{count(n_partitions, 'partition')} on "
     if threads is not None:
         each = " each" if n_partitions > 1 else ""
         cores = visible_cores()
-        return (
-            f"{head}the CPU, {threads} thread{'s' if threads > 1 else ''}{each} "
-            f"({cores} core{'s' if cores > 1 else ''})"
-        )
+        return f"{head}the CPU, {count(threads, 'thread')}{each} ({count(cores, 'core')})"
     if not shares_places(places):
         return head + ", ".join(map(str, places))
     n_devices = len(set(places))
-    return (
-        f"{head}{n_devices} CUDA device{'s' if n_devices > 1 else ''}, round-robin: "
-        + ", ".join(map(str, places))
-    )
+    named = ", ".join(map(str, places))
+    return f"{head}{count(n_devices, 'CUDA device')}, round-robin: {named}"

@@ -30,8 +30,8 @@ class Order:
         kinds: Kind of each action, as its place in ``'FRBIW'``.
         micro_batches: Micro-batch of each action.
         devices: Device of each partition.
-        gpipe_modes: Checkpoint mode of each partition, if `order_of` made the order by GPipe's
-            rule, with the last micro-batch or the first one first in the backward; else None.
+        modes: Checkpoint mode of each partition, if `order_of` made the order by the rule of its
+            name, GPipe's (in either order of backwards) or 1F1B's; else None.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Order:
     kinds: Ints
     micro_batches: Ints
     devices: Ints
-    gpipe_modes: tuple[CheckpointMode, ...] | None = None
+    modes: tuple[CheckpointMode, ...] | None = None
 
     @property
     def n_actions(self) -> int:

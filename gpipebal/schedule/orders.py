@@ -97,7 +97,7 @@ def order_of(
         kinds=np.concatenate([kinds for kinds, _ in rows]),
         micro_batches=np.concatenate([micro_batches for _, micro_batches in rows]),
         devices=np.arange(n_devices, dtype=np.int32),
-        gpipe_modes=None if name == "1f1b" else modes,
+        modes=modes,
     )
 
 

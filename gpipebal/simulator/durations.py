@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from gpipebal.errors import ProfileError
 from gpipebal.plan import Plan
@@ -103,6 +103,27 @@ class Durations:
     def has_launches(self) -> bool:
         """Whether the host takes time."""
         return self.forward_launch is not None or self.backward_launch is not None
+
+    def longer_by(self, seconds: float) -> Durations:
+        """Add some time to every cell, such as it takes beside its layers.
+
+        Args:
+            seconds: The time of each cell; cells that take none take it too.
+
+        Example:
+            >>> Durations((1.0,), (1.0,), (2.0,)).longer_by(0.5).backward
+            (2.5,)
+        """
+        names = ("forward", "recompute", "backward", "no_grad_forward")
+        known = {name: getattr(self, name) for name in names}
+        return replace(
+            self,
+            **{
+                name: tuple(time + seconds for time in times)
+                for name, times in known.items()
+                if times is not None
+            },
+        )
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Durations:

@@ -79,7 +79,8 @@ def place(
         )
     if pause is not None:
         check_time("pause", pause)
-    if isinstance(schedule, Order) and can_sweep(schedule, durations) and not late_recompute:
+    sweeps = isinstance(schedule, Order) and can_sweep(schedule, durations, pause)
+    if isinstance(schedule, Order) and sweeps and not late_recompute:
         starts, ends = sweep(schedule, durations, pause)
         table = EventTable(
             schedule.partitions, schedule.kinds, schedule.micro_batches, starts, ends

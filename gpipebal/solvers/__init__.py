@@ -14,11 +14,12 @@ from gpipebal.solvers.dispatch import (
     OBJECTIVES,
     Objective,
     Split,
-    best_splits,
+    find,
     select_method,
     split,
 )
 from gpipebal.solvers.infeasible import explain_infeasible
+from gpipebal.solvers.next_best import best_splits, iter_best_splits
 
 __all__ = [
     "METHODS",
@@ -27,6 +28,8 @@ __all__ = [
     "Split",
     "best_splits",
     "explain_infeasible",
+    "find",
+    "iter_best_splits",
     "select_method",
     "split",
     "split_any_cost",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, get_args
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem, to_balance
-from gpipebal.schedule import CheckpointMode, check_count, modes_of
+from gpipebal.schedule import CheckpointMode, modes_of
 from gpipebal.solvers.always import solve_makespan_always
+from gpipebal.solvers.any_mode import solve_any_mode
 from gpipebal.solvers.bottleneck import solve_bottleneck
 from gpipebal.solvers.boxes import least_makespan
 from gpipebal.solvers.infeasible import explain_infeasible
@@ -19,11 +19,18 @@ from gpipebal.solvers.integer_program import solve_integer_program
 from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.makespan import solve_makespan
 from gpipebal.solvers.peak import least_peak
-from gpipebal.solvers.ranked import ranked
 from gpipebal.solvers.reachability import Path, Search
 from gpipebal.solvers.staircase import least_bottleneck, least_sum
 
-__all__ = ["METHODS", "OBJECTIVES", "Objective", "Split", "best_splits", "select_method", "split"]
+__all__ = [
+    "METHODS",
+    "OBJECTIVES",
+    "Objective",
+    "Split",
+    "find",
+    "select_method",
+    "split",
+]
 
 Objective = Literal["makespan", "bottleneck", "peak_memory"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -42,7 +49,10 @@ METHODS = (
 )
 
 #: Algorithms that also answer when devices, links, limits or rules make runs differ.
-_GENERAL = ("set bisection", "set sweep", "box search")
+GENERAL = ("set bisection", "set sweep", "box search")
+
+#: With more runs than this the integer program takes too long to be chosen by itself.
+_FEW_RUNS = 3_000
 
 
 @dataclass(frozen=True)
@@ -125,8 +135,22 @@ def split(
         >>> best.balance, best.value, best.status, best.method
         ((3, 1), 198, 'optimal', 'two-threshold sweep')
     """
+    found = find(problem, objective, method, time_limit=time_limit)
+    if found is None:
+        raise explain_infeasible(problem)
+    return found
+
+
+def find(
+    problem: Problem,
+    objective: Objective = "makespan",
+    method: str = "auto",
+    *,
+    time_limit: float | None = None,
+) -> Split | None:
+    """Do what `split` does, and return None if no split fits the devices and keeps the rules."""
     selected = select_method(problem, objective)
-    applies = _applicable(problem, objective, selected)
+    applies = applicable(problem, objective, selected)
     if method not in ("auto", *applies):
         raise BalanceError(
             f"method does not solve this problem: method={method!r} (expected 'auto' or "
@@ -141,74 +165,38 @@ def split(
     if used == "peak bisection":
         peak = least_peak(problem)
         if peak is None:
-            raise explain_infeasible(problem)
+            return None
         value, path, levels = peak
-        return _split_of(problem, levels, path, value, value, used)
+        return split_of(problem, levels, path, value, value, used)
     if used == "integer program":
         program = solve_integer_program(problem, objective, time_limit)
         if program is None:
-            raise explain_infeasible(problem)
+            return None
         levels = Levels(problem, stateless=True)
         numbers = (problem.to_time(program.value), problem.to_time(program.lower_bound))
-        return _split_of(problem, levels, program.path, *numbers, used)
+        return split_of(problem, levels, program.path, *numbers, used)
     levels = Levels(problem)
     until = None if time_limit is None else time.monotonic() + time_limit
-    found = _search(problem, used, levels, lambda: until is not None and time.monotonic() > until)
-    if found is None:
-        raise explain_infeasible(problem)
-    value, lower_bound, path = found
-    numbers = (problem.to_time(value), problem.to_time(lower_bound))
-    return _split_of(problem, levels, path, *numbers, used)
 
+    def late() -> bool:
+        return until is not None and time.monotonic() > until
 
-def best_splits(problem: Problem, k: int, objective: Objective = "makespan") -> list[Split]:
-    """Find the k best splits, no two with the same bounds; fewer if there are no more.
-
-    Args:
-        problem: As for `split`.
-        k: How many.
-        objective: ``'makespan'`` or ``'bottleneck'``.
-
-    Returns:
-        Splits, best first. Each is ``'optimal'`` among those that are left: its lower bound is
-        its value.
-
-    Raises:
-        BalanceError: a `k` that is not 1 or more; an objective, or a problem, whose solver cannot
-            be asked for the next best.
-        InfeasibleError: no split fits the devices and keeps the rules.
-
-    Complexity:
-        Up to K solves for each split and K partitions; see `gpipebal.solvers.ranked`.
-
-    Example:
-        >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)
-        >>> [(best.balance, best.value) for best in best_splits(problem, 2)]
-        [((3, 1), 198), ((2, 2), 226)]
-    """
-    k = check_count("k", k)
-    general = [name for name in _applicable(problem, objective, select_method(problem, objective))]
-    used = next((name for name in _GENERAL if name in general), None)
-    if used is None:
-        raise BalanceError(
-            f"the next best splits cannot be found: objective={objective!r} with "
-            f"checkpoint={problem.checkpoint!r} (expected an objective and a mode that one of "
-            f"{', '.join(map(repr, _GENERAL))} solves).\n"
-            "Fix: objective='bottleneck', or checkpoint='except_last'."
+    if objective == "makespan" and (problem.checkpoint == "auto" or "always" in _modes(problem)):
+        best = solve_any_mode(
+            problem,
+            levels,
+            lambda levels, early: search(problem, "box search" if early else used, levels, late),
         )
-
-    def solve(levels: Levels) -> tuple[int, Path] | None:
-        found = _search(problem, used, levels, lambda: False)
-        return None if found is None else (found[0], found[2])
-
-    levels = Levels(problem)
-    splits = []
-    for value, path in islice(ranked(levels, solve), k):
-        number = problem.to_time(value)
-        splits.append(_split_of(problem, levels, path, number, number, used))
-    if not splits:
-        raise explain_infeasible(problem)
-    return splits
+        if best is None:
+            return None
+        value, lower_bound, path, levels = best
+    else:
+        found = search(problem, used, levels, late)
+        if found is None:
+            return None
+        value, lower_bound, path = found
+    numbers = (problem.to_time(value), problem.to_time(lower_bound))
+    return split_of(problem, levels, path, *numbers, used)
 
 
 def select_method(problem: Problem, objective: Objective = "makespan") -> str:
@@ -221,9 +209,10 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
 
     With devices, links, memory, rules or several modes: ``'set bisection'`` for the bottleneck;
     ``'set sweep'`` for the makespan, if what is passed once is the same for every split, and
-    ``'box search'`` if not. ``'integer program'`` where a partition recomputes every micro-batch
-    and the makespan is asked for, or where too many kinds of devices may take any order.
-    ``'peak bisection'`` for the peak memory.
+    ``'box search'`` if not, or if some partition recomputes every micro-batch: the latter may leave
+    a gap (see `gpipebal.solvers.any_mode`), so on short chains ``'integer program'`` is chosen.
+    That also where too many kinds of devices may take any order. ``'peak bisection'`` for the
+    peak memory.
 
     Raises:
         BalanceError: an objective that does not exist, or for which something is not known.
@@ -254,7 +243,8 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     if objective == "bottleneck":
         return "set bisection"
     if "always" in _modes(problem):
-        return "integer program"
+        n_runs = problem.n_layers**2 * problem.n_partitions // 2
+        return "integer program" if n_runs <= _FEW_RUNS else "box search"
     return "set sweep" if _passes_the_same(problem) else "box search"
 
 
@@ -270,7 +260,7 @@ def _passes_the_same(problem: Problem) -> bool:
     return len(costs.types) == 1 and not any(costs.send) and not any(costs.give_back)
 
 
-def _applicable(problem: Problem, objective: Objective, selected: str) -> list[str]:
+def applicable(problem: Problem, objective: Objective, selected: str) -> list[str]:
     """List the algorithms that solve a problem, the selected one first."""
     names = [selected]
     if objective == "peak_memory":
@@ -278,8 +268,8 @@ def _applicable(problem: Problem, objective: Objective, selected: str) -> list[s
     if count_states(problem) <= MOST_STATES:
         if objective == "bottleneck":
             names.append("set bisection")
-        elif "always" not in _modes(problem):
-            if _passes_the_same(problem):
+        else:
+            if _passes_the_same(problem) and "always" not in _modes(problem):
                 names.append("set sweep")
             names.append("box search")
     names.append("integer program")
@@ -303,7 +293,7 @@ def _plain(problem: Problem, objective: Objective, method: str) -> Split:
     )
 
 
-def _search(
+def search(
     problem: Problem, method: str, levels: Levels, out_of_time: Callable[[], bool]
 ) -> tuple[int, int, Path] | None:
     """Run one of the general algorithms; return value, bound and split."""
@@ -322,7 +312,7 @@ def _search(
     return value, value, found[1]
 
 
-def _split_of(
+def split_of(
     problem: Problem, levels: Levels, path: Path, value: float, lower_bound: float, method: str
 ) -> Split:
     return Split(

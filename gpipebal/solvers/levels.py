@@ -45,6 +45,9 @@ class Levels:
         steps: For each partition, the devices that may run it.
         kinds: For each kind of partition, the ways to run it, the fastest first.
         groups: For each group of equal devices, their indices.
+        modes: Checkpoint modes that each partition may have, the fastest first.
+        early: Whether the last partition is charged once for the recompute of its last
+            micro-batch; see `gpipebal.solvers.runs.options_of`.
 
     Args:
         problem: The problem.
@@ -52,6 +55,8 @@ class Levels:
         known: Levels of the same problem under other limits, whose peaks are taken over.
         stateless: With any order, offer every device for every partition, whichever are used:
             for who counts devices otherwise.
+        modes: See above; None: what the problem leaves open.
+        early: See above.
     """
 
     def __init__(
@@ -60,12 +65,17 @@ class Levels:
         limits: Sequence[int | None] | None = None,
         known: Levels | None = None,
         stateless: bool = False,
+        modes: Sequence[tuple[CheckpointMode, ...]] | None = None,
+        early: bool = False,
     ) -> None:
         self.problem = problem
         self.n_layers, self.n_partitions = problem.n_layers, problem.n_partitions
         self.limits = memory_limits(problem) if limits is None else tuple(limits)
         self.places = _places(problem)
         self.kinds: list[list[Option]] = []
+        partitions = range(self.n_partitions)
+        self.modes = modes or [modes_to_try(problem, j) for j in partitions]
+        self.early = early
         self._found: dict[object, int] = {}
         self._fitting: dict[object, list[int]] = {}
         self._rows: dict[object, list[np.ndarray]] = {} if known is None else known._rows
@@ -110,17 +120,20 @@ class Levels:
     def _kind(self, partition: int, device: int) -> int:
         """Return the kind of a partition on a device, made if it is new."""
         problem = self.problem
-        modes = modes_to_try(problem, partition)
+        modes = self.modes[partition]
         limit = self.limits[device]
+        early = self.early and partition == self.n_partitions - 1
         labels = (0,) * self.n_partitions
         if limit is not None and problem.memory is not None:
             labels = problem.memory.labels(self.n_partitions)
         device_type = problem.costs.type_of[device]
-        key = (device_type, modes, limit, labels[partition])
+        key = (device_type, modes, limit, labels[partition], early)
         if key not in self._found:
             fits = [self._fits(partition, labels[partition], mode, limit) for mode in modes]
+            useful = _useful(fits)
+            modes, fits = tuple(modes[k] for k in useful), [fits[k] for k in useful]
             self._found[key] = len(self.kinds)
-            self.kinds.append(options_of(problem, device_type, modes, fits))
+            self.kinds.append(options_of(problem, device_type, modes, fits, early))
         return self._found[key]
 
     def _fits(
@@ -151,6 +164,21 @@ class Levels:
         """Name a device for each partition, given their groups."""
         free = [iter(devices) for devices in self.groups]
         return tuple(next(free[group]) for group in groups)
+
+
+def _useful(fits: Sequence[list[int]]) -> list[int]:
+    """Return the modes that allow something which no faster mode does; the first in any case.
+
+    Example:
+        >>> _useful([[0b1], [0b1], [0b11]])
+        [0, 2]
+    """
+    useful, allowed = [0], fits[0]
+    for k, more in enumerate(fits[1:], 1):
+        if any(new & ~old for new, old in zip(more, allowed, strict=True)):
+            useful.append(k)
+            allowed = [new | old for new, old in zip(more, allowed, strict=True)]
+    return useful
 
 
 def memory_limits(problem: Problem) -> tuple[int | None, ...]:

@@ -117,20 +117,23 @@ class Option:
 def modes_to_try(problem: Problem, partition: int) -> tuple[CheckpointMode, ...]:
     """Return the checkpoint modes that a partition may have, the fastest first.
 
-    A mode that is chosen only saves memory: ``'always'`` needs at least as much as
-    ``'except_last'`` while graphs are held, and takes longer, so it is not among them.
+    A mode that is chosen only saves memory, so where memory does not matter there is one.
 
     Example:
         >>> modes_to_try(Problem([1], [1], [1], 1, chunks=4, checkpoint="auto"), 0)
-        ('never', 'except_last')
+        ('never',)
     """
     if problem.checkpoint == "auto":
-        return ("never", "except_last")
+        return ("never",) if problem.memory is None else ("never", "except_last", "always")
     return (modes_of(problem.checkpoint, problem.n_partitions)[partition],)
 
 
 def options_of(
-    problem: Problem, device_type: int, modes: Sequence[CheckpointMode], fits: Sequence[list[int]]
+    problem: Problem,
+    device_type: int,
+    modes: Sequence[CheckpointMode],
+    fits: Sequence[list[int]],
+    early: bool = False,
 ) -> list[Option]:
     """Describe the ways to run a partition on a device, the fastest first.
 
@@ -139,6 +142,8 @@ def options_of(
         device_type: Index into ``problem.costs.types``.
         modes: The modes, none faster than one before it.
         fits: For each mode, the ends that are allowed from each start.
+        early: Whether what is passed once counts the recompute of the last micro-batch, which no
+            backward hides in the last partition.
     """
     costs = problem.costs
     sums = costs.types[device_type]
@@ -161,10 +166,6 @@ def options_of(
 
     copies, both_links = added(send, give_back), added(link, link_back)
     layers = added(sums.forward, sums.backward)
-    once = Cost(
-        added(layers, copies),
-        [t - c - w for t, c, w in zip(layers, copies, both_links, strict=True)],
-    )
     forward = cost(sums.forward, send, link)
     options = []
     for mode, allowed in zip(modes, fits, strict=True):
@@ -172,6 +173,11 @@ def options_of(
         recompute = sums.recompute if repeated else nothing
         again = cost(added(sums.backward, recompute), give_back, link_back)
         load = cost(added(layers, recompute), copies, both_links)
+        passed = added(layers, recompute) if early and mode == "always" else layers
+        once = Cost(
+            added(passed, copies),
+            [t - c - w for t, c, w in zip(passed, copies, both_links, strict=True)],
+        )
         options.append(Option(mode, forward, again, load, once, allowed))
     return options
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.files import read_record, write_record
-from gpipebal.timeline.chrome import trace_events
+from gpipebal.html import timeline_html
+from gpipebal.timeline.chrome import Held, trace_events
 from gpipebal.timeline.events import Event, check_events
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.text import draw_launches, draw_rows, legend
@@ -206,21 +207,34 @@ class Timeline:
                 f"timeline is damaged: {reason.splitlines()[0]}\nFix: simulate or measure again."
             ) from error
 
-    def save(self, path: str | os.PathLike[str], beside: Sequence[Timeline] = ()) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        beside: Sequence[Timeline] = (),
+        memory: Sequence[Sequence[Held]] = (),
+    ) -> None:
         """Write a Chrome trace that also holds the exact record, whole or not at all.
 
         In https://ui.perfetto.dev every partition is a track, with a track for its copies, and
-        arrows lead from a forward to the one in the next partition, and likewise back.
+        arrows lead from a forward to the one in the next partition, and likewise back, through
+        the copy between them if there is one.
 
         Args:
             path: File to write; its name should end in ``.json``.
             beside: Further timelines for the same picture, such as the prediction beside a
                 measurement: drawn as processes of their own, not part of what `load` reads.
+            memory: What the devices hold over time, for this timeline and each one beside it:
+                what `gpipebal.simulator.memory_over_time` returns. Drawn as counters.
         """
         trace = []
         for process, timeline in enumerate((self, *beside), start=1):
             trace += trace_events(
-                timeline.events, timeline.n_partitions, process, f"{process} {timeline.source}"
+                timeline.events,
+                timeline.n_partitions,
+                process,
+                f"{process} {timeline.source}",
+                devices=timeline.devices,
+                memory=memory[process - 1] if process <= len(memory) else (),
             )
         content = {"displayTimeUnit": "ms", "traceEvents": trace, "gpipebal": self.to_dict()}
         write_record(path, {"format": FORMAT, "version": VERSION, **content})
@@ -264,6 +278,12 @@ class Timeline:
             rows.append(launches)
         lines = [f"{label}  {row}" for label, row in zip(labels, rows, strict=True)]
         return "\n".join([self._headline(), *lines])
+
+    def _repr_html_(self) -> str:
+        return timeline_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
     def _headline(self) -> str:
         return (

@@ -12,7 +12,7 @@ from oracles import brute_force
 from solvers.test_pareto import problems
 
 from gpipebal.errors import BalanceError
-from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
+from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
 from gpipebal.solvers import best_splits, paths, select_method, split
 from gpipebal.solvers.always import solve_makespan_always
 
@@ -116,8 +116,9 @@ def test_an_integer_program_that_is_too_large_is_refused() -> None:
     """More runs than HiGHS is asked to choose from are refused before it is asked."""
     times = [1] * 400
     problem = Problem(times, times, times, 6, 4, ["always", *["never"] * 5])
+    assert select_method(problem) == "box search"
     with pytest.raises(BalanceError, match=r"integer program is too large: \d+ runs") as raised:
-        split(problem)
+        split(problem, method="integer program")
     suggested = re.search(r"checkpoint='except_last'", str(raised.value))
     assert suggested is not None
     assert split(replace(problem, checkpoint="except_last")).status == "optimal"
@@ -168,6 +169,19 @@ def test_modes_are_chosen_only_where_memory_demands_it() -> None:
         problem = Problem(times, times, times, 2, 4, "auto", devices=devices, memory=memory)
         modes.append(split(problem).modes)
     assert modes == [("never", "never"), ("never", "except_last"), ("never", "except_last")]
+
+
+def test_recomputing_all_is_chosen_only_where_nothing_else_fits() -> None:
+    """A partition whose last graph does not fit beside the rest recomputes that one too."""
+    need = {"never": 9, "except_last": 8, "always": 5}
+    memory = Memory.from_peaks(lambda first, end, j, mode: need[mode] * (end - first), 4, "all")
+    for limit, mode in ((18, "never"), (16, "except_last"), (10, "always")):
+        devices = [Device(memory_limit=limit)] * 2
+        problem = Problem([4] * 4, [8] * 4, [4] * 4, 2, 4, "auto", devices=devices, memory=memory)
+        found = split(problem)
+        assert (found.modes, found.status, found.balance) == ((mode,) * 2, "optimal", (2, 2))
+    # Sums: 4 * 12, 3 times a forward and a backward with recompute, and the last recompute.
+    assert found.value == 48 + 3 * (8 + 24) + 8
 
 
 def test_best_splits_refuses_what_has_no_next_best() -> None:

@@ -36,7 +36,9 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     n = problem.n_partitions
     orders = list(permutations(range(n))) if problem.any_order else [tuple(range(n))]
     if problem.checkpoint == "auto":
-        modes: list[Any] = list(product(("never", "except_last"), repeat=n))
+        # Without memory to save, nothing is faster than to recompute nothing.
+        some = ("never", "except_last", "always") if problem.memory else ("never", "except_last")
+        modes: list[Any] = list(product(some, repeat=n))
     elif isinstance(problem.checkpoint, str):
         modes = [(problem.checkpoint,) * n]
     else:

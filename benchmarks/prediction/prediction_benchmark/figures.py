@@ -71,7 +71,7 @@ def bars(record: dict[str, Any]) -> list[Bar]:
     rows: list[Row] = record["rows"]
     names = list(record["models"])
     by_model = {name: [row for row in rows if row["model"] == name] for name in names}
-    times, again = errors(rows), errors(rows, "same minutes")
+    times = errors(rows)
     worst = max(range(len(rows)), key=lambda k: abs(times[k]))
     memory = [(error, row) for row in rows for error in memory_errors([row])]
     over, where_over = max(memory, key=lambda pair: pair[0])
@@ -88,9 +88,9 @@ def bars(record: dict[str, Any]) -> list[Bar]:
         Bar("step time, mean absolute error", 0.05, _mean_absolute(times), True, everywhere),
         Bar("step time, farthest off", 0.12, abs(times[worst]), True, describe(rows[worst])),
         Bar(
-            "  mean, by profiles of the same minutes",
+            "  mean, by a profile of some minutes before",
             None,
-            _mean_absolute(again),
+            _mean_absolute(errors(rows, "start")),
             True,
             everywhere,
         ),
@@ -135,15 +135,15 @@ def describe(row: Row) -> str:
     return f"{row['model']}, {row['way']}, chunks={row['chunks']}, {row['checkpoint']}, [{balance}]"
 
 
-def errors(rows: Iterable[Row], by: str = "start", of: str = "median") -> list[float]:
+def errors(rows: Iterable[Row], by: str = "same minutes", of: str = "median") -> list[float]:
     """Return predicted over measured step time, less one, of each plan.
 
     Args:
         rows: The plans.
         of: Which of a plan's steps: the ``'median'``, or the first or third quartile.
-        by: Which profile predicts: ``'start'``, taken before any step was measured; ``'same
-            minutes'``, the median of those at the beginning of each round; or ``'one profile'``,
-            the first one of 4 micro-batches, at other numbers of rows where needed.
+        by: Which profile predicts: ``'same minutes'``, the median of those at the beginning of each
+            round; ``'start'``, taken before any step of any model was measured; or ``'one
+            profile'``, of those the one of 4 micro-batches, at other numbers of rows where needed.
     """
     return [row["predicted"][by] / row["seconds"][of] - 1 for row in rows]
 
@@ -173,7 +173,7 @@ def within(rows: Sequence[Row]) -> list[list[Row]]:
 
 def rank(rows: Sequence[Row]) -> float | None:
     """Return Spearman's rank correlation of predicted and measured step times; None: too few."""
-    predicted = [row["predicted"]["start"] for row in rows]
+    predicted = [row["predicted"]["same minutes"] for row in rows]
     measured = [row["seconds"]["median"] for row in rows]
     if min(len(set(predicted)), len(set(measured))) < 2:
         return None
@@ -191,7 +191,7 @@ def ranks_within(rows: Sequence[Row]) -> list[float]:
 
 def regret(rows: Sequence[Row]) -> float:
     """Return the measured time of the plan that is predicted to be best over the best, less one."""
-    chosen = min(rows, key=lambda row: row["predicted"]["start"])
+    chosen = min(rows, key=lambda row: row["predicted"]["same minutes"])
     return _over_best(chosen, rows)
 
 

@@ -69,18 +69,22 @@ def explain(
 
 
 def predicted_durations(profile: Profile, bounds: Sequence[int], *, loss_inside: bool) -> Durations:
-    """Add up the profile's times by partition, as the planner does for a step."""
+    """Add up the profile's times by partition, as the planner does for a step.
+
+    What a cell takes beside its layers is in them.
+    """
     parts: list[list[LayerProfile]] = [
         list(profile.layers[start:end]) for start, end in pairwise(bounds)
     ]
     if loss_inside and profile.step.loss is not None:
         parts[-1].append(profile.step.loss)
-    return Durations(
+    of_layers = Durations(
         forward=tuple(fsum(layer.forward_time for layer in part) for part in parts),
         recompute=tuple(fsum(layer.recompute_time for layer in part) for part in parts),
         backward=tuple(fsum(layer.backward_time for layer in part) for part in parts),
         no_grad_forward=tuple(fsum(_without_graph(layer) for layer in part) for part in parts),
     )
+    return of_layers.longer_by(profile.step.cell_overhead_time or 0.0)
 
 
 def measured_durations(timeline: Timeline, order: Schedule, otherwise: Durations) -> Durations:

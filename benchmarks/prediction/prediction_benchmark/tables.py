@@ -74,7 +74,7 @@ def _bars(record: dict[str, Any]) -> str:
 def _times_by_model(record: dict[str, Any]) -> str:
     header = [
         *("model", "plans", "ms", "spread", "off by", "mean abs", "worst", "rank", "within"),
-        *("regret", "same min", "one prof", "drift", "repeat"),
+        *("regret", "before", "one prof", "drift", "repeat"),
     ]
     lines = []
     for name, about in record["models"].items():
@@ -94,7 +94,7 @@ def _times_by_model(record: dict[str, Any]) -> str:
                 _number(figures.rank(rows)),
                 _number(fmean(within) if within else None),
                 _percent(figures.regret(rows)),
-                _percent(_mean_absolute(figures.errors(rows, "same minutes"))),
+                _percent(_mean_absolute(figures.errors(rows, "start"))),
                 _percent(_mean_absolute(figures.errors(rows, "one profile"))),
                 _percent(figures.drift(about), sign=True),
                 _percent(figures.disagreement(about)),
@@ -196,13 +196,13 @@ def _farthest(rows: Sequence[Row]) -> str:
             [
                 figures.describe(row),
                 _percent(figures.errors([row])[0], sign=True),
-                _percent(figures.errors([row], "same minutes")[0], sign=True),
-                f"{1e3 * row['predicted']['start']:.1f}",
+                _percent(figures.errors([row], "start")[0], sign=True),
+                f"{1e3 * row['predicted']['same minutes']:.1f}",
                 f"{1e3 * seconds['median']:.1f}",
                 f"{1e3 * seconds['q1']:.1f}-{1e3 * seconds['q3']:.1f}",
             ]
         )
-    header = ["plan", "off by", "same min", "predicted", "measured ms", "quartiles"]
+    header = ["plan", "off by", "before", "predicted", "measured ms", "quartiles"]
     return _table(header, lines, left=(0,))
 
 

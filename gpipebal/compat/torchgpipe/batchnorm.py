@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipebal.pipeline import batchnorm
-from gpipebal.pipeline.batchnorm import Statistics, gathering
+from gpipebal.pipeline.batchnorm import Statistics, blank_deferred, gathering
 from gpipebal.schedule import check_count
 
 __all__ = ["DeferredBatchNorm"]
@@ -68,6 +68,9 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
         self._seen = 0
         self._statistics = None
 
+    # In a pipeline the forward below is the base's.
+    buffers_left_alone = batchnorm.DeferredBatchNorm.buffers_left_alone
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch of shape (rows, channels, ...)."""
         in_pipeline = batchnorm.is_gathering()
@@ -93,7 +96,7 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
         state = {**self.__dict__, "_seen": 0, "_statistics": None}
         if self.plain_class is None:
             return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
-        return _blank, (self.plain_class,), state
+        return blank_deferred, (DeferredBatchNorm, self.plain_class), state
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
@@ -136,22 +139,11 @@ def _deferred(layer: _BatchNorm, chunks: int) -> _BatchNorm:
     else:
         # A SyncBatchNorm would talk to other processes, and update the statistics by itself.
         plain = None if isinstance(layer, nn.SyncBatchNorm) else type(layer)
-    deferred = _blank(plain)
+    deferred = (
+        DeferredBatchNorm.__new__(DeferredBatchNorm)
+        if plain is None
+        else blank_deferred(DeferredBatchNorm, plain)
+    )
     deferred.__dict__.update(layer.__dict__)
     deferred._begin(chunks)
     return deferred
-
-
-_classes: dict[type[nn.Module], type[DeferredBatchNorm]] = {}
-
-
-def _blank(plain: type[nn.Module] | None) -> DeferredBatchNorm:
-    """Make a deferred layer without contents, which is also of the plain class."""
-    if plain is None:
-        return DeferredBatchNorm.__new__(DeferredBatchNorm)
-    if plain not in _classes:
-        # The plain class first: a subclass that wraps super().forward wraps the deferred one.
-        bases = (plain, DeferredBatchNorm)
-        _classes[plain] = type(f"Deferred{plain.__name__}", bases, {"plain_class": plain})
-    kind = _classes[plain]
-    return kind.__new__(kind)

@@ -21,7 +21,7 @@ from gpipebal.pipeline.microbatch import flatten
 from gpipebal.pipeline.parting import chunk_sizes, count_rows
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.describe import state_bytes_of
+from gpipebal.profiler.describe import optimizer_memory
 from gpipebal.profiler.estimate.stand_ins import check_not_lazy, stand_in_of, value_of
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
@@ -190,7 +190,7 @@ class _Work:
     rates: DeviceRates
 
     def __post_init__(self) -> None:
-        self._state_bytes = state_bytes_of(self.optimizer, self.modules)
+        self._memory = optimizer_memory(self.optimizer, self.modules, self.rates.device_type)
         self._optimizer_time = None
         if self.optimizer is not None:
             parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
@@ -234,6 +234,7 @@ class _Work:
                 whole_loss=whole_loss,
                 gathered=gathered,
                 optimizer_time=self._optimizer_time,
+                optimizer_together=self._memory.together,
             ),
             skips=describe_skips(self.walk.routes, skips),
         )
@@ -266,7 +267,8 @@ class _Work:
                 forward_host_time=found.costs.forward_host_time,
                 backward_host_time=found.costs.backward_host_time,
                 flops=found.costs.flops,
-                optimizer_bytes=None if self._state_bytes is None else self._state_bytes[k],
+                optimizer_bytes=self._memory.state_of(k),
+                optimizer_peak_bytes=self._memory.peak_of(k),
                 outputs=found.memory.outputs,
                 saved=found.memory.saved,
                 output_bytes=sum(numbers.bytes[number] for number in found.memory.outputs),

@@ -1,0 +1,90 @@
+"""The machine and the moment: what a result was made on, with, and beside."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gpipebal as gb
+from gpipebal.pipeline.devices import visible_cores
+
+__all__ = ["OtherLoad", "describe", "provenance"]
+
+#: Variables that decide how fast a CPU is, or how it takes memory.
+_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "MALLOC_")
+
+
+def provenance() -> dict[str, Any]:
+    """Tell when, where and with what."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": _cpu_name(),
+        "cores": visible_cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpipebal": gb.__version__,
+        "settings": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)
+        },
+    }
+
+
+def describe(about: dict[str, Any]) -> list[str]:
+    """Write what `provenance` returned as lines of a README."""
+    settings = ", ".join(f"{name}={value}" for name, value in about["settings"].items())
+    return [
+        f"{about['cpu']}, {about['cores']} cores, {about['system']}, {about['date']}",
+        f"Python {about['python']}, torch {about['torch']}, gpipebal {about['gpipebal']}",
+        settings or "no settings of the allocator",
+    ]
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+class OtherLoad:
+    """How much of the machine's cores somebody else used, from here to `share`.
+
+    Another program that takes a core for a moment makes a step of two threads wait; a result that
+    was measured beside one is not to be trusted. Linux only. Processes count when they have ended.
+    """
+
+    def __init__(self) -> None:
+        self._busy, self._own, self._clock = _busy_seconds(), _own_seconds(), time.monotonic()
+
+    def share(self) -> float | None:
+        """Return the share, 0 to 1, with what a hypervisor took; None where it is unknown."""
+        now = _busy_seconds()
+        if now is None or self._busy is None:
+            return None
+        seconds = (now - self._busy) - (_own_seconds() - self._own)
+        cores = os.cpu_count() or 1
+        return max(0.0, seconds / ((time.monotonic() - self._clock) * cores))
+
+
+def _busy_seconds() -> float | None:
+    """Return the seconds that all cores together were not idle."""
+    path = Path("/proc/stat")
+    if not path.exists():
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(
+        int, path.read_text(encoding="utf-8").splitlines()[0].split()[1:]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    return sum(os.times()[:4])

@@ -1,0 +1,91 @@
+"""Tables of text, and their place in a README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpipebal.files import atomic_path
+
+__all__ = ["block", "fill_in", "gib", "percent", "table", "write_readme"]
+
+
+def fill_in(text: str, blocks: Mapping[str, str]) -> str:
+    """Put blocks between the marks of a README.
+
+    A mark is ``<!-- NAME: results.json -->`` before, and ``<!-- end of NAME -->`` behind.
+
+    Raises:
+        ValueError: a mark is not there, or more than once.
+
+    Example:
+        >>> fill_in("a <!-- x: results.json -->old<!-- end of x --> b", {"x": "new"}).split()
+        ['a', '<!--', 'x:', 'results.json', '-->', 'new', '<!--', 'end', 'of', 'x', '-->', 'b']
+    """
+    for name, content in blocks.items():
+        begin, end = f"<!-- {name}: results.json -->", f"<!-- end of {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def write_readme(path: Path, blocks: Mapping[str, str]) -> None:
+    """Put blocks into a README file."""
+    text = fill_in(path.read_text(encoding="utf-8"), blocks)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def block(text: str) -> str:
+    """Set text off as it is.
+
+    Example:
+        >>> block("a b").split()
+        ['```', 'a', 'b', '```']
+    """
+    return f"```\n{text}\n```"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
+    """Write columns of equal width; those in `left` begin at the same place, others end there.
+
+    Example:
+        >>> print(table(["name", "n"], [["a", "10"], ["bc", "5"]], left=[0]))
+        name   n
+        a     10
+        bc     5
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    )
+
+
+def gib(n_bytes: float | None) -> str:
+    """Write bytes in GiB, to a hundredth; None is a dash.
+
+    Example:
+        >>> gib(3 * 2**29), gib(None)
+        ('1.50', '-')
+    """
+    return "-" if n_bytes is None else f"{n_bytes / 2**30:.2f}"
+
+
+def percent(fraction: float | None, *, sign: bool = False) -> str:
+    """Write a fraction to a tenth of a percent; None is a dash.
+
+    Example:
+        >>> percent(0.125), percent(-0.0001, sign=True), percent(0.02, sign=True)
+        ('12.5%', '0.0%', '+2.0%')
+    """
+    if fraction is None:
+        return "-"
+    text = f"{fraction:+.1%}" if sign else f"{fraction:.1%}"
+    # No sign for what rounds to nothing.
+    return text.lstrip("+-") if float(text[:-1]) == 0 else text

@@ -1,0 +1,1 @@
+"""Memory of large models: `experiments`, `estimate`, `balances`, `count`, `tables`."""

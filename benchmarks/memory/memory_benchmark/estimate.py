@@ -1,0 +1,139 @@
+"""What an experiment needs, estimated from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import gpipebal as gb
+from gpipebal.planner import evaluate
+from gpipebal.profile import Profile
+from gpipebal.rates import DeviceRates
+from memory_benchmark.balances import find_balances
+from memory_benchmark.experiments import Experiment
+
+__all__ = ["MEMORY_LIMIT", "P40", "estimate", "figures", "profile_of", "with_gradients"]
+
+#: torchgpipe's device. Its rates decide the times, and so the fastest balance; no bytes but what
+#: waits for a neighbour.
+P40 = DeviceRates(
+    "Tesla P40",
+    {"float32": 12e12},
+    bandwidth=346e9,
+    memory_bytes=24 * 10**9,
+    source="NVIDIA Tesla P40 datasheet",
+)
+
+#: What a partition may need there, in the fastest balance: all but half a GB. torchgpipe's own need
+#: leaves no more of it.
+MEMORY_LIMIT = 23_500_000_000
+
+
+def profile_of(experiment: Experiment, rates: str | DeviceRates) -> Profile:
+    """Estimate the layers of an experiment, at the size of its micro-batches."""
+    with torch.device("meta"):
+        model = experiment.build()
+        images, target = experiment.make_data()
+    return gb.profile_model(
+        model,
+        images,
+        chunks=experiment.chunks,
+        rows=(),
+        loss_fn=experiment.loss_fn,
+        target=target,
+        optimizer=experiment.make_optimizer,
+        method="estimate",
+        rates=rates,
+        progress=False,
+    )
+
+
+def with_gradients(profile: Profile) -> Profile:
+    """Return the same chain in a step that begins with gradients of the step before.
+
+    torchgpipe's memory is that of two steps without `zero_grad`. So gradients count like buffers
+    here, and a backward adds to them. A single byte stays, which says that there is one.
+    """
+    return replace(
+        profile,
+        layers=tuple(
+            replace(
+                layer,
+                buffer_bytes=layer.buffer_bytes + layer.gradient_bytes,
+                gradient_bytes=min(1, layer.gradient_bytes),
+                backward_peak_bytes=(
+                    layer.backward_peak_bytes
+                    if layer.accumulating_peak_bytes is None
+                    else layer.accumulating_peak_bytes
+                ),
+            )
+            for layer in profile.layers
+        ),
+    )
+
+
+def figures(experiment: Experiment, profile: Profile, balance: Sequence[int]) -> dict[str, Any]:
+    """Return what each partition needs under a balance, in bytes, and the predicted seconds.
+
+    Args:
+        experiment: Tells how much belongs to the model.
+        profile: Its layers, as `with_gradients` returns them.
+        balance: Layers of each partition.
+
+    Returns:
+        ``model``: parameters, gradients and optimizer state; ``activations``: the rest of the peak,
+        and its parts: what micro-batches in flight keep, what one needs for a moment, outputs with
+        loss and target, what waits for a neighbour, buffers, and copies of them.
+    """
+    plan = evaluate(profile, balance, checkpoint=experiment.checkpoint)
+    # A checkpointed cell of GPipe copies its partition's buffers for its recompute; the planner
+    # does not count that. All buffers of these models are small enough to be copied.
+    n_copies = experiment.chunks - 1
+    found: dict[str, Any] = {"balance": list(balance), "model": [], "activations": []}
+    parts: dict[str, list[int]] = {
+        name: [] for name in ("in flight", "transient", "outputs", "waiting", "buffers", "copies")
+    }
+    start = 0
+    for size, partition in zip(balance, plan.partitions, strict=True):
+        layers = profile.layers[start : start + size]
+        start += size
+        peak = partition.memory
+        parameters = sum(layer.parameter_bytes for layer in layers)
+        model = experiment.per_parameter * parameters
+        needs = {
+            "in flight": peak.activations,
+            "transient": peak.transient,
+            "outputs": peak.outputs,
+            "waiting": peak.waiting,
+        }
+        # With the optimizer's counters, which are no model memory as it was published. The single
+        # bytes that stand for gradients are none at all.
+        needs["buffers"] = peak.total - peak.gradients - model - sum(needs.values())
+        needs["copies"] = n_copies * (peak.buffers - parameters)
+        for name, n_bytes in needs.items():
+            parts[name].append(n_bytes)
+        found["model"].append(model)
+        found["activations"].append(sum(needs.values()))
+    return {**found, "parts": parts, "makespan": plan.makespan}
+
+
+def estimate(experiment: Experiment) -> dict[str, Any]:
+    """Return what is stored of an experiment at its full size."""
+    plain = profile_of(experiment, P40)
+    profile = with_gradients(plain)
+    balances = find_balances(profile, experiment.balance, experiment.checkpoint, MEMORY_LIMIT)
+    # torch 1.3 stepped one parameter after the other; today's torch steps all of them at once.
+    today = replace(experiment, foreach=None)
+    of_today = figures(today, with_gradients(profile_of(today, P40)), today.balance)
+    return {
+        "parameters": sum(layer.parameter_bytes for layer in plain.layers) // 4,
+        "n_layers": plain.n_layers,
+        "approximate": len(plain.provenance["approximate"]),
+        "balances": {
+            name: figures(experiment, profile, balance) for name, balance in balances.items()
+        },
+        "today": of_today["activations"],
+    }

@@ -1,0 +1,110 @@
+"""Speed on 1, 2, 4 and 8 devices: simulated beside the published, and measured on two CPU cores.
+
+    python benchmarks/speed/make.py              simulate; writes results.json and the README
+    python benchmarks/speed/make.py --measure    measure on the CPU too; needs a quiet machine
+    python benchmarks/speed/make.py --measure --model unet    measure one model anew
+    python benchmarks/speed/make.py --readme     write the README's tables from results.json
+
+What is simulated needs no device and no clock. What is there of the other part is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpipebal.files import read_record, write_record
+
+# What all benchmarks have in common lies beside their folders.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark_tools.machine import OtherLoad, provenance
+from benchmark_tools.text import write_readme
+from speed_benchmark import tables
+from speed_benchmark.devices import FAST
+from speed_benchmark.measure import measure
+from speed_benchmark.published import MODELS, SpeedModel
+from speed_benchmark.simulate import estimate, simulate
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+
+#: Turns of each way by the clock.
+ROUNDS = 5
+
+
+def main() -> None:
+    """Simulate or measure, store, print, and write the README."""
+    arguments = parse()
+    if not arguments.readme:
+        record = _old(arguments.out)
+        chosen = [m for m in MODELS if not arguments.model or m.name in arguments.model]
+        if arguments.measure:
+            add_measured(record, chosen, arguments.rounds, arguments.timeout)
+        else:
+            add_simulated(record, chosen)
+        write_record(arguments.out, record)
+    record = read_record(arguments.out, tables.FORMAT, tables.VERSION)
+    print(tables.summary(record))
+    if arguments.out.resolve() == RESULTS.resolve():
+        write_readme(HERE / "README.md", tables.blocks(record))
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    names = [model.name for model in MODELS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
+    parser.add_argument("--model", action="append", choices=names, help="only this; repeatable")
+    parser.add_argument("--measure", action="store_true", help="measure on the CPU, by the clock")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns (%(default)s)")
+    parser.add_argument("--timeout", type=float, help="seconds for a profile's repeats")
+    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    return parser.parse_args(words)
+
+
+def add_simulated(record: dict[str, Any], models: list[SpeedModel]) -> None:
+    """Simulate models, and put them into the record."""
+    started = time.monotonic()
+    for model in models:
+        record["simulated"][model.name] = simulate(model, estimate(model), estimate(model, FAST))
+        print(f"{time.monotonic() - started:5.0f} s  {model.name}", file=sys.stderr)
+    record["provenance"]["simulated"] = provenance()
+
+
+def add_measured(
+    record: dict[str, Any], models: list[SpeedModel], rounds: int, timeout: float | None
+) -> None:
+    """Measure models, and put them into the record."""
+    load = OtherLoad()
+    for model in models:
+        record["measured"][model.name] = measure(model, rounds=rounds, timeout=timeout)
+    before = record["provenance"].get("measured", {}).get("other_load")
+    share = load.share()
+    known = [value for value in (before, share) if value is not None]
+    record["provenance"]["measured"] = {
+        **provenance(),
+        "rounds": rounds,
+        # Of several runs the least quiet.
+        "other_load": round(max(known), 4) if known else None,
+    }
+
+
+def _old(path: Path) -> dict[str, Any]:
+    """Return the record to add to."""
+    if path.exists():
+        return read_record(path, tables.FORMAT, tables.VERSION)
+    return {
+        "format": tables.FORMAT,
+        "version": tables.VERSION,
+        "provenance": {},
+        "simulated": {},
+        "measured": {},
+    }
+
+
+if __name__ == "__main__":
+    main()

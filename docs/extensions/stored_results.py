@@ -1,0 +1,129 @@
+"""Figures for the text, computed from the stored results of the benchmarks.
+
+A page writes ``{{ prediction_step_error }}`` where it wants one; `figures` lists them all. So no
+figure is copied by hand, and measuring a benchmark anew changes every page that quotes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+#: What loss(pipe(x)).backward() is called in the results of the executor.
+PIPE = "gpipebal"
+
+
+def figures() -> dict[str, str]:
+    """Return every figure by its name, as text."""
+    return {**_prediction(), **_peak_memory(), **_executor(), **_first_run(), **_soak()}
+
+
+def _load(benchmark: str, file: str = "results.json") -> Any:
+    """Read a stored result, and let the benchmark's own code be imported."""
+    folder = BENCHMARKS / benchmark
+    for path in (str(folder), str(BENCHMARKS)):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    return json.loads((folder / file).read_text(encoding="utf-8"))
+
+
+def percent(fraction: float) -> str:
+    """Write a fraction as a percentage.
+
+    Example:
+        >>> percent(0.0312), percent(-0.5)
+        ('3.1 %', '-50 %')
+    """
+    return f"{100 * fraction:.3g} %" if abs(fraction) >= 0.1 else f"{100 * fraction:.2g} %"
+
+
+def times(ratio: float) -> str:
+    """Write a ratio.
+
+    Example:
+        >>> times(1.5)
+        '1.50'
+    """
+    return f"{ratio:.2f}"
+
+
+def _prediction() -> dict[str, str]:
+    record = _load("prediction")
+    from prediction_benchmark.figures import bars
+
+    found = {bar.name.strip(): bar.value for bar in bars(record)}
+    planner = "planner's balance over best measured"
+    return {
+        "prediction_plans": str(len(record["rows"])),
+        "prediction_models": str(len(record["models"])),
+        "prediction_step_error": percent(found["step time, mean absolute error"]),
+        "prediction_step_worst": percent(found["step time, farthest off"]),
+        "prediction_memory_error": percent(found["peak memory, mean absolute error"]),
+        "prediction_planner_mean": percent(found[f"{planner}, mean"]),
+        "prediction_planner_worst": percent(found[f"{planner}, worst"]),
+        "prediction_rank": f"{found['rank correlation, lowest of a model']:.2f}",
+    }
+
+
+def _peak_memory() -> dict[str, str]:
+    record = _load("peak_memory")
+    from peak_memory_tables import GOAL, errors_of
+
+    errors = [error for row in record["rows"] for error in errors_of(row)]
+    return {
+        "memory_partitions": str(len(errors)),
+        "memory_within": str(sum(abs(error) <= GOAL for error in errors)),
+        "memory_goal": percent(GOAL),
+        "memory_worst": percent(max(errors, key=abs)),
+    }
+
+
+def _executor() -> dict[str, str]:
+    record = _load("executor")
+    from executor_benchmark.floors import floors
+    from executor_benchmark.result import Result
+
+    result = Result(record)
+    found = {floor.name: floor.value for floor in floors(result)}
+    cases = result.cases(*result.workloads)
+    against_all = [result.ratio(case, "plain_2", PIPE) for case in cases]
+    known = [ratio for ratio in against_all if ratio is not None]
+    small = {
+        f"small_{rows}_gain": _ratio(result, (f"small-{rows}", 8, "never"), "plain_1")
+        for rows in (2, 4, 8)
+    }
+    return {
+        "executor_cases": str(len(known)),
+        "executor_all_cores_wins": str(sum(ratio < 1 for ratio in known)),
+        "executor_all_cores_most": times(1 / min(known)),
+        "executor_efficiency": percent(found["efficiency of loss(pipe(x)), mean"] or 0.0),
+        "executor_torchgpipe": times(found["torchgpipe / loss(pipe(x)), mean"] or 0.0),
+        "uniform_one_core": _ratio(result, ("mlp", 8, "never"), "plain_1"),
+        "uniform_all_cores": _ratio(result, ("mlp", 8, "never"), "plain_2"),
+        "uniform_recompute": _ratio(result, ("mlp", 8, "except_last"), "plain_1"),
+        **small,
+    }
+
+
+def _ratio(result: Any, case: tuple[str, int, str], way: str) -> str:
+    """Return how many times as fast as another way the pipeline is."""
+    ratio = result.ratio(case, way, PIPE)
+    return "not measured" if ratio is None else times(ratio)
+
+
+def _first_run() -> dict[str, str]:
+    report = _load("first_run", "report-never.json")
+    one, every = report["speedups"].values()
+    return {"resnet_one_core": times(one), "resnet_all_cores": times(every)}
+
+
+def _soak() -> dict[str, str]:
+    record = _load("soak")
+    return {
+        "soak_steps": f"{record['steps']:,}",
+        "soak_faults": f"{sum(fault['times'] for fault in record['faults']):,}",
+    }

@@ -1,0 +1,129 @@
+"""``gpipebal compare``: plans, timelines or schedules side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.question import add_link
+from gpipebal.cli.words import Commands, add_command
+from gpipebal.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpipebal.plan import Plan
+    from gpipebal.profile import Profile
+    from gpipebal.timeline import Timeline
+
+__all__ = ["add_compare"]
+
+
+def add_compare(commands: Commands) -> None:
+    """Add the command to the parser."""
+    compare = add_command(
+        commands,
+        "compare",
+        "set plans, timelines or schedules side by side",
+        "Set plans and timelines of one model side by side, each in relation to the first; a "
+        "plan beside a measured timeline is the prediction beside the measurement. One profile "
+        "alone: all known schedules beside each other.",
+        """
+        gpipebal compare gpipebal-run/plan.json gpipebal-run/timeline.json
+        gpipebal compare plan.json other-plan.json --plot both.png
+        gpipebal compare profile.json --partitions 8 --chunks 32
+        gpipebal compare profile.json -n 4 --bandwidth 12GB --json
+        """,
+    )
+    compare.set_defaults(command=_compare)
+    compare.add_argument(
+        "files", metavar="FILE", nargs="+", help="plans and timelines; or one profile"
+    )
+    of_profile = compare.add_argument_group("of a profile")
+    of_profile.add_argument("--partitions", "-n", type=int, metavar="N", help="number of devices")
+    of_profile.add_argument(
+        "--chunks", type=int, metavar="N", help="micro-batches (default: the profile's)"
+    )
+    of_profile.add_argument(
+        "--checkpoint",
+        metavar="MODE",
+        help="always, except_last or never (default: never; the others hold for schedules that "
+        "know them)",
+    )
+    add_link(of_profile)
+    compare.add_argument(
+        "--plot", metavar="FILE", help="draw the timelines on one time axis: .png, .svg or .pdf"
+    )
+    compare.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+_OF_PROFILE = ("chunks", "checkpoint", "bandwidth", "latency")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from gpipebal.profile import Profile
+
+    check_plot(options.plot)
+    nouns = [load_noun(path) for path in options.files]
+    profiles = [noun for noun in nouns if isinstance(noun, Profile)]
+    if not profiles:
+        asked = [n for n in ("partitions", *_OF_PROFILE) if getattr(options, n) is not None]
+        if asked:
+            raise UsageError(
+                f"plans and timelines are made already: --{asked[0]} (expected one profile).\n"
+                f"Fix: leave --{asked[0]} out."
+            )
+        _compare_nouns([noun for noun in nouns if not isinstance(noun, Profile)], options)
+    elif len(nouns) > 1:
+        raise UsageError(
+            f"a profile is compared with nothing else: {len(nouns)} files (expected a profile "
+            "alone, or plans and timelines).\nFix: gpipebal solve makes a plan of a profile."
+        )
+    else:
+        _compare_schedules(profiles[0], options)
+
+
+def _compare_nouns(nouns: Sequence[Plan | Timeline], options: argparse.Namespace) -> None:
+    from gpipebal.side_by_side import set_side_by_side
+
+    names = _names(options.files)
+    found = set_side_by_side(dict(zip(names, nouns, strict=True)))
+    if options.plot is not None:
+        from gpipebal.plots import plot_timelines
+
+        save_plot(plot_timelines(found.timelines), options.plot)
+    print(json.dumps(found.to_dict()) if options.json else found)
+
+
+def _compare_schedules(profile: Profile, options: argparse.Namespace) -> None:
+    from gpipebal.schedule_comparison import compare_schedules
+
+    if options.partitions is None:
+        raise UsageError(
+            "number of devices is not given (expected --partitions N with a profile).\n"
+            "Fix: --partitions 2."
+        )
+    given = {name: getattr(options, name) for name in _OF_PROFILE}
+    table = compare_schedules(
+        profile,
+        options.partitions,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    if options.plot is not None:
+        from gpipebal.plots import plot_schedules
+
+        save_plot(plot_schedules(table), options.plot)
+    print(json.dumps(asdict(table)) if options.json else table)
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Call files by as much of their paths as tells them apart; the same file twice by number."""
+    names = [os.path.splitext(os.path.basename(path))[0] for path in paths]
+    if len(set(names)) < len(names):
+        names = [os.path.splitext(path)[0] for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{k}: {name}" for k, name in enumerate(names)]
+    return names

@@ -1,0 +1,263 @@
+"""The question that a plan answers, in words: how many partitions, of what, under which limits."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gpipebal.errors import UsageError
+from gpipebal.units import parse_bytes
+
+if TYPE_CHECKING:
+    from gpipebal.plan import Plan
+    from gpipebal.profile import Profile
+
+__all__ = ["add_link", "add_question", "asked", "listed", "plan_of", "question_of"]
+
+_Item = TypeVar("_Item")
+
+#: Words of a question that are arguments of `gpipebal.solve` as they are.
+_PLAIN = (
+    *("chunks", "checkpoint", "objective", "memory_limit", "reserve", "devices", "no_cut"),
+    *("keep_together", "max_layers", "quantile", "method", "time_limit"),
+)
+#: Words that make something else of it.
+_OTHERS = ("partitions", "balance", "pin", "bandwidth", "latency")
+#: Words that are there or not.
+_SWITCHES = ("any_order", "no_overlap", "loss_inside")
+#: What a balance that is given can be asked about.
+_OF_BALANCE = ("chunks", "checkpoint", "loss_inside", "balance")
+
+
+def add_question(command: argparse.ArgumentParser) -> None:
+    """Add the words that say what the best plan is."""
+    what = command.add_argument_group("what is wanted")
+    what.add_argument(
+        "--partitions", "-n", type=int, metavar="N", help="how many partitions, one per device"
+    )
+    what.add_argument(
+        "--chunks",
+        type=_chunks,
+        metavar="N",
+        help="micro-batches per mini-batch (default: the profile's); several, such as 4,8,16, for "
+        "the best of these, or auto",
+    )
+    what.add_argument(
+        "--checkpoint",
+        type=lambda text: listed(text, str) if "," in text else text,
+        metavar="MODE",
+        help="which micro-batches are recomputed instead of kept: always, except_last or never "
+        "(default: except_last); one for each partition, such as always,never; or auto",
+    )
+    what.add_argument(
+        "--objective",
+        metavar="WHAT",
+        help="what is to be smallest: makespan, bottleneck or peak_memory (default: makespan)",
+    )
+    what.add_argument(
+        "--balance",
+        metavar="N,N,...",
+        type=lambda text: listed(text, int),
+        help="take this balance, instead of the best one: layers in each partition",
+    )
+    what.add_argument(
+        "--loss-inside",
+        action="store_true",
+        help="the last partition computes the loss of each micro-batch, as GPipe.step does",
+    )
+    limits = command.add_argument_group("devices and their limits")
+    limits.add_argument(
+        "--memory-limit",
+        type=lambda text: listed(text, str) if "," in text else text,
+        metavar="SIZE",
+        help="memory of a device, such as 16GiB; one for all, or one for each with commas between",
+    )
+    limits.add_argument(
+        "--reserve",
+        metavar="SIZE",
+        help="memory that is kept free on each (default: none on CPUs; on GPUs 512MiB and 5 %%)",
+    )
+    limits.add_argument(
+        "--speeds",
+        dest="devices",
+        type=lambda text: listed(text, float),
+        metavar="X,X,...",
+        help="how fast each device is, beside that of the profile: 2 for twice as fast",
+    )
+    limits.add_argument(
+        "--any-order", action="store_true", help="devices may change places in the pipeline"
+    )
+    add_link(limits)
+    limits.add_argument(
+        "--no-overlap", action="store_true", help="transfers keep both devices busy"
+    )
+    rules = command.add_argument_group("rules about layers, by name or index")
+    rules.add_argument(
+        "--pin",
+        action="append",
+        metavar="LAYER=J",
+        help="this layer is in partition J; may be given several times, like the next two",
+    )
+    rules.add_argument(
+        "--keep-together",
+        action="append",
+        type=_pair,
+        metavar="LAYER,LAYER",
+        help="one partition holds all from the first to the second",
+    )
+    rules.add_argument(
+        "--no-cut",
+        action="append",
+        type=_layer,
+        metavar="LAYER",
+        help="this layer stays with the one before it",
+    )
+    rules.add_argument("--max-layers", type=int, metavar="N", help="most layers of a partition")
+    search = command.add_argument_group("search")
+    search.add_argument(
+        "--quantile",
+        type=float,
+        metavar="Q",
+        help="plan with this upper quantile of the measured times, such as 0.9",
+    )
+    search.add_argument("--method", metavar="NAME", help="the algorithm (default: the fitting one)")
+    search.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="of a search that has no end of its own"
+    )
+
+
+def add_link(command: Any) -> None:
+    """Add the words that say how devices are connected, to a parser or a group of one."""
+    command.add_argument(
+        "--bandwidth",
+        type=_bandwidth,
+        metavar="SIZE",
+        help="bytes per second from device to device, such as 12GB (default: transfers take no "
+        "time)",
+    )
+    command.add_argument(
+        "--latency", type=float, metavar="SECONDS", help="of every transfer, on top"
+    )
+
+
+def asked(options: argparse.Namespace) -> list[str]:
+    """Return what was asked for, as the names of `options`; what was left out is not in it."""
+    given = [name for name in (*_PLAIN, *_OTHERS) if getattr(options, name) is not None]
+    return given + [name for name in _SWITCHES if getattr(options, name)]
+
+
+def question_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what was asked for, as arguments of `gpipebal.solve`; the rest is for it to say."""
+    given = asked(options)
+    question = {name: getattr(options, name) for name in given if name in _PLAIN}
+    for name in ("any_order", "loss_inside"):
+        if name in given:
+            question[name] = True
+    if "pin" in given:
+        question["pin"] = dict(_pinned(text) for text in options.pin)
+    if "bandwidth" in given or "latency" in given:
+        from math import inf
+
+        from gpipebal.problem import Link
+
+        question["link"] = Link(
+            inf if options.bandwidth is None else options.bandwidth,
+            options.latency or 0.0,
+            overlaps=not options.no_overlap,
+        )
+    elif options.no_overlap:
+        raise UsageError(
+            "there are no transfers that could overlap: --no-overlap without --bandwidth "
+            "(expected both).\nFix: --bandwidth 12GB, say."
+        )
+    return question
+
+
+def plan_of(profile: Profile, options: argparse.Namespace) -> Plan:
+    """Find the best plan of a profile, or say what the balance that was given costs.
+
+    Raises:
+        UsageError: neither partitions nor a balance were given, or a balance with words about
+            the search for one.
+        GpipebalError: as `gpipebal.solve` and `gpipebal.planner.evaluate` raise.
+    """
+    from gpipebal.planner import evaluate, solve
+
+    question = question_of(options)
+    if options.balance is not None:
+        others = [name for name in asked(options) if name not in _OF_BALANCE]
+        chunks = question.get("chunks")
+        if others or not (chunks is None or isinstance(chunks, int)):
+            flag = options.flags[others[0] if others else "chunks"]
+            raise UsageError(
+                f"a balance leaves nothing to choose: {flag} with --balance (expected one of "
+                f"them).\nFix: leave {flag} out."
+            )
+        return evaluate(profile, options.balance, **question)
+    if options.partitions is None:
+        raise UsageError(
+            "number of partitions is not given: a profile can be cut into 1.."
+            f"{profile.n_layers} (expected --partitions N, or --balance N,N,...).\n"
+            "Fix: --partitions 2."
+        )
+    return solve(profile, options.partitions, **question)
+
+
+def listed(text: str, kind: Callable[[str], _Item]) -> list[_Item]:
+    """Read a list of values with commas between them; brackets around it do no harm.
+
+    Example:
+        >>> listed("3,1", int), listed("[3, 1]", int)
+        ([3, 1], [3, 1])
+    """
+    try:
+        return [kind(item.strip()) for item in text.strip().strip("[]()").split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list (expected values with commas between, such as 3,1,2)"
+        ) from None
+
+
+def _chunks(text: str) -> int | str | list[int]:
+    if text == "auto":
+        return text
+    found = listed(text, int)
+    return found[0] if len(found) == 1 else found
+
+
+def _layer(text: str) -> int | str:
+    """Read a layer: an index, or else a name."""
+    text = text.strip()
+    return int(text) if text.isdecimal() else text
+
+
+def _pair(text: str) -> tuple[int | str, int | str]:
+    first, comma, last = text.partition(",")
+    if not comma or "," in last:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pair of layers (expected FIRST,LAST)")
+    return _layer(first), _layer(last)
+
+
+def _pinned(text: str) -> tuple[int | str, int]:
+    # A name may hold an equals sign; an index of a partition never does.
+    layer, equals, partition = text.rpartition("=")
+    if not equals or not layer or not partition.isdecimal():
+        raise UsageError(
+            f"pinned layer is not readable: --pin {text} (expected LAYER=PARTITION).\n"
+            "Fix: --pin 0=0, say."
+        )
+    return _layer(layer), int(partition)
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return float(parse_bytes(text.removesuffix("/s")))
+    except UsageError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no bandwidth (expected bytes per second, such as 12GB or 12e9)"
+        ) from None

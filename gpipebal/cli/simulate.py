@@ -1,0 +1,106 @@
+"""``gpipebal simulate``: from a plan, or a profile, to a predicted timeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+
+from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.question import add_question, asked, plan_of
+from gpipebal.cli.words import Commands, add_command, check_output
+from gpipebal.errors import UsageError
+
+__all__ = ["add_simulate"]
+
+#: Columns beside the time axis: names of the rows.
+_BESIDE = 16
+
+
+def add_simulate(commands: Commands) -> None:
+    """Add the command to the parser."""
+    simulate = add_command(
+        commands,
+        "simulate",
+        "predict who works when, under any schedule",
+        "Predict the timeline of one mini-batch of a plan, or of the plan that a profile gives, "
+        "and draw it. It needs no model and no device.",
+        """
+        gpipebal simulate plan.json
+        gpipebal simulate plan.json --schedule zb_h1 --plot timeline.png
+        gpipebal simulate plan.json -o timeline.json
+        gpipebal simulate profile.json -n 4 --chunks 16 --schedule 1f1b --checkpoint never
+        gpipebal simulate profile.json --balance 100,270 --json
+        """,
+        "A file written with --output opens in https://ui.perfetto.dev.",
+    )
+    simulate.set_defaults(command=_simulate)
+    simulate.add_argument(
+        "file", metavar="FILE", help="a plan; or a profile, with the plan that is wanted of it"
+    )
+    add_question(simulate)
+    simulate.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="order of the work: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b or zb_h1 "
+        "(default: the plan's)",
+    )
+    simulate.add_argument(
+        "--no-loss",
+        action="store_true",
+        help="leave out the loss between forwards and backwards, which the profile may tell",
+    )
+    simulate.add_argument(
+        "--width",
+        type=int,
+        metavar="N",
+        help="columns of the drawing (default: those of the terminal)",
+    )
+    simulate.add_argument(
+        "--output", "-o", metavar="FILE", help="write the timeline to this file, a Chrome trace"
+    )
+    simulate.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg or .pdf")
+    simulate.add_argument("--json", action="store_true", help="print the timeline as JSON")
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from gpipebal.profile import Profile
+    from gpipebal.simulator import simulate
+    from gpipebal.timeline import Timeline
+
+    check_output(options.output)
+    check_plot(options.plot)
+    noun = load_noun(options.file, "plan", "profile")
+    assert not isinstance(noun, Timeline)
+    if isinstance(noun, Profile):
+        plan = plan_of(noun, options)
+    else:
+        plan = noun
+        given = asked(options)
+        if given:
+            flag = options.flags[given[0]]
+            raise UsageError(
+                f"the plan is made already: {flag} with a plan (expected a profile).\n"
+                f"Fix: leave {flag} out, or name the profile that the plan was made from."
+            )
+    schedule = options.schedule
+    # Only a schedule with phases has a moment between them.
+    phases = (schedule or plan.schedule) == "gpipe"
+    pause = plan.pause_time if phases and not options.no_loss else None
+    timeline = simulate(plan, schedule, pause=pause)
+    if options.output is not None:
+        timeline.save(options.output)
+    if options.plot is not None:
+        from gpipebal.plots import plot_timeline
+
+        save_plot(plot_timeline(timeline), options.plot)
+    if options.json:
+        print(json.dumps(timeline.to_dict()))
+        return
+    width = options.width
+    if width is None:
+        width = shutil.get_terminal_size().columns - _BESIDE
+    print(timeline.text_gantt(max(20, width)))
+    for path in (options.output, options.plot):
+        if path is not None:
+            print(f"Written to {path}")

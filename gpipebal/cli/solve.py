@@ -1,0 +1,67 @@
+"""``gpipebal solve``: from a profile to a plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.question import add_question, plan_of
+from gpipebal.cli.words import Commands, add_command, check_output
+
+__all__ = ["add_solve"]
+
+
+def add_solve(commands: Commands) -> None:
+    """Add the command to the parser."""
+    solve = add_command(
+        commands,
+        "solve",
+        "find the best balance of a profiled model, and write a plan",
+        "Find the best balance of a profiled model, prove it, and print the plan. It needs no "
+        "model and no device.",
+        """
+        gpipebal solve profile.json --partitions 4
+        gpipebal solve profile.json -n 8 --chunks 32 --checkpoint always -o plan.json
+        gpipebal solve profile.json -n 4 --memory-limit 16GiB --checkpoint auto --chunks auto
+        gpipebal solve profile.json -n 4 --speeds 1,1,2,2 --any-order --bandwidth 12GB
+        gpipebal solve profile.json -n 4 --explain --plot plan.png
+        gpipebal solve profile.json --balance 120,250
+        gpipebal solve profile.json -n 4 --json | jq .makespan
+        """,
+    )
+    solve.set_defaults(command=_solve)
+    solve.add_argument("profile", metavar="PROFILE", help="a file that gpipebal profile wrote")
+    add_question(solve)
+    solve.add_argument("--output", "-o", metavar="FILE", help="write the plan to this file")
+    solve.add_argument(
+        "--plot", metavar="FILE", help="draw layers, partitions and timeline: .png, .svg or .pdf"
+    )
+    solve.add_argument("--explain", action="store_true", help="say in plain words what it is")
+    solve.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _solve(options: argparse.Namespace) -> None:
+    from gpipebal.profile import Profile
+
+    check_output(options.output)
+    check_plot(options.plot)
+    profile = load_noun(options.profile, "profile")
+    assert isinstance(profile, Profile)
+    plan = plan_of(profile, options)
+    if options.output is not None:
+        plan.save(options.output)
+    if options.plot is not None:
+        from gpipebal.plots import plot_run
+        from gpipebal.simulator import simulate
+
+        save_plot(plot_run(profile, plan, simulate(plan)), options.plot)
+    if options.json:
+        print(json.dumps(plan.to_dict()))
+        return
+    print(plan)
+    if options.explain:
+        print(f"\n{plan.explain()}")
+    for path in (options.output, options.plot):
+        if path is not None:
+            print(f"Written to {path}")

@@ -1,0 +1,97 @@
+"""Facts about one kind of micro-batch: found out on the first one of it, used for the others.
+
+What makes a kind: the modes of the layers, the form of the input, the caller's settings, and
+whether anybody reads the input again. Layers may behave otherwise if one of these is different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.microbatch import Packet
+
+__all__ = ["MOST_KINDS", "Facts", "kind_of", "version_of", "was_written"]
+
+#: Kinds of micro-batches that are remembered at one time.
+MOST_KINDS = 64
+
+
+@dataclass
+class Facts:
+    """What was found out about one kind of micro-batch.
+
+    Attributes:
+        written_inputs: Indices of the leaves of the input that the layers write to.
+        outputs_need_gradient: For each leaf of the output, whether it needs a gradient.
+    """
+
+    written_inputs: frozenset[int]
+    outputs_need_gradient: tuple[bool, ...]
+
+
+def kind_of(
+    mode: Hashable, packet: Packet, state: CallerState, *, protect: bool, has_tail: bool
+) -> Hashable:
+    """Name the kind of a micro-batch.
+
+    Args:
+        mode: The state of the layers, from `Partition.mode`.
+        packet: The input.
+        state: Settings of the caller.
+        protect: Whether the input must stay as it is: only then a write to it is noticed in
+            inference mode, where tensors count no versions.
+        has_tail: Whether a loss runs behind the layers.
+    """
+    kinds = [
+        (leaf.dtype, leaf.dim(), leaf.numel() == 0) if isinstance(leaf, Tensor) else _name(leaf)
+        for leaf in packet.leaves
+    ]
+    return (
+        mode,
+        str(packet.structure) if len(kinds) > 1 else None,
+        tuple(kinds),
+        tuple(packet.needs_gradient),
+        state.autocast,
+        state.inference_mode,
+        state.grad_enabled,
+        protect,
+        has_tail,
+    )
+
+
+def _name(leaf: Any) -> Hashable:
+    """Name a leaf that is no tensor: a switch by its value, else by its kind.
+
+    Not a number by its value: one that counts the steps would make a kind of each.
+    """
+    if isinstance(leaf, (bool, str)):
+        return (type(leaf).__name__, leaf)
+    return type(leaf).__qualname__
+
+
+def was_written(before: Any, leaf: Any, version: int | None) -> bool:
+    """Tell whether a leaf has been written to.
+
+    Args:
+        before: The leaf as the layers were to find it.
+        leaf: What the layers were given: `before`, or a copy of it.
+        version: What `version_of` said of `leaf` then.
+    """
+    if not isinstance(leaf, Tensor):
+        return False
+    if version is None:
+        # Of a tensor that counts no versions `leaf` is a copy, if anybody reads `before` later.
+        return leaf is not before and not torch.equal(leaf, before)
+    return version_of(leaf) != version
+
+
+def version_of(leaf: Any) -> int | None:
+    """Tell how often a tensor has been written to; None: it does not count."""
+    # Tensors made in inference mode do not; nothing can want their gradient either.
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None

@@ -1,0 +1,105 @@
+"""What no plan may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.plan.parts import PeakMemory
+from gpipebal.schedule import check_count, modes_of
+
+if TYPE_CHECKING:
+    from gpipebal.plan.plan import Plan
+
+__all__ = ["check_plan"]
+
+#: More micro-batches than this are a mistake, and their schedule would fill the memory.
+MOST_CHUNKS = 2**20
+
+#: Quantities that may be unknown.
+_OPTIONAL = ("optimizer", "step_time", "pause_time", "equal_split_value", "memory_limit")
+#: Quantities that are whole numbers, beside those of `PeakMemory`.
+_WHOLE = ("rows", "memory_limit")
+#: What has numbers in it and is none.
+_OTHERS = ("sensitivity",)
+
+
+def check_plan(plan: Plan) -> None:
+    """Verify the invariants of a plan.
+
+    Raises:
+        BalanceError: counts or modes that make no sense.
+        ProfileError: a time, a size or a text that is none.
+    """
+    check_count("partitions", plan.n_partitions)
+    modes_of(plan.checkpoint, plan.n_partitions)
+    if check_count("chunks", plan.chunks) > MOST_CHUNKS:
+        raise BalanceError(
+            f"plan has too many micro-batches: chunks={plan.chunks} (expected at most "
+            f"{MOST_CHUNKS}).\nFix: plan with fewer chunks."
+        )
+    for j, partition in enumerate(plan.partitions):
+        check_count(f"layers of partition {j}", len(partition.layers))
+        _check_quantities(f"partition {j}", partition)
+        _check_quantities(f"memory of partition {j}", partition.memory)
+        for text in (*partition.layers, *partition.fingerprints):
+            if not isinstance(text, str):
+                raise _bad_value(f"partition {j}", "name", text)
+    _check_quantities("plan", plan)
+    for name in ("schedule", "objective", "method"):
+        if not isinstance(getattr(plan, name), str):
+            raise _bad_value("plan", name, getattr(plan, name))
+    for name in ("shared_memory", "loss_inside", "overlaps"):
+        if not isinstance(getattr(plan, name), bool):
+            raise _bad_value("plan", name, getattr(plan, name))
+    if plan.lower_bound > plan.value * (1 + 1e-9):
+        raise _bad_value("plan", "lower_bound", plan.lower_bound)
+    if plan.status not in ("optimal", "feasible"):
+        raise _bad_value("plan", "status", plan.status)
+    threads = plan.provenance.get("threads") if isinstance(plan.provenance, Mapping) else ""
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise _bad_value("provenance", "threads", threads)
+    order = plan.device_order
+    whole = all(type(k) is int for k in order)
+    if order and (not whole or sorted(order) != list(range(plan.n_partitions))):
+        raise _bad_value("plan", "device_order", order)
+    for note in plan.notes:
+        if not isinstance(note, str):
+            raise _bad_value("plan", "notes", note)
+    _check_sensitivity(plan)
+
+
+def _check_sensitivity(plan: Plan) -> None:
+    moves = plan.sensitivity
+    if moves and len(moves) != plan.n_partitions - 1:
+        raise _bad_value("plan", "sensitivity", moves)
+    for pair in moves:
+        known = [more for more in pair if more is not None]
+        if len(pair) != 2 or not all(_is_number(more, (int, float)) for more in known):
+            raise _bad_value("plan", "sensitivity", pair)
+
+
+def _check_quantities(where: str, noun: Any) -> None:
+    """Refuse a time or a size that is none: bytes are ints, times are finite, neither negative."""
+    all_whole = isinstance(noun, PeakMemory)
+    for item in fields(noun):
+        value, name = getattr(noun, item.name), item.name
+        whole = all_whole or name in _WHOLE
+        if name in _OTHERS or ("float" not in str(item.type) and not whole):
+            continue
+        if value is None and name in _OPTIONAL:
+            continue
+        if not _is_number(value, (int,) if whole else (int, float)) or value < 0:
+            raise _bad_value(where, name, value)
+
+
+def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
+    good = isinstance(value, kinds) and not isinstance(value, bool)
+    return good and -(2**63) < value < 2**63 and math.isfinite(value)
+
+
+def _bad_value(where: str, name: str, value: Any) -> ProfileError:
+    return ProfileError(f"{where} has an impossible value: {name}={value!r}.\nFix: solve again.")

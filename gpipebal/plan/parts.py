@@ -1,0 +1,67 @@
+"""The parts of a plan: its partitions, and what they need of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["PartitionPlan", "PeakMemory"]
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Parts of the peak memory of one partition, in bytes, at one moment; `total` is their sum.
+
+    Attributes:
+        parameters: Parameters.
+        gradients: Gradients of the parameters.
+        buffers: Buffers.
+        optimizer: Optimizer state; None when it is not known, and then not counted.
+        activations: What the micro-batches in flight keep for their backward.
+        transient: Largest memory of one cell beyond all that.
+        outputs: On the last partition, what is there of the outputs, the target, the loss and
+            their gradients.
+        waiting: What it has made and a busy neighbour has not taken yet. It depends on the clock:
+            this much waits in the simulated timeline.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    buffers: int = 0
+    optimizer: int | None = None
+    activations: int = 0
+    transient: int = 0
+    outputs: int = 0
+    waiting: int = 0
+
+    @property
+    def total(self) -> int:
+        """Peak bytes."""
+        known = (self.parameters, self.gradients, self.buffers, self.optimizer or 0)
+        return sum(known) + self.activations + self.transient + self.outputs + self.waiting
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """One partition: a run of layers, and its costs for one micro-batch.
+
+    Attributes:
+        layers: Names of its layers, in order; never empty.
+        fingerprints: Short hashes of its layers, to notice a changed model.
+        forward_time: Seconds of its forward.
+        backward_time: Seconds of its backward, without recompute.
+        recompute_time: Seconds of its recompute, whether or not the mode uses it.
+        memory: Its predicted peak memory.
+        memory_limit: Bytes that it may need, what is kept in reserve taken off; None: no limit.
+        receive_time: Seconds to bring a micro-batch into it from the partition before.
+        return_time: Seconds to bring a gradient into it from the partition behind.
+    """
+
+    layers: tuple[str, ...]
+    fingerprints: tuple[str, ...]
+    forward_time: float
+    backward_time: float
+    recompute_time: float
+    memory: PeakMemory = field(default_factory=PeakMemory)
+    memory_limit: int | None = None
+    receive_time: float = 0.0
+    return_time: float = 0.0

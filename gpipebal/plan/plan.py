@@ -1,0 +1,252 @@
+"""The plan itself: balance, predicted costs and certificate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from gpipebal.errors import FileFormatError
+from gpipebal.files import read_noun, text_of, tuple_of, without_header, write_record
+from gpipebal.html import plan_html
+from gpipebal.plan.checks import check_plan
+from gpipebal.plan.parts import PartitionPlan, PeakMemory
+from gpipebal.plan.text import explanation, plan_text
+from gpipebal.schedule import (
+    SCHEDULES,
+    Checkpoint,
+    CheckpointMode,
+    is_checkpointed,
+    make_schedule,
+    modes_of,
+)
+
+__all__ = ["Plan"]
+
+FORMAT = "gpipebal-plan"
+#: Versions 1 and 2, which knew no links, limits, orders of devices and notes, are still read.
+VERSION = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A balance with its predicted costs and its certificate.
+
+    Attributes:
+        partitions: One `PartitionPlan` per partition.
+        chunks: Micro-batches per mini-batch.
+        rows: Rows of the largest micro-batch.
+        checkpoint: Which micro-batches are recomputed: one mode, or a tuple with one for each
+            partition; see `modes`.
+        schedule: Name of the schedule, such as ``'gpipe'``.
+        objective: What was minimised: ``'makespan'``, ``'bottleneck'``, ``'peak_memory'``, or
+            ``'cost'`` for costs that a function gave.
+        value: The objective's value of this plan: seconds, bytes, or what the function gave.
+        lower_bound: A proven bound that no plan of the same problem can beat, in the same unit.
+            If the balance was given, it is part of the problem.
+        status: ``'optimal'`` or ``'feasible'``.
+        method: The algorithm that found it, or ``'given'``.
+        makespan: Predicted seconds from the first forward to the last backward, without the
+            loss.
+        bottleneck: The largest time of a partition for one micro-batch, in seconds: forward,
+            plus recompute under its mode, plus backward.
+        step_time: Predicted seconds of a training step: forwards, gather, loss, backwards,
+            optimizer; None when a part of it was not measured. It counts on shorter forwards
+            where no graph is recorded, if they were measured; the makespan does not.
+        pause_time: Seconds of gather and loss, between the phases; None if not measured, or if
+            the schedule has no phases.
+        loss_inside: Whether the last partition computes the loss of each micro-batch, as in
+            `GPipe.step`, or the caller that of the mini-batch. Step time and memory go by it.
+        equal_split_value: The objective's value of the split into equally many layers.
+        shared_memory: Whether neighbouring partitions share one memory (one CPU), so that the
+            tensor at a cut exists once.
+        device_order: Which of the devices that the plan was made for runs each partition, as
+            indices; empty: in order.
+        overlaps: Whether transfers between partitions run beside the devices' work.
+        sensitivity: For each cut, how much the value grows if it is moved by one layer to the
+            left, and to the right, with the same modes and devices; None: there is no such plan,
+            or it breaks a limit or a rule. Empty: not worked out.
+        notes: What a reader should know about how the plan was made, in sentences.
+        provenance: Where the costs come from: the profile's own provenance.
+    """
+
+    partitions: tuple[PartitionPlan, ...]
+    chunks: int
+    rows: int
+    checkpoint: Checkpoint
+    schedule: str
+    objective: str
+    value: float
+    lower_bound: float
+    status: str
+    method: str
+    makespan: float
+    bottleneck: float
+    step_time: float | None = None
+    pause_time: float | None = None
+    loss_inside: bool = False
+    equal_split_value: float | None = None
+    shared_memory: bool = False
+    device_order: tuple[int, ...] = ()
+    overlaps: bool = True
+    sensitivity: tuple[tuple[float | None, float | None], ...] = ()
+    notes: tuple[str, ...] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # As a file has them. The only way to normalise fields of a frozen dataclass.
+        if isinstance(self.checkpoint, list):
+            object.__setattr__(self, "checkpoint", tuple(self.checkpoint))
+        for name in ("device_order", "notes"):
+            object.__setattr__(self, name, tuple_of(getattr(self, name), name))
+        moves = tuple(tuple_of(pair, "sensitivity") for pair in self.sensitivity)
+        object.__setattr__(self, "sensitivity", moves)
+        check_plan(self)
+
+    @property
+    def n_partitions(self) -> int:
+        """Number of partitions."""
+        return len(self.partitions)
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return sum(self.balance)
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """Number of layers in each partition."""
+        return tuple(len(partition.layers) for partition in self.partitions)
+
+    @property
+    def gap(self) -> float:
+        """How far the value can be from the optimum, as a fraction of the value."""
+        return (self.value - self.lower_bound) / self.value if self.value else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Bottleneck over the mean time of a partition; 1.0 is perfect."""
+        times = [self.micro_batch_time(j) for j in range(self.n_partitions)]
+        return max(times) * len(times) / sum(times) if sum(times) else 1.0
+
+    @property
+    def modes(self) -> tuple[CheckpointMode, ...]:
+        """Checkpoint mode of each partition."""
+        return modes_of(self.checkpoint, self.n_partitions)
+
+    @cached_property
+    def recomputed(self) -> tuple[int, ...]:
+        """How many micro-batches each partition recomputes.
+
+        It is the schedule that says so: ``'1f1b'`` leaves some recomputes out.
+        """
+        if self.schedule in SCHEDULES:
+            rows = make_schedule(
+                self.schedule, self.n_partitions, self.chunks, self.checkpoint
+            ).rows
+            return tuple(sum(action.kind == "R" for action in row) for row in rows)
+        return tuple(
+            sum(is_checkpointed(mode, i, self.chunks) for i in range(self.chunks))
+            for mode in self.modes
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any micro-batch is recomputed."""
+        return any(self.recomputed)
+
+    def micro_batch_time(self, partition: int) -> float:
+        """Seconds that a partition works for one micro-batch under its mode."""
+        part = self.partitions[partition]
+        recompute_time = part.recompute_time if self.recomputed[partition] else 0.0
+        return part.forward_time + recompute_time + part.backward_time
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all devices' time inside the predicted makespan."""
+        busy = sum(
+            self.chunks * (part.forward_time + part.backward_time)
+            + recomputed * part.recompute_time
+            for part, recomputed in zip(self.partitions, self.recomputed, strict=True)
+        )
+        space = self.n_partitions * self.makespan
+        return (space - busy) / space if space else 0.0
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Which of the devices runs each partition, as an index."""
+        return self.device_order or tuple(range(self.n_partitions))
+
+    @property
+    def gain(self) -> float | None:
+        """How far the value lies below that of the split into equally many layers, as a fraction.
+
+        Negative if it lies above; None if that is not known or 0.
+        """
+        equal = self.equal_split_value
+        return None if not equal else 1 - self.value / equal
+
+    def explain(self) -> str:
+        """Say in plain words what the plan is, why, how sure that is, and where it is tight."""
+        return explanation(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Plan:
+        """Read what `to_dict` returned.
+
+        Raises:
+            FileFormatError: a field is missing or unknown, or has a value it cannot have.
+        """
+        try:
+            content = without_header(record, FORMAT, VERSION)
+            content["partitions"] = tuple(
+                PartitionPlan(
+                    **{
+                        **part,
+                        "layers": _texts(part["layers"], "layers"),
+                        "fingerprints": _texts(part["fingerprints"], "fingerprints"),
+                        "memory": PeakMemory(**part["memory"]),
+                    }
+                )
+                for part in tuple_of(content["partitions"], "partitions")
+            )
+            for name in ("schedule", "objective", "method"):
+                text_of(content[name], name)
+            return cls(**content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+            raise FileFormatError(
+                f"plan is damaged: {reason.splitlines()[0]}\nFix: solve again."
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, whole or not at all."""
+        write_record(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a file that `save` wrote.
+
+        Raises:
+            FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
+        """
+        return read_noun(path, FORMAT, VERSION, cls.from_dict)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+
+def _texts(value: Any, name: str) -> tuple[str, ...]:
+    return tuple(text_of(text, name) for text in tuple_of(value, name))

@@ -1,0 +1,227 @@
+"""A plan in words: as a table, and explained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpipebal.text import aligned
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from gpipebal.plan.plan import Plan
+
+__all__ = ["explanation", "format_value", "plan_text"]
+
+
+def plan_text(plan: Plan) -> str:
+    """Write a plan as a headline, a table of its partitions, and what follows from it."""
+    return f"{_headline(plan)}\n{_table(plan)}\n{_footer(plan)}"
+
+
+def format_value(plan: Plan, value: float) -> str:
+    """Write a value of what the plan minimises, in its unit."""
+    if plan.objective == "peak_memory":
+        return format_bytes(value)
+    return f"{value:.6g}" if plan.objective == "cost" else format_seconds(value)
+
+
+def _headline(plan: Plan) -> str:
+    proof = "proven optimal" if plan.status == "optimal" else f"within {format_percent(plan.gap)}"
+    schedule = "" if plan.schedule == "gpipe" else f"schedule={plan.schedule!r}, "
+    modes = set(plan.modes)
+    checkpoint = f"checkpoint={modes.pop()!r}" if len(modes) == 1 else "checkpoint by partition"
+    return (
+        f"{plan.n_layers} layers on {plan.n_partitions} partitions, {plan.chunks} micro-batches "
+        f"of {plan.rows} rows, {schedule}{checkpoint}: balance={list(plan.balance)}, "
+        f"{plan.objective} {format_value(plan, plan.value)} ({proof})"
+    )
+
+
+def _table(plan: Plan) -> str:
+    times = [plan.micro_batch_time(j) for j in range(plan.n_partitions)]
+    total = sum(times) or 1.0
+    mixed = len(set(plan.modes)) > 1
+    limited = any(part.memory_limit is not None for part in plan.partitions)
+    linked = any(part.receive_time or part.return_time for part in plan.partitions)
+    moved = plan.devices != tuple(range(plan.n_partitions))
+    header = ["partition", "layers", ""]
+    header += ["device"] if moved else []
+    header += ["checkpoint"] if mixed else []
+    header += ["forward", "backward"]
+    header += ["recompute"] if plan.recomputes else []
+    header += ["transfers"] if linked else []
+    header += ["peak memory"]
+    header += ["limit"] if limited else []
+    header += ["share"]
+    rows = [header]
+    for j, part in enumerate(plan.partitions):
+        row = [str(j), str(len(part.layers)), _layer_range(part.layers)]
+        row += [str(plan.devices[j])] if moved else []
+        row += [plan.modes[j]] if mixed else []
+        row += [format_seconds(part.forward_time), format_seconds(part.backward_time)]
+        if plan.recomputes:
+            row += [format_seconds(part.recompute_time) if plan.recomputed[j] else "-"]
+        row += [format_seconds(part.receive_time + part.return_time)] if linked else []
+        row += [format_bytes(part.memory.total)]
+        if limited:
+            row += ["-" if part.memory_limit is None else format_bytes(part.memory_limit)]
+        row += [format_percent(times[j] / total)]
+        rows.append(row)
+    return "\n".join(aligned(rows, left=(2,)))
+
+
+def _footer(plan: Plan) -> str:
+    parts = [
+        f"makespan {format_seconds(plan.makespan)}",
+        f"bubble {format_percent(plan.bubble_fraction)}",
+        f"imbalance {plan.imbalance:.3f}",
+    ]
+    if plan.step_time is not None:
+        parts.insert(1, f"training step {format_seconds(plan.step_time)}")
+    if plan.gain is not None:
+        where = "below" if plan.gain >= 0 else "above"
+        parts.append(f"{format_percent(abs(plan.gain))} {where} the split into equally many layers")
+    lines = ["; ".join(parts)]
+    lines += [f"Note: {note}" for note in plan.notes]
+    if not _knows_optimizer(plan):
+        lines.append(_NO_OPTIMIZER)
+    return "\n".join(lines)
+
+
+_NO_OPTIMIZER = "Peak memory does not count optimizer state: it was not given to the profiler."
+
+
+def _knows_optimizer(plan: Plan) -> bool:
+    return not any(p.memory.parameters and p.memory.optimizer is None for p in plan.partitions)
+
+
+def _layer_range(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def explanation(plan: Plan) -> str:
+    """Say in sentences what a plan is, why, how sure that is, and where it is tight."""
+    sentences = [_what(plan), _proof(plan), _slowest(plan)]
+    sentences += [*_gain(plan), *_memory(plan), *_modes(plan), *_order(plan), *_moves(plan)]
+    sentences += plan.notes
+    return "\n".join(sentences)
+
+
+def _what(plan: Plan) -> str:
+    runs = [
+        f"partition {j} runs {count(len(part.layers), 'layer')}, {_layer_range(part.layers)}"
+        for j, part in enumerate(plan.partitions[:8])
+    ]
+    more = plan.n_partitions - len(runs)
+    runs += [f"and {more} more partitions the rest"] if more > 0 else []
+    layers, partitions = count(plan.n_layers, "layer"), count(plan.n_partitions, "partition")
+    chunks, rows = count(plan.chunks, "micro-batch"), count(plan.rows, "row")
+    return (
+        f"The {layers} are cut into {partitions}: {'; '.join(runs)}. A mini-batch goes through as "
+        f"{chunks} of at most {rows}."
+    )
+
+
+_OBJECTIVES = {
+    "makespan": "the time from the first forward to the last backward of a mini-batch",
+    "bottleneck": "the time of the slowest partition for one micro-batch",
+    "peak_memory": "the largest peak memory of a partition",
+    "cost": "the largest cost of a partition",
+}
+
+
+def _proof(plan: Plan) -> str:
+    what = _OBJECTIVES.get(plan.objective, plan.objective)
+    value = format_value(plan, plan.value)
+    if plan.method == "given":
+        return f"The balance was given; {what} is {value}."
+    found = f"It makes {what} as small as possible: {value}"
+    if plan.status == "optimal":
+        return f"{found}. No other plan is better: {plan.method} proves it."
+    bound = format_value(plan, plan.lower_bound)
+    return (
+        f"It was chosen for {what}: {value}. No plan is below {bound}, so this one is at most "
+        f"{format_percent(plan.gap)} from the best ({plan.method})."
+    )
+
+
+def _slowest(plan: Plan) -> str:
+    times = [plan.micro_batch_time(j) for j in range(plan.n_partitions)]
+    j = times.index(max(times))
+    return (
+        f"Partition {j} is the slowest, with {format_seconds(times[j])} for a micro-batch, "
+        f"{plan.imbalance:.2f} times the mean. Devices are idle for "
+        f"{format_percent(plan.bubble_fraction)} of the time, while the pipeline fills and drains "
+        "or waits for the slowest partition."
+    )
+
+
+def _gain(plan: Plan) -> list[str]:
+    if plan.gain is None or plan.equal_split_value is None:
+        return []
+    equal = format_value(plan, plan.equal_split_value)
+    if plan.gain < 0:
+        return [
+            f"Equally many layers in each partition would give {equal}, which is less, but breaks "
+            "a limit or a rule, or was not what was asked for."
+        ]
+    if plan.gain == 0:
+        return [f"Equally many layers in each partition would give as much: {equal}."]
+    return [
+        f"Equally many layers in each partition would give {equal}: this plan is "
+        f"{format_percent(plan.gain)} below."
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    peaks = [part.memory.total for part in plan.partitions]
+    limits = [part.memory_limit for part in plan.partitions]
+    limited = [j for j, limit in enumerate(limits) if limit is not None]
+    j = max(limited or range(len(peaks)), key=lambda j: peaks[j] - (limits[j] or 0))
+    text = f"Partition {j} needs {format_bytes(peaks[j])} at its peak"
+    limit = limits[j]
+    if limit is None:
+        lines = [f"{text}, the most of all; no limit was given."]
+    else:
+        lines = [f"{text} and may need {format_bytes(limit)}: none has less room."]
+    return [*lines, *([] if _knows_optimizer(plan) else [_NO_OPTIMIZER])]
+
+
+def _modes(plan: Plan) -> list[str]:
+    if not plan.recomputes:
+        return ["Nothing is recomputed."]
+    again = [j for j, count in enumerate(plan.recomputed) if count]
+    where = "All partitions" if len(again) == plan.n_partitions else f"Partitions {again}"
+    cost = sum(
+        count * part.recompute_time
+        for count, part in zip(plan.recomputed, plan.partitions, strict=True)
+    )
+    return [
+        f"{where} keep only the inputs of micro-batches and compute the rest again to save "
+        f"memory, which takes {format_seconds(cost)} of all devices' time."
+    ]
+
+
+def _order(plan: Plan) -> list[str]:
+    if plan.devices == tuple(range(plan.n_partitions)):
+        return []
+    return [f"Devices are put into another order: partition by partition, {list(plan.devices)}."]
+
+
+def _moves(plan: Plan) -> list[str]:
+    moves = [
+        (more, j, way)
+        for j, pair in enumerate(plan.sensitivity)
+        for more, way in zip(pair, ("left", "right"), strict=True)
+        if more is not None
+    ]
+    if not moves:
+        return []
+    cheap, costly = min(moves), max(moves)
+    share = f" ({format_percent(costly[0] / plan.value)})" if plan.value else ""
+    return [
+        f"Of all cuts, the one behind partition {cheap[1]} is the least decisive: one layer to "
+        f"the {cheap[2]} adds {format_value(plan, cheap[0])}. The most decisive is the one behind "
+        f"partition {costly[1]}: one layer to the {costly[2]} adds "
+        f"{format_value(plan, costly[0])}{share}."
+    ]

@@ -1,0 +1,104 @@
+"""What a number of micro-batches means: the profile at the rows that a micro-batch then has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.profile import Profile
+
+__all__ = ["at_chunks", "chunk_candidates"]
+
+#: Most numbers of micro-batches that ``chunks='auto'`` tries.
+MOST_CANDIDATES = 20
+
+
+def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str, ...]]:
+    """Return a profile's costs for a number of micro-batches, and what a reader should know.
+
+    If the profile was taken at several numbers of rows, its mini-batch stays as it is, and is
+    parted into so many micro-batches, of ``ceil(mini_batch_rows / chunks)`` rows at most. If it
+    was taken at one, nobody knows what another micro-batch costs: each has the profile's rows,
+    and the mini-batch grows with their number.
+
+    Args:
+        profile: Costs for one micro-batch.
+        chunks: Micro-batches per mini-batch; None: the profile's.
+
+    Raises:
+        BalanceError: the mini-batch has fewer rows than that.
+
+    Example:
+        >>> small = Profile.from_costs([3.0], rows=2, chunks=4)
+        >>> both = replace(small, other_sizes=(Profile.from_costs([5.0], rows=4),))
+        >>> at_chunks(both, 2)[0].layers[0].forward_time, at_chunks(small, 2)[0].rows
+        (5.0, 2)
+    """
+    if chunks is None or chunks == profile.chunks:
+        return profile, ()
+    if not profile.other_sizes:
+        note = (
+            f"The profile knows micro-batches of {profile.rows} rows only, so each of the {chunks} "
+            f"has as many, and the mini-batch {chunks * profile.rows}."
+        )
+        return profile, (note,) if profile.mini_batch_rows != chunks * profile.rows else ()
+    if chunks > profile.mini_batch_rows:
+        raise BalanceError(
+            f"chunks are more than the mini-batch has rows: chunks={chunks} (expected at most "
+            f"{profile.mini_batch_rows}, the rows of the mini-batch that was profiled).\n"
+            f"Fix: chunks={profile.mini_batch_rows}, or profile a larger sample."
+        )
+    rows = -(-profile.mini_batch_rows // chunks)
+    sized = replace(profile.at_rows(rows), chunks=chunks)
+    about = sized.provenance.get("at_rows")
+    notes: list[str] = []
+    if isinstance(about, dict):
+        measured = sorted({profile.rows, *(other.rows for other in profile.other_sizes)})
+        known = ", ".join(map(str, measured))
+        how = (
+            "lies beyond them: its costs are extrapolated"
+            if about.get("extrapolated")
+            else "lies between them"
+        )
+        notes.append(f"The profile was taken at {known} rows; a micro-batch of {rows} rows {how}.")
+    return sized, tuple(notes)
+
+
+def chunk_candidates(profile: Profile, most: int = MOST_CANDIDATES) -> list[int]:
+    """List the numbers of micro-batches worth trying, in ascending order.
+
+    One for each number of rows that a micro-batch can have within the sizes that were profiled:
+    the smallest one, as more would only make micro-batches that are not full. If that is more than
+    `most`, those stay whose micro-batches are fullest.
+
+    Raises:
+        ProfileError: the profile has one size only, so that it does not tell what others cost.
+
+    Example:
+        >>> sizes = [Profile.from_costs([1.0], rows=rows) for rows in (1, 4, 8)]
+        >>> whole = replace(sizes[2], other_sizes=(sizes[0], sizes[1]), mini_batch_rows=8)
+        >>> chunk_candidates(whole)
+        [1, 2, 3, 4, 8]
+    """
+    sizes = sorted({profile.rows, *(other.rows for other in profile.other_sizes)})
+    if len(sizes) < 2:
+        raise ProfileError(
+            "profile does not tell what other micro-batches cost: it knows one size, "
+            f"rows={profile.rows} (expected two or more where chunks='auto').\n"
+            "Fix: profile_model(model, sample, chunks=..., rows=None), which measures several, or "
+            "chunks=None."
+        )
+    whole = profile.mini_batch_rows
+    found: dict[int, int] = {}
+    for chunks in range(1, whole + 1):
+        rows = -(-whole // chunks)
+        if sizes[0] <= rows <= sizes[-1]:
+            found.setdefault(rows, chunks)
+        elif rows < sizes[0]:
+            break
+    # The profile's own always counts: it was measured.
+    found.setdefault(profile.rows, profile.chunks)
+    fullest = sorted(
+        found.items(), key=lambda pair: (pair[1] != profile.chunks, pair[0] * pair[1], pair[1])
+    )
+    return sorted(chunks for _, chunks in fullest[:most])

@@ -1,0 +1,324 @@
+"""`solve_grid`: how many devices make one pipeline, and how many pipelines share the rows.
+
+With n devices one can have one pipeline of n partitions, n replicas of the whole model, or anything
+between: d replicas of pipelines with k partitions, d times k devices. Every replica works on its
+share of the rows, and when a partition has its gradients, it adds them up with the same partition
+of the other replicas::
+
+    # 6 devices: 1 x 6, 2 x 3, 3 x 2, 6 x 1 (replicas x partitions)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpipebal.errors import BalanceError, GpipebalError
+from gpipebal.plan import Plan
+from gpipebal.planner.question import Options
+from gpipebal.planner.solve import solve
+from gpipebal.problem import Link, to_bounds
+from gpipebal.profile import Profile
+from gpipebal.schedule import check_count
+from gpipebal.simulator import simulate
+from gpipebal.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    import pandas as pd
+
+__all__ = ["GridRow", "GridTable", "all_reduce_time", "solve_grid"]
+
+#: Most numbers of micro-batches that are tried for each number of replicas.
+_MOST_CANDIDATES = 20
+#: Options of `solve` that are about single partitions, of which there is another number each time.
+_REFUSED = ("devices", "any_order", "pin", "cost", "rules")
+#: Options that have to be what they are by default.
+_FIXED = {"schedule": "gpipe", "objective": "makespan"}
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """One way to use the devices, and what it would cost.
+
+    Attributes:
+        replicas: How many pipelines share the rows.
+        partitions: How many partitions each of them has.
+        plan: The plan of one replica; None: there is none.
+        time: Seconds of the mini-batch: until every partition has worked and added up its
+            gradients. Without loss and optimizer.
+        all_reduce_time: Seconds of the longest addition of gradients.
+        waiting_time: How much of `time` comes after the last backward.
+        refusal: Why there is no plan; empty if there is one.
+    """
+
+    replicas: int
+    partitions: int
+    plan: Plan | None = None
+    time: float | None = None
+    all_reduce_time: float | None = None
+    waiting_time: float | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class GridTable:
+    """All ways to use the devices; printed, it is a table.
+
+    Attributes:
+        rows: The fastest first; those without a plan last.
+        n_devices: Number of devices.
+        mini_batch_rows: Rows that all replicas have together.
+    """
+
+    rows: tuple[GridRow, ...]
+    n_devices: int
+    mini_batch_rows: int
+
+    @property
+    def best(self) -> GridRow:
+        """The fastest."""
+        return self.rows[0]
+
+    def row(self, replicas: int) -> GridRow:
+        """Return the row with so many replicas.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for row in self.rows:
+            if row.replicas == replicas:
+                return row
+        raise KeyError(replicas)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per way: counts, seconds, bytes."""
+        import pandas as pd
+
+        lines = []
+        for row in self.rows:
+            plan = row.plan
+            lines.append(
+                {
+                    "replicas": row.replicas,
+                    "partitions": row.partitions,
+                    "chunks": None if plan is None else plan.chunks,
+                    "rows": None if plan is None else plan.rows,
+                    "time": row.time,
+                    "makespan": None if plan is None else plan.makespan,
+                    "all_reduce_time": row.all_reduce_time,
+                    "waiting_time": row.waiting_time,
+                    "gap": None if plan is None else plan.gap,
+                    "peak_bytes": None if plan is None else _peak(plan),
+                    "refusal": row.refusal,
+                }
+            )
+        return pd.DataFrame(lines)
+
+    def __str__(self) -> str:
+        names = ["replicas", "partitions", "micro-batches", "time", "all-reduce", "bubble"]
+        lines = [[*names, "peak memory"]]
+        notes = []
+        for row in self.rows:
+            counts = [str(row.replicas), str(row.partitions)]
+            plan = row.plan
+            if plan is None or row.time is None or row.all_reduce_time is None:
+                lines.append([*counts, *["-"] * 5])
+                notes.append(f"{row.replicas} x {row.partitions}: {row.refusal}")
+                continue
+            lines.append(
+                [
+                    *counts,
+                    f"{plan.chunks} of {plan.rows} rows",
+                    format_seconds(row.time),
+                    format_seconds(row.all_reduce_time),
+                    format_percent(plan.bubble_fraction),
+                    format_bytes(_peak(plan)),
+                ]
+            )
+        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+        table = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in lines
+        ]
+        title = f"{self.n_devices} devices, mini-batch of {self.mini_batch_rows} rows"
+        return "\n".join([title, *table, *notes])
+
+
+def all_reduce_time(n_bytes: int, replicas: int, link: Link | None) -> float:
+    """Predict how long replicas take to add up gradients in a ring.
+
+    Every replica sends and receives ``2 (d - 1)`` times one d-th of the bytes: first to add the
+    parts up, then to hand the sums round.
+
+    Example:
+        >>> all_reduce_time(400, 4, Link(bandwidth=100.0, latency=0.5))
+        9.0
+    """
+    if replicas == 1 or link is None or not n_bytes:
+        return 0.0
+    steps = 2 * (replicas - 1)
+    return steps * (link.latency + n_bytes / replicas / link.bandwidth)
+
+
+def solve_grid(
+    profile: Profile,
+    n_devices: int,
+    *,
+    replica_link: Link | None = None,
+    **options: Unpack[Options],
+) -> GridTable:
+    """Find the best plan for every number of replicas, and set them side by side.
+
+    The mini-batch is that of the profile in all of them. Of d replicas each has the d-th part of
+    its rows (the largest part is what counts); devices are alike.
+
+    Args:
+        profile: Costs of the layers. Smaller micro-batches than the profile's are predicted with
+            `Profile.at_rows`, which takes several measured sizes to do well.
+        n_devices: Number of devices.
+        replica_link: What connects the same partition of different replicas; None: adding up
+            gradients takes no time. Each pair of replicas uses its own.
+        options: As for `solve`: checkpoint modes, memory limit for every device, `link` between
+            partitions, layers that stay together; but nothing about single partitions. `chunks`
+            are those of each replica; None: as many as leave micro-batches the rows that they have
+            in the profile, or fewer; several: the best of these; ``'auto'``: of up to 20 numbers.
+
+    Returns:
+        A table, the fastest first. Numbers without a plan are in it, with the reason.
+
+    Raises:
+        BalanceError: a count that is not 1 or more, an option that does not apply, or nothing fits.
+        ProfileError: the profile does not tell what is asked for.
+
+    Complexity:
+        As `solve`, for every divisor of the number of devices (and number of micro-batches).
+
+    Source:
+        The ring is Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations", JPDC 69(2), 2009. Differs: a partition begins as soon as its own gradients
+        are complete, while those before it still work.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0] * 4, parameter_bytes=[100] * 4, rows=2, chunks=8)
+        >>> table = solve_grid(profile, 4, replica_link=Link(100.0), checkpoint="never")
+        >>> [(row.replicas, row.partitions, row.time) for row in table.rows]
+        [(4, 1, 30.0), (2, 2, 32.0), (1, 4, 33.0)]
+    """
+    n_devices = check_count("devices", n_devices)
+    for name in _REFUSED:
+        if options.get(name):
+            raise BalanceError(
+                f"option does not apply to a grid: {name}={options[name]!r} (expected none: the "
+                "number of partitions is another one each time).\n"
+                f"Fix: leave it out, or solve(profile, partitions, {name}=...) for one number."
+            )
+    for name, value in _FIXED.items():
+        if options.get(name, value) != value:
+            raise BalanceError(
+                f"option does not apply to a grid: {name}={options[name]!r} (expected {value!r}).\n"
+                f"Fix: {name}={value!r}."
+            )
+    rows: list[GridRow] = []
+    for replicas in range(1, n_devices + 1):
+        if n_devices % replicas == 0:
+            partitions = n_devices // replicas
+            rows.append(_best(profile, replicas, partitions, replica_link, options))
+    rows.sort(key=lambda row: (row.time is None, row.time or 0.0, row.replicas))
+    if rows[0].plan is None:
+        reasons = "\n".join(f"  {row.replicas} x {row.partitions}: {row.refusal}" for row in rows)
+        raise BalanceError(
+            f"no number of replicas has a plan: devices={n_devices} (expected one that fits, of "
+            f"replicas x partitions)\n{reasons}\nFix: what one of these says."
+        )
+    return GridTable(tuple(rows), n_devices, profile.mini_batch_rows)
+
+
+def _best(
+    profile: Profile,
+    replicas: int,
+    partitions: int,
+    replica_link: Link | None,
+    options: Options,
+) -> GridRow:
+    """Find the fastest plan of one number of replicas."""
+    if replicas > profile.mini_batch_rows:
+        why = f"the mini-batch has {profile.mini_batch_rows} rows for {replicas} replicas."
+        return GridRow(replicas, partitions, refusal=why)
+    if partitions > profile.n_layers:
+        why = f"the chain has {profile.n_layers} layers for {partitions} partitions."
+        return GridRow(replicas, partitions, refusal=why)
+    share = -(-profile.mini_batch_rows // replicas)
+    best: GridRow | None = None
+    refusal = ""
+    rest: Options = {**options, "chunks": None}
+    for rows in _rows_to_try(profile, share, options.get("chunks")):
+        sized = profile.at_rows(rows, mini_batch_rows=share)
+        try:
+            plan = solve(sized, partitions, **rest)
+        except GpipebalError as error:
+            refusal = refusal or str(error).replace("\n", " ")
+            continue
+        row = _row(sized, plan, replicas, replica_link)
+        if best is None or (row.time or 0.0) < (best.time or 0.0):
+            best = row
+    return best or GridRow(replicas, partitions, refusal=refusal)
+
+
+def _rows_to_try(
+    profile: Profile, share: int, chunks: int | str | Sequence[int] | None
+) -> Iterator[int]:
+    """Yield the rows of micro-batches, for a replica with a share of the rows."""
+    if chunks is None:
+        yield min(profile.rows, share)
+        return
+    if chunks != "auto":
+        several = chunks if isinstance(chunks, (list, tuple, range)) else (chunks,)
+        yield from {-(-share // min(check_count("chunks", one), share)): 0 for one in several}
+        return
+    sizes = [profile.rows, *(other.rows for other in profile.other_sizes)]
+    found = {-(-share // number) for number in range(1, share + 1)}
+    known = [rows for rows in found if min(sizes) <= rows <= max(sizes)]
+    known = sorted(known or [min(profile.rows, share)], reverse=True)
+    # Spread over all of them where they are many.
+    step = max(1, -(-len(known) // _MOST_CANDIDATES))
+    yield from known[::step]
+
+
+def _row(profile: Profile, plan: Plan, replicas: int, replica_link: Link | None) -> GridRow:
+    """Add the gradients up behind every partition's last backward."""
+    bounds = to_bounds(plan.balance)
+    times = [
+        all_reduce_time(
+            sum(layer.gradient_bytes for layer in profile.layers[bounds[j] : bounds[j + 1]]),
+            replicas,
+            replica_link,
+        )
+        for j in range(plan.n_partitions)
+    ]
+    ends = _last_ends(plan)
+    time = max(end + more for end, more in zip(ends, times, strict=True))
+    return GridRow(
+        replicas=replicas,
+        partitions=plan.n_partitions,
+        plan=plan,
+        time=time,
+        all_reduce_time=max(times),
+        waiting_time=time - max(ends),
+    )
+
+
+def _last_ends(plan: Plan) -> Sequence[float]:
+    """Return when each partition has done its last action."""
+    table = simulate(plan).table
+    ends = [0.0] * plan.n_partitions
+    for j in range(plan.n_partitions):
+        own = table.ends[(table.partitions == j) & table.of_kind("FRBIW")]
+        ends[j] = float(own.max(initial=0.0))
+    return ends
+
+
+def _peak(plan: Plan) -> int:
+    return max(part.memory.total for part in plan.partitions)

@@ -1,0 +1,114 @@
+"""The moments of a partition's row of the schedule that can be the highest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from gpipebal.schedule import Action
+
+__all__ = ["Moment", "moments_of"]
+
+
+class Moment(NamedTuple):
+    """A kind of moment in the row of a partition.
+
+    Attributes:
+        kind: ``'F'``, ``'R'``, ``'B'``; ``'L'`` for the caller's loss between the phases; ``'O'``
+            for the optimizer behind them.
+        again: Whether the micro-batch at work is recomputed.
+        gradients_exist: Whether the parameters have gradients by then.
+        forwards_done: Whether all forwards are over.
+        n_graphs: Other micro-batches that hold a graph.
+        n_inputs: Other micro-batches that hold their input.
+        n_given: Micro-batches that wait for the partition behind.
+        n_returned: Micro-batches whose gradients wait for the partition before.
+    """
+
+    kind: str
+    again: bool
+    gradients_exist: bool
+    forwards_done: bool
+    n_graphs: int
+    n_inputs: int
+    n_given: int
+    n_returned: int
+
+
+def moments_of(
+    row: Sequence[Action], *, loss_inside: bool, waiting: bool = False, ahead: int | None = None
+) -> list[Moment]:
+    """Walk through the row of a partition, and keep the moments that can be the highest.
+
+    Args:
+        row: Its actions.
+        loss_inside: Whether the last partition computes the loss.
+        waiting: Whether to count micro-batches that may wait for a neighbour.
+        ahead: How many forwards the partition before runs ahead of its first backward, where it
+            goes on with one forward and one backward; None: it runs all of them.
+
+    Example:
+        >>> from gpipebal.schedule import gpipe_schedule
+        >>> row = gpipe_schedule(1, 4, "except_last").rows[0]
+        >>> [(m.kind, m.n_graphs, m.n_inputs) for m in moments_of(row, loss_inside=True)]
+        [('F', 0, 2), ('F', 0, 3), ('B', 0, 3), ('R', 0, 2), ('B', 0, 2), ('O', 0, 0)]
+    """
+    chunks = sum(action.kind == "F" for action in row)
+    again = {action.micro_batch for action in row if action.kind == "R"}
+    found: dict[tuple[str, bool, bool, bool], list[Moment]] = {}
+    graphs = inputs = forwards = backwards = 0
+
+    def waits(kind: str) -> tuple[int, int]:
+        """Bound how many outputs and gradients wait to be taken."""
+        if not waiting or kind in "LO":
+            return 0, 0
+        if ahead is not None:
+            # What a micro-batch gave was taken before its backward; and before a forward comes,
+            # the partition that it comes from has taken the gradients of those long before.
+            taken = max(0, forwards - 1 - ahead)
+            return forwards - backwards, max(0, backwards - taken)
+        # Without a loss between the phases, outputs may wait until the first backward.
+        early = kind == "R" and not backwards and loss_inside
+        return forwards if kind == "F" or early else 0, backwards
+
+    def meet(kind: str, is_again: bool, n_graphs: int, n_inputs: int) -> None:
+        key = (kind, is_again, backwards > 0, forwards == chunks)
+        moments = found.setdefault(key, [])
+        new = Moment(*key, n_graphs, n_inputs, *waits(kind))
+        counts = new[4:]
+        if any(all(a <= b for a, b in zip(counts, old[4:], strict=True)) for old in moments):
+            return
+        kept = [old for old in moments if any(a > b for a, b in zip(old[4:], counts, strict=True))]
+        found[key] = [*kept, new]
+
+    for action in row:
+        is_again = action.micro_batch in again
+        if action.kind == "F":
+            meet("F", is_again, graphs, inputs)
+            graphs, inputs = graphs + (not is_again), inputs + is_again
+            forwards += 1
+            if forwards == chunks and not loss_inside:
+                meet("L", False, graphs, inputs)
+        else:
+            others = graphs - (not is_again), inputs - is_again
+            meet(action.kind, is_again, *others)
+            if action.kind == "B":
+                graphs, inputs = others
+                backwards += 1
+    meet("O", False, 0, 0)
+    return [moment for moments in found.values() for moment in _hull(moments)]
+
+
+def _hull(moments: list[Moment]) -> list[Moment]:
+    """Keep the outermost of moments that lie on a line, as those of one kind do.
+
+    From one to the next the same is added to the same counts, so none between them is higher.
+    """
+    if len(moments) < 3:
+        return moments
+    steps = {
+        tuple(b - a for a, b in zip(one[4:], two[4:], strict=True))
+        for one, two in pairwise(moments)
+    }
+    return [moments[0], moments[-1]] if len(steps) == 1 else moments

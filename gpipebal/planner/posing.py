@@ -1,0 +1,198 @@
+"""A question about a profile, put as a problem for the solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from gpipebal.errors import BalanceError
+from gpipebal.planner.chunking import at_chunks
+from gpipebal.planner.question import Place, Question
+from gpipebal.planner.run_memory import memory_of
+from gpipebal.problem import Device, Link, Links, Memory, Problem
+from gpipebal.profile import Profile
+from gpipebal.units import format_bytes
+
+__all__ = ["Posed", "links_of", "pose"]
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A question at one number of micro-batches.
+
+    Attributes:
+        question: What was asked for.
+        profile: Costs of the layers at the rows that a micro-batch then has.
+        chunks: Micro-batches per mini-batch.
+        problem: The problem; nothing waits for busy neighbours in its memory.
+        notes: What a reader should know.
+    """
+
+    question: Question
+    profile: Profile
+    chunks: int
+    problem: Problem
+    notes: tuple[str, ...]
+
+    @cached_property
+    def cautious(self) -> Problem:
+        """The problem where as much waits for busy neighbours as any clock allows."""
+        return replace(self.problem, memory=self._memory)
+
+    @property
+    def _memory(self) -> Memory:
+        return _memory_of(self.question, self.profile, self.chunks, cautious=True)
+
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """What each device has to give, in the order in which devices were given."""
+        devices = self.problem.devices
+        if devices is None:
+            return (None,) * self.problem.n_partitions
+        return tuple(device.memory_limit for device in devices)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some device has a limit."""
+        return any(limit is not None for limit in self.limits)
+
+
+def pose(question: Question, chunks: int | None = None) -> Posed:
+    """Put a question at one number of micro-batches.
+
+    Args:
+        question: What was asked for.
+        chunks: Micro-batches per mini-batch; None: the profile's.
+
+    Raises:
+        BalanceError: something that does not fit the chain.
+    """
+    profile, notes = at_chunks(question.profile, chunks)
+    chunks = profile.chunks if chunks is None else chunks
+    devices = _devices_of(question, chunks)
+    limited = any(device.memory_limit is not None for device in devices or ())
+    memory = None
+    if limited or question.objective == "peak_memory":
+        memory = _memory_of(question, profile, chunks, cautious=False)
+    layers = profile.layers
+    problem = Problem(
+        forward=[layer.forward_time for layer in layers],
+        backward=[layer.backward_time for layer in layers],
+        recompute=[layer.recompute_time for layer in layers],
+        n_partitions=question.n_partitions,
+        chunks=chunks,
+        checkpoint=question.checkpoint,
+        devices=devices,
+        any_order=question.any_order,
+        links=None if question.link is None else links_of(profile, question.link),
+        memory=memory,
+        rules=question.rules,
+    )
+    own = (*question.notes, *notes, *_notes_of(question, limited))
+    return Posed(question, profile, chunks, problem, own)
+
+
+def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: bool) -> Memory:
+    return memory_of(
+        profile,
+        chunks=chunks,
+        loss_inside=question.loss_inside,
+        shared_memory=question.shared_memory,
+        waiting="most" if cautious else "none",
+    )
+
+
+def _notes_of(question: Question, limited: bool) -> list[str]:
+    notes = []
+    limits = question.limits
+    if limits is not None:
+        given = sorted({n for n in (limits if isinstance(limits, tuple) else [limits]) if n})
+        reserves = {limit: question.reserve_of(limit) for limit in given}
+        kept = [f"{format_bytes(n)} of {format_bytes(limit)}" for limit, n in reserves.items() if n]
+        if kept:
+            notes.append(f"Kept in reserve on a device: {', '.join(kept)}.")
+    if limited and any(layer.optimizer_bytes is None for layer in question.profile.layers):
+        notes.append(
+            "The optimizer's state is not known to the profile, and not counted against the limit."
+        )
+    if question.checkpoint == "auto" and not limited and question.objective != "peak_memory":
+        notes.append("No memory limit was given, so nothing has to be recomputed.")
+    return notes
+
+
+def _devices_of(question: Question, chunks: int) -> tuple[Device, ...] | None:
+    """Return the devices with their times at this number of micro-batches, and their limits."""
+    places: Sequence[Place] | None = question.devices
+    if places is None:
+        if question.limits is None:
+            return None
+        places = (Device(),) * question.n_partitions
+    limits = question.limits
+    of_device = limits if isinstance(limits, tuple) else (limits,) * question.n_partitions
+    made: dict[int, Device] = {}
+    devices = []
+    for j, (place, limit) in enumerate(zip(places, of_device, strict=True)):
+        if isinstance(place, Profile):
+            # Profiles are large, and the same one mostly stands for many devices.
+            if id(place) not in made:
+                made[id(place)] = _device_of(place, chunks)
+            place = made[id(place)]
+        assert isinstance(place, Device)
+        if place.memory_limit is None and limit is not None:
+            place = replace(place, memory_limit=_less_reserve(question, j, limit))
+        devices.append(place)
+    return tuple(devices)
+
+
+def _device_of(profile: Profile, chunks: int) -> Device:
+    sized, _ = at_chunks(profile, chunks)
+    return Device(
+        forward=[layer.forward_time for layer in sized.layers],
+        backward=[layer.backward_time for layer in sized.layers],
+        recompute=[layer.recompute_time for layer in sized.layers],
+    )
+
+
+def _less_reserve(question: Question, j: int, limit: int) -> int:
+    reserve = question.reserve_of(limit)
+    if reserve > limit:
+        raise BalanceError(
+            f"reserve leaves nothing of the memory of device {j}: memory_limit={limit}, "
+            f"reserve={reserve} (expected memory_limit of {reserve} or more).\n"
+            "Fix: reserve=0 if the limit is what the layers may use."
+        )
+    return limit - reserve
+
+
+def links_of(profile: Profile, link: Link) -> Links:
+    """Return what handing one micro-batch over each cut takes.
+
+    A cut is crossed by the output of the layer before it and by all skip connections that go past
+    it, each storage once; and backwards by the gradients of those that have something to train
+    before them.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 1.0], output_bytes=[100, 0])
+        >>> links_of(profile, Link(bandwidth=50.0)).forward
+        (2.0,)
+    """
+    layers = profile.layers
+    trained = list(accumulate((bool(layer.gradient_bytes) for layer in layers), max, initial=False))
+    # Costs that were only given do not tell what can be trained.
+    known = trained[-1]
+    sent, returned = [], []
+    for cut in range(1, profile.n_layers):
+        forward = set(layers[cut - 1].outputs)
+        backward = set(forward) if trained[cut] or not known else set()
+        for skip in profile.skips:
+            if skip.source < cut <= skip.destination:
+                forward.update(skip.storages)
+                if trained[skip.source + 1] or not known:
+                    backward.update(skip.storages)
+        sent.append(profile.bytes_of(forward))
+        returned.append(profile.bytes_of(backward))
+    return Links.from_bytes(
+        sent, returned, bandwidth=link.bandwidth, latency=link.latency, overlaps=link.overlaps
+    )

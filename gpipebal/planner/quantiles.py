@@ -1,0 +1,69 @@
+"""Times that are seldom exceeded, in place of medians."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import NormalDist
+from types import MappingProxyType
+
+from gpipebal.errors import BalanceError
+from gpipebal.profile import LayerProfile, Profile
+
+__all__ = ["at_quantile"]
+
+#: The spread of each time.
+_SPREADS: Mapping[str, str] = MappingProxyType(
+    {
+        "forward_time": "forward_spread",
+        "backward_time": "backward_spread",
+        "recompute_time": "forward_spread",
+        "no_grad_forward_time": "forward_spread",
+    }
+)
+#: Interquartile range of a normal distribution whose standard deviation is 1.
+_RANGE = 2 * NormalDist().inv_cdf(0.75)
+
+
+def at_quantile(profile: Profile, quantile: float) -> Profile:
+    """Take an upper quantile of every time, as the measured spread suggests it.
+
+    The spread is an interquartile range; the distribution is taken to be normal. Layers do not
+    have their bad moments all at once, so the sum over many is more cautious than the quantile.
+
+    Args:
+        profile: Costs with spreads; layers without any keep their times.
+        quantile: 0.5, the median, to below 1.
+
+    Raises:
+        BalanceError: another quantile.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> profile = Profile.from_costs([1.0])
+        >>> shaky = replace(profile, layers=(replace(profile.layers[0], forward_spread=0.2),))
+        >>> at_quantile(shaky, 0.75).layers[0].forward_time
+        1.1
+    """
+    number = isinstance(quantile, (int, float)) and not isinstance(quantile, bool)
+    if not number or not 0.5 <= quantile < 1:
+        raise BalanceError(
+            f"quantile is out of range: quantile={quantile!r} (expected 0.5 <= quantile < 1).\n"
+            "Fix: quantile=0.9, or None for medians."
+        )
+    share = NormalDist().inv_cdf(quantile) / _RANGE
+
+    def shifted(layer: LayerProfile) -> LayerProfile:
+        times = {
+            name: getattr(layer, name) + share * getattr(layer, spread)
+            for name, spread in _SPREADS.items()
+            if getattr(layer, name) is not None
+        }
+        return replace(layer, **times)
+
+    return replace(
+        profile,
+        layers=tuple(map(shifted, profile.layers)),
+        other_sizes=tuple(at_quantile(other, quantile) for other in profile.other_sizes),
+        provenance={**profile.provenance, "quantile": quantile},
+    )

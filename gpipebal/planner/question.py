@@ -1,0 +1,329 @@
+"""The question that `solve` is asked, checked and put into one noun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, TypedDict
+
+from gpipebal.errors import BalanceError, UsageError
+from gpipebal.planner.chunking import chunk_candidates
+from gpipebal.planner.quantiles import at_quantile
+from gpipebal.problem import Device, Link, Rules
+from gpipebal.problem.checks import check_bytes
+from gpipebal.profile import Profile
+from gpipebal.schedule import Checkpoint, check_checkpoint, check_count, modes_of
+from gpipebal.solvers import OBJECTIVES, Objective
+from gpipebal.units import parse_bytes
+
+__all__ = ["LayerKey", "Options", "Place", "Question", "Size", "ask", "default_reserve"]
+
+#: A layer, by its index or its name.
+LayerKey = int | str
+#: Bytes, or a text such as ``'16 GiB'``.
+Size = int | str
+#: A device: what it is, or how fast beside that of the profile, or its own profile.
+Place = Device | float | Profile
+AnyCost = Callable[[int, int, int], "float | None"]
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `solve`; see there."""
+
+    chunks: int | Literal["auto"] | Sequence[int] | None
+    checkpoint: Checkpoint | Literal["auto"]
+    schedule: str
+    objective: Objective
+    devices: Sequence[Place] | None
+    any_order: bool
+    memory_limit: Size | Sequence[Size | None] | None
+    reserve: Size | None
+    link: Link | None
+    pin: Mapping[LayerKey, int] | None
+    keep_together: Iterable[tuple[LayerKey, LayerKey]]
+    no_cut: Iterable[LayerKey]
+    max_layers: int | None
+    rules: Rules | None
+    quantile: float | None
+    cost: AnyCost | None
+    method: str
+    time_limit: float | None
+    loss_inside: bool | None
+    shared_memory: bool | None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked for; `gpipebal.planner.posing` makes problems of it.
+
+    Attributes:
+        profile: Costs of the layers, at the quantile that was asked for.
+        n_partitions: Number of partitions.
+        chunks: Numbers of micro-batches to choose from; None: the profile's.
+        checkpoint: One mode, one for each partition, or ``'auto'``.
+        schedule: Name of the schedule.
+        objective: What is minimised.
+        devices: The device of each partition; None: all as the profile's.
+        any_order: Whether they may change places.
+        limits: Memory limit of each device, before the reserve; None: none at all. A single one
+            is for every device, however many there are.
+        reserve: Bytes kept free on every device; None: the default of its type.
+        link: What connects the devices; None: handing over costs nothing.
+        rules: Where cuts may not be.
+        cost: A cost of runs that takes the place of the objective; None: none.
+        method: Name of an algorithm, or ``'auto'``.
+        time_limit: Seconds for a search that has no end of its own; None: as long as it takes.
+        loss_inside: Whether the last partition computes the loss.
+        shared_memory: Whether all partitions live in one memory.
+        notes: What a reader should know.
+    """
+
+    profile: Profile
+    n_partitions: int
+    chunks: tuple[int, ...] | None = None
+    checkpoint: Checkpoint | Literal["auto"] = "except_last"
+    schedule: str = "gpipe"
+    objective: Objective = "makespan"
+    devices: tuple[Place, ...] | None = None
+    any_order: bool = False
+    limits: int | tuple[int | None, ...] | None = None
+    reserve: int | None = None
+    link: Link | None = None
+    rules: Rules | None = None
+    cost: AnyCost | None = None
+    method: str = "auto"
+    time_limit: float | None = None
+    loss_inside: bool = False
+    shared_memory: bool = False
+    notes: tuple[str, ...] = ()
+
+    def reserve_of(self, limit: int) -> int:
+        """Return what is kept free on a device of this memory."""
+        if self.reserve is not None:
+            return self.reserve
+        return default_reserve(self.profile.provenance.get("device_type"), limit)
+
+
+def default_reserve(device_type: object, limit: int) -> int:
+    """Return the bytes that are kept free on a device unless the caller says otherwise.
+
+    On a CPU none. On a GPU 512 MiB for the context and what libraries keep, and a twentieth of the
+    memory for what the allocator cannot use because it lies in pieces: a cautious guess, not a
+    measurement. A profile of given costs has no device, and no reserve.
+
+    Example:
+        >>> default_reserve("cpu", 2**30), default_reserve("cuda", 16 * 2**30) / 2**30
+        (0, 1.3)
+    """
+    return 0 if device_type != "cuda" else 2**29 + limit // 20
+
+
+def ask(profile: Profile, partitions: int, options: Options) -> Question:
+    """Check the arguments of `solve`.
+
+    Raises:
+        BalanceError: one that makes no sense.
+        ProfileError: the profile does not tell what they ask for.
+    """
+    n_partitions = check_count("partitions", partitions)
+    notes: list[str] = []
+    quantile = options.get("quantile")
+    if quantile is not None:
+        profile = at_quantile(profile, quantile)
+        notes.append(
+            f"Times are upper quantiles ({quantile:g}) of the measured spread, not medians."
+        )
+    schedule = options.get("schedule", "gpipe")
+    loss_inside = options.get("loss_inside")
+    shared = options.get("shared_memory")
+    if shared is None:
+        shared = profile.provenance.get("device_type") == "cpu"
+    checkpoint = options.get("checkpoint", "except_last")
+    if checkpoint != "auto":
+        check_checkpoint(checkpoint)
+        if not isinstance(checkpoint, str):
+            checkpoint = modes_of(tuple(checkpoint), n_partitions)
+    objective = options.get("objective", "makespan")
+    if objective not in OBJECTIVES:
+        raise BalanceError(
+            f"objective does not exist: objective={objective!r} "
+            f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
+            f"Fix: objective={OBJECTIVES[0]!r}."
+        )
+    devices = _devices(options.get("devices"), profile, n_partitions)
+    any_order = bool(options.get("any_order", False))
+    if any_order and devices is None:
+        raise BalanceError(
+            "devices may change places, but there are none: devices=None (expected one per "
+            "partition where any_order=True).\nFix: any_order=False, or give devices."
+        )
+    link = options.get("link")
+    if link is not None and not isinstance(link, Link):
+        raise BalanceError(
+            f"link is none: link={link!r} (expected a Link).\n"
+            "Fix: link=Link(bandwidth=16e9), in bytes per second."
+        )
+    cost = options.get("cost")
+    chunks = _chunks(options.get("chunks"), profile, "cost" if cost is not None else objective)
+    if cost is not None and (checkpoint == "auto" or any_order):
+        raise BalanceError(
+            f"a cost of runs leaves nothing else open: checkpoint={checkpoint!r}, "
+            f"any_order={any_order} (expected modes and devices that are given, where cost is).\n"
+            "Fix: checkpoint='except_last' and any_order=False; the cost may count both."
+        )
+    reserve = options.get("reserve")
+    return Question(
+        profile=profile,
+        n_partitions=n_partitions,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        objective=objective,
+        devices=devices,
+        any_order=any_order,
+        limits=_limits(options.get("memory_limit"), n_partitions),
+        reserve=None if reserve is None else _size("reserve", reserve),
+        link=link,
+        rules=_rules(profile, options),
+        cost=cost,
+        method=options.get("method", "auto"),
+        time_limit=options.get("time_limit"),
+        loss_inside=schedule != "gpipe" if loss_inside is None else bool(loss_inside),
+        shared_memory=shared,
+        notes=tuple(notes),
+    )
+
+
+def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | None:
+    if chunks is None:
+        return None
+    if chunks == "auto":
+        found = tuple(chunk_candidates(profile))
+    elif isinstance(chunks, (list, tuple, range)):
+        found = tuple(dict.fromkeys(check_count("chunks", one) for one in chunks))
+        if not found:
+            raise BalanceError(
+                "chunks leave no choice: chunks=[] (expected one or more numbers of micro-batches)"
+                ".\nFix: chunks=None for the profile's."
+            )
+        if len(found) > 1:
+            chunk_candidates(profile)  # says so where the profile cannot compare them
+    else:
+        return (check_count("chunks", chunks),)
+    if len(found) > 1 and objective in ("bottleneck", "cost"):
+        raise BalanceError(
+            f"numbers of micro-batches cannot be compared by the {objective}: chunks={chunks!r} "
+            "(expected one number: that of one micro-batch is smaller the more there are).\n"
+            "Fix: objective='makespan', or one number of chunks."
+        )
+    return found
+
+
+def _devices(
+    devices: Sequence[Place] | None, profile: Profile, n_partitions: int
+) -> tuple[Place, ...] | None:
+    if devices is None:
+        return None
+    found: list[Place] = []
+    for j, device in enumerate(devices):
+        if isinstance(device, Profile):
+            if device.names != profile.names:
+                raise BalanceError(
+                    f"profile of a device is of another chain: devices[{j}] has "
+                    f"{device.n_layers} layers (expected the same {profile.n_layers} layers).\n"
+                    "Fix: profile the same model on each type of device."
+                )
+            found.append(device)
+        elif isinstance(device, Device):
+            found.append(device)
+        elif (
+            isinstance(device, Real) and not isinstance(device, bool) and 0 < device < float("inf")
+        ):
+            found.append(Device(slowness=1 if device == 1 else 1 / float(device)))
+        else:
+            raise BalanceError(
+                f"device is none: devices[{j}]={device!r} (expected a Device, a Profile, or its "
+                "speed as a number above 0).\nFix: 1 for one as fast as the profile's."
+            )
+    if len(found) != n_partitions:
+        raise BalanceError(
+            f"devices and partitions differ in number: len(devices)={len(found)} "
+            f"(expected partitions={n_partitions}).\n"
+            "Fix: one device per partition, or devices=None."
+        )
+    return tuple(found)
+
+
+def _limits(
+    memory_limit: Size | Sequence[Size | None] | None, n_partitions: int
+) -> int | tuple[int | None, ...] | None:
+    if memory_limit is None:
+        return None
+    if isinstance(memory_limit, (list, tuple)):
+        if len(memory_limit) != n_partitions:
+            raise BalanceError(
+                f"memory limits are too many or too few: len(memory_limit)={len(memory_limit)} "
+                f"(expected partitions={n_partitions}).\n"
+                "Fix: one limit per device, None for no limit; or one for all."
+            )
+        return tuple(
+            None if one is None else _size(f"memory_limit[{j}]", one)
+            for j, one in enumerate(memory_limit)
+        )
+    return _size("memory_limit", memory_limit)
+
+
+def _size(name: str, size: Any) -> int:
+    if not isinstance(size, str):
+        return check_bytes(name, size)
+    try:
+        return parse_bytes(size)
+    except UsageError as error:
+        raise BalanceError(str(error).replace("size", name)) from None
+
+
+def _rules(profile: Profile, options: Options) -> Rules | None:
+    """Join the rules that were given, with layers by their index."""
+    given = options.get("rules")
+    pin = options.get("pin") or {}
+    together = [
+        tuple(_layer(profile, "keep_together", one) for one in pair)
+        for pair in options.get("keep_together") or ()
+    ]
+    no_cut = [_layer(profile, "no_cut", one) for one in options.get("no_cut") or ()]
+    max_layers = options.get("max_layers")
+    if max_layers is not None:
+        max_layers = check_count("max_layers", max_layers)
+    if given is None and not pin and not together and not no_cut and max_layers is None:
+        return None
+    pinned = [(_layer(profile, "pin", one), j) for one, j in pin.items()]
+    for pair in together:
+        if not pair:
+            raise BalanceError(
+                "layers to keep together are none: keep_together has an empty group (expected the "
+                "first and the last layer of each).\nFix: keep_together=[('embed', 'head')]."
+            )
+    spans = [(min(pair), max(pair)) for pair in together]
+    if given is not None:
+        spans += list(given.keep_together)
+        no_cut += list(given.no_cut)
+        pinned += list(given.pinned)
+        if given.max_layers is not None:
+            max_layers = min(given.max_layers, max_layers or given.max_layers)
+    return Rules(no_cut=no_cut, keep_together=spans, pin=pinned, max_layers=max_layers)
+
+
+def _layer(profile: Profile, rule: str, key: LayerKey) -> int:
+    """Return the index of a layer that is given by index or name."""
+    if isinstance(key, str):
+        if key in profile.names:
+            return profile.names.index(key)
+    elif isinstance(key, int) and not isinstance(key, bool) and 0 <= key < profile.n_layers:
+        return key
+    raise BalanceError(
+        f"rule is about a layer that does not exist: {rule} has {key!r} (expected 0 <= index < "
+        f"{profile.n_layers}, or one of the names {', '.join(map(repr, profile.names[:5]))}"
+        f"{', ...' if profile.n_layers > 5 else ''}).\n"
+        "Fix: profile.names lists all layers; count from 0."
+    )

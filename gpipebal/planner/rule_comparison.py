@@ -1,0 +1,288 @@
+"""`compare_rules`: a plan beside what rules of thumb would have made of the same chain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.plan import Plan
+from gpipebal.planner.assemble import equal_split
+from gpipebal.planner.best import plan_of_split
+from gpipebal.planner.evaluate import evaluate
+from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.quantiles import at_quantile
+from gpipebal.planner.question import Options, ask
+from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
+from gpipebal.planner.times import problem_of
+from gpipebal.problem import to_balance, to_bounds
+from gpipebal.profile import Profile
+from gpipebal.solvers import Split, split
+from gpipebal.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    import pandas as pd
+
+__all__ = ["RuleRow", "RuleTable", "compare_rules"]
+
+#: A balance with more partitions than this is cut short where it is printed.
+_LONGEST_BALANCE = 8
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """What one way to cut the chain would cost.
+
+    Attributes:
+        rule: ``'plan'``, or the name of the rule.
+        balance: Layers of each partition; None: the rule has no answer.
+        makespan: Predicted seconds from the first forward to the last backward.
+        bottleneck: Largest time of a partition for one micro-batch, in seconds.
+        peak_bytes: Largest predicted peak memory of a partition.
+        above_plan: How much more than the plan it costs, in the plan's objective, as a fraction;
+            None: the objective is one that was given as a function.
+        gap: How far it can be from the optimum, as a fraction, by the plan's bound; None: the
+            bound does not hold for it, because it breaks limits that the plan keeps, or because
+            the plan's balance was given and its bound is about that balance alone.
+        refusal: Why the rule has no answer; empty if it has one.
+    """
+
+    rule: str
+    balance: tuple[int, ...] | None = None
+    makespan: float | None = None
+    bottleneck: float | None = None
+    peak_bytes: int | None = None
+    above_plan: float | None = None
+    gap: float | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class RuleTable:
+    """A plan beside rules of thumb; printed, it is a table.
+
+    Attributes:
+        rows: The plan first, then the rules.
+        objective: What the plan minimises.
+        lower_bound: The plan's proven bound on it.
+        chunks: Number of micro-batches.
+        schedule: Name of the schedule.
+    """
+
+    rows: tuple[RuleRow, ...]
+    objective: str
+    lower_bound: float
+    chunks: int
+    schedule: str
+
+    def row(self, rule: str) -> RuleRow:
+        """Return the row of a rule.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for row in self.rows:
+            if row.rule == rule:
+                return row
+        raise KeyError(rule)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per rule: seconds, bytes, fractions."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) for row in self.rows])
+
+    def __str__(self) -> str:
+        header = ["rule", "makespan", "bottleneck", "peak memory", "above the plan", "gap"]
+        lines = [[*header, "balance"]]
+        notes = []
+        for row in self.rows:
+            if row.balance is None:
+                lines.append([row.rule, *["-"] * 5, ""])
+                notes.append(f"{row.rule}: {row.refusal}")
+                continue
+            lines.append(
+                [
+                    row.rule,
+                    _text(row.makespan, format_seconds),
+                    _text(row.bottleneck, format_seconds),
+                    _text(row.peak_bytes, format_bytes),
+                    _text(row.above_plan, format_percent),
+                    _text(row.gap, format_percent),
+                    _shortened(row.balance),
+                ]
+            )
+        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+        table = [
+            "  ".join(
+                cell.ljust(width) if k in (0, len(widths) - 1) else cell.rjust(width)
+                for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        title = (
+            f"objective {self.objective}, {self.chunks} micro-batches, schedule {self.schedule!r}"
+        )
+        return "\n".join([title, *table, *notes])
+
+
+def compare_rules(
+    profile: Profile, plan: Plan, *, patience: float = 2.0, **options: Unpack[Options]
+) -> RuleTable:
+    """Set a plan beside the balances that rules of thumb make of the same chain.
+
+    Every rule cuts the chain into as many partitions as the plan has; what that costs is
+    predicted with the plan's micro-batches, checkpoint modes, schedule and order of devices,
+    whether or not it keeps the plan's limits and rules about cuts. The rules of thumb:
+
+    * ``'equal layers'``: equally many layers each;
+    * ``'equal parameters'``: the largest partition has as few bytes of parameters as possible;
+    * ``'torchgpipe'``: that of its ``balance_by_time``, see
+      `gpipebal.planner.rules_of_thumb.block_split`, for forward + backward of each layer;
+    * ``'least bottleneck'``: the slowest partition is as fast as possible, on equal devices without
+      links: the best balance only if nothing but the steady state counts.
+
+    Args:
+        profile: The costs from which the plan was made.
+        plan: The plan.
+        patience: Seconds after which to give up on torchgpipe's rule, which is slow on long
+            chains.
+        options: The `devices`, `link` and `quantile` that `solve` was given, if it was.
+
+    Returns:
+        A table, the plan first. A rule without an answer is in it, with the reason.
+
+    Raises:
+        ProfileError: the profile is of another chain than the plan, or the plan has other costs.
+        BalanceError: options that make no sense.
+
+    Example:
+        >>> from gpipebal.planner import solve
+        >>> profile = Profile.from_costs([1.0] * 9 + [5.0], chunks=8)
+        >>> table = compare_rules(profile, solve(profile, 3, checkpoint="never"))
+        >>> [(row.rule, row.balance, row.makespan) for row in table.rows[:2]]
+        [('plan', (4, 5, 1), 147.0), ('equal layers', (4, 3, 3), 189.0)]
+    """
+    if plan.n_layers != profile.n_layers:
+        raise ProfileError(
+            f"plan is of another chain than the profile: plan.n_layers={plan.n_layers} (expected "
+            f"{profile.n_layers}, the profile's).\nFix: give the profile that the plan was made of."
+        )
+    costs = _CostsOf(profile, plan, options)
+    again = costs.plan_of(plan.balance).makespan
+    if not math.isclose(again, plan.makespan, rel_tol=1e-9):
+        raise ProfileError(
+            f"plan has other costs than the profile: plan.makespan={plan.makespan!r} (expected "
+            f"{again!r}).\nFix: give the profile that the plan was made of, and the devices, link "
+            "and quantile that solve was given."
+        )
+    profile, n_partitions = costs.profile, plan.n_partitions
+    times = [layer.forward_time + layer.backward_time for layer in profile.layers]
+    problem = replace(
+        problem_of(profile, n_partitions, plan.chunks, "never"), checkpoint=plan.checkpoint
+    )
+    rules: dict[str, Callable[[], Sequence[int]]] = {
+        "equal layers": lambda: equal_split(plan.n_layers, n_partitions),
+        "equal parameters": lambda: equal_parameters(profile, n_partitions),
+        "torchgpipe": lambda: block_split(times, n_partitions, time_limit=patience),
+        "least bottleneck": lambda: split(problem, "bottleneck").bounds,
+    }
+    rows = [_row("plan", plan, plan)]
+    for name, bounds_of in rules.items():
+        try:
+            balance = to_balance(bounds_of())
+        except BalanceError as error:
+            reason = str(error).partition(" (expected")[0]
+            rows.append(RuleRow(name, refusal=f"{reason}."))
+            continue
+        rows.append(_row(name, costs.plan_of(balance), plan))
+    return RuleTable(tuple(rows), plan.objective, plan.lower_bound, plan.chunks, plan.schedule)
+
+
+class _CostsOf:
+    """What balances cost under a plan's settings.
+
+    Attributes:
+        profile: Costs of the layers for one micro-batch of the plan.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, options: Options) -> None:
+        quantile = options.get("quantile")
+        if quantile is not None:
+            profile = at_quantile(profile, quantile)
+        if plan.rows != profile.rows:
+            profile = replace(profile.at_rows(plan.rows), chunks=plan.chunks)
+        # Of one size: it is the size of the plan's micro-batches, however many there are.
+        self.profile = replace(profile, other_sizes=())
+        self._plan = plan
+        self._posed: Posed | None = None
+        if plan.schedule == "gpipe":
+            asked: Options = {
+                "checkpoint": plan.checkpoint,
+                "objective": "bottleneck" if plan.objective == "bottleneck" else "makespan",
+                "devices": options.get("devices"),
+                "link": options.get("link"),
+                "loss_inside": plan.loss_inside,
+                "shared_memory": plan.shared_memory,
+            }
+            self._posed = pose(ask(self.profile, plan.n_partitions, asked), plan.chunks)
+
+    def plan_of(self, balance: Sequence[int]) -> Plan:
+        """Predict what a balance costs."""
+        plan = self._plan
+        if self._posed is None:
+            return evaluate(
+                self.profile,
+                balance,
+                chunks=plan.chunks,
+                checkpoint=plan.checkpoint,
+                schedule=plan.schedule,
+                loss_inside=plan.loss_inside,
+                shared_memory=plan.shared_memory,
+            )
+        order = plan.device_order or tuple(range(plan.n_partitions))
+        bounds = to_bounds(balance)
+        problem = self._posed.problem
+        value_of = problem.bottleneck if plan.objective == "bottleneck" else problem.makespan
+        value = float(value_of(bounds, plan.modes, order))
+        found = Split(bounds, value, 0.0, "feasible", "given", plan.modes, order)
+        return plan_of_split(self._posed, found)
+
+
+def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:
+    peak = max(part.memory.total for part in costs.partitions)
+    values: dict[str, float] = {
+        "makespan": costs.makespan,
+        "bottleneck": costs.bottleneck,
+        "peak_memory": peak,
+    }
+    value = plan.value if costs is plan else values.get(plan.objective)
+    gap = above = None
+    if value is not None:
+        above = value / plan.value - 1 if plan.value else None
+        if value >= plan.lower_bound and (plan.method != "given" or costs is plan):
+            gap = (value - plan.lower_bound) / value if value else 0.0
+    return RuleRow(
+        rule=rule,
+        balance=costs.balance,
+        makespan=costs.makespan,
+        bottleneck=costs.bottleneck,
+        peak_bytes=peak,
+        above_plan=above,
+        gap=gap,
+    )
+
+
+def _text(value: float | None, text_of: Callable[[float], str]) -> str:
+    return "-" if value is None else text_of(value)
+
+
+def _shortened(balance: Sequence[int]) -> str:
+    if len(balance) <= _LONGEST_BALANCE:
+        return str(list(balance))
+    shown = ", ".join(map(str, balance[: _LONGEST_BALANCE - 1]))
+    return f"[{shown}, ... {balance[-1]}]"

@@ -1,0 +1,167 @@
+"""The peak memory of every run of layers at once, as solvers ask for it.
+
+The same figures as `gpipebal.memory.partition_memory`, which walks through one partition: a test
+compares the two for all runs of many chains. A walk through a row of the schedule becomes a short
+list of *moments* that can be the highest, each a sum of tables over all runs: what the other
+micro-batches hold, and the most that the one at work needs.
+
+What depends on the clock is not a matter of one run: how many micro-batches wait for a busy
+neighbour. Peaks are given without it, a lower bound for every clock, or with the most that the
+order of the actions allows, an upper bound. That exceeds the exact figure by what does not wait
+in fact: at most (chunks - 1) times the bytes at the run's ends, with the skip connections there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.planner.moments import Moment, moments_of
+from gpipebal.planner.storage_tables import Chain, StorageTables
+from gpipebal.problem import Memory
+from gpipebal.profile import Profile
+from gpipebal.schedule import CheckpointMode, make_schedule
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Table = NDArray[Any]
+
+__all__ = ["RunMemory", "memory_of"]
+
+#: Most entries of one table: longer chains are done in several pieces.
+_MOST_ENTRIES = 2**21
+
+
+def memory_of(
+    profile: Profile,
+    *,
+    chunks: int,
+    loss_inside: bool,
+    shared_memory: bool,
+    waiting: Literal["none", "most"] = "none",
+    schedule: str = "gpipe",
+    n_partitions: int = 1,
+) -> Memory:
+    """Predict the peak memory of every run of layers.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        chunks: Micro-batches of a mini-batch.
+        loss_inside: Whether the last partition computes the loss of each micro-batch.
+        shared_memory: Whether all partitions live in one memory.
+        waiting: Whether micro-batches that wait for a neighbour are counted as ``'none'`` or as
+            the ``'most'`` that any clock allows.
+        schedule: ``'gpipe'`` or ``'1f1b'``.
+        n_partitions: Number of partitions; under ``'gpipe'`` it does not matter.
+
+    Returns:
+        Peaks of a run depend on its first and last layer; on which partition it is only under
+        ``'1f1b'``, where earlier ones have more micro-batches in flight.
+
+    Raises:
+        UnsupportedPlanError: another schedule.
+
+    Complexity:
+        O(N^2) in numpy for N layers and each mode, and for every skip connection as much again
+        as it is long. Where partitions share a memory, O(N^2) for every cut that hands on a
+        storage which a layer before the last one saves. Under ``'1f1b'`` for every partition.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 10], output_bytes=[8, 2])
+        >>> memory = memory_of(profile, chunks=4, loss_inside=True, shared_memory=False)
+        >>> memory.rows(0, 0, "never").tolist(), memory.rows(0, 0, "except_last").tolist()
+        ([408, 456], [108, 120])
+    """
+    make_schedule(schedule, 1, 1, "never")  # refuses what GPipe does not run
+    ahead = None
+    if schedule == "1f1b":
+        ahead = tuple(min(chunks, n_partitions - 1 - j) for j in range(n_partitions))
+    runs = RunMemory(profile, chunks, loss_inside, shared_memory, waiting, ahead)
+    return Memory(runs.rows, alike="all" if ahead is None else ahead)
+
+
+class RunMemory:
+    """Peaks of all runs; see `memory_of`.
+
+    `ahead` tells, for each partition, how many forwards it runs before it alternates; None: all.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        chunks: int,
+        loss_inside: bool,
+        shared_memory: bool,
+        waiting: Literal["none", "most"],
+        ahead: tuple[int, ...] | None,
+    ) -> None:
+        self._profile, self._chunks = profile, chunks
+        self._shared, self._waiting = shared_memory, waiting == "most"
+        self._ahead = ahead
+        loss = loss_of_micro_batch(profile) if loss_inside else None
+        self._chain = Chain(profile, loss)
+        self._kind = self._number_type()
+        self._tables: list[RunPeaks] | None = None
+        self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
+
+    def rows(self, first: int, partition: int, mode: CheckpointMode) -> Any:
+        """Return the peaks of the runs from a layer on; see `gpipebal.problem.Memory`."""
+        ahead = self._chunks if self._ahead is None else self._ahead[partition]
+        key = (mode, ahead)
+        if key not in self._peaks:
+            self._peaks[key] = self._all_rows(mode, ahead)
+        return self._peaks[key][first]
+
+    def _moments(self, mode: CheckpointMode, ahead: int) -> list[Moment]:
+        inside = self._chain.loss is not None
+        if self._ahead is None:
+            row = make_schedule("gpipe", 1, self._chunks, mode).rows[0]
+            return moments_of(row, loss_inside=inside, waiting=self._waiting)
+        row = make_schedule("1f1b", ahead + 1, self._chunks, mode).rows[0]
+        return moments_of(row, loss_inside=inside, waiting=self._waiting, ahead=ahead + 1)
+
+    def _number_type(self) -> type:
+        """Return a type of numbers that all sums fit into."""
+        layers = self._chain.layers
+        names = ("parameter", "gradient", "buffer", "optimizer", "forward_peak", "backward_peak")
+        one = sum(self._profile.storages) * 4
+        for name in names:
+            one += sum(getattr(layer, f"{name}_bytes") or 0 for layer in layers)
+        one += sum(layer.accumulating_peak_bytes or 0 for layer in layers)
+        one += sum(layer.optimizer_peak_bytes or 0 for layer in layers)
+        whole = self._profile.step.whole_loss
+        if whole is not None:
+            one += whole.forward_peak_bytes + whole.backward_peak_bytes + whole.buffer_bytes
+        return np.int64 if one * (3 * self._chunks + 8) < 2**60 else object
+
+    def _all_rows(self, mode: CheckpointMode, ahead: int) -> list[Table]:
+        pieces = self._tables
+        if pieces is None:
+            pieces = self._pieces()
+        moments = self._moments(mode, ahead)
+        n_layers = self._profile.n_layers
+        rows: list[list[Table]] = [[] for _ in range(n_layers)]
+        for piece in pieces:
+            peaks = piece.peaks(moments)
+            for v, variant in enumerate(piece.variants):
+                first_end, last_end = variant.ends
+                rows[variant.first].append(peaks[v, first_end - 1 : last_end])
+        return [row[0] if len(row) == 1 else np.concatenate(row) for row in rows]
+
+    def _pieces(self) -> list[RunPeaks]:
+        variants = self._chain.variants
+        n_rows = max(1, _MOST_ENTRIES // (len(self._chain.layers) + 1))
+        pieces = [
+            RunPeaks(
+                StorageTables(self._chain, variants[low : low + n_rows], self._kind),
+                self._chunks,
+                self._shared,
+            )
+            for low in range(0, len(variants), n_rows)
+        ]
+        if len(pieces) == 1:
+            self._tables = pieces
+        return pieces

@@ -1,0 +1,254 @@
+"""The highest of a few moments, for all runs of layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpipebal.memory.cell import Cell
+from gpipebal.memory.loss import around_loss
+from gpipebal.planner.moments import Moment
+from gpipebal.planner.storage_tables import StorageTables
+from gpipebal.profile import LayerProfile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Table = NDArray[Any]
+
+__all__ = ["RunPeaks"]
+
+#: Stands where a table has no moment: below every sum of bytes.
+_NONE = -(2**61)
+
+
+class RunPeaks:
+    """Tables of some variants, and what the moments make of them.
+
+    Rows are variants, columns ends from 1 to the number of layers (less one: column 0 is end 1).
+    """
+
+    def __init__(self, tables: StorageTables, chunks: int, shared: bool) -> None:
+        self._tables, self._chunks, self._shared = tables, chunks, shared
+        chain = tables.chain
+        self.variants = tables.variants
+        self._chain, self._profile = chain, chain.profile
+        self._n = chain.profile.n_layers
+        #: The column of each end in the tables of storages: with a loss, one more for the last.
+        self._ends = np.array([*range(1, self._n), len(chain.layers)])
+        self._firsts = np.array(tables.firsts)
+        self._gradient_sums = self._column(chain.sums("gradient_bytes"))
+        self._all_gradients = (
+            self._gradient_sums[self._ends][None, :] - self._gradient_sums[self._firsts][:, None]
+        )
+        self._fixed = self._fixed_bytes()
+        self._outgoing = tables.stashed[:, self._ends].copy()
+        self._outgoing[:, :-1] += self._column([self._bytes(k) for k in range(self._n - 1)])
+        self._returned = self._returned_bytes()
+        self._graphs = tables.graph[:, self._ends].copy()
+        if chain.loss is not None:
+            self._graphs[:, -1] -= self._in_graph(chain.loss.outputs, full=False)
+        self._handed = tables.handed[:, self._ends].copy() if shared else 0 * self._graphs
+        self._handed[:, -1] = 0
+        self._known: dict[tuple[str, bool, bool], Table] = {}
+
+    def _column(self, numbers: Sequence[int]) -> Table:
+        return np.array(numbers, dtype=self._tables.kind)
+
+    def _bytes(self, layer: int) -> int:
+        return self._profile.bytes_of(self._chain.layers[layer].outputs)
+
+    def _fixed_bytes(self) -> Table:
+        """Return parameters, buffers and optimizer state of each run."""
+        layers = self._profile.layers
+        plain = self._column([0, *(la.parameter_bytes + la.buffer_bytes for la in layers)]).cumsum()
+        state = self._column([0, *(la.optimizer_bytes or 0 for la in layers)]).cumsum()
+        unknown = np.array([0, *(la.optimizer_bytes is None for la in layers)]).cumsum()
+        firsts, ends = self._firsts[:, None], np.arange(1, self._n + 1)[None, :]
+        # State that is not known for one layer is not counted for the run.
+        known = unknown[ends] == unknown[firsts]
+        return plain[ends] - plain[firsts] + np.where(known, state[ends] - state[firsts], 0)
+
+    def _returned_bytes(self) -> Table:
+        """Bound what each micro-batch leaves for the partition before: gradient, and graph."""
+        trained = np.cumsum([0, *(bool(la.gradient_bytes) for la in self._profile.layers)]) > 0
+        values = [
+            self._bytes(one.first - 1) + one.popped if one.first else 0 for one in self.variants
+        ]
+        times = (trained[self._firsts].astype(int) + int(self._shared)).tolist()
+        return self._column([a * b for a, b in zip(values, times, strict=True)])[:, None]
+
+    def _in_graph(self, storages: Sequence[int], *, full: bool) -> Table:
+        """Return the bytes of storages that the runs to the end hold; `full`: the caller's too."""
+        tables = self._tables
+        total = self._column([0] * len(self.variants))
+        for storage in set(storages):
+            held = tables.comes_in(storage) < tables.n_columns
+            if not full and storage in self._profile.inputs:
+                held &= self._firsts > 0
+            total += held * tables.bytes[storage]
+        return total
+
+    def peaks(self, moments: Sequence[Moment]) -> Table:
+        """Return the highest of the moments of each run."""
+        chain, n_callers = self._chain, self._profile.bytes_of(self._profile.inputs)
+        graphs, inputs = self._graphs - self._handed, self._tables.received[:, None]
+        outputs = self._outputs(moments)
+        highest: Table | None = None
+        for moment in moments:
+            _, again, exist, _, n_graphs, n_inputs, n_given, n_returned = moment
+            total = n_graphs * graphs + n_inputs * inputs
+            if moment.kind != "L":
+                total = total + self._own(moment.kind, again, exist)
+                if n_given:
+                    total[:, :-1] += n_given * self._outgoing[:, :-1]
+                if n_returned:
+                    total += n_returned * self._returned
+                total[:, -1] += outputs(moment)
+            else:
+                total[:, :-1] = _NONE
+                total[:, -1] += outputs(moment)
+            highest = total if highest is None else np.maximum(highest, total)
+        assert highest is not None
+        if chain.loss is not None:
+            highest[:, -1] += self._chunks * chain.loss.buffer_bytes
+        highest += self._fixed
+        highest[self._firsts == 0] += self._chunks * n_callers
+        return highest
+
+    def _outputs(self, moments: Sequence[Moment]) -> Any:
+        """Return what tells the outputs that a moment of the last partition has beside it."""
+        if self._chain.loss is not None:
+            return lambda moment: 0
+        outputs = self._profile.layers[-1].outputs
+        size, in_graph = self._profile.bytes_of(outputs), self._in_graph(outputs, full=True)
+        at_loss = next(moment for moment in moments if moment.kind == "L")
+        cell = Cell(self._profile, self._n - 1, self._n, None, self._shared)
+        given = self._chunks * size - at_loss.n_graphs * in_graph
+        found = {n: around_loss(cell, self._chunks, n) for n in set(given.tolist())}
+        around = [found[n] for n in given.tolist()]
+        target = self._column([one.target for one in around])
+        most = self._column([one.most for one in around])
+        stays = self._column([one.stays for one in around])
+
+        def beside(moment: Moment) -> Table:
+            if moment.kind == "L":
+                return target + most
+            if moment.kind == "O":
+                return target
+            if moment.forwards_done:
+                return target + stays
+            done = moment.n_graphs + moment.n_inputs
+            return target + done * size - moment.n_graphs * in_graph
+
+        return beside
+
+    def _own(self, kind: str, again: bool, exist: bool) -> Table:
+        """Return the most that the micro-batch at work has at one time."""
+        key = (kind, again, exist)
+        if key not in self._known:
+            if kind == "B":
+                self._known[key] = self._backward(again, exist)
+            elif kind == "O":
+                self._known[key] = self._all_gradients + self._optimizer_peaks()
+            else:
+                self._known[key] = self._forward(kind == "R" or not again, exist)
+        return self._known[key]
+
+    def _optimizer_peaks(self) -> Table:
+        """Return what the optimizer's step needs for a moment, as far as it is known."""
+        peaks = self._column([layer.optimizer_peak_bytes or 0 for layer in self._profile.layers])
+        if self._profile.step.optimizer_together:
+            sums = np.concatenate([peaks[:1] * 0, peaks.cumsum()])
+            return sums[1:][None, :] - sums[self._firsts][:, None]
+        return self._highest_up_to(np.broadcast_to(peaks, (len(self.variants), self._n)))
+
+    def _highest_up_to(self, table: Table) -> Table:
+        """Return the largest entry of each row from the run's first layer to each column."""
+        columns = np.arange(table.shape[1])
+        table = np.where(columns[None, :] >= self._firsts[:, None], table, _NONE)
+        return np.maximum.accumulate(table, axis=1)
+
+    def _forward(self, records: bool, exist: bool) -> Table:
+        tables, layers = self._tables, self._chain.layers
+        if records:
+            peaks = self._column([layer.forward_peak_bytes for layer in layers])
+            moments = tables.graph[:, :-1] + tables.live[:, :-1] + peaks
+        else:
+            peaks = self._column([_peak_without_graph(layer) for layer in layers])
+            moments = tables.received[:, None] + tables.live_without_graph[:, :-1] + peaks
+        highest = self._highest_up_to(moments)[:, self._ends - 1]
+        return highest + self._all_gradients if exist else highest
+
+    def _backward(self, again: bool, exist: bool) -> Table:
+        tables, layers, ends = self._tables, self._chain.layers, self._ends
+        peaks = self._column([_backward_peak(layer, exist) for layer in layers])
+        flowing = self._column([self._bytes(k) for k in range(len(layers))])
+        # Gradients of skips that a later layer has popped wait for the layer that stashed them.
+        skip_bytes = self._chain.skip_bytes
+        waits = self._column(
+            [sum(skip_bytes[k] for k in crossing) for crossing in self._chain.crossing[1:]]
+        )
+        made = self._gradient_sums
+        inner = tables.graph[:, 1:] + (peaks + flowing + waits)
+        own = tables.graph[:, ends] + peaks[ends - 1]
+        if not exist:
+            inner = inner - made[1:]
+            own = own - made[ends]
+        inner = np.where(np.arange(inner.shape[1])[None, :] >= self._firsts[:, None], inner, _NONE)
+        # Every layer but the last of the run; in a run of one layer there is none.
+        highest = np.maximum.accumulate(inner, axis=1)
+        before = np.concatenate([np.full_like(inner[:, :1], _NONE), highest], axis=1)[:, ends - 1]
+        handed = self._shared and not again
+        if handed:
+            own = own - self._handed
+        if handed or self._profile.skips:
+            self._correct(before, inner, highest, handed)
+        highest = np.maximum(before, own) + self._outgoing
+        return highest + (self._all_gradients if exist else made[ends])
+
+    def _correct(self, before: Table, inner: Table, highest: Table, handed: bool) -> None:
+        """Take off what depends on where a run ends, one end after the other.
+
+        Gradients of skips that go past the end do not wait: a backward starts from them. And
+        what a run hands on is not its own, though an earlier layer than its last one holds it.
+        """
+        tables, chain = self._tables, self._chain
+        for end in range(2, self._n):
+            less: list[Table] = []
+            start = end - 1  # the first layer from which on something is taken off
+            for k in chain.crossing[end]:
+                source = self._profile.skips[k].source
+                if source < end - 1:
+                    start = min(start, source)
+                    less.append((np.arange(end - 1) >= source)[None, :] * chain.skip_bytes[k])
+            for storage, last in tables.handed_at(end).items() if handed else ():
+                comes_in = tables.comes_in(storage)
+                mine = self._firsts <= last
+                if storage in self._profile.inputs:
+                    mine &= self._firsts > 0
+                comes_in = np.where(mine, comes_in, tables.n_columns + 1)
+                first = int(comes_in.min()) - 1
+                if first < end - 1:
+                    start = min(start, max(first, 0))
+                    held = comes_in[:, None] <= np.arange(1, end)[None, :]
+                    less.append(held * tables.bytes[storage])
+            if not less:
+                continue
+            table = inner[:, start : end - 1].copy()
+            for amounts in less:
+                table -= amounts[:, start:]
+            found = table.max(axis=1)
+            before[:, end - 1] = np.maximum(found, highest[:, start - 1]) if start else found
+
+
+def _peak_without_graph(layer: LayerProfile) -> int:
+    known = layer.no_grad_forward_peak_bytes
+    return layer.forward_peak_bytes if known is None else known
+
+
+def _backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
+    known = layer.accumulating_peak_bytes if gradients_exist else None
+    return layer.backward_peak_bytes if known is None else known

@@ -1,0 +1,279 @@
+"""How fast any split can be under a schedule without a closed form: a proven lower bound.
+
+Take one partition of a split, with `a` its first layer. Its device cannot begin before the first
+micro-batch has come through the layers before `a`, and when it has given back the last gradient,
+that has to go back through them. Between the two the device does all that its row says. And its
+first backward waits until a micro-batch has been through the whole chain and back to it; from there
+the rest of its row is still to be done::
+
+    time ->  |- forwards before a -|-------- all of the row --------|- backwards before a -|
+             |----- forwards of all, backwards behind -----|- rest of the row -|- before a -|
+
+Both are sums of layers with coefficients that the schedule gives, and grow when the partition gets
+longer at either end. So the smallest limit that all partitions of some split can keep is found like
+the smallest bottleneck: a greedy probe decides, and bisection snaps to values that exist.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from gpipebal.schedule import Order
+from gpipebal.schedule.actions import KINDS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Columns", "Relaxed", "Row", "rows_of"]
+
+
+class Columns(NamedTuple):
+    """Prefix sums of whole numbers: what each kind of action takes on one type of device.
+
+    `input` and `weight` are the two parts of a backward; where it is done in one, it counts as
+    `input`, since others wait for all of it.
+    """
+
+    forward: Sequence[int]
+    recompute: Sequence[int]
+    input: Sequence[int]
+    weight: Sequence[int]
+
+
+class Row(NamedTuple):
+    """How many forwards, recomputes, input gradients and weight gradients a partition does.
+
+    All of them; those up to its last input gradient; those from its first one on; and those
+    between the two.
+    """
+
+    all: tuple[int, int, int, int]
+    to_last: tuple[int, int, int, int]
+    from_first: tuple[int, int, int, int]
+    between: tuple[int, int, int, int]
+
+
+def rows_of(order: Order, *, recomputes: bool = True) -> list[Row]:
+    """Count the actions of every partition of an order.
+
+    Args:
+        order: An order in which every partition has a backward.
+        recomputes: Whether recomputes count; if not, the counts hold for all modes.
+
+    Example:
+        >>> from gpipebal.schedule import order_of
+        >>> rows_of(order_of("1f1b", 2, 3))[0].from_first
+        (1, 0, 3, 0)
+    """
+    forward, recompute, whole, first_part, weight = range(len(KINDS))
+    rows = []
+    by_partition = np.argsort(order.partitions, kind="stable")
+    sizes = np.bincount(order.partitions, minlength=order.n_partitions)
+    kinds_of = np.split(order.kinds[by_partition], np.cumsum(sizes)[:-1])
+    for kinds in kinds_of:
+        back = np.flatnonzero((kinds == whole) | (kinds == first_part))
+        first, last = int(back[0]), int(back[-1]) + 1
+
+        def count(part: NDArray[np.integer]) -> tuple[int, int, int, int]:
+            found = np.bincount(part, minlength=len(KINDS)).tolist()
+            again = found[recompute] if recomputes else 0
+            return found[forward], again, found[whole] + found[first_part], found[weight]
+
+        rows.append(
+            Row(count(kinds), count(kinds[:last]), count(kinds[first:]), count(kinds[first:last]))
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The least that a run of layers costs as a certain partition, whatever the others are.
+
+    Attributes:
+        path: The least that layers take on any device, for the way through other partitions.
+        own: For each partition, the prefix sums on its device.
+        rows: For each partition, its actions.
+        n_devices: Number of devices.
+
+    Example:
+        >>> from gpipebal.schedule import order_of
+        >>> sums = Columns([0, 1, 2, 3], [0, 0, 0, 0], [0, 2, 4, 6], [0, 0, 0, 0])
+        >>> relaxed = Relaxed(sums, [sums] * 3, rows_of(order_of("1f1b", 3, 4)), 3)
+        >>> relaxed.cost(0, 0, 1), relaxed.smallest()
+        (16, (18, (0, 1, 2, 3)))
+    """
+
+    path: Columns
+    own: Sequence[Columns]
+    rows: Sequence[Row]
+    n_devices: int
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.path.forward) - 1
+
+    def cost(self, partition: int, start: int, end: int) -> int:
+        """Return a time that no split with this run as this partition can undercut."""
+        path, own, row = self.path, self.own[partition], self.rows[partition]
+        forward = own.forward[end] - own.forward[start]
+        times = (
+            forward,
+            own.recompute[end] - own.recompute[start],
+            own.input[end] - own.input[start],
+            own.weight[end] - own.weight[start],
+        )
+        ahead, return_way = path.forward[start], path.input[start]
+        through = path.forward[-1] - path.forward[end] + ahead + forward
+        through += path.input[-1] - path.input[end]
+        return max(
+            ahead + _sum(row.to_last, times) + return_way,
+            ahead + _sum(row.all, times),
+            through + _sum(row.between, times) + return_way,
+            through + _sum(row.from_first, times),
+        )
+
+    def furthest(self, partition: int, start: int, last: int, limit: int) -> int:
+        """Return the last end up to `last` at which a run keeps a limit; `start` if none does."""
+        ends = range(start + 1, last + 1)
+        kept = bisect_right(ends, limit, key=lambda end: self.cost(partition, start, end))
+        return start + kept
+
+    def shared(self) -> int:
+        """Bound the makespan by what all devices have to do together, and their waiting."""
+        n_layers = self.n_layers
+        work = 0
+        for k in range(4):
+            counts = {row.all[k] for row in self.rows}
+            work += min(counts) * self.path[k][-1]
+        # The device of partition d waits for at least d layers, there and back.
+        waiting = sum(
+            self.path.forward[min(d, n_layers)] + self.path.input[min(d, n_layers)]
+            for d in range(self.n_devices)
+        )
+        return -(-(work + waiting) // self.n_devices)
+
+    def smallest(self) -> tuple[int, tuple[int, ...]]:
+        """Find the smallest limit that partitions can keep, if some of them may be empty.
+
+        What one layer costs depends on the partition, so a partition that takes as much as it can
+        may leave the next one with a layer that costs it too much. Letting it be empty makes the
+        greedy probe exact, and the limit a little smaller than that of any split.
+
+        Returns:
+            The limit, and a split near it, without empty partitions.
+
+        Complexity:
+            O(P K log N) for N layers, K partitions and P probes, about 5 to 40.
+        """
+        n_layers, n_partitions = self.n_layers, len(self.rows)
+        lower, upper = self.shared(), None
+        best: tuple[int, ...] = ()
+        trial, step = lower, max(lower // (4 * n_partitions), 1)
+        while upper is None or lower < upper:
+            bounds, refused = self._probe(trial)
+            if bounds[-1] == n_layers:
+                upper = max(lower, self.limit_of(bounds))
+                best = bounds
+            else:
+                lower = min(refused)
+            if upper is None:
+                trial = max(lower, trial + step)
+                step *= 4
+            else:
+                trial = (lower + upper) // 2
+        filled = [0]
+        for place in best[1:]:
+            filled.append(max(place, filled[-1] + 1))
+        return upper, tuple(filled)
+
+    def limit_of(self, bounds: Sequence[int]) -> int:
+        """Return the smallest limit that a split keeps: its makespan is no less."""
+        runs = enumerate(pairwise(bounds))
+        return max(self.cost(j, start, end) for j, (start, end) in runs if start < end)
+
+    def _probe(self, limit: int) -> tuple[tuple[int, ...], list[int]]:
+        """Fill partitions from the left; return the bounds, and the limits that they missed."""
+        n_layers, n_partitions = self.n_layers, len(self.rows)
+        bounds = [0]
+        refused = []
+        for j in range(n_partitions):
+            room = n_layers - (n_partitions - 1 - j)
+            end = self.furthest(j, bounds[-1], room, limit)
+            if end < room:
+                refused.append(self.cost(j, bounds[-1], end + 1))
+            bounds.append(end)
+        return tuple(bounds), refused
+
+    def count_within(self, limit: int, at_most: int) -> int:
+        """Count the splits whose partitions all keep a limit; stop above `at_most`.
+
+        Complexity:
+            O(K N log N) for N layers and K partitions.
+        """
+        ways = [1] + [0] * self.n_layers
+        for j, (low, high) in enumerate(pairwise(self.windows(limit))):
+            changes = [0] * (self.n_layers + 2)
+            for start in range(low[0], low[1] + 1):
+                if ways[start]:
+                    end = self.furthest(j, start, high[1], limit)
+                    changes[start + 1] += ways[start]
+                    changes[end + 1] -= ways[start]
+            ways = list(accumulate(changes))[: self.n_layers + 1]
+            ways = [n if high[0] <= place <= high[1] else 0 for place, n in enumerate(ways)]
+            if sum(ways) > at_most:
+                return sum(ways)
+        return ways[-1]
+
+    def windows(self, limit: int) -> list[tuple[int, int]]:
+        """Return for each bound the first and the last place that splits within a limit give it.
+
+        Where no split keeps the limit, the windows are empty.
+        """
+        n_layers, n_partitions = self.n_layers, len(self.rows)
+        lasts = [0]
+        for j in range(n_partitions):
+            room = n_layers - (n_partitions - 1 - j)
+            lasts.append(self.furthest(j, lasts[-1], room, limit))
+        firsts = [n_layers]
+        for j in reversed(range(n_partitions)):
+            end = firsts[-1]
+            starts = range(j, end)
+            # The cost falls when the start moves right: find the first that keeps the limit.
+            kept = partial(self._keeps, j, end, limit)
+            refused = bisect_right(starts, False, key=kept)
+            firsts.append(min(j + refused, end))
+        return list(zip(reversed(firsts), lasts, strict=True))
+
+    def _keeps(self, partition: int, end: int, limit: int, start: int) -> bool:
+        return self.cost(partition, start, end) <= limit
+
+    def splits_within(self, limit: int) -> list[tuple[int, ...]]:
+        """List the splits whose partitions all keep a limit, leftmost cuts first."""
+        windows = self.windows(limit)
+        found: list[tuple[int, ...]] = []
+
+        def extend(bounds: tuple[int, ...]) -> None:
+            j = len(bounds) - 1
+            if j == len(self.rows):
+                found.append(bounds)
+                return
+            low, high = windows[j + 1]
+            end = self.furthest(j, bounds[-1], high, limit)
+            for place in range(max(low, bounds[-1] + 1), end + 1):
+                extend((*bounds, place))
+
+        if windows[0][0] <= 0:
+            extend((0,))
+        return found
+
+
+def _sum(counts: Sequence[int], times: Sequence[int]) -> int:
+    return sum(count * time for count, time in zip(counts, times, strict=True))

@@ -1,0 +1,155 @@
+"""What splits cost under a schedule: simulated makespans, and the terms of a bound on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpipebal.errors import BalanceError
+from gpipebal.planner.schedule_bounds import Columns, Relaxed, rows_of
+from gpipebal.problem import Problem
+from gpipebal.schedule import Order
+from gpipebal.schedule.actions import KINDS
+from gpipebal.simulator.trials import Candidates, Trials
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+__all__ = ["ScheduleCosts"]
+
+#: Parts of a backward are whole numbers of a finer unit, so that shares of it are close enough.
+_FINER = 2**32
+
+
+class ScheduleCosts:
+    """The costs of a problem's splits under one order of actions.
+
+    Attributes:
+        relaxed: What no split can undercut; for all modes and orders of devices that the problem
+            leaves open.
+        open_ends: Whether it leaves any open.
+
+    Args:
+        problem: Times of the layers, devices and links.
+        order: The actions, with the modes that partitions have.
+        devices: Device of each partition, as an index into the problem's.
+        weight_share: Share of each layer's backward that is the gradient of its weights; None:
+            half.
+
+    Raises:
+        BalanceError: shares that are none, or not one per layer.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        order: Order,
+        devices: Sequence[int],
+        weight_share: Sequence[float] | None = None,
+    ) -> None:
+        self._problem = problem
+        self.open_ends = problem.any_order or problem.checkpoint == "auto"
+        costs = problem.costs
+        in_parts = bool((order.kinds == KINDS.index("W")).any())
+        finer = _FINER if in_parts else 1
+        self._scale = problem.scale * finer
+        shares = _check_shares(weight_share, problem.n_layers) if in_parts else None
+        types = [
+            Columns(
+                [finer * time for time in sums.forward],
+                [finer * time for time in sums.recompute],
+                *_parts([finer * time for time in sums.backward], shares),
+            )
+            for sums in costs.types
+        ]
+        type_of = [costs.type_of[device] for device in devices]
+        path = types[0] if len(types) == 1 else _least(types)
+        self.relaxed = Relaxed(
+            path=path,
+            own=[path if problem.any_order else types[kind] for kind in type_of],
+            rows=rows_of(order, recomputes=problem.checkpoint != "auto"),
+            n_devices=order.n_devices,
+        )
+        self._trials = Trials(order)
+        small = max(columns[k][-1] for columns in types for k in range(4)) < 2**62
+        self._kind = np.int64 if small and self._scale < 2**62 else object
+        self._tables = [
+            np.array([columns[k] for columns in types], dtype=self._kind) for k in range(4)
+        ]
+        self._types = np.array(type_of)
+        self._links: tuple[Floats, Floats] | None = None
+        if any(costs.send) or any(costs.give_back):
+            self._links = self._seconds(costs.send), self._seconds(costs.give_back)
+
+    def _seconds(self, units: Sequence[int]) -> Floats:
+        return np.array([self._problem.to_time(time) for time in units], dtype=np.float64)
+
+    def makespans(self, splits: Sequence[Sequence[int]]) -> list[float]:
+        """Simulate splits; return the makespan of each, in the unit of the problem's times."""
+        bounds = np.array(splits, dtype=np.int64)
+        starts, ends = bounds[:, :-1], bounds[:, 1:]
+        forward, recompute, first, weight = (
+            ((table[self._types, ends] - table[self._types, starts]) / self._scale).astype(
+                np.float64
+            )
+            for table in self._tables
+        )
+        links = {}
+        if self._links is not None:
+            # Copies into a partition cross its first cut forwards, its last one backwards.
+            send, give_back = self._links
+            links = {"forward_transfer": send[starts], "backward_transfer": give_back[ends]}
+        candidates = Candidates(forward, recompute, first + weight, weight_gradient=weight, **links)
+        overlap = self._problem.costs.overlaps
+        return [float(time) for time in self._trials.makespans(candidates, overlap=overlap)]
+
+    def to_units(self, seconds: float) -> int:
+        """Return a time as a whole number of the units of `relaxed`, rounded down."""
+        top, below = seconds.as_integer_ratio()
+        return top * self._scale // below
+
+    def to_time(self, units: int) -> float:
+        """Return units of `relaxed` in the unit of the problem's times."""
+        return units / self._scale
+
+
+def _parts(sums: Sequence[int], shares: Sequence[float] | None) -> tuple[list[int], list[int]]:
+    """Part the prefix sums of backwards into those of input and of weight gradients."""
+    if shares is None:
+        return list(sums), [0] * len(sums)
+    weights = [0]
+    for layer, share in enumerate(shares):
+        top, below = share.as_integer_ratio()
+        weights.append((sums[layer + 1] - sums[layer]) * top // below)
+    of_weights = list(accumulate(weights))
+    return [whole - weight for whole, weight in zip(sums, of_weights, strict=True)], of_weights
+
+
+def _least(types: Sequence[Columns]) -> Columns:
+    """Return the prefix sums of the least that each layer takes on any type of device."""
+    columns = []
+    for k in range(4):
+        layers = [
+            [after - before for before, after in zip(sums[k], sums[k][1:], strict=False)]
+            for sums in types
+        ]
+        columns.append(list(accumulate(map(min, zip(*layers, strict=True)), initial=0)))
+    return Columns(*columns)
+
+
+def _check_shares(shares: Sequence[float] | None, n_layers: int) -> Sequence[float]:
+    if shares is None:
+        return [0.5] * n_layers
+    wrong = [layer for layer, share in enumerate(shares) if not 0 <= share <= 1]
+    if wrong or len(shares) != n_layers:
+        what = f"[{wrong[0]}]={shares[wrong[0]]!r}" if wrong else f" has {len(shares)} of them"
+        raise BalanceError(
+            f"shares of backwards are none: weight_share{what} (expected {n_layers} numbers from "
+            "0 to 1, one per layer).\nFix: weight_share=None for half of every backward."
+        )
+    return shares

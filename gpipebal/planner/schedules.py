@@ -1,0 +1,270 @@
+"""The best split under a schedule without a closed form: 1F1B, interleaved, zero bubble.
+
+What a split costs there is for the simulator to say. `search` begins with splits that are good for
+other reasons, moves cuts as long as that helps, and keeps a bound that no split can undercut
+(`gpipebal.planner.schedule_bounds`). The bound also says which splits could still be better than
+the best one found: if they are few, all are tried, and the result is proven. For `solve`::
+
+    problem = problem_of(profile, partitions, chunks, checkpoint)  # with devices, links, rules
+    found = search(problem, schedule, weight_share=weight_shares(profile))  # a solvers.Split
+    # found.bounds, .value (the makespan), .lower_bound, .status, .method, .modes, .order
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.planner.schedule_costs import ScheduleCosts
+from gpipebal.problem import Problem
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.schedule import ALL_SCHEDULES, check_count, order_of
+from gpipebal.solvers import Split, select_method, split
+from gpipebal.solvers.levels import Levels
+
+__all__ = ["search", "weight_shares"]
+
+#: Splits that are simulated at most, and actions in them, unless told otherwise.
+MOST_TRIALS, MOST_ACTIONS = 20_000, 2 * 10**8
+#: A time that is below another by this fraction only may be as long: sums are rounded.
+_ROUNDING = 1e-12
+#: With up to so many partitions, whole runs of neighbouring cuts are moved too.
+MOST_FOR_RUNS = 16
+
+
+def weight_shares(profile: Profile) -> list[float]:
+    """Estimate which share of each layer's backward is the gradient of its weights.
+
+    Half of it in layers that have parameters, or whose times alone were given; else nothing: as
+    `gpipebal.simulator.durations_of` does.
+
+    Example:
+        >>> weight_shares(Profile.from_costs([1.0, 2.0]))
+        [0.5, 0.5]
+    """
+
+    def learns(layer: LayerProfile) -> bool:
+        return bool(layer.parameter_bytes or layer.gradient_bytes) or layer.kind == "Layer"
+
+    return [0.5 if learns(layer) else 0.0 for layer in profile.layers]
+
+
+def search(
+    problem: Problem,
+    schedule: str,
+    *,
+    partitions_per_device: int | None = None,
+    weight_share: Sequence[float] | None = None,
+    most_trials: int | None = None,
+    time_limit: float | None = None,
+) -> Split:
+    """Search the split with the least makespan under any known schedule.
+
+    Among splits of equal makespan, of those that were tried, it takes the one with the smallest
+    bottleneck, then the one with the leftmost cuts. The result depends on the question only, unless
+    a time limit ended the search.
+
+    Args:
+        problem: Times of the layers, number of partitions, chunks, checkpoint modes; devices (one
+            for each partition), links, memory limits and rules are kept. With checkpoint ``'auto'``
+            or devices in any order, modes and order are those of the split with the least
+            bottleneck.
+        schedule: One of `gpipebal.schedule.ALL_SCHEDULES`.
+        partitions_per_device: How many partitions every device has; None: 2 with
+            ``'interleaved_1f1b'``, else 1.
+        weight_share: Which share of each layer's backward is the gradient of its weights, where a
+            schedule does backwards in two parts; None: half.
+        most_trials: How many splits are simulated at most; None: 20,000, or as many as have 200
+            million actions together, but no less than 200.
+        time_limit: Seconds after which the best so far is returned.
+
+    Returns:
+        A Split, ``'optimal'`` if its makespan meets the bound or no split that could be better was
+        left out (to within the rounding of the simulator's sums), else ``'feasible'``.
+        Its method is ``'schedule enumeration'`` or ``'schedule search'``.
+
+    Raises:
+        UnsupportedPlanError: an unknown schedule.
+        BalanceError: partitions that cannot be dealt out evenly, or chunks that the schedule cannot
+            have.
+        InfeasibleError: no split fits the devices and keeps the rules.
+
+    Complexity:
+        O(K m) for each split that is tried, with K partitions and m micro-batches, some hundred of
+        them at a time; and the bound, O(P K log N) for N layers and P probes.
+
+    Source:
+        Fan et al., "DAPPLE", PPoPP 2021, and Liu et al., "AutoPipe", CLUSTER 2022, move cuts from a
+        balanced start too. Differs: a proven bound, and a search through all that it leaves.
+
+    Example:
+        >>> problem = Problem([3, 1, 2, 2], [3, 1, 2, 2], [0] * 4, 2, 4, "never")
+        >>> found = search(problem, "1f1b")
+        >>> found.balance, found.value, found.status
+        ((2, 2), 40.0, 'optimal')
+    """
+    if schedule not in ALL_SCHEDULES:
+        raise UnsupportedPlanError(
+            f"schedule does not exist: schedule={schedule!r} (expected one of "
+            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='1f1b'."
+        )
+    each = 2 if schedule == "interleaved_1f1b" else 1
+    if partitions_per_device is not None:
+        each = check_count("partitions_per_device", partitions_per_device)
+    n_partitions = problem.n_partitions
+    if n_partitions % each:
+        raise BalanceError(
+            f"partitions cannot be dealt out evenly: {n_partitions} partitions with "
+            f"partitions_per_device={each} (expected a multiple of {each}).\n"
+            f"Fix: partitions={max(each, n_partitions - n_partitions % each)}."
+        )
+    start = split(problem, "bottleneck")
+    n_devices = n_partitions // each
+    order = order_of(schedule, n_devices, problem.chunks, start.modes, partitions_per_device=each)
+    costs = ScheduleCosts(problem, order, start.order, weight_share)
+    if most_trials is None:
+        most_trials = max(200, min(MOST_TRIALS, MOST_ACTIONS // order.n_actions))
+    until = None if time_limit is None else time.monotonic() + time_limit
+    tried = _Tried(problem, start, costs, most_trials, until)
+    least, at_bound = costs.relaxed.smallest()
+    tried.add([start.bounds, at_bound, *_other_starts(problem)])
+    lower_bound = costs.to_time(least)
+    while tried.value > lower_bound and tried.add(_moved(tried.bounds)):
+        pass
+    method = "schedule search"
+    proven = tried.value <= lower_bound * (1 + _ROUNDING)
+    if not proven and _try_all_that_remain(tried, costs):
+        method, proven = "schedule enumeration", True
+    value = tried.value
+    return replace(
+        start,
+        bounds=tried.bounds,
+        value=value,
+        lower_bound=value if proven else min(lower_bound, value),
+        status="optimal" if proven else "feasible",
+        method=method,
+    )
+
+
+def _other_starts(problem: Problem) -> list[tuple[int, ...]]:
+    """Return the best split under GPipe, where it is quickly found."""
+    if problem.chunks == 1 or select_method(problem) == "integer program":
+        return []
+    return [split(problem).bounds]
+
+
+class _Tried:
+    """The splits that were simulated, and the best of them.
+
+    Attributes:
+        bounds: The best split.
+        value: Its makespan.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        start: Split,
+        costs: ScheduleCosts,
+        most_trials: int,
+        until: float | None,
+    ) -> None:
+        self._problem, self._start, self._costs = problem, start, costs
+        self._until = until
+        self._left = most_trials
+        self._seen: set[tuple[int, ...]] = set()
+        self._allowed = None if problem.is_plain else _Allowed(problem, start)
+        self.bounds, self.value = start.bounds, float("inf")
+        self._bottleneck = 0
+
+    @property
+    def left(self) -> int:
+        """How many more splits may be tried; none when time is up."""
+        late = self._until is not None and time.monotonic() > self._until
+        return 0 if late and self._seen else self._left
+
+    def add(self, splits: Iterable[tuple[int, ...]]) -> bool:
+        """Try splits that are allowed and new; return whether one is better than the best."""
+        new: list[tuple[int, ...]] = []
+        left = self.left
+        for bounds in splits:
+            if len(new) == left:
+                break
+            if bounds not in self._seen and (self._allowed is None or self._allowed(bounds)):
+                self._seen.add(bounds)
+                new.append(bounds)
+        self._left -= len(new)
+        if not new:
+            return False
+        values = self._costs.makespans(new)
+        least = min(values)
+        if least > self.value:
+            return False
+        rank = min(
+            (self._bottleneck_of(bounds), bounds)
+            for value, bounds in zip(values, new, strict=True)
+            if value == least
+        )
+        if least == self.value and rank >= (self._bottleneck, self.bounds):
+            return False
+        self.value, (self._bottleneck, self.bounds) = least, rank
+        return True
+
+    def _bottleneck_of(self, bounds: tuple[int, ...]) -> int:
+        return self._problem.exact_bottleneck(bounds, self._start.modes, self._start.order)
+
+
+class _Allowed:
+    """Whether a split fits the devices and keeps the rules, with given modes and devices."""
+
+    def __init__(self, problem: Problem, start: Split) -> None:
+        levels = Levels(problem)
+        self._places = levels.places
+        self._fits = []
+        for j, (mode, device) in enumerate(zip(start.modes, start.order, strict=True)):
+            kind = next(
+                step.kind for step in levels.steps[j] if device in levels.groups[step.group]
+            )
+            option = next(option for option in levels.kinds[kind] if option.mode == mode)
+            self._fits.append(option.fits)
+
+    def __call__(self, bounds: tuple[int, ...]) -> bool:
+        return all(self._places[j] >> place & 1 for j, place in enumerate(bounds)) and all(
+            fits[bounds[j]] >> bounds[j + 1] & 1 for j, fits in enumerate(self._fits)
+        )
+
+
+def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Move one cut by 1, 2, 4, ... layers, or neighbouring cuts together by one."""
+    n_cuts = len(bounds) - 2
+    for cut in range(1, n_cuts + 1):
+        for sign in (-1, 1):
+            step = 1
+            while bounds[cut - 1] < bounds[cut] + sign * step < bounds[cut + 1]:
+                yield (*bounds[:cut], bounds[cut] + sign * step, *bounds[cut + 1 :])
+                step *= 2
+    for first in range(1, n_cuts):
+        for last in range(first + 1, n_cuts + 1):
+            # With many cuts only pairs, and all up to or from a cut.
+            if n_cuts >= MOST_FOR_RUNS and last > first + 1 and first > 1 and last < n_cuts:
+                continue
+            for sign in (-1, 1):
+                edge = bounds[first - 1] if sign < 0 else bounds[last + 1]
+                if bounds[first if sign < 0 else last] + sign != edge:
+                    middle = (place + sign for place in bounds[first : last + 1])
+                    yield (*bounds[:first], *middle, *bounds[last + 1 :])
+
+
+def _try_all_that_remain(tried: _Tried, costs: ScheduleCosts) -> bool:
+    """Try every split that the bound does not exclude, if they are few; return whether it did."""
+    if costs.open_ends:
+        return False
+    better = costs.to_units(tried.value * (1 - _ROUNDING))
+    if costs.relaxed.count_within(better, tried.left) > tried.left:
+        return False
+    remaining = costs.relaxed.splits_within(better)
+    enough = tried.left
+    tried.add(remaining)
+    return len(remaining) <= enough

@@ -1,0 +1,137 @@
+"""Micro-batches: what more of them cost and save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpipebal.errors import UsageError
+from gpipebal.plan import Plan
+from gpipebal.plots.axes import (
+    CAPTION_SIZE,
+    FONT_SIZE,
+    add_headline,
+    index_step,
+    new_axes,
+    note,
+    points,
+    text_width,
+)
+from gpipebal.plots.style import IDLE, idle_patch, partition_colours, scale_bytes, scale_seconds
+from gpipebal.units import count, format_percent, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+__all__ = ["plot_chunks"]
+
+
+def plot_chunks(
+    plans: Sequence[Plan], *, ax: Axes | None = None, limit: int | str | None = None
+) -> Axes:
+    """Draw time, bubble and peak memory of plans with different numbers of micro-batches.
+
+    A bar is a makespan: what devices work on average, and above it what they wait. The line with
+    dots is the training step, where it is known; the other line, with an axis of its own at the
+    right, is the peak memory of the partition that needs most. Below each number of micro-batches
+    stands the bubble.
+
+    Args:
+        plans: Plans of one mini-batch, in any order.
+        ax: Axes to draw on; None: a new figure. The right axis is its twin.
+        limit: Bytes that a partition may need, as a number or such as ``'16 GiB'``; drawn as a
+            dashed line along the right axis.
+
+    Raises:
+        UsageError: there are no plans, or the limit is not readable.
+    """
+    if not plans:
+        raise UsageError(
+            "there is nothing to draw: plans=() (expected 1 or more).\n"
+            "Fix: plans=[solve(profile, 4, chunks=chunks) for chunks in (4, 8, 16)]."
+        )
+    plans = sorted(plans, key=lambda plan: plan.chunks)
+    room = None if limit is None else parse_bytes(limit)
+    n = len(plans)
+    ax = new_axes(min(12.0, max(5.5, 2.5 + 0.6 * n)), 4.0) if ax is None else ax
+    times = [plan.makespan if plan.step_time is None else plan.step_time for plan in plans]
+    peaks = [max(part.memory.total for part in plan.partitions) for plan in plans]
+    largest = max(*times, *(plan.makespan for plan in plans), 0.0)
+    factor, unit = scale_seconds(largest)
+    work = [plan.makespan * (1 - plan.bubble_fraction) / factor for plan in plans]
+    idle = [plan.makespan * plan.bubble_fraction / factor for plan in plans]
+    time_colour, memory_colour = partition_colours(4)[0], partition_colours(4)[3]
+    bars = ax.bar(range(n), work, 0.7, color=time_colour, label="work", alpha=0.75)
+    ax.bar(range(n), idle, 0.7, work, **IDLE)
+    entries = [bars, idle_patch()]
+    if all(plan.step_time is not None for plan in plans):
+        ink = ax.xaxis.label.get_color()
+        entries += ax.plot(
+            range(n),
+            [time / factor for time in times],
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            color=ink,
+            label="training step",
+        )
+    ax.set_xlim(-0.6, n - 0.4)
+    ax.set_ylim(0, 1.1 * largest / factor or 1.0)
+    ax.set_ylabel(f"time [{unit}]")
+    if not largest:
+        ax.set_yticks([0])
+        note(ax, "all times are 0")
+    _label_chunks(ax, plans)
+    if any(peaks):
+        entries += _draw_memory(ax, peaks, room, memory_colour)
+    fits = [k for k in range(n) if room is None or peaks[k] <= room]
+    best = min(fits, key=times.__getitem__, default=None)
+    if best is None:
+        title = "No number of micro-batches stays below the limit"
+    else:
+        title = (
+            f"Fastest with {count(plans[best].chunks, 'micro-batch')}: "
+            f"{format_seconds(times[best])}"
+        )
+    add_headline(ax, title, entries)
+    return ax
+
+
+def _label_chunks(ax: Axes, plans: Sequence[Plan]) -> None:
+    """Write number and bubble below each bar, as many of them as there is room for."""
+    texts = [f"{plan.chunks}\n{format_percent(plan.bubble_fraction)}" for plan in plans]
+    need = max(map(text_width, texts)) + 4
+    shown = range(0, len(plans), index_step(points(ax)[0] / (len(plans) + 0.2), len(plans), need))
+    ax.set_xticks(list(shown), [texts[k] for k in shown])
+    ax.set_xlabel("micro-batches per mini-batch, and bubble")
+
+
+def _draw_memory(
+    ax: Axes, peaks: Sequence[int], room: int | None, colour: tuple[float, float, float]
+) -> list[Line2D]:
+    """Draw peaks and their limit along an axis at the right."""
+    highest = max(*peaks, room or 0)
+    factor, unit = scale_bytes(highest)
+    right = ax.twinx()
+    right.set_ylim(0, 1.1 * highest / factor)
+    entries = right.plot(
+        range(len(peaks)),
+        [peak / factor for peak in peaks],
+        marker="s",
+        markersize=4,
+        linewidth=1.2,
+        color=colour,
+        label="peak memory",
+    )
+    if room is not None:
+        entries.append(
+            right.axhline(
+                room / factor, color=colour, linewidth=1.0, linestyle=(0, (4, 2)), label="limit"
+            )
+        )
+    right.set_ylabel(f"peak memory of a partition [{unit}]", size=CAPTION_SIZE)
+    right.spines[["top", "left", "bottom"]].set_visible(False)
+    right.spines["right"].set_linewidth(0.6)
+    right.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)
+    return entries

@@ -1,0 +1,164 @@
+"""Memory over time: one row per device, what it holds against its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpipebal.errors import UsageError
+from gpipebal.plots.axes import (
+    FONT_SIZE,
+    LINE_HEIGHT,
+    add_headline,
+    index_step,
+    new_axes,
+    note,
+    points,
+)
+from gpipebal.plots.style import NEUTRAL, kind_patches, kind_style, partition_colours, scale_seconds
+from gpipebal.simulator import MemoryTrack
+from gpipebal.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_memory"]
+
+#: What is drawn on top of what, the shade of each, and what it is called.
+_LAYERS = (
+    (("fixed",), "F", "parameters and state"),
+    (("inputs", "graphs", "weights", "waiting"), "B", "held for backwards"),
+    (("transient",), "O", "passing need"),
+)
+#: Share of a row that stays empty above its limit or its highest peak.
+_GAP = 0.14
+
+#: Inches of a row that is easy to read, and of a figure at most.
+_ROW = 0.55
+_MAX_HEIGHT = 9.0
+
+
+def plot_memory(
+    tracks: Sequence[MemoryTrack],
+    *,
+    ax: Axes | None = None,
+    limit: int | str | Sequence[int | str] | None = None,
+) -> Axes:
+    """Draw what every device holds over time, on one scale, with its peak and its limit.
+
+    Args:
+        tracks: What `gpipebal.simulator.memory_over_time` returned.
+        ax: Axes to draw on; None: a new figure.
+        limit: Bytes that a device may hold, as a number or such as ``'16 GiB'``; one for all, or
+            one for each device; drawn as a dashed line in every row.
+
+    Raises:
+        UsageError: there are no tracks, a limit is not readable, or there is not one per device.
+    """
+    n = len(tracks)
+    if not n:
+        raise UsageError(
+            "there is nothing to draw: tracks=() (expected one track per device).\n"
+            "Fix: tracks=memory_over_time(timeline, sizes)."
+        )
+    limits = _limits(limit, n)
+    ax = new_axes(11.0, min(_MAX_HEIGHT, 1.3 + _ROW * n)) if ax is None else ax
+    end = max(float(track.times[-1]) for track in tracks)
+    factor, unit = scale_seconds(end)
+    ax.set_xlim(0, end / factor or 1.0)
+    ax.set_ylim(n, 0)
+    highest = max(track.peak for track in tracks)
+    scale = (1 - _GAP) / max(highest, *(size or 0 for size in limits), 1)
+    colours = partition_colours(n)
+    for j, track in enumerate(tracks):
+        _draw_track(ax, track, j, colours[j], scale, factor, end)
+        size = limits[j]
+        if size is not None:
+            height = j + 1 - size * scale
+            ax.hlines(height, 0, end / factor, color=NEUTRAL, linewidth=0.9, linestyle=(0, (4, 2)))
+        ax.axhline(j + 1, color="0.75", linewidth=0.5, zorder=0)
+    _label_rows(ax, tracks, limits)
+    ax.set_xlabel(f"time [{unit}]")
+    ax.set_ylabel("device" if any(len(track.partitions) > 1 for track in tracks) else "partition")
+    entries = kind_patches({kind: label for _, kind, label in _LAYERS})
+    title = f"Memory over time: highest peak {format_bytes(highest)}"
+    over = sum(size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True))
+    if limit is not None:
+        from matplotlib.lines import Line2D
+
+        dashed = Line2D([], [], color=NEUTRAL, linewidth=0.9, linestyle=(0, (4, 2)), label="limit")
+        title += f", {over} of {n} above the limit" if over else ", all below the limit"
+        add_headline(ax, title, [*entries, dashed])
+    else:
+        add_headline(ax, title, entries)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    if not end:
+        ax.set_xticks([0])
+    if not highest:
+        note(ax, "no sizes in this profile")
+    return ax
+
+
+def _limits(
+    limit: int | str | Sequence[int | str] | None, n_devices: int
+) -> list[int] | list[None]:
+    if limit is None:
+        return [None] * n_devices
+    if isinstance(limit, (int, str)):
+        return [parse_bytes(limit)] * n_devices
+    if len(limit) != n_devices:
+        raise UsageError(
+            f"limits and devices differ: len(limit)={len(limit)} (expected {n_devices}, one per "
+            "device).\nFix: give one limit for all, or one per device."
+        )
+    return [parse_bytes(size) for size in limit]
+
+
+def _draw_track(
+    ax: Axes,
+    track: MemoryTrack,
+    row: int,
+    colour: tuple[float, float, float],
+    scale: float,
+    factor: float,
+    end: float,
+) -> None:
+    """Draw one device: areas on top of each other, and a dot where the peak is reached."""
+    times = np.append(track.times, end) / factor
+    below = np.zeros(len(track.times))
+    for kinds, shade, _ in _LAYERS:
+        above = below + np.sum([track.held[kind] for kind in kinds], axis=0)
+        low, high = (row + 1 - np.append(edge, edge[-1]) * scale for edge in (below, above))
+        style = kind_style(colour, shade)
+        ax.fill_between(times, low, high, step="post", color=style["facecolor"], linewidth=0.0)
+        below = above
+    size = min(3.5, 0.12 * points(ax)[1] / ax.get_ylim()[0])
+    if track.peak and size > 1:
+        place = track.peak_time / factor, row + 1 - track.peak * scale
+        ax.plot(*place, marker="o", markersize=size, color=NEUTRAL, clip_on=False, zorder=4)
+
+
+def _label_rows(ax: Axes, tracks: Sequence[MemoryTrack], limits: Sequence[int | None]) -> None:
+    """Number the rows at their left, and write their peaks at their right, where there is room."""
+    n = len(tracks)
+    step = index_step(points(ax)[1] / n, n, LINE_HEIGHT * FONT_SIZE)
+    shown = range(0, n, step)
+    ax.set_yticks([j + 0.55 for j in shown], [str(tracks[j].device) for j in shown])
+    for j in shown:
+        size = limits[j]
+        text = format_bytes(tracks[j].peak)
+        above = size is not None and tracks[j].peak > size
+        ax.annotate(
+            f"{text} !" if above else text,
+            (1.0, j + 0.55),
+            xycoords=("axes fraction", "data"),
+            xytext=(5, 0),
+            textcoords="offset points",
+            ha="left",
+            va="center",
+            size=FONT_SIZE,
+            weight="bold" if above else "normal",
+        )

@@ -1,0 +1,108 @@
+"""Schedules side by side, as bars."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpipebal.plots.axes import FONT_SIZE, add_headline, fits, new_axes, note, points, text_width
+from gpipebal.plots.style import IDLE, NEUTRAL, idle_patch, partition_colours, scale_seconds
+from gpipebal.simulator import ScheduleRow, ScheduleTable
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_schedules"]
+
+#: Inches of a bar with its gap.
+_ROW = 0.36
+
+
+def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
+    """Draw the makespan of every schedule: what devices work on average, and what they wait.
+
+    Behind each bar stand makespan, bubble and, where sizes are known, the highest peak of memory.
+    `plot_timelines` draws the timelines themselves.
+
+    Args:
+        table: What `gpipebal.compare_schedules` returned.
+        ax: Axes to draw on; None: a new figure.
+    """
+    rows = table.rows
+    ax = new_axes(9.0, 1.3 + _ROW * len(rows)) if ax is None else ax
+    longest = max((row.makespan or 0.0 for row in rows), default=0.0)
+    factor, unit = scale_seconds(longest)
+    names = [_name(row) for row in rows]
+    ax.set_yticks(range(len(rows)), names, parse_math=False)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel(f"makespan [{unit}]")
+    # The names take their room from the axes, whose width decides on all other texts.
+    _figure(ax).draw_without_rendering()
+    width = points(ax)[0]
+    texts = _texts(rows, width)
+    room = max((text_width(text) for text in texts), default=0.0) + 8
+    share = max(0.2, 1 - room / max(width, 1.0))
+    ax.set_xlim(0, longest / factor / share or 1.0)
+    blue = partition_colours(1)[0]
+    for k, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        makespan = (row.makespan or 0.0) / factor
+        idle = makespan * (row.bubble_fraction or 0.0)
+        ax.barh(k, makespan - idle, 0.7, color=blue, alpha=0.75)
+        ax.barh(k, idle, 0.7, makespan - idle, **IDLE)
+        ax.annotate(
+            text,
+            (makespan, k),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            size=FONT_SIZE,
+            color=NEUTRAL if row.makespan is None else ax.xaxis.label.get_color(),
+        )
+    if not longest:
+        ax.set_xticks([0])
+        if not any(texts):
+            note(ax, "all times are 0")
+    from matplotlib.patches import Patch
+
+    work = Patch(facecolor=blue, alpha=0.75, label="work")
+    title = (
+        f"Schedules: {count(table.n_devices, 'device')}, {count(table.chunks, 'micro-batch')}, "
+        f"checkpoint={table.checkpoint!r}"
+    )
+    add_headline(ax, title, [work, idle_patch()])
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    return ax
+
+
+def _figure(ax: Axes) -> Figure:
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def _name(row: ScheduleRow) -> str:
+    each = row.partitions_per_device
+    return row.schedule if each == 1 else f"{row.schedule}, {each} each"
+
+
+def _texts(rows: tuple[ScheduleRow, ...], width: float) -> list[str]:
+    """Choose what stands behind the bars: all that is known, or what leaves the bars their room."""
+    choices: list[list[str]] = [[], [], [], []]
+    for row in rows:
+        if row.makespan is None:
+            for texts in choices:
+                texts.append("cannot be made")
+            continue
+        makespan, bubble = format_seconds(row.makespan), format_percent(row.bubble_fraction or 0.0)
+        peak = "" if row.peak_bytes is None else f", peak {format_bytes(row.peak_bytes)}"
+        for texts, text in zip(
+            choices,
+            (f"{makespan}, bubble {bubble}{peak}", f"{makespan}, {bubble}", makespan, ""),
+            strict=True,
+        ):
+            texts.append(text)
+    return next(
+        (texts for texts in choices if all(fits(text, 0.55 * width) for text in texts)), choices[-1]
+    )

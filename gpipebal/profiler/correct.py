@@ -1,0 +1,65 @@
+"""Correct a profile by what a trial of it as a pipeline told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profiler.trial import Trial
+
+__all__ = ["correct", "with_flag"]
+
+#: A factor further from 1 than this is told of.
+NOTABLE = 0.1
+
+
+def correct(profile: Profile, trial: Trial) -> Profile:
+    """Give a profile the times that its layers have in partitions; and its other sizes too."""
+    factors = trial.factors
+    step = replace(
+        profile.step,
+        overhead_time=trial.overhead_time,
+        inside_overhead_time=trial.inside_overhead_time,
+        cell_overhead_time=trial.cell_overhead_time,
+    )
+    told = {
+        "balance": list(trial.balance),
+        "chunks": trial.chunks,
+        "rounds": trial.rounds,
+        "factors": factors,
+    }
+    flags = list(profile.provenance.get("flags", []))
+    flags += [
+        f"corrected: {name.replace('_', ' ')}s in partitions took {factor:.2f} of their layers'"
+        for name, factor in factors.items()
+        if abs(factor - 1) > NOTABLE
+    ]
+
+    def corrected(size: Profile) -> Profile:
+        return replace(size, layers=tuple(_scaled(layer, factors) for layer in size.layers))
+
+    return replace(
+        corrected(profile),
+        step=step,
+        other_sizes=tuple(corrected(other) for other in profile.other_sizes),
+        provenance={**profile.provenance, "trial": told, "flags": flags},
+    )
+
+
+def with_flag(profile: Profile, flag: str) -> Profile:
+    """Say one more thing that is doubtful about a profile."""
+    flags = [*profile.provenance.get("flags", []), flag]
+    return replace(profile, provenance={**profile.provenance, "flags": flags})
+
+
+def _scaled(layer: LayerProfile, factors: dict[str, float]) -> LayerProfile:
+    known = layer.no_grad_forward_time
+    return replace(
+        layer,
+        forward_time=layer.forward_time * factors["forward"],
+        forward_spread=layer.forward_spread * factors["forward"],
+        backward_time=layer.backward_time * factors["backward"],
+        backward_spread=layer.backward_spread * factors["backward"],
+        recompute_time=layer.recompute_time * factors["recompute"],
+        no_grad_forward_time=None if known is None else known * factors["no_grad_forward"],
+    )

@@ -1,0 +1,360 @@
+"""A trial: the measured layers run for a few steps as the pipeline that they are measured for.
+
+Layers are clocked one by one, with a clock and a cut between them; a partition runs them in one
+piece, in a worker's thread, beside neighbours that do something else at the moment. What that
+changes no single layer tells. So on a CPU the replicas run as a `GPipe` of as many partitions as
+will work side by side, cut where the bottleneck is least, and its traces are set beside the sums
+over the layers::
+
+    time of a cell = overhead + factor * sum over its layers
+
+The overhead is that of cells of a pipeline whose layers do next to nothing; the factors, one for
+each kind of cell, are what then remains. What a step takes beside its cells, on the way in and
+out, is learned too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.pipeline.gpipe import GPipe
+from gpipebal.pipeline.microbatch import flatten, unflatten
+from gpipebal.pipeline.trace import trace
+from gpipebal.problem import Problem
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profiler.value import as_leaves
+from gpipebal.schedule import CheckpointMode, make_schedule
+from gpipebal.simulator import Durations, place
+from gpipebal.solvers import split
+from gpipebal.timeline import Timeline
+
+__all__ = ["MOST_CHUNKS", "Setting", "Trial", "run_trial"]
+
+#: Rounds at most; after each way of running has warmed up.
+MOST_ROUNDS = 8
+#: Steps of the pipeline that does next to nothing.
+OVERHEAD_ROUNDS = 6
+#: Micro-batches of a trial at most: more fill the pipeline no more than these.
+MOST_CHUNKS = 8
+#: Factors are within this of 1.
+MOST_FACTOR = 2.0
+#: Layers of a cell must take this many times its overhead to be told anything of.
+LEAST_WORK = 3.0
+#: Fields of `Durations`, and what a profile's layers tell for them.
+KINDS = ("forward", "no_grad_forward", "recompute", "backward")
+#: Between them these modes have cells of all kinds.
+_MODES: tuple[CheckpointMode, ...] = ("never", "always")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to try a profile out.
+
+    Attributes:
+        layers: The layers by name; they get gradients.
+        sample: A mini-batch of `chunks` micro-batches.
+        target: Its target.
+        loss_fn: The loss; None: the sum of the outputs stands for it.
+        chunks: Micro-batches.
+        n_partitions: Partitions, at most one per layer.
+        n_threads: Intra-operation threads of each.
+    """
+
+    layers: OrderedDict[str, nn.Module]
+    sample: Any
+    target: Any
+    loss_fn: Callable[..., Tensor] | None
+    chunks: int
+    n_partitions: int
+    n_threads: int
+
+
+@dataclass
+class Trial:
+    """What a trial told.
+
+    Attributes:
+        balance: How the chain was cut.
+        chunks: Micro-batches of its steps.
+        rounds: How often each way of running had its turn.
+        factors: Measured over predicted time of the cells of a kind, by field of `Durations`.
+        cell_overhead_time: Seconds that a cell takes beside its layers.
+        overhead_time: Seconds of a step with the loss behind it, beside everything.
+        inside_overhead_time: The same with the loss inside; None: there is nothing to train.
+    """
+
+    balance: tuple[int, ...]
+    chunks: int
+    rounds: int
+    factors: dict[str, float]
+    cell_overhead_time: float
+    overhead_time: float
+    inside_overhead_time: float | None
+
+
+@dataclass
+class _Way:
+    """One way of running a step, and what was seen of it."""
+
+    mode: CheckpointMode
+    inside: bool
+    pipe: GPipe
+    steps: list[tuple[float, Timeline]]
+
+    def run(self, setting: Setting) -> None:
+        """Run a step with gradients that start anew, as behind ``zero_grad()``."""
+        for parameter in self.pipe.parameters():
+            parameter.grad = None
+        with trace(self.pipe) as recorder:
+            started = time.perf_counter()
+            if self.inside:
+                self.pipe.step(setting.sample, target=setting.target, loss_fn=_sum_of)
+            else:
+                _run_outside(self.pipe, setting)
+            seconds = time.perf_counter() - started
+        self.steps.append((seconds, recorder.timeline))
+
+
+def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
+    """Run a few steps, and compare them with what the profile says of them.
+
+    Args:
+        profile: What was measured, layer by layer.
+        setting: What to run.
+        seconds: How long, about; every way of running has its turn twice at least.
+
+    Returns:
+        What it told. Whatever a layer or the loss raises is raised on.
+    """
+    n = min(setting.n_partitions, profile.n_layers)
+    overheads = _overheads(n, setting)
+    balance = _balance(profile, n)
+    module = nn.Sequential(setting.layers).train()
+    kinds: list[tuple[CheckpointMode, bool]] = [*((mode, False) for mode in _MODES)]
+    if any(layer.gradient_bytes for layer in profile.layers):
+        kinds.append(("never", True))
+    ways: list[_Way] = []
+    try:
+        for mode, inside in kinds:
+            pipe = GPipe(
+                module,
+                balance,
+                devices=["cpu"] * n,
+                chunks=setting.chunks,
+                checkpoint=mode,
+                threads_per_partition=setting.n_threads,
+            )
+            ways.append(_Way(mode, inside, pipe, []))
+        for way in ways:
+            way.run(setting)  # the first warms up: threads are started, facts found out
+            way.steps.clear()
+        deadline = time.perf_counter() + seconds
+        rounds = 0
+        while not rounds or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
+            for way in ways:
+                way.run(setting)
+            rounds += 1
+    finally:
+        for way in ways:
+            way.pipe.close()
+            for parameter in way.pipe.parameters():
+                parameter.grad = None
+    return _read(profile, balance, setting.chunks, rounds, ways, overheads)
+
+
+def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
+    problem = Problem(
+        [layer.forward_time for layer in profile.layers],
+        [layer.backward_time for layer in profile.layers],
+        [layer.recompute_time for layer in profile.layers],
+        n_partitions,
+    )
+    return split(problem, "bottleneck").balance
+
+
+def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
+    """Find the seconds of a cell of each kind whose layer does next to nothing."""
+    module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(n_partitions)))
+    nothing = replace(
+        setting, layers=OrderedDict(module.named_children()), target=None, loss_fn=None
+    )
+    nothing = replace(nothing, sample=torch.zeros(setting.chunks, 1))
+    found: dict[str, list[float]] = defaultdict(list)
+    for mode in _MODES:
+        pipe = GPipe(
+            module,
+            [1] * n_partitions,
+            devices=["cpu"] * n_partitions,
+            chunks=setting.chunks,
+            checkpoint=mode,
+            threads_per_partition=setting.n_threads,
+        )
+        way = _Way(mode, False, pipe, [])
+        try:
+            for _ in range(OVERHEAD_ROUNDS + 1):
+                way.run(nothing)
+        finally:
+            pipe.close()
+        for _, timeline in way.steps[1:]:
+            for event in timeline.events:
+                name = _kind_of(event.kind, mode)
+                if name is not None:
+                    found[name].append(event.end - event.start)
+    return {name: median(found[name]) for name in KINDS}
+
+
+def _run_outside(pipe: GPipe, setting: Setting) -> None:
+    """Run forward, loss and backward as a caller does, but leave parameters of the loss alone."""
+    output = pipe(setting.sample)
+    leaves, structure = flatten(output)
+    ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not ends:
+        return
+    gradients: Sequence[Tensor | None] = [torch.ones_like(end) for end in ends]
+    if setting.loss_fn is not None:
+        cut = as_leaves(leaves, wants=True)
+        loss = setting.loss_fn(
+            *(x for x in (unflatten(cut, structure), setting.target) if x is not None)
+        )
+        inputs = [leaf for leaf in cut if isinstance(leaf, Tensor) and leaf.requires_grad]
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    torch.autograd.backward(ends, gradients)
+
+
+def _sum_of(output: Any, target: Any = None) -> Tensor:
+    """Stand for a loss that takes no time."""
+    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+    return sum((leaf.sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
+
+
+def _read(
+    profile: Profile,
+    balance: Sequence[int],
+    chunks: int,
+    rounds: int,
+    ways: Sequence[_Way],
+    overheads: dict[str, float],
+) -> Trial:
+    """Set the traces beside the sums over the layers."""
+    cells: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for way in ways:
+        for _, timeline in way.steps:
+            for event in timeline.events:
+                name = _kind_of(event.kind, way.mode)
+                # The loss inside is in the last partition's cells: those tell of it too.
+                if name is not None and not way.inside:
+                    cells[name, event.partition].append(event.end - event.start)
+    n = len(balance)
+    predicted = _sums(profile, balance)
+    medians = {
+        name: tuple(median(cells[name, j]) if cells[name, j] else 0.0 for j in range(n))
+        for name in KINDS
+    }
+    factors = {name: _factor(medians[name], predicted[name], overheads[name]) for name in KINDS}
+    measured = Durations(**medians)
+    gaps, around, inside = [], [], []
+    for way in ways:
+        order = make_schedule("gpipe", n, chunks, way.mode)
+        for seconds, timeline in way.steps:
+            beside = seconds - timeline.makespan
+            if way.inside:
+                inside.append(beside)
+                continue
+            pause = _pause_of(timeline)
+            gaps.append(_hand_over(timeline, order, _means(timeline, way.mode, measured), pause))
+            step = profile.step
+            known = (step.loss_time or 0.0) + (step.gather_time or 0.0)
+            known *= chunks / profile.chunks
+            around.append(beside + max(0.0, pause - known))
+    return Trial(
+        balance=tuple(balance),
+        chunks=chunks,
+        rounds=rounds,
+        factors=factors,
+        cell_overhead_time=max(0.0, median(gaps)) + fmean(overheads.values()),
+        overhead_time=max(0.0, median(around)),
+        inside_overhead_time=max(0.0, median(inside)) if inside else None,
+    )
+
+
+def _factor(times: Sequence[float], predicted: Sequence[float], overhead: float) -> float:
+    """Divide the times of a kind of cell, less their overhead, by the sums over their layers.
+
+    Cells whose layers do little more than nothing tell nothing of them: their factor is 1.
+    """
+    measured = sum(max(0.0, time - overhead) for time in times)
+    if not measured or sum(predicted) < LEAST_WORK * overhead * len(times):
+        return 1.0
+    return min(max(measured / sum(predicted), 1 / MOST_FACTOR), MOST_FACTOR)
+
+
+def _kind_of(kind: str, mode: CheckpointMode) -> str | None:
+    names = {"F": "forward", "R": "recompute", "B": "backward"}
+    if kind == "F" and mode == "always":
+        return "no_grad_forward"
+    return names.get(kind)
+
+
+def _means(timeline: Timeline, mode: CheckpointMode, otherwise: Durations) -> Durations:
+    """Take the mean time of each partition's cells of a kind in one step."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in timeline.events:
+        name = _kind_of(event.kind, mode)
+        if name is not None:
+            found[name, event.partition].append(event.end - event.start)
+    return replace(
+        otherwise,
+        **{
+            name: tuple(
+                sum(found[name, j]) / len(found[name, j]) if found[name, j] else given
+                for j, given in enumerate(getattr(otherwise, name))
+            )
+            for name in KINDS
+        },
+    )
+
+
+def _hand_over(timeline: Timeline, order: Any, cells: Durations, pause: float) -> float:
+    """Find the time between cells that makes the placed schedule as long as the traced one."""
+    without = place(order, cells, pause=pause).makespan
+    missing = timeline.makespan - without
+    share = 0.01 * max(map(max, (cells.forward, cells.backward)), default=0.0)
+    if share <= 0:
+        return 0.0
+    later = place(order, cells.longer_by(share), pause=pause).makespan
+    return missing * share / (later - without)
+
+
+def _pause_of(timeline: Timeline) -> float:
+    """Return the seconds from the last forward to the first action behind it."""
+    ends = [event.end for event in timeline.events if event.kind == "F"]
+    starts = [event.start for event in timeline.events if event.kind in "RB"]
+    return max(0.0, min(starts) - max(ends)) if ends and starts else 0.0
+
+
+def _sums(profile: Profile, balance: Sequence[int]) -> dict[str, tuple[float, ...]]:
+    """Add up the times of the layers of each partition."""
+    bounds = [0]
+    for size in balance:
+        bounds.append(bounds[-1] + size)
+    parts = [profile.layers[start:end] for start, end in pairwise(bounds)]
+
+    def without_graph(layer: LayerProfile) -> float:
+        known = layer.no_grad_forward_time
+        return layer.forward_time if known is None else known
+
+    return {
+        "forward": tuple(sum(layer.forward_time for layer in part) for part in parts),
+        "no_grad_forward": tuple(sum(map(without_graph, part)) for part in parts),
+        "recompute": tuple(sum(layer.recompute_time for layer in part) for part in parts),
+        "backward": tuple(sum(layer.backward_time for layer in part) for part in parts),
+    }

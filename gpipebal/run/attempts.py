@@ -1,0 +1,117 @@
+"""The best few plans, each run for a moment: the fastest one stays.
+
+Predictions of plans that differ by a cut or two are closer to each other than to the truth: what
+a run shows decides between them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from gpipebal.pipeline import GPipe
+from gpipebal.plan import Plan
+from gpipebal.run.training import PipelineTrainer, timed
+from gpipebal.run.workload import Workload
+from gpipebal.text import aligned
+from gpipebal.units import format_seconds
+
+__all__ = ["Attempt", "fastest", "try_plans"]
+
+#: How often every plan has its turn, and the steps of a turn, after one to warm up.
+TURNS = 2
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A plan, and how long its steps took.
+
+    Attributes:
+        plan: The plan.
+        step_times: Seconds of each step.
+    """
+
+    plan: Plan
+    step_times: tuple[float, ...]
+
+    @property
+    def step_time(self) -> float:
+        """Median seconds of a step."""
+        return median(self.step_times)
+
+
+def try_plans(
+    plans: Sequence[Plan],
+    workload: Workload,
+    *,
+    devices: Sequence[torch.device],
+    threads: int | None,
+    progress: bool | None = None,
+    echo: Callable[[str], None] = print,
+) -> list[Attempt]:
+    """Train a copy of the model under every plan for a few steps, the plans in turns.
+
+    Args:
+        plans: Plans of the workload's model.
+        workload: What to train; it is left as it is.
+        devices: Device of each partition.
+        threads: Intra-operation threads of a CPU partition.
+        progress: Whether to show a progress bar; None: on a terminal only.
+        echo: Takes the table of what came out.
+
+    Returns:
+        One attempt per plan, in the order of the plans.
+    """
+    times: list[list[float]] = [[] for _ in plans]
+    model = copy.deepcopy(workload.model)
+    hidden = None if progress is None else not progress
+    with tqdm(total=TURNS * len(plans), desc="trying", leave=False, disable=hidden) as bar:
+        for turn in range(TURNS):
+            # There and back, so that what drifts drifts for all alike.
+            order = range(len(plans)) if turn % 2 == 0 else reversed(range(len(plans)))
+            for k in order:
+                times[k] += _some_steps(model, plans[k], workload, devices, threads)
+                bar.update()
+    attempts = [Attempt(plan, tuple(found)) for plan, found in zip(plans, times, strict=True)]
+    best = fastest(attempts)
+    rows = [["balance", "predicted step", "measured step", ""]]
+    for attempt in attempts:
+        predicted = attempt.plan.step_time
+        rows.append(
+            [
+                ",".join(map(str, attempt.plan.balance)),
+                "unknown" if predicted is None else format_seconds(predicted),
+                format_seconds(attempt.step_time),
+                "taken" if attempt is best else "",
+            ]
+        )
+    echo("\n".join(aligned(rows, left=(0, 3))))
+    return attempts
+
+
+def fastest(attempts: Sequence[Attempt]) -> Attempt:
+    """Return the attempt with the shortest step; of equally fast ones the first."""
+    return min(attempts, key=lambda attempt: attempt.step_time)
+
+
+def _some_steps(
+    model: nn.Sequential,
+    plan: Plan,
+    workload: Workload,
+    devices: Sequence[torch.device],
+    threads: int | None,
+) -> list[float]:
+    pipe = GPipe.from_plan(model, plan, devices=list(devices), threads_per_partition=threads)
+    try:
+        trainer = PipelineTrainer(pipe, workload)
+        trainer.step()
+        return [timed(trainer.step, pipe.devices) for _ in range(STEPS)]
+    finally:
+        pipe.close()

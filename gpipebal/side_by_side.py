@@ -1,0 +1,221 @@
+"""Side by side: plans and timelines of one model in one table, and predicted against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpipebal.errors import UsageError
+from gpipebal.plan import Plan
+from gpipebal.simulator import simulate
+from gpipebal.text import aligned
+from gpipebal.timeline import COMPUTE_KINDS, KIND_NAMES, Timeline
+from gpipebal.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CellTime", "Compared", "SideBySide", "set_side_by_side"]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One plan or timeline of a comparison; seconds, fractions and bytes of one mini-batch.
+
+    Attributes:
+        name: What it is called.
+        kind: ``'plan'``, ``'simulated'`` or ``'measured'``.
+        balance: Layers in each partition; None: not known.
+        chunks: Number of micro-batches.
+        makespan: From the first start to the last end.
+        bubble_fraction: Idle share of all devices' time.
+        imbalance: Largest busy time of a device over the mean one.
+        step_time: Predicted training step; None: not known.
+        peak_bytes: Predicted peak memory of the partition that needs most; None: not known.
+    """
+
+    name: str
+    kind: str
+    balance: tuple[int, ...] | None
+    chunks: int
+    makespan: float
+    bubble_fraction: float
+    imbalance: float
+    step_time: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class CellTime:
+    """Mean seconds of one kind of cell of a partition, in the first and in the last timeline."""
+
+    partition: int
+    kind: str
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Plans and timelines of one model; printed, it is a table.
+
+    Attributes:
+        rows: What is compared, in the order given; all are set in relation to the first.
+        cells: Where a prediction and a measurement were given, how long each kind of cell took
+            in both; else empty.
+        timelines: The timelines, by name: those given, and those that the plans predict.
+    """
+
+    rows: tuple[Compared, ...]
+    cells: tuple[CellTime, ...]
+    timelines: Mapping[str, Timeline]
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per plan or timeline."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) for row in self.rows])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON values."""
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+
+    def __str__(self) -> str:
+        first = self.rows[0]
+        lines = [["", "kind", "chunks", "makespan", "against the first", "bubble", "imbalance"]]
+        lines[0] += ["training step", "peak memory", "balance"]
+        for row in self.rows:
+            lines.append(
+                [
+                    row.name,
+                    row.kind,
+                    str(row.chunks),
+                    format_seconds(row.makespan),
+                    "" if row is first else _change(first.makespan, row.makespan),
+                    format_percent(row.bubble_fraction),
+                    f"{row.imbalance:.3f}",
+                    "-" if row.step_time is None else format_seconds(row.step_time),
+                    "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+                    "-" if row.balance is None else _short(row.balance),
+                ]
+            )
+        text = aligned(lines, left=(0, 1, 9))
+        if self.cells:
+            rows = [["partition", "cell", "predicted", "measured", "measured is"]]
+            rows += [
+                [
+                    str(cell.partition),
+                    KIND_NAMES[cell.kind],
+                    format_seconds(cell.first),
+                    format_seconds(cell.last),
+                    _change(cell.first, cell.last),
+                ]
+                for cell in self.cells
+            ]
+            text += ["", *aligned(rows, left=(1,))]
+        return "\n".join(text)
+
+
+def set_side_by_side(nouns: Mapping[str, Plan | Timeline]) -> SideBySide:
+    """Set plans and timelines of one model side by side.
+
+    A plan stands for the timeline that it predicts: with the pause for the loss between the
+    phases if there is a measurement to be compared with, which has it too.
+
+    Args:
+        nouns: Plans and timelines, by the name that each has in the table.
+
+    Raises:
+        UsageError: there is nothing to compare, or they have different numbers of layers.
+
+    Example:
+        >>> from gpipebal.planner import evaluate
+        >>> from gpipebal.profile import Profile
+        >>> profile = Profile.from_costs([1.0, 1.0, 2.0], chunks=4)
+        >>> both = {str(b): evaluate(profile, b, checkpoint="never") for b in ([1, 2], [2, 1])}
+        >>> [(row.name, row.makespan) for row in set_side_by_side(both).rows]
+        [('[1, 2]', 39.0), ('[2, 1]', 30.0)]
+    """
+    if len(nouns) < 2:
+        raise UsageError(
+            f"there is nothing to compare with: {len(nouns)} of plans and timelines (expected 2 or "
+            "more).\nFix: name another plan or timeline of the same model."
+        )
+    layers = {name: sum(balance) for name, noun in nouns.items() if (balance := _balance(noun))}
+    if len(set(layers.values())) > 1:
+        sizes = ", ".join(f"{name}: {n}" for name, n in layers.items())
+        raise UsageError(
+            f"plans and timelines are of different models: layers {sizes} (expected as many in "
+            "all).\nFix: compare those of one model."
+        )
+    is_measured = any(isinstance(n, Timeline) and n.source == "measured" for n in nouns.values())
+    timelines = {
+        name: noun
+        if isinstance(noun, Timeline)
+        else simulate(noun, pause=noun.pause_time if is_measured else None)
+        for name, noun in nouns.items()
+    }
+    rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
+    return SideBySide(rows, _cells(list(timelines.values())), timelines)
+
+
+def _row(name: str, noun: Plan | Timeline, timeline: Timeline) -> Compared:
+    plan = noun if isinstance(noun, Plan) else None
+    return Compared(
+        name=name,
+        kind="plan" if plan else timeline.source,
+        balance=_balance(noun),
+        chunks=timeline.chunks,
+        makespan=timeline.makespan,
+        bubble_fraction=timeline.bubble_fraction,
+        imbalance=timeline.imbalance,
+        step_time=plan.step_time if plan else None,
+        peak_bytes=max(part.memory.total for part in plan.partitions) if plan else None,
+    )
+
+
+def _balance(noun: Plan | Timeline) -> tuple[int, ...] | None:
+    if isinstance(noun, Plan):
+        return noun.balance
+    found = noun.provenance.get("balance")
+    good = isinstance(found, (list, tuple)) and all(type(size) is int for size in found)
+    return tuple(found) if good and found else None
+
+
+def _cells(timelines: list[Timeline]) -> tuple[CellTime, ...]:
+    """Compare the first prediction with the first measurement, if both are of the same cells."""
+    predicted = next((t for t in timelines if t.source == "simulated"), None)
+    measured = next((t for t in timelines if t.source == "measured"), None)
+    if predicted is None or measured is None or predicted.n_partitions != measured.n_partitions:
+        return ()
+    before, after = _mean_times(predicted), _mean_times(measured)
+    return tuple(
+        CellTime(*place, before[place], after[place])
+        for place in sorted(before, key=lambda place: (place[0], COMPUTE_KINDS.index(place[1])))
+        if place in after
+    )
+
+
+def _mean_times(timeline: Timeline) -> dict[tuple[int, str], float]:
+    times: dict[tuple[int, str], list[float]] = {}
+    for event in timeline.events:
+        if event.kind in COMPUTE_KINDS:
+            times.setdefault((event.partition, event.kind), []).append(event.end - event.start)
+    return {place: sum(found) / len(found) for place, found in times.items()}
+
+
+def _change(before: float, after: float) -> str:
+    if not before:
+        return "-"
+    change = after / before - 1
+    return ("+" if change >= 0 else "") + format_percent(change)
+
+
+def _short(balance: tuple[int, ...], most: int = 8) -> str:
+    """Write a balance; of many partitions the first ones."""
+    shown = ",".join(map(str, balance[:most]))
+    return f"[{shown}]" if len(balance) <= most else f"[{shown},...]"

@@ -1,0 +1,88 @@
+"""The makespan where partitions recompute every micro-batch, or have any mode that fits.
+
+A partition that recomputes every micro-batch takes, for all but one of them, as long as one that
+spares the last. What the last one adds is nearly always hidden: the partition recomputes it while
+those behind it still work. Only the last partition has nobody behind it. So there are two cases:
+the last partition spares its last micro-batch, or it does not and is charged for it once. In both,
+the other partitions are charged as if they spared theirs. That bounds every makespan from below,
+and the split that attains it is the best one if no partition in the middle shows its recompute;
+what it takes in truth is worked out, and the gap says what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from gpipebal.problem import Problem
+from gpipebal.schedule import CheckpointMode
+from gpipebal.solvers.levels import Levels
+from gpipebal.solvers.reachability import Path
+
+__all__ = ["AnyMode", "solve_any_mode"]
+
+#: A solver: value, lower bound and split of some levels; None if there is no split. It is told
+#: whether what is passed once differs from split to split.
+Solve = Callable[[Levels, bool], "tuple[int, int, Path] | None"]
+
+
+class AnyMode(NamedTuple):
+    """The best makespan found, its bound, the split, and the levels that its groups are of."""
+
+    value: int
+    lower_bound: int
+    path: Path
+    levels: Levels
+
+
+def solve_any_mode(problem: Problem, levels: Levels, solve: Solve) -> AnyMode | None:
+    """Choose cuts and modes so that the mini-batch ends as early as possible.
+
+    Args:
+        problem: A problem with ``checkpoint='auto'``, or with ``'always'`` among its modes.
+        levels: Its levels.
+        solve: Finds the best split as if ``'always'`` took as long as ``'except_last'``.
+
+    Returns:
+        Value and bound are equal unless a partition in the middle shows its recompute; None if
+        there is no split.
+
+    Complexity:
+        That of `solve`, up to three times.
+
+    Example:
+        >>> from gpipebal.solvers import split
+        >>> split(Problem([1, 1], [1, 1], [1, 1], 2, 4, "auto")).modes
+        ('never', 'never')
+    """
+    first, last = tuple(levels.modes[:-1]), levels.modes[-1]
+    if last == ("always",):
+        return _solved(problem, _levels_with(problem, levels, (*first, last)), solve)
+    best = _solved(problem, levels, solve)
+    if best is None or best.value == best.lower_bound or "always" not in last:
+        return best
+    cases = [
+        _solved(problem, _levels_with(problem, levels, (*first, case)), solve, best.lower_bound)
+        for case in (last[:-1], last[-1:])
+    ]
+    found = [case for case in cases if case is not None]
+    best = min([best, *found], key=lambda case: case.value)
+    return best._replace(lower_bound=min([best.value, *(case.lower_bound for case in found)]))
+
+
+def _levels_with(
+    problem: Problem, levels: Levels, modes: Sequence[tuple[CheckpointMode, ...]]
+) -> Levels:
+    return Levels(
+        problem, levels.limits, levels, modes=modes, early=tuple(modes[-1]) == ("always",)
+    )
+
+
+def _solved(problem: Problem, levels: Levels, solve: Solve, at_least: int = 0) -> AnyMode | None:
+    found = solve(levels, levels.early)
+    if found is None:
+        return None
+    _, lower_bound, path = found
+    modes = [option.mode for option in path.options]
+    value = problem.costs.makespan(path.bounds, modes, levels.devices_of(path.groups))
+    return AnyMode(value, min(max(lower_bound, at_least), value), path, levels)

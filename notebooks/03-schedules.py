@@ -1,0 +1,157 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. Bubbles, checkpointing and schedules
+#
+# A pipeline has to fill up and to run empty. While it does, devices wait. That idle time is called the **bubble**, and
+# this notebook is about what makes it small, and what that costs in memory. Nothing runs here: a **simulator** places
+# known times on a schedule, in milliseconds.
+#
+# To see the pattern, take a model of 16 equal layers: 1 ms forward, 2 ms backward each, for one micro-batch; 8 MiB
+# saved by each layer for its backward, 1 MiB handed on to the next.
+
+# %%
+# %matplotlib inline
+import gpipebal as gb
+from gpipebal.plots import plot_chunks, plot_memory, plot_schedules, plot_timeline, plot_timelines
+from gpipebal.simulator import held_of, memory_over_time
+
+MIB = 2**20
+
+
+def equal_layers(n_layers=16, chunks=4, size=1.0, overhead=0.0):
+    """Make a profile of equal layers, for micro-batches `size` times as large as usual."""
+    return gb.Profile.from_costs(
+        [1e-3 * (size + overhead)] * n_layers,
+        saved_bytes=[int(8 * MIB * size)] * n_layers,
+        output_bytes=[int(1 * MIB * size)] * n_layers,
+        parameter_bytes=[4 * MIB] * n_layers,
+        chunks=chunks,
+    )
+
+
+profile = equal_layers()
+plan = gb.solve(profile, 4, checkpoint="never")
+timeline = gb.simulate(plan)
+plot_timeline(timeline).figure
+
+# %% [markdown]
+# One row per device, time from left to right, numbers are micro-batches. All forwards first, then all backwards, the
+# last micro-batch first: that is **GPipe's schedule**. Device 3 cannot start before the first micro-batch has come
+# through devices 0 to 2; device 0 waits for gradients from all others.
+#
+# With $n$ equal partitions and $m$ micro-batches, $n - 1$ of the $m + n - 1$ turns of every device are idle:
+
+# %%
+n, m = 4, 4
+print(f"simulated {timeline.bubble_fraction:.4f}, formula {(n - 1) / (m + n - 1):.4f}")
+
+# %% [markdown]
+# ## More micro-batches
+#
+# With the mini-batch as it is, more micro-batches are smaller ones. If a layer's time went exactly by the rows, ever
+# more of them would be ever better: the bubble shrinks with $1/m$.
+#
+# In truth every layer has an overhead that does not shrink. Let it be a tenth of the time of a usual micro-batch:
+
+# %%
+candidates = []
+for chunks in (1, 2, 4, 8, 16, 32, 64):
+    share = 4 / chunks  # rows of a micro-batch, as a multiple of those above
+    part = equal_layers(chunks=chunks, size=share, overhead=0.1)
+    candidates.append(gb.solve(part, 4, checkpoint="never"))
+plot_chunks(candidates).figure
+
+# %% [markdown]
+# Few micro-batches: wide bubble. Many: more work, because the overhead is paid again and again. In between lies the
+# best. (`solve(profile, 4, chunks="auto")` finds it, if the profile was measured at several sizes: notebook 4.)
+#
+# ## Checkpointing
+#
+# Until its backward comes, every micro-batch keeps what its layers saved. GPipe holds all of them at the same time:
+
+# %%
+sizes = held_of(profile, (0, 4, 8, 12, 16))
+plot_memory(memory_over_time(timeline, sizes), limit="120 MiB").figure
+
+# %% [markdown]
+# **Checkpointing** keeps only the *input* of each partition, and computes the rest again right before the backward. That
+# costs one more forward (hatched) and saves most of the memory. `"except_last"` spares the last micro-batch, whose
+# backward follows its forward at once:
+
+# %%
+checkpointed = gb.solve(profile, 4, checkpoint="except_last")
+again = gb.simulate(checkpointed)
+plot_timeline(again).figure
+
+# %%
+plot_memory(memory_over_time(again, sizes), limit="120 MiB").figure
+
+# %%
+for mode in ("never", "except_last", "always"):
+    found = gb.solve(profile, 4, checkpoint=mode)
+    peak = max(track.peak for track in memory_over_time(gb.simulate(found), sizes))
+    print(f"{mode:12} {1e3 * found.makespan:6.1f} ms, highest peak {peak / MIB:6.1f} MiB")
+
+# %% [markdown]
+# ## Other schedules
+#
+# A different order of the same work can save memory or idle time:
+#
+# * **1F1B** starts with a backward as soon as there is one. With equal partitions it is exactly as long as GPipe, but
+#   the first device never holds more than $n$ micro-batches, however many there are.
+# * **Interleaved 1F1B** gives every device two partitions, so that filling and emptying take half as long.
+# * **Zero-bubble (ZB-H1)** parts a backward in two: the gradient of the input, for which others wait, and that of the
+#   weights, which fills the holes.
+
+# %%
+equal = equal_layers(chunks=8)
+plan = gb.solve(equal, 4, checkpoint="never")
+shown = {name: gb.simulate(plan, name) for name in ("gpipe", "1f1b", "zb_h1")}
+plot_timelines(shown).figure
+
+# %% [markdown]
+# All of them in one table. `run by` says who can run it: `GPipe` of this library runs the first two, and
+# `torch.distributed.pipelining` the others.
+
+# %%
+table = gb.compare_schedules(equal, 4, chunks=8)
+print(table)
+
+# %%
+plot_schedules(table).figure
+
+# %% [markdown]
+# ## Unequal partitions
+#
+# Nothing above needed a profiler, because all layers were equal. If one layer takes four times as long as the others,
+# the partition that holds it sets the pace: no schedule repairs a bad cut, and a bad cut costs more the more
+# micro-batches there are.
+
+# %%
+uneven = gb.Profile.from_costs([1e-3] * 15 + [4e-3], chunks=8)
+from gpipebal.planner import evaluate
+
+pair = {
+    "equally many layers": gb.simulate(evaluate(uneven, [4, 4, 4, 4], checkpoint="never")),
+    "solved": gb.simulate(gb.solve(uneven, 4, checkpoint="never")),
+}
+plot_timelines(pair).figure
+
+# %% [markdown]
+# The same from a shell:
+#
+#     gpipebal simulate profile.json --partitions 4 --schedule 1f1b --checkpoint never --plot timeline.png
+#     gpipebal compare profile.json --partitions 4 --chunks 8
+#
+# Next: [4. Run it and compare with the prediction](04-run.ipynb).

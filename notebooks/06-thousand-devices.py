@@ -1,0 +1,164 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. From one laptop to a thousand devices, by simulation
+#
+# What happens to a pipeline when it grows? Nobody needs a thousand devices to find out: costs are known, the solver and
+# the simulator are exact about them, and both are fast. This notebook takes seconds.
+#
+# The model is a GPT with 1,024 blocks, 2,048 layers, estimated for an H100. Identical layers are looked at once.
+
+# %%
+# %matplotlib inline
+import time
+
+import torch
+from matplotlib.figure import Figure
+
+import gpipebal as gb
+from gpipebal.models import gpt
+from gpipebal.plots import plot_timeline
+
+BLOCKS, WIDTH = 1024, 4096
+
+with torch.device("meta"):
+    model = gpt(BLOCKS, WIDTH, heads=32, vocabulary=32_000, context=2048)
+    tokens = torch.zeros(1, 2048, dtype=torch.int64)
+start = time.perf_counter()
+profile = gb.profile_model(model, tokens, method="estimate", rates="H100")
+n_parameters = sum(p.numel() for p in model.parameters())
+print(f"{profile.n_layers} layers, {n_parameters / 1e9:.0f} billion parameters")
+print(profile)
+
+# %% [markdown]
+# ## Planning and simulating
+#
+# `gb.solve` and `gb.simulate` do all of this for plans of ordinary size. A plan, though, also tells the memory of every
+# partition, for which it walks through each action; with millions of actions that takes minutes. Here are the two parts
+# that matter now by themselves: the solver, which cuts the chain, and `place`, which puts durations on a schedule.
+
+# %%
+from gpipebal.problem import Problem
+from gpipebal.schedule import order_of
+from gpipebal.simulator import durations_of, place
+from gpipebal.solvers import split
+
+COLUMNS = {
+    "forward": [layer.forward_time for layer in profile.layers],
+    "backward": [layer.backward_time for layer in profile.layers],
+    "recompute": [layer.recompute_time for layer in profile.layers],
+}
+
+
+def best_bounds(n_devices, chunks):
+    """Find the best cuts: the first layer of each partition."""
+    problem = Problem(**COLUMNS, n_partitions=n_devices, chunks=chunks, checkpoint="never")
+    found = split(problem)
+    assert found.status == "optimal"
+    return found.bounds
+
+
+def run(n_devices, chunks, **link):
+    """Cut the model in the best way, and simulate a step."""
+    bounds = best_bounds(n_devices, chunks)
+    order = order_of("gpipe", n_devices, chunks, "never")
+    return place(order, durations_of(profile, bounds, **link))
+
+
+# %% [markdown]
+# A thousand devices and four thousand micro-batches are eight million forwards and backwards. They are kept as columns of
+# numbers, so each of these lines takes seconds at most:
+
+# %%
+DEVICES = (8, 64, 256, 1024)
+for n in DEVICES:
+    start = time.perf_counter()
+    bounds = best_bounds(n, 4 * n)
+    middle = time.perf_counter()
+    timeline = run(n, 4 * n)
+    end = time.perf_counter()
+    print(
+        f"{n:5} devices: makespan {timeline.makespan:6.1f} s, bubble "
+        f"{100 * timeline.bubble_fraction:4.1f} %; cut in {1e3 * (middle - start):.0f} ms, "
+        f"{len(timeline.events):9,} events in {end - middle:.2f} s"
+    )
+
+# %% [markdown]
+# The smallest of them, as a picture:
+
+# %%
+plot_timeline(run(8, 32)).figure
+
+# %% [markdown]
+# ## How many micro-batches does a thousand devices need?
+#
+# The share of time that devices work, against micro-batches per device. One rule holds at every size: with one micro-batch
+# per device half of the time is lost, with four a fifth.
+
+# %%
+PER_DEVICE = (0.5, 1, 2, 4)
+figure = Figure(figsize=(7, 3.4), layout="constrained")
+ax = figure.add_subplot()
+for n in DEVICES:
+    shares = [100 * (1 - run(n, int(each * n)).bubble_fraction) for each in PER_DEVICE]
+    ax.plot(PER_DEVICE, shares, marker="o", label=f"{n} devices")
+ax.set(xscale="log", xlabel="micro-batches per device", ylabel="time at work [%]", ylim=(0, 100))
+ax.set_xticks(PER_DEVICE, [str(each) for each in PER_DEVICE])
+ax.minorticks_off()
+ax.legend(frameon=False)
+figure
+
+# %% [markdown]
+# Where the curve of the thousand lies lower than the others, it is not for the bubble's sake: with two layers on each
+# device there is no room to balance anything. `imbalance` is the largest time of a device over the mean:
+
+# %%
+for n in DEVICES:
+    print(f"{n:5} devices: imbalance {run(n, n).imbalance:.3f}")
+
+# %% [markdown]
+# ## Links
+#
+# Every cut hands a state of 2,048 tokens on. Over a fast link that disappears behind the work; a slow one is a bottleneck
+# of its own. (Copies run beside the computation. `gb.solve(..., link=...)` also moves the cuts to where little crosses.)
+
+# %%
+for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9), ("slow", 0.5e9)):
+    timeline = run(64, 256, bandwidth=bandwidth, latency=0.0 if bandwidth is None else 10e-6)
+    speed = "" if bandwidth is None else f"{bandwidth / 1e9:g} GB/s"
+    print(f"{name:10} {speed:9}: makespan {timeline.makespan:6.1f} s")
+
+# %% [markdown]
+# ## One process for all
+#
+# A single process that launches the work of all devices, as `GPipe` does, is one more machine that everything has to
+# pass. With 20 microseconds for the launch of each layer, where does it become the bottleneck?
+
+# %%
+from dataclasses import replace
+from itertools import pairwise
+
+LAUNCH = 20e-6
+for n in DEVICES[:3]:
+    bounds = best_bounds(n, 4 * n)
+    launch = tuple(LAUNCH * (end - first) for first, end in pairwise(bounds))
+    times = durations_of(profile, bounds)
+    hosted = replace(times, forward_launch=launch, backward_launch=launch)
+    order = order_of("gpipe", n, 4 * n, "never")
+    free, one = place(order, times).makespan, place(order, hosted).makespan
+    print(f"{n:5} devices: {free:6.1f} s with a process for each, {one:6.1f} s with one for all")
+
+# %% [markdown]
+# That is why one process is for one machine, and why a pipeline over many machines has a process for every device.
+#
+# This was the last notebook. [docs/architecture.md](../docs/architecture.md) is the map of the code.

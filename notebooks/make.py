@@ -1,0 +1,60 @@
+"""Run every notebook from top to bottom, and write it with its outputs beside its text.
+
+The text (``NN-name.py``, in jupytext's percent format) is what is edited; the ``.ipynb`` is made
+from it:
+
+    pip install '.[notebooks]'
+    python notebooks/make.py            all of them
+    python notebooks/make.py 03 05      some
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from PIL import Image
+
+HERE = Path(__file__).parent
+
+
+def smaller(picture: str) -> str:
+    """Store a picture with 128 colours: a third of the bytes, and no difference to see."""
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
+        small = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    small.save(buffer, format="PNG", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def main(chosen: list[str]) -> None:
+    """Make the notebooks whose names begin with one of these; none: all."""
+    for path in sorted(HERE.glob("[0-9][0-9]-*.py")):
+        if chosen and not path.name.startswith(tuple(chosen)):
+            continue
+        start = time.perf_counter()
+        notebook = jupytext.read(path)
+        NotebookClient(notebook, timeout=600, resources={"metadata": {"path": HERE}}).execute()
+        for k, cell in enumerate(notebook.cells):
+            # What changes from run to run without saying anything, and would make every diff large.
+            cell["id"] = f"cell-{k}"
+            cell.get("metadata", {}).pop("execution", None)
+            for output in cell.get("outputs", ()):
+                data = output.get("data", {})
+                if "image/png" in data:
+                    data["image/png"] = smaller(data["image/png"])
+        notebook.metadata.pop("language_info", None)
+        target = path.with_suffix(".ipynb")
+        nbformat.write(notebook, target)
+        seconds, size = time.perf_counter() - start, target.stat().st_size / 1024
+        print(f"{target.name}: {len(notebook.cells)} cells, {seconds:.0f} s, {size:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

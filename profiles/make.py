@@ -1,0 +1,217 @@
+"""Make the stored profiles of the built-in models anew.
+
+    python profiles/make.py                       the estimates: no device, no clock
+    python profiles/make.py --measure             those of this machine's CPU: needs a quiet machine
+    python profiles/make.py --only NAME           one of them, by the name of its file
+    python profiles/make.py --shrink FILE         a file that `gpipebal profile` wrote
+
+Files are made small: what a reader would fill in anyhow is left out, and times have four digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpipebal.files import atomic_path
+from gpipebal.models.entries import MODELS
+from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profiler import profile_model
+
+HERE = Path(__file__).parent
+
+#: Digits of a time that are kept: far more than any measurement has.
+DIGITS = 4
+#: Fields that another one stands in for where they are not known, and so where they are equal.
+_STAND_INS = {
+    "no_grad_forward_time": "forward_time",
+    "no_grad_forward_peak_bytes": "forward_peak_bytes",
+    "accumulating_peak_bytes": "backward_peak_bytes",
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One file.
+
+    Attributes:
+        name: Its name, without ``.json``.
+        model: Name of the built-in model.
+        rows: Rows of the micro-batch; a mini-batch has eight of them.
+        other_rows: Other rows.
+        estimate: Device to estimate for; None: measured on the CPU, one thread of two.
+        image_size: Pixels of the side of an image.
+        values: Arguments of the model.
+    """
+
+    name: str
+    model: str
+    rows: int
+    other_rows: tuple[int, ...]
+    estimate: str | None = None
+    image_size: int | None = None
+    values: Mapping[str, int] = field(default_factory=dict)
+
+
+_GPT = {"layers": 24, "width": 2048, "heads": 16, "context": 1024}
+_SMALL_GPT = {"layers": 6, "width": 256, "heads": 4, "vocabulary": 8192, "context": 64}
+
+STORED = (
+    Stored("resnet101-224px-rows16-v100-estimate", "resnet101", 16, (32,), "V100", 224),
+    Stored(
+        "amoebanetd-L18-D256-224px-rows16-v100-estimate",
+        "amoebanetd",
+        16,
+        (4, 8, 32),
+        "V100",
+        224,
+        {"L": 18, "D": 256},
+    ),
+    Stored(
+        "unet-B5-C64-192px-rows4-v100-estimate",
+        "unet",
+        4,
+        (2, 8),
+        "V100",
+        192,
+        {"B": 5, "C": 64},
+    ),
+    Stored("gpt-24x2048-1024tokens-rows2-a100-estimate", "gpt", 2, (1, 4, 8), "A100", None, _GPT),
+    Stored("resnet101-64px-rows4-cpu", "resnet101", 4, (8,), None, 64),
+    Stored(
+        "amoebanetd-L18-D64-64px-rows4-cpu",
+        "amoebanetd",
+        4,
+        (2, 8),
+        None,
+        64,
+        {"L": 18, "D": 64},
+    ),
+    Stored("unet-B5-C8-64px-rows4-cpu", "unet", 4, (2, 8), None, 64, {"B": 5, "C": 8}),
+    Stored("gpt-6x256-64tokens-rows4-cpu", "gpt", 4, (2, 8), None, None, _SMALL_GPT),
+)
+
+
+def main() -> None:
+    """Make the files that are asked for."""
+    arguments = parse()
+    if arguments.shrink is not None:
+        save(Profile.load(arguments.shrink), arguments.shrink)
+        return
+    for stored in STORED:
+        if arguments.only and stored.name != arguments.only.removesuffix(".json"):
+            continue
+        if not arguments.only and (stored.estimate is None) != arguments.measure:
+            continue
+        path = HERE / f"{stored.name}.json"
+        save(make(stored, timeout=arguments.timeout), path)
+        print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB", file=sys.stderr)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="those of this machine's CPU")
+    parser.add_argument("--only", metavar="NAME", help="one file, by its name")
+    parser.add_argument("--timeout", type=float, help="seconds for the repeats of a measurement")
+    parser.add_argument("--shrink", type=Path, metavar="FILE", help="make a profile's file small")
+    return parser.parse_args(words)
+
+
+def make(stored: Stored, timeout: float | None = None) -> Profile:
+    """Measure or estimate a profile."""
+    entry = MODELS[stored.model].configure(**stored.values)
+    sample, target = (
+        make_one(8 * stored.rows, stored.image_size, seed=0)
+        for make_one in (entry.make_sample, entry.make_target)
+    )
+    terms: dict[str, Any] = {
+        "chunks": 8,
+        "rows": stored.other_rows,
+        "loss_fn": entry.loss_fn,
+        "target": target,
+        "optimizer": _sgd,
+    }
+    if stored.estimate is not None:
+        with torch.device("meta"):
+            model = entry.build()
+        return profile_model(model, sample, method="estimate", rates=stored.estimate, **terms)
+    return profile_model(
+        entry.build(), sample, device="cpu", partitions=2, timeout=timeout, **terms
+    )
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Write a profile as a small file."""
+    text = json.dumps(shrink(profile), separators=(",", ":"), allow_nan=False)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def shrink(profile: Profile) -> dict[str, Any]:
+    """Return a profile as JSON values, without what a reader fills in anyhow."""
+    sizes = (profile, *profile.other_sizes)
+    # A field is left out at all sizes or at none, so that they tell the same.
+    left_out = [
+        {
+            name
+            for name, stand_in in _STAND_INS.items()
+            if all(_equal(size.layers[k], name, stand_in) for size in sizes)
+        }
+        for k in range(profile.n_layers)
+    ]
+    record = _shrunk(replace(profile, other_sizes=()), left_out)
+    record["other_sizes"] = [_shrunk(other, left_out) for other in profile.other_sizes]
+    for other in record["other_sizes"]:
+        # A list of layers that is the same at all sizes.
+        other["provenance"].pop("approximate", None)
+    return record
+
+
+def _equal(layer: LayerProfile, name: str, stand_in: str) -> bool:
+    value = getattr(layer, name)
+    return value is None or value == getattr(layer, stand_in)
+
+
+def _shrunk(profile: Profile, left_out: list[set[str]]) -> dict[str, Any]:
+    defaults = {f.name: f.default for f in fields(LayerProfile) if f.default is not MISSING}
+    record: dict[str, Any] = _rounded(profile.to_dict())
+    record["layers"] = [
+        {
+            name: value
+            for name, value in layer.items()
+            if name not in without and not _is_default(name, value, defaults)
+        }
+        for layer, without in zip(record["layers"], left_out, strict=True)
+    ]
+    return record
+
+
+def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    # A reader wants these two, also where there are none.
+    return name not in ("outputs", "saved") and name in defaults and value == defaults[name]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return value
+
+
+if __name__ == "__main__":
+    main()

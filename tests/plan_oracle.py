@@ -1,0 +1,188 @@
+"""Drawn profiles of a few layers, and brute force over all plans of one.
+
+The makespan comes from simulating every action of every device and link in Fractions, the memory
+from `gpipebal.memory`, which walks through one partition at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise, permutations, product
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+from oracles import all_bounds
+from solvers.whole_oracle import makespan_of
+
+import gpipebal as gb
+from gpipebal.memory import partition_memory
+from gpipebal.profile import LayerProfile, SkipProfile, StepTerms
+
+__all__ = ["MODES", "Found", "all_plans", "profiles"]
+
+MODES = ("never", "except_last", "always")
+
+
+@st.composite
+def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile:
+    """Draw a chain whose layers share storages in any way, with skips and a loss or without.
+
+    A timeline tells what takes no time at all in no particular order: `shortest` is the least time.
+    """
+    n = draw(st.integers(1, largest))
+    storages = draw(st.lists(st.sampled_from([1, 2, 8, 50, 1000]), min_size=1, max_size=2 * n + 2))
+
+    def some(most: int) -> st.SearchStrategy[tuple[int, ...]]:
+        index = st.integers(0, len(storages) - 1)
+        return st.lists(index, max_size=most, unique=True).map(tuple)
+
+    few, more = st.sampled_from([0, 0, 10, 300]), st.integers(0, 300)
+    unknown = st.none() | more
+    time = st.integers(shortest, 9)
+
+    def layer(name: str) -> LayerProfile:
+        return LayerProfile(
+            name,
+            "Layer",
+            *(float(draw(time)) for _ in range(3)),
+            parameter_bytes=draw(few),
+            gradient_bytes=draw(few),
+            buffer_bytes=draw(few),
+            optimizer_bytes=draw(st.sampled_from([None, 7, 7, 0])),
+            outputs=draw(some(2)),
+            saved=draw(some(3)),
+            output_bytes=draw(few),
+            forward_peak_bytes=draw(more),
+            no_grad_forward_peak_bytes=draw(unknown),
+            backward_peak_bytes=draw(more),
+            accumulating_peak_bytes=draw(unknown),
+            optimizer_peak_bytes=draw(unknown),
+        )
+
+    skips = []
+    for k in range(draw(st.integers(0, 3))):
+        ends = sorted((draw(st.integers(0, n - 1)), draw(st.integers(0, n - 1))))
+        skips.append(SkipProfile(str(k), *ends, draw(some(2))))
+    loss = draw(st.sampled_from(["none", "micro", "whole", "both"]))
+    step = StepTerms(
+        loss=layer("loss") if loss in ("micro", "both") else None,
+        whole_loss=layer("loss") if loss in ("whole", "both") else None,
+        gathered=draw(some(1)),
+        optimizer_together=draw(st.booleans()),
+    )
+    return gb.Profile(
+        tuple(layer(str(k)) for k in range(n)),
+        tuple(storages),
+        draw(some(2)),
+        rows=2,
+        mini_batch_rows=6,
+        chunks=3,
+        step=step,
+        skips=tuple(skips),
+    )
+
+
+class Found(NamedTuple):
+    """A plan that can be: what it costs, and what it needs of each device."""
+
+    makespan: Fraction
+    bottleneck: Fraction
+    peaks: tuple[int, ...]
+    bounds: tuple[int, ...]
+    modes: tuple[str, ...]
+    order: tuple[int, ...]
+
+
+def all_plans(
+    profile: gb.Profile,
+    n: int,
+    *,
+    chunks: int,
+    checkpoint: Any,
+    speeds: Sequence[Any] | None = None,
+    any_order: bool = False,
+    link: Any = None,
+    loss_inside: bool = False,
+    shared_memory: bool = False,
+    memory: bool = True,
+) -> Iterator[Found]:
+    """Enumerate all plans; peaks are without what waits for busy neighbours."""
+    orders = permutations(range(n)) if any_order else [tuple(range(n))]
+    several = list(orders)
+    if checkpoint == "auto":
+        of_modes: list[Any] = list(product(MODES, repeat=n))
+    else:
+        of_modes = [(checkpoint,) * n if isinstance(checkpoint, str) else tuple(checkpoint)]
+    for bounds in all_bounds(profile.n_layers, n):
+        for modes in of_modes:
+            peaks: tuple[int, ...] = ()
+            if memory:
+                needs = partition_memory(
+                    profile,
+                    bounds,
+                    chunks=chunks,
+                    checkpoint=modes,
+                    loss_inside=loss_inside,
+                    shared_memory=shared_memory,
+                )
+                peaks = tuple(need.total for need in needs)
+            for order in several:
+                slow = [Fraction(1)] * n
+                if speeds is not None:
+                    slow = [1 / Fraction(speeds[device]) for device in order]
+                yield _found(profile, bounds, modes, order, slow, link, chunks, peaks)
+
+
+def _found(
+    profile: gb.Profile,
+    bounds: tuple[int, ...],
+    modes: Any,
+    order: tuple[int, ...],
+    slow: list[Fraction],
+    link: Any,
+    chunks: int,
+    peaks: tuple[int, ...],
+) -> Found:
+    runs = [profile.layers[a:b] for a, b in pairwise(bounds)]
+    columns = [
+        [
+            factor * sum((Fraction(getattr(layer, name)) for layer in run), Fraction(0))
+            for factor, run in zip(slow, runs, strict=True)
+        ]
+        for name in ("forward_time", "backward_time", "recompute_time")
+    ]
+    forward, backward, recompute = columns
+    there = [Fraction(0)] * (len(runs) - 1)
+    back = list(there)
+    if link is not None:
+        for j, cut in enumerate(bounds[1:-1]):
+            there[j], back[j] = (Fraction(link.seconds(n)) for n in _crossing(profile, cut))
+    of_links = [one + two for one, two in zip(there, back, strict=True)]
+    if link is not None and not link.overlaps:
+        for j, (one, two) in enumerate(zip(there, back, strict=True)):
+            for side in (j, j + 1):
+                forward[side] += one
+                backward[side] += two
+        there = back = [Fraction(0)] * (len(runs) - 1)
+        of_links = []
+    loads = [
+        f + b + (r if mode == "always" or (mode != "never" and chunks > 1) else 0)
+        for f, b, r, mode in zip(forward, backward, recompute, modes, strict=True)
+    ]
+    makespan = makespan_of(forward, backward, recompute, there, back, chunks, modes)
+    return Found(makespan, max(loads + of_links), peaks, bounds, tuple(modes), order)
+
+
+def _crossing(profile: gb.Profile, cut: int) -> tuple[int, int]:
+    """Return the bytes that cross a cut forwards and backwards."""
+    layers = profile.layers
+    trains = [bool(layer.gradient_bytes) for layer in layers]
+    there = set(layers[cut - 1].outputs)
+    back = set(there) if any(trains[:cut]) or not any(trains) else set()
+    for skip in profile.skips:
+        if skip.source < cut <= skip.destination:
+            there |= set(skip.storages)
+            if any(trains[: skip.source + 1]) or not any(trains):
+                back |= set(skip.storages)
+    return profile.bytes_of(there), profile.bytes_of(back)

@@ -1,0 +1,226 @@
+"""benchmarks/memory: its tables say what its file holds, and its estimates are what runs."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpipebal as gb
+from gpipebal.memory import partition_memory
+from gpipebal.problem import Memory, to_balance
+from gpipebal.profile import Profile
+
+FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "memory"
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+from benchmark_tools.text import fill_in  # noqa: E402
+from memory_benchmark import estimate, tables  # noqa: E402
+from memory_benchmark.balances import BALANCES, find_balances, least_total  # noqa: E402
+from memory_benchmark.count import count  # noqa: E402
+from memory_benchmark.experiments import EXPERIMENTS, Experiment, reduced  # noqa: E402
+
+RESULTS = FOLDER / "results.json"
+
+#: Parameters of the experiments, as they were published, in the order of the tables.
+PARAMETERS = (
+    *(81_505_540, 319_024_120, 542_734_840, 1_055_832_376, 1_844_858_344),
+    *(362_157_516, 2_213_834_176, 4_993_859_008, 7_802_903_600, 15_822_206_000),
+)
+
+
+def test_readme_says_what_the_stored_result_says() -> None:
+    """The README's tables are those of results.json."""
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert fill_in(readme, tables.blocks(_stored())) == readme
+
+
+def test_stored_result_is_complete() -> None:
+    """Every experiment is there, estimated at full size and counted at a reduced one."""
+    record = _stored()
+    keys = [experiment.key for experiment in EXPERIMENTS]
+    assert list(record["full"]) == list(record["reduced"]) == keys
+    for experiment, parameters in zip(EXPERIMENTS, PARAMETERS, strict=True):
+        row = record["full"][experiment.key]
+        assert row["parameters"] == parameters
+        several = len(experiment.balance) > 1
+        assert list(row["balances"]) == (list(BALANCES) if several else ["published"])
+        for found in row["balances"].values():
+            assert sum(found["balance"]) == row["n_layers"] == sum(experiment.balance)
+            assert [sum(column) for column in zip(*found["parts"].values(), strict=True)] == (
+                found["activations"]
+            )
+            model = tables.total(found, "model")
+            assert model == experiment.per_parameter * 4 * parameters
+        if experiment.published_model is not None:
+            assert model / 2**30 == pytest.approx(experiment.published_model, abs=0.006)
+
+
+def test_stored_balances_are_the_best_of_their_kind() -> None:
+    """No other stored balance has a smaller sum, a smaller peak, or a shorter makespan and fits."""
+    for row in _stored()["full"].values():
+        balances = row["balances"]
+        if len(balances) == 1:
+            continue
+        # The planner knows neither what waits nor the copies of buffers.
+        needs = {
+            name: [
+                model + sum(parts) - waiting - copies
+                for model, waiting, copies, *parts in zip(
+                    found["model"],
+                    found["parts"]["waiting"],
+                    found["parts"]["copies"],
+                    *found["parts"].values(),
+                    strict=True,
+                )
+            ]
+            for name, found in balances.items()
+        }
+        fitting = [name for name in needs if max(needs[name]) <= estimate.MEMORY_LIMIT]
+        # Its own figure leaves out the moment of the optimizer's step too.
+        assert sum(needs["least total"]) <= min(map(sum, needs.values())) * 1.001
+        assert max(needs["least peak"]) <= min(map(max, needs.values())) * 1.001
+        assert "fastest" in fitting
+        assert balances["fastest"]["makespan"] <= min(balances[n]["makespan"] for n in fitting)
+
+
+def test_stored_estimates_agree_with_counts() -> None:
+    """At reduced sizes no partition's estimate is off by more than what may wait explains."""
+    for key, row in _stored()["reduced"].items():
+        assert all(abs(error) < 0.03 for error in tables.errors(row)), key
+        assert sum(row["balance"]) == sum(_by_key(key).balance)
+
+
+@pytest.mark.parametrize(
+    ("model", "balance"), [("amoebanetd", (9,)), ("unet", (65,))], ids=["amoebanetd", "unet"]
+)
+def test_estimate_is_the_count(model: str, balance: tuple[int, ...]) -> None:
+    """With one partition nothing waits, and an estimate is the count, but for a number or two."""
+    row = count(_tiny(model, balance))
+    assert row["estimated"] == pytest.approx(row["counted"], abs=8)
+
+
+def test_count_lies_where_the_clock_can_put_it() -> None:
+    """With several partitions a count lies between nothing and everything that may wait."""
+    row = count(_tiny("unet", (30, 20, 15)))
+    assert all(tables.decided_by_clock(row))
+
+
+def test_gradients_that_exist_count_from_the_beginning() -> None:
+    """A step that begins with gradients needs them all the time, and adds to them."""
+    profile = Profile.from_costs([1.0], parameter_bytes=[1000], saved_bytes=[10], chunks=2)
+    layer = replace(profile.layers[0], backward_peak_bytes=1000, accumulating_peak_bytes=1500)
+    profile = replace(profile, layers=(layer,))
+    fresh, kept = (
+        partition_memory(p, (0, 1), chunks=2, checkpoint="never")[0]
+        for p in (profile, estimate.with_gradients(profile))
+    )
+    # Without gradients the most is in the second backward, when one graph is gone.
+    assert (fresh.total, fresh.activations) == (1000 + 1000 + 10 + 1500, 10)
+    assert (kept.total, kept.activations) == (1000 + 1000 + 20 + 1500, 20)
+
+
+@given(
+    peaks=st.integers(2, 6).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n
+        )
+    ),
+    n_partitions=st.integers(1, 4),
+)
+def test_least_total_is_that_of_all_balances(peaks: list[list[int]], n_partitions: int) -> None:
+    """No split of a short chain has a smaller sum of peaks."""
+    n_layers = len(peaks)
+    n_partitions = min(n_partitions, n_layers)
+    memory = Memory(lambda first, partition, mode: np.array(peaks[first][: n_layers - first]))
+    found = least_total(memory, n_layers, n_partitions, "always")
+
+    def need(bounds: tuple[int, ...]) -> int:
+        return sum(peaks[a][b - a - 1] for a, b in pairwise(bounds))
+
+    cuts = combinations(range(1, n_layers), n_partitions - 1)
+    every = {to_balance((0, *cut, n_layers)): need((0, *cut, n_layers)) for cut in cuts}
+    assert every[found] == min(every.values())
+
+
+def test_balances_are_splits_of_the_chain() -> None:
+    """Each balance has all layers and no empty partition; one partition leaves no choice."""
+    profile = Profile.from_costs(
+        [3.0, 1.0, 1.0, 1.0], saved_bytes=[5, 5, 5, 5], output_bytes=[9, 1, 9, 1], chunks=4
+    )
+    found = find_balances(profile, (2, 2), "except_last", 1000)
+    assert list(found) == list(BALANCES)
+    assert all(sum(balance) == 4 and min(balance) > 0 for balance in found.values())
+    assert found["fastest"] == (1, 3)
+    assert find_balances(profile, (4,), "except_last", 1000) == {"published": (4,)}
+
+
+def test_reduced_experiments_keep_the_layers() -> None:
+    """A reduced experiment has as many layers in the same balance, and is small."""
+    for experiment in EXPERIMENTS:
+        small = reduced(experiment)
+        assert small.size[0] == experiment.size[0] and small.balance == experiment.balance
+        assert small.is_plain == experiment.is_plain
+        assert small.rows % small.chunks == 0 and small.size[1] <= 32
+
+
+def test_goal_is_reached_or_not_by_the_bytes() -> None:
+    """A sum just at the goal reaches it, and a byte more does not."""
+    record = copy.deepcopy(_stored())
+    key = "amoebanetd pipeline-2"
+    record["full"] = {key: record["full"][key]}
+    goal = int(tables.GOALS[key] * 2**30)
+    for over, words in ((0, {"yes"}), (2, {"NO"})):
+        for found in record["full"][key]["balances"].values():
+            found["activations"] = [goal - 5, 5 + over]
+        line = tables.summary(record).splitlines()[1].split()
+        assert set(line[4::2]) == words
+
+
+def test_one_experiment_is_put_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experiments made one by one are stored in the order of the tables; the old ones stay."""
+    make = _make()
+    monkeypatch.setattr(make, "estimate", lambda experiment: {"about": experiment.key})
+    monkeypatch.setattr(make, "count", lambda experiment: {})
+    path = tmp_path / "results.json"
+    for key in ("unet naive-1", "amoebanetd pipeline-2"):
+        make.make(path, make.parse(["--only", key]).only)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert list(record["full"]) == ["amoebanetd pipeline-2", "unet naive-1"]
+    assert record["full"]["unet naive-1"] == {"about": "unet naive-1"}
+    assert record["provenance"]["rates"]["memory_limit"] == estimate.MEMORY_LIMIT
+
+
+def _tiny(model: str, balance: tuple[int, ...]) -> Experiment:
+    size = (3, 8) if model == "amoebanetd" else (1, 2)
+    return Experiment("pipeline", model, size, 2, 64, 2, balance)
+
+
+def _by_key(key: str) -> Experiment:
+    return next(experiment for experiment in EXPERIMENTS if experiment.key == key)
+
+
+def _stored() -> dict[str, Any]:
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert isinstance(record, dict)
+    return record
+
+
+def _make() -> Any:
+    spec = importlib.util.spec_from_file_location("make_memory", FOLDER / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

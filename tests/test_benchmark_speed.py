@@ -1,0 +1,211 @@
+"""benchmarks/speed: its tables say what its file holds, and its predictions are the planner's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpipebal as gb
+from gpipebal.planner import evaluate
+from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
+
+FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "speed"
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+from benchmark_tools.text import fill_in  # noqa: E402
+from speed_benchmark import measure, predict, simulate, tables  # noqa: E402
+from speed_benchmark.devices import LINK, MEMORY_LIMIT, Link  # noqa: E402
+from speed_benchmark.predict import Step, fastest_balance, host_seconds, step_seconds  # noqa: E402
+from speed_benchmark.published import MODELS, Run, SpeedModel  # noqa: E402
+
+RESULTS = FOLDER / "results.json"
+AT_ONCE = Link("none", 1e30, 0.0)
+
+#: Speeds as torchgpipe's documentation rounds them; the first of each table is 1.
+PUBLISHED = {
+    "resnet101": ("0.853", "1.414", "2.774", "4.294"),
+    "amoebanetd": ("1.539", "1.773", "1.004", "1.666", "2.709", "0.932", "2.621", "4.953"),
+    "unet": ("0.858", "1.246", "2.352", "3.105"),
+}
+LAYERS = {"resnet101": 370, "amoebanetd": 24, "unet": 241}
+
+
+def test_readme_says_what_the_stored_result_says() -> None:
+    """The README's tables are those of results.json."""
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert fill_in(readme, tables.blocks(_stored())) == readme
+
+
+def test_published_runs_are_as_published() -> None:
+    """Throughputs give the published speeds, and balances have all layers."""
+    for model in MODELS:
+        first, *others = model.runs
+        speeds = tuple(f"{run.throughput / first.throughput:.3f}" for run in others)
+        assert speeds == PUBLISHED[model.name]
+        assert all(sum(run.balance) == LAYERS[model.name] for run in model.runs)
+
+
+def test_stored_result_is_complete() -> None:
+    """Every model is simulated in all settings and measured, and what is said to fit does."""
+    record = _stored()
+    names = {model.name for model in MODELS}
+    assert set(record["simulated"]) == set(record["measured"]) == names
+    for model in MODELS:
+        found = record["simulated"][model.name]
+        assert [row["name"] for row in found["published"]] == [run.name for run in model.runs]
+        for name in ("equal", "largest", "fast"):
+            assert [row["n"] for row in found[name]] == list(simulate.DEVICES)
+        for row in (*found["equal"], *found["largest"], *found["plain"].values()):
+            assert sum(row["balance"]) == LAYERS[model.name]
+            # A host that all devices wait for makes nothing faster.
+            assert row["seconds"]["host"] >= row["seconds"]["devices"] * (1 - 1e-9)
+            assert row["seconds"]["launching"] <= row["seconds"]["host"]
+        assert all(row["fits"] for row in found["largest"])
+        assert all(row["batch"] == model.equal_batch for row in found["equal"])
+        measured = record["measured"][model.name]
+        assert set(measured["measured"]) == {"plain", "1", "2"}
+        assert set(measured["predicted"]) == {"plain", "1", "2", "4", "8"}
+
+
+_layers = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)), min_size=2, max_size=6
+)
+
+
+@given(
+    costs=_layers,
+    chunks=st.integers(1, 5),
+    checkpoint=st.sampled_from(["never", "except_last", "always"]),
+)
+def test_without_links_and_host_it_is_the_planners_step(
+    costs: list[tuple[int, int, int]], chunks: int, checkpoint: Any
+) -> None:
+    """A link that takes no time leaves what `evaluate` predicts."""
+    forward, backward, recompute = zip(*costs, strict=True)
+    profile = Profile.from_costs(forward, backward, recompute=recompute, chunks=chunks)
+    loss = LayerProfile("loss", "loss", 1.0, 2.0, 1.0)
+    profile = profile.with_step(StepTerms(0.5, loss, loss, (), 0.0))
+    balance = (1, len(costs) - 1)
+    found = step_seconds(profile, Step(1, chunks, balance, checkpoint), AT_ONCE, host=False)
+    plan = evaluate(profile, balance, checkpoint=checkpoint)
+    assert found == pytest.approx(plan.step_time, rel=1e-9)
+
+
+def test_links_and_host_take_time() -> None:
+    """A literal chain: two seconds over the link each way, or a host that launches everything."""
+    profile = Profile.from_costs([1.0, 1.0], [1.0, 1.0], output_bytes=[200, 0], chunks=1)
+    step = Step(1, 1, (1, 1), "never")
+    assert step_seconds(profile, step, AT_ONCE, host=False) == pytest.approx(4.0)
+    assert step_seconds(profile, step, Link("", 100.0, 0.0), host=False) == pytest.approx(8.0)
+    assert step_seconds(profile, step, Link("", 1e30, 3.0), host=False) == pytest.approx(10.0)
+    layers = tuple(
+        replace(layer, forward_host_time=5.0, backward_host_time=7.0) for layer in profile.layers
+    )
+    hosted = replace(profile, layers=layers)
+    assert step_seconds(hosted, step, AT_ONCE, host=False) == pytest.approx(4.0)
+    # The host works for 24 seconds on what the devices could do in 4.
+    assert step_seconds(hosted, step, AT_ONCE, host=True) >= 24.0
+    assert host_seconds(hosted, step) == pytest.approx(24.0)
+    assert host_seconds(profile, step) == 0.0
+
+
+def test_optimizers_of_all_devices_step_at_the_same_time() -> None:
+    """Two devices with half of the parameters each need half of the optimizer's time."""
+    profile = Profile.from_costs([1.0, 1.0], [0.0, 0.0], parameter_bytes=[8, 8], chunks=1)
+    profile = profile.with_step(StepTerms(0.0, optimizer_time=6.0))
+    assert step_seconds(profile, Step(1, 1, (2,), "never"), AT_ONCE, host=False) == 8.0
+    assert step_seconds(profile, Step(1, 1, (1, 1), "never"), AT_ONCE, host=False) == 5.0
+
+
+def test_cut_is_not_where_too_much_crosses_it() -> None:
+    """The planner's balance avoids a large output, and a long skip connection."""
+    profile = Profile.from_costs([1.0] * 4, output_bytes=[0, 1000, 0, 0], chunks=4)
+    slow = Link("", 10.0, 0.0)
+    assert fastest_balance(profile, 2, 1, 4) == (2, 2)
+    assert fastest_balance(profile, 2, 1, 4, link=slow) in ((1, 3), (3, 1))
+    skip = SkipProfile("s", 0, 2, (3,))
+    past = replace(
+        Profile.from_costs([1.0] * 4, output_bytes=[0, 0, 0, 0], chunks=4),
+        skips=(skip,),
+        storages=(0, 0, 0, 1000, 0, 0, 0, 0),
+    )
+    assert fastest_balance(past, 2, 1, 4, link=slow) == (3, 1)
+
+
+def test_balance_keeps_the_limit() -> None:
+    """With a limit of its memory the fastest balance is the fastest of those that fit."""
+    profile = Profile.from_costs([1.0] * 4, parameter_bytes=[10, 10, 500, 500], chunks=2)
+    assert fastest_balance(profile, 2, 1, 2) == (2, 2)
+    assert fastest_balance(profile, 2, 1, 2, memory_limit=1500) == (3, 1)
+    with pytest.raises(gb.GpipebalError):
+        fastest_balance(profile, 2, 1, 2, memory_limit=900)
+
+
+def test_largest_batch_is_the_last_that_fits() -> None:
+    """One more micro-batch than the largest batch has would need too much memory."""
+    gigabyte = 10**9
+    profile = Profile.from_costs(
+        [1.0, 1.0], saved_bytes=[gigabyte, gigabyte], output_bytes=[gigabyte] * 2, chunks=2
+    )
+    runs = (Run("a", 2, 2, (1, 1), 1.0),)
+    model = replace(MODELS[0], runs=runs, equal_batch=4)
+    largest = simulate._largest(model, profile, 2)
+    step = Step(1, largest["chunks"], largest["balance"])
+    assert 1 < step.chunks < simulate.MOST_CHUNKS
+    assert predict.fits(profile, step, MEMORY_LIMIT) and largest["fits"]
+    assert not predict.fits(profile, replace(step, chunks=step.chunks + 1), MEMORY_LIMIT)
+
+
+def test_small_model_is_measured_beside_its_prediction() -> None:
+    """A measurement has every way and every number of partitions, in seconds above zero."""
+    model = SpeedModel(
+        "unet",
+        "",
+        lambda small: gb.models.unet(1, 2),
+        torch.nn.functional.binary_cross_entropy_with_logits,
+        image_size=64,
+        runs=(Run("a", 2, 2, (33, 32), 1.0),),
+        equal_batch=4,
+        small_about="a tiny U-Net",
+        small_image_size=64,
+        small_rows=1,
+    )
+    found = json.loads(json.dumps(measure.measure(model, rounds=1, timeout=0.0)))
+    assert found["predicted"].keys() == {"plain", "1", "2", "4", "8"}
+    assert all(seconds > 0 for seconds in found["predicted"].values())
+    assert all(len(q) == 3 and min(q) > 0 for q in found["measured"].values())
+    record = {"simulated": {}, "measured": {"unet": found}, "provenance": {}}
+    assert "a tiny U-Net" in tables.summary(record)
+
+
+def test_command_line_knows_the_models() -> None:
+    """Models are chosen by name; a published run is simulated over the stated link."""
+    make = _make()
+    arguments = make.parse(["--model", "unet", "--measure", "--rounds", "2"])
+    assert (arguments.model, arguments.measure, arguments.rounds) == (["unet"], True, 2)
+    with pytest.raises(SystemExit):
+        make.parse(["--model", "alexnet"])
+    assert LINK.bandwidth == 12e9
+
+
+def _stored() -> dict[str, Any]:
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert isinstance(record, dict)
+    return record
+
+
+def _make() -> Any:
+    spec = importlib.util.spec_from_file_location("make_speed", FOLDER / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

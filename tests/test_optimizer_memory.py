@@ -1,0 +1,102 @@
+"""What the optimizer's step needs: predicted from stand-ins, counted in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import gpipebal as gb
+from gpipebal.pipeline import measure_memory
+from gpipebal.planner import evaluate
+from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
+
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adam together": partial(torch.optim.Adam, foreach=True),
+    "adam fused": partial(torch.optim.Adam, fused=True),
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+Factory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+def wide() -> nn.Sequential:
+    """Layers whose parameters are far larger than what flows through them, of several sizes."""
+    return nn.Sequential(
+        nn.Linear(8, 300), nn.Linear(300, 200), nn.Linear(200, 4), nn.Linear(4, 100), nn.Tanh()
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("balance", [(2, 3), (4, 1)])
+def test_a_step_of_the_optimizer_is_counted(name: str, balance: tuple[int, int]) -> None:
+    """The peak of a partition with large parameters is the one that is counted."""
+    optimizer: Factory = OPTIMIZERS[name]
+    model, sample = wide(), torch.randn(4, 8)
+    profile = gb.profile_model(
+        model,
+        sample,
+        chunks=2,
+        rows=(),
+        optimizer=optimizer,
+        timeout=0,
+        progress=False,
+        as_pipeline=False,
+    )
+    plan = evaluate(profile, balance, chunks=2, checkpoint="never", shared_memory=True)
+    pipe = gb.GPipe(model, balance, devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    stepper = optimizer(list(pipe.parameters()))
+
+    def step() -> None:
+        stepper.zero_grad()
+        pipe(sample).sum().backward()
+        stepper.step()
+
+    step()
+    stepper.zero_grad()
+    with measure_memory(pipe, stepper) as meter:
+        step()
+    # The first partition has the large layers. Adam also makes something of a bias or two.
+    assert plan.partitions[0].memory.total == pytest.approx(meter.peak_bytes[0], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "together", "n_bytes"), [("cpu", False, 80), ("cuda", True, 40)]
+)
+def test_devices_step_in_their_own_way(device_type: str, together: bool, n_bytes: int) -> None:
+    """Adam makes two intermediate results of a parameter on a CPU, and one in one go on CUDA."""
+    parameters = [nn.Parameter(torch.zeros(10)) for _ in range(3)]
+    found = optimizer_peaks(torch.optim.Adam, parameters, device_type)
+    assert found is not None
+    assert (found.together, found.bytes) == (together, [n_bytes] * 3)
+
+
+def test_frozen_parameters_are_not_stepped() -> None:
+    """A parameter without a gradient has no state and no intermediate results."""
+    parameters = [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(9), requires_grad=False)]
+    found = optimizer_peaks(torch.optim.Adam, parameters, "cpu")
+    assert found is not None and found.bytes[1] == 0
+    state = optimizer_state_bytes(torch.optim.Adam, parameters)
+    assert state is not None and state[0] > 0 and state[1] == 0
+
+
+def test_an_optimizer_that_needs_values_is_not_known() -> None:
+    """What cannot step stand-ins has an unknown peak, and an unknown state."""
+
+    class Curious(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad.sum().item() > 0:
+                        parameter.data.zero_()
+
+    parameters = [nn.Parameter(torch.zeros(10))]
+    assert optimizer_peaks(Curious, parameters, "cpu") is None
+    assert optimizer_state_bytes(Curious, parameters) is None

@@ -1,0 +1,177 @@
+"""The trial of a profile as a pipeline, and the correction that comes of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpipebal as gb
+import gpipebal.errors
+from gpipebal.planner import evaluate
+from gpipebal.profile import Profile, StepTerms
+from gpipebal.profiler import setting as setting_module
+from gpipebal.profiler import sizes
+from gpipebal.profiler.correct import correct
+from gpipebal.profiler.setting import chunks_that_fit
+from gpipebal.profiler.trial import Setting, Trial, run_trial
+
+
+def chain(n_layers: int = 4) -> nn.Sequential:
+    """A chain of small layers."""
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(n_layers)))
+
+
+def profile(model: nn.Sequential, rows: int = 8, **options: Any) -> Profile:
+    """Measure as little as possible, without a bar."""
+    options = {"timeout": 0, "progress": False, "rows": (), "chunks": 4, **options}
+    return gb.profile_model(model, torch.randn(rows, 8), **options)
+
+
+def setting(model: nn.Sequential, chunks: int, n_partitions: int, **options: Any) -> Setting:
+    """Try a model with one thread for each partition."""
+    given = {"target": None, "loss_fn": None, "sample": torch.randn(2 * chunks, 8), **options}
+    return Setting(
+        layers=OrderedDict(model.named_children()),
+        chunks=chunks,
+        n_partitions=n_partitions,
+        n_threads=1,
+        **given,
+    )
+
+
+def told(**factors: float) -> Trial:
+    """What a trial told, with these factors."""
+    known = dict.fromkeys(("forward", "no_grad_forward", "recompute", "backward"), 1.0)
+    return Trial((1, 1), 4, 3, known | factors, 0.25, 2.0, 1.0)
+
+
+def test_each_kind_of_cell_has_its_factor() -> None:
+    """Times of a layer are multiplied by the factor of their kind; spreads go along."""
+    before = Profile.from_costs([1.0, 3.0], [2.0, 5.0])
+    layers = tuple(
+        replace(layer, no_grad_forward_time=0.5, backward_spread=0.1) for layer in before.layers
+    )
+    before = replace(before, layers=layers, other_sizes=(replace(before, rows=2),))
+    after = correct(before, told(forward=1.5, no_grad_forward=4.0, recompute=2.0, backward=3.0))
+    first = after.layers[0]
+    assert (first.forward_time, first.backward_time) == (1.5, 6.0)
+    assert (first.recompute_time, first.no_grad_forward_time) == (2.0, 2.0)
+    assert first.backward_spread == pytest.approx(0.3)
+    assert after.other_sizes[0].layers[1].backward_time == 15.0
+
+
+def test_a_factor_far_from_one_is_told_of() -> None:
+    """The provenance has the trial, and a flag for each factor that is notable."""
+    after = correct(Profile.from_costs([1.0, 3.0]), told(recompute=1.2, backward=1.05))
+    assert after.provenance["trial"]["factors"]["recompute"] == 1.2
+    assert [flag for flag in after.provenance["flags"] if "corrected" in flag] == [
+        "corrected: recomputes in partitions took 1.20 of their layers'"
+    ]
+    assert Profile.from_dict(after.to_dict()) == after
+
+
+def test_a_step_has_the_overheads() -> None:
+    """A predicted step has one overhead, and that of a cell once for each cell on its way."""
+    before = replace(
+        Profile.from_costs([1.0, 1.0], [2.0, 2.0]),
+        step=StepTerms(gather_time=0.0, optimizer_time=0.5, loss=None),
+    )
+    loss = replace(before.layers[0], saved=(), outputs=(), forward_time=0.0, backward_time=0.0)
+    before = replace(before, step=replace(before.step, loss=loss, whole_loss=loss))
+    after = correct(before, told())
+    for inside, overhead in ((False, 2.0), (True, 1.0)):
+        plans = [
+            evaluate(each, [1, 1], chunks=3, checkpoint="never", loss_inside=inside)
+            for each in (before, after)
+        ]
+        plain, corrected = (plan.step_time for plan in plans)
+        assert plain is not None and corrected is not None
+        # Two phases of chunks + partitions - 1 cells each.
+        assert corrected - plain == pytest.approx(overhead + 2 * (3 + 2 - 1) * 0.25)
+
+
+def test_other_rows_keep_the_overheads() -> None:
+    """What a step costs beside its cells does not go by the rows of a micro-batch."""
+    after = correct(Profile.from_costs([1.0, 1.0], rows=4), told())
+    step = after.at_rows(2).step
+    assert (step.overhead_time, step.inside_overhead_time, step.cell_overhead_time) == (2, 1, 0.25)
+
+
+@pytest.mark.parametrize("n_partitions", [1, 2, 9])
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_a_trial_tells_of_all_kinds(n_partitions: int, with_loss: bool) -> None:
+    """A trial has a factor for every kind of cell, and leaves no gradient behind."""
+    model = chain()
+    options: dict[str, Any] = {}
+    if with_loss:
+        options = {"loss_fn": nn.functional.mse_loss, "target": torch.zeros(6, 8)}
+    before = profile(model, as_pipeline=False)
+    found = run_trial(before, setting(model, 3, n_partitions, **options), 0.0)
+    assert sum(found.balance) == 4 and len(found.balance) == min(n_partitions, 4)
+    assert set(found.factors) == {"forward", "no_grad_forward", "recompute", "backward"}
+    assert all(0.5 <= factor <= 2 for factor in found.factors.values())
+    assert found.rounds == 1 and found.overhead_time >= 0 and found.cell_overhead_time > 0
+    assert found.inside_overhead_time is not None and found.inside_overhead_time >= 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_profile_is_tried_out_unless_it_is_not_wanted() -> None:
+    """On a CPU a profile carries its trial; with `as_pipeline=False` it does not."""
+    tried = profile(chain())
+    assert tried.provenance["trial"]["chunks"] == 4
+    assert tried.step.overhead_time is not None and tried.step.inside_overhead_time is not None
+    assert "trial" not in profile(chain(), as_pipeline=False).provenance
+
+
+def test_rows_that_do_not_divide_are_tried_at_the_size_that_was_measured() -> None:
+    """Micro-batches of a trial have the measured rows; the sample's are repeated for that."""
+    seen: list[int] = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    model = nn.Sequential(Layer(8, 8), nn.Linear(8, 8))
+    assert profile(model, rows=7).rows == 2
+    assert set(seen) == {2}
+
+
+def test_what_fails_in_a_pipeline_is_profiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain that works alone but in no pipeline leaves a flag, not an error."""
+
+    def refuse(*_: Any) -> Trial:
+        raise gb.errors.ModelError("a pipeline cannot run this.\nFix: write it otherwise.")
+
+    monkeypatch.setattr(sizes, "run_trial", refuse)
+    result = profile(chain())
+    assert "not tried as a pipeline: a pipeline cannot run this." in result.provenance["flags"]
+    assert result.step.cell_overhead_time is None
+
+
+def test_a_frozen_model_is_tried_without_a_loss_inside() -> None:
+    """A chain without anything to train has forwards to be tried, and no step."""
+    result = profile(chain().requires_grad_(False))
+    assert result.step.overhead_time is not None and result.step.inside_overhead_time is None
+    assert not any("not tried" in flag for flag in result.provenance["flags"])
+
+
+def test_no_rows_are_not_tried() -> None:
+    """A sample without rows is profiled, and says nothing of a pipeline."""
+    assert "trial" not in profile(chain(), rows=0).provenance
+
+
+def test_a_model_too_large_for_a_trial_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many micro-batches are tried as half of the free memory holds, and none if none fits."""
+    big = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 50], parameter_bytes=[30, 20])
+    for free, chunks in ((10_000, 6), (1_000, 3), (300, 0)):
+        monkeypatch.setattr(setting_module, "available_memory", lambda free=free: free)
+        assert chunks_that_fit(big, 6) == chunks
+    monkeypatch.setattr(setting_module, "available_memory", lambda: 0)
+    result = profile(chain())
+    assert any("not enough memory" in flag for flag in result.provenance["flags"])

@@ -1,0 +1,129 @@
+"""The memory of all runs at once is that of each partition by itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracles import all_bounds
+from plan_oracle import MODES, profiles
+
+import gpipebal as gb
+from gpipebal.memory import partition_memory
+from gpipebal.planner import run_memory
+from gpipebal.planner.moments import moments_of
+from gpipebal.planner.run_memory import memory_of
+from gpipebal.planner.times import step_timeline
+from gpipebal.profile import LayerProfile, SkipProfile
+from gpipebal.schedule import gpipe_schedule
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(
+    profiles(shortest=1),
+    st.integers(1, 5),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_run_needs_what_its_partition_does(
+    profile: gb.Profile, chunks: int, mode: Any, inside: bool, shared: bool, pieces: bool
+) -> None:
+    """All splits, storages shared in any way, skips, losses: equal to the byte."""
+    given: Any = {"chunks": chunks, "loss_inside": inside, "shared_memory": shared}
+    with pytest.MonkeyPatch.context() as patch:
+        if pieces:
+            patch.setattr(run_memory, "_MOST_ENTRIES", 5)
+        memory = memory_of(profile, **given)
+        most = memory_of(profile, **given, waiting="most")
+        for n in range(1, profile.n_layers + 1):
+            for bounds in all_bounds(profile.n_layers, n):
+                exact = partition_memory(profile, bounds, checkpoint=mode, **given)
+                timeline = step_timeline(profile, bounds, chunks, mode, "gpipe", inside, None)
+                clocked = partition_memory(
+                    profile, bounds, checkpoint=mode, timeline=timeline, **given
+                )
+                # Without a pause between the phases, nothing makes more wait than the order lets.
+                latest = partition_memory(profile, bounds, checkpoint=mode, latest=inside, **given)
+                for j, (start, end) in enumerate(pairwise(bounds)):
+                    need = int(memory.rows(start, j, mode)[end - start - 1])
+                    assert need == exact[j].total
+                    bound = int(most.rows(start, j, mode)[end - start - 1])
+                    assert max(clocked[j].total, latest[j].total) <= bound
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@given(profiles(), st.integers(1, 6), st.sampled_from(MODES), st.booleans())
+def test_every_run_needs_what_its_partition_does_under_1f1b(
+    profile: gb.Profile, chunks: int, mode: Any, shared: bool
+) -> None:
+    """Earlier partitions have more in flight; equal to the byte, and bounded for every clock."""
+    given: Any = {"chunks": chunks, "loss_inside": True, "shared_memory": shared}
+    given["schedule"] = "1f1b"
+    for n in range(1, profile.n_layers + 1):
+        memory = memory_of(profile, **given, n_partitions=n)
+        most = memory_of(profile, **given, n_partitions=n, waiting="most")
+        for bounds in all_bounds(profile.n_layers, n):
+            exact = partition_memory(profile, bounds, checkpoint=mode, **given)
+            latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)
+            for j, (start, end) in enumerate(pairwise(bounds)):
+                assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
+                assert int(most.rows(start, j, mode)[end - start - 1]) >= latest[j].total
+
+
+def test_what_waits_exceeds_the_rest_by_no_more_than_the_ends() -> None:
+    """The slack is (chunks - 1) times the bytes that the run hands on or back."""
+    profile = gb.Profile.from_costs(
+        [1.0] * 4, saved_bytes=[10, 20, 30, 40], output_bytes=[5, 6, 7, 8]
+    )
+    for mode in MODES:
+        given: Any = {"chunks": 4, "loss_inside": False, "shared_memory": False}
+        least = memory_of(profile, **given)
+        most = memory_of(profile, **given, waiting="most")
+        for start in range(4):
+            slack = np.array(most.rows(start, 0, mode)) - np.array(least.rows(start, 0, mode))
+            given_back = profile.layers[start - 1].output_bytes if start else 0
+            assert (slack >= 0).all()
+            for end, more in enumerate(slack.tolist(), start + 1):
+                handed_on = profile.layers[end - 1].output_bytes if end < 4 else 0
+                assert more <= 3 * max(given_back, handed_on)
+
+
+def test_numbers_beyond_64_bits_stay_exact() -> None:
+    """Bytes of a chain that no machine integer holds are added up all the same."""
+    big = 2**61
+    profile = gb.Profile.from_costs([1.0] * 2, saved_bytes=[big, big], output_bytes=[0, 0])
+    memory = memory_of(profile, chunks=8, loss_inside=True, shared_memory=False)
+    assert int(memory.rows(0, 0, "never")[1]) == 8 * 2 * big
+
+
+def test_a_skip_is_input_of_the_run_that_pops_it_and_stash_of_the_one_that_makes_it() -> None:
+    """By hand: 100 bytes go from layer 0 to layer 2, past layer 1."""
+    layer: Any = {"kind": "Layer", "forward_time": 1.0, "backward_time": 1.0, "recompute_time": 1.0}
+    layers = tuple(LayerProfile(str(k), **layer) for k in range(3))
+    profile = gb.Profile(layers, (100,), skips=(SkipProfile("x", 0, 2, (0,)),))
+    memory = memory_of(profile, chunks=3, loss_inside=True, shared_memory=False)
+    # The first hands it on, and holds the gradient of one when it comes back.
+    assert memory.rows(0, 0, "never").tolist() == [100, 100, 100]
+    # The one in the middle never sees it; with the last it holds three of them, and the gradient
+    # that the last layer returns waits while the one before it goes back.
+    assert memory.rows(1, 1, "never").tolist() == [0, 400]
+    assert memory.rows(2, 2, "except_last").tolist() == [300]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 7, 500])
+@pytest.mark.parametrize("mode", MODES)
+def test_few_moments_stand_for_a_long_row(chunks: int, mode: Any) -> None:
+    """However many micro-batches there are, a dozen moments can be the highest."""
+    for waiting in (False, True):
+        row = gpipe_schedule(1, chunks, mode).rows[0]
+        moments = moments_of(row, loss_inside=False, waiting=waiting)
+        assert len(moments) <= 14
+        assert max(moment.n_graphs + moment.n_inputs for moment in moments) == chunks

@@ -1,0 +1,268 @@
+"""The best split under schedules without a closed form, against all splits simulated."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpipebal as gb
+from gpipebal.errors import BalanceError, InfeasibleError, UnsupportedPlanError
+from gpipebal.planner import schedules
+from gpipebal.planner.schedule_costs import ScheduleCosts
+from gpipebal.planner.schedules import search, weight_shares
+from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
+from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, order_of
+from gpipebal.simulator import Durations, place
+
+Bounds = tuple[int, ...]
+
+
+def makespan_of(problem: Problem, name: str, bounds: Bounds, each: int = 1) -> float:
+    """Simulate one split, with the sums of its layers."""
+    runs = list(pairwise(bounds))
+    devices = problem.devices or [Device()] * len(runs)
+
+    def times(column: Any) -> tuple[float, ...]:
+        sums = [math.fsum(column[a:b]) for a, b in runs]
+        return tuple(
+            float(one * device.slowness) for one, device in zip(sums, devices, strict=True)
+        )
+
+    links: dict[str, Any] = {}
+    if problem.links is not None:
+        send, back = problem.links.forward, problem.links.backward
+        cuts = bounds[1:-1]
+        links["forward_transfer"] = (0.0, *(float(send[cut - 1]) for cut in cuts))
+        links["backward_transfer"] = (*(float(back[cut - 1]) for cut in cuts), 0.0)
+    durations = Durations(
+        times(problem.forward), times(problem.recompute), times(problem.backward), **links
+    )
+    order = order_of(
+        name,
+        len(runs) // each,
+        problem.chunks,
+        problem.checkpoint,  # type: ignore[arg-type]
+        partitions_per_device=each,
+    )
+    overlap = problem.links is None or problem.links.overlaps
+    return place(order, durations, overlap=overlap).makespan
+
+
+def all_makespans(problem: Problem, name: str, each: int = 1) -> dict[Bounds, float]:
+    """Simulate all splits."""
+    n, k = problem.n_layers, problem.n_partitions
+    splits = [(0, *cuts, n) for cuts in combinations(range(1, n), k - 1)]
+    return {bounds: makespan_of(problem, name, bounds, each) for bounds in splits}
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[Problem, str, int]:
+    """Draw a problem, a schedule, and partitions per device."""
+    name = draw(st.sampled_from(ALL_SCHEDULES))
+    each = 2 if name == "interleaved_1f1b" else 1
+    n_devices = draw(st.integers(1, 3))
+    n_layers = draw(st.integers(each * n_devices, 8))
+    times = draw(
+        st.sampled_from(
+            [
+                st.integers(0, 3),
+                st.integers(0, 30),
+                st.sampled_from([0, 1, 40]),
+                st.floats(0, 1, allow_subnormal=False),
+                st.sampled_from([1e-9, 1.0]),
+            ]
+        )
+    )
+    columns = [draw(st.lists(times, min_size=n_layers, max_size=n_layers)) for _ in range(3)]
+    chunks = n_devices * draw(st.integers(1, 4))
+    mode: Any = draw(st.sampled_from(CHECKPOINT_MODES))
+    return Problem(*columns, each * n_devices, chunks, mode), name, each
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions())
+def test_search_equals_brute_force(question: tuple[Problem, str, int]) -> None:
+    """On chains with few splits the search is exact, and says so."""
+    problem, name, each = question
+    makespans = all_makespans(problem, name, each)
+    found = search(problem, name, partitions_per_device=each)
+    assert found.value == pytest.approx(makespans[found.bounds], rel=1e-12)
+    assert found.value <= min(makespans.values()) * (1 + 1e-12)
+    assert (found.status, found.gap) == ("optimal", 0.0)
+    assert found.method in ("schedule search", "schedule enumeration")
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions())
+def test_bounds_hold_for_every_split(question: tuple[Problem, str, int]) -> None:
+    """No split is faster than its own bound, and the common bound is below all of these."""
+    problem, name, each = question
+    n = problem.n_partitions
+    order = order_of(
+        name,
+        n // each,
+        problem.chunks,
+        problem.checkpoint,
+        partitions_per_device=each,  # type: ignore[arg-type]
+    )
+    costs = ScheduleCosts(problem, order, tuple(range(n)))
+    relaxed = costs.relaxed
+    makespans = all_makespans(problem, name, each)
+    limits = {bounds: relaxed.limit_of(bounds) for bounds in makespans}
+    for bounds, makespan in makespans.items():
+        assert costs.to_time(limits[bounds]) <= makespan * (1 + 1e-12)
+    least, at_least = relaxed.smallest()
+    assert relaxed.shared() <= least <= max(relaxed.shared(), min(limits.values()))
+    assert costs.to_time(least) <= min(makespans.values()) * (1 + 1e-12)
+    assert at_least in makespans
+    for limit in (least, min(limits.values()), sorted(limits.values())[len(limits) // 2]):
+        within = sorted(bounds for bounds, own in limits.items() if own <= limit)
+        assert relaxed.splits_within(limit) == within
+        assert relaxed.count_within(limit, 10**6) == len(within)
+
+
+@settings(max_examples=80, deadline=None)
+@given(questions())
+def test_search_alone_keeps_what_it_says(question: tuple[Problem, str, int]) -> None:
+    """With one trial it is the start and a bound that holds; with more it is never worse."""
+    problem, name, each = question
+    least = min(all_makespans(problem, name, each).values())
+    few = search(problem, name, partitions_per_device=each, most_trials=1)
+    more = search(problem, name, partitions_per_device=each, most_trials=5)
+    assert few.lower_bound <= least * (1 + 1e-12) and more.lower_bound <= least * (1 + 1e-12)
+    assert few.value >= more.value >= more.lower_bound
+    assert few.status in ("optimal", "feasible")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["1f1b", "zb_h1"]))
+def test_devices_links_and_rules_are_kept(data: st.DataObject, name: str) -> None:
+    """With unequal devices, links, memory limits and rules it is the best of what is allowed."""
+    n_layers, n = data.draw(st.integers(3, 7)), 3
+    times = st.lists(st.integers(0, 9), min_size=n_layers, max_size=n_layers)
+    forward, backward, weights = (data.draw(times) for _ in range(3))
+    cuts = st.lists(st.integers(0, 4), min_size=n_layers - 1, max_size=n_layers - 1)
+    slowness = st.sampled_from([1, 2, 0.5])
+    limit = data.draw(st.sampled_from([None, sum(weights) // 2 + 1]))
+    problem = Problem(
+        forward,
+        backward,
+        forward,
+        n,
+        chunks=3 * data.draw(st.integers(1, 3)),
+        checkpoint="never",
+        devices=[Device(data.draw(slowness), memory_limit=limit) for _ in range(n)],
+        links=Links(data.draw(cuts), data.draw(cuts), data.draw(st.booleans())),
+        memory=layer_memory(weights, [0] * n_layers, [0] * n_layers, chunks=1),
+        rules=Rules(no_cut=data.draw(st.sets(st.integers(1, n_layers - 1), max_size=1))),
+    )
+    assert problem.rules is not None
+    allowed = {
+        bounds: makespan
+        for bounds, makespan in all_makespans(problem, name).items()
+        if not problem.rules.uncut.intersection(bounds[1:-1])
+        and all(limit is None or sum(weights[a:b]) <= limit for a, b in pairwise(bounds))
+    }
+    if not allowed:
+        with pytest.raises(InfeasibleError):
+            search(problem, name)
+        return
+    found = search(problem, name)
+    assert found.value == pytest.approx(allowed[found.bounds], rel=1e-12)
+    assert found.value <= min(allowed.values()) * (1 + 1e-12)
+    assert found.status == "optimal"
+
+
+def test_the_bottleneck_belongs_at_the_end() -> None:
+    """Under 1F1B the place of the slowest partition counts, which the bottleneck does not see.
+
+    Layers of 3 s and 1 s, one s of backward each: whichever of the splits of 1 + 3 or 3 + 1 is
+    better, both have the same bottleneck.
+    """
+    problem = Problem([2, 1, 2], [2, 1, 2], [0] * 3, 2, 8, "never")
+    makespans = all_makespans(problem, "1f1b")
+    assert set(makespans) == {(0, 1, 3), (0, 2, 3)}
+    found = search(problem, "1f1b")
+    assert found.value == min(makespans.values())
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    """A search that is not exhaustive is deterministic, and finds what no single move improves."""
+    profile = gb.Profile.from_costs([1.0 + (7 * k % 11) for k in range(60)], chunks=24)
+    times = [layer.forward_time for layer in profile.layers]
+    problem = Problem(times, [2 * t for t in times], times, 6, 24, "never")
+    first = search(problem, "interleaved_1f1b", most_trials=400)
+    assert first == search(problem, "interleaved_1f1b", most_trials=400)
+    assert first.status == "feasible" and 0 < first.gap < 0.2
+    start = gb.solvers.split(problem, "bottleneck")
+    assert first.value <= makespan_of(problem, "interleaved_1f1b", start.bounds, 2)
+
+
+def test_time_limit_ends_the_search() -> None:
+    """Without any time the best of the first trials comes back, with a bound."""
+    times = [1.0 + (7 * k % 11) for k in range(60)]
+    problem = Problem(times, times, times, 8, 16, "never")
+    found = search(problem, "interleaved_1f1b", time_limit=0.0)
+    assert found.status == "feasible"
+    assert found.lower_bound <= search(problem, "interleaved_1f1b").value <= found.value
+
+
+def test_open_modes_and_orders_are_those_of_the_start() -> None:
+    """Devices in any order and modes left open come from the least bottleneck; the bound holds."""
+    devices = [Device(2), Device(1), Device(1)]
+    problem = Problem([1, 2, 3, 1], [2, 4, 6, 2], [0] * 4, 3, 6, "never", devices, any_order=True)
+    found = search(problem, "1f1b")
+    orders = [(0, 1, 2), (1, 0, 2), (1, 2, 0)]
+    least = min(
+        min(
+            all_makespans(
+                Problem(
+                    [1, 2, 3, 1], [2, 4, 6, 2], [0] * 4, 3, 6, "never", [devices[d] for d in order]
+                ),
+                "1f1b",
+            ).values()
+        )
+        for order in orders
+    )
+    assert found.lower_bound <= least
+    assert sorted(found.order) == [0, 1, 2]
+
+
+def test_weight_shares_go_by_parameters() -> None:
+    """Layers without parameters have no gradient of weights; given costs alone have half."""
+    assert weight_shares(gb.Profile.from_costs([1.0, 2.0])) == [0.5, 0.5]
+    problem = Problem([1] * 4, [2] * 4, [0] * 4, 2, 4, "never")
+    none = search(problem, "zb_h1", weight_share=[0.0] * 4)
+    half = search(problem, "zb_h1")
+    assert half.value < none.value
+    with pytest.raises(BalanceError, match=r"weight_share\[0\]=2"):
+        search(problem, "zb_h1", weight_share=[2, 0, 0, 0])
+    with pytest.raises(BalanceError, match="weight_share has 1 of them"):
+        search(problem, "zb_h1", weight_share=[0.5])
+
+
+def test_impossible_requests() -> None:
+    """An unknown schedule, and partitions that cannot be dealt out, are refused with a fix."""
+    problem = Problem([1] * 4, [2] * 4, [0] * 4, 3, 4, "never")
+    with pytest.raises(UnsupportedPlanError, match=r"schedule='zigzag'.*\n?.*Fix: "):
+        search(problem, "zigzag")
+    with pytest.raises(BalanceError, match=r"3 partitions with partitions_per_device=2") as error:
+        search(problem, "interleaved_1f1b")
+    assert str(error.value).endswith("Fix: partitions=2.")
+    with pytest.raises(BalanceError, match="one partition per device"):
+        search(Problem([1] * 4, [2] * 4, [0] * 4, 4, 4, "never"), "1f1b", partitions_per_device=2)
+
+
+def test_limits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer trials than splits that remain, nothing is claimed to be proven."""
+    times = [1, 5, 2, 4, 3, 3, 4, 2, 5, 1, 2, 2]
+    problem = Problem(times, times, times, 4, 8, "never")
+    assert search(problem, "interleaved_1f1b").status == "optimal"
+    monkeypatch.setattr(schedules, "MOST_TRIALS", 200)
+    found = search(problem, "interleaved_1f1b", most_trials=20)
+    assert found.status == "feasible" or found.method == "schedule search"

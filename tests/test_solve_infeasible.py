@@ -1,0 +1,129 @@
+"""Requests that no plan meets: what the error says is true, and its advice works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_oracle import MODES, all_plans, profiles
+from test_solve_chunks import sized
+
+import gpipebal as gb
+from gpipebal.errors import InfeasibleError
+from gpipebal.planner import solve, top_plans
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def apply(advice: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `solve` with a piece of advice followed."""
+    changed = dict(options)
+    if advice.startswith("without "):
+        del changed[advice.removeprefix("without ")]
+        return changed
+    return {**changed, **eval(f"dict({advice})")}
+
+
+def advice_of(error: InfeasibleError) -> list[str]:
+    """Return the pieces of advice in an error."""
+    return str(error).split("\nFix: ")[1].rstrip(".").split("; or ")
+
+
+def follow_all(profile: gb.Profile, options: dict[str, Any]) -> list[str]:
+    """Follow every piece of advice by itself, and return them."""
+    with pytest.raises(InfeasibleError) as raised:
+        solve(profile, **options)
+    pieces = advice_of(raised.value)
+    for advice in pieces:
+        if "=" in advice or advice.startswith("without "):
+            plan = solve(profile, **apply(advice, options))
+            assert all(
+                part.memory_limit is None or part.memory.total <= part.memory_limit
+                for part in plan.partitions
+            )
+    return pieces
+
+
+def test_all_kinds_of_advice_are_given_and_work() -> None:
+    """Another mode, more micro-batches, more partitions, more memory."""
+    profile = sized([1.0] * 6, [1.0] * 6)
+    pieces = follow_all(profile, {"partitions": 2, "memory_limit": 3000, "checkpoint": "never"})
+    assert pieces[:3] == ["checkpoint='auto'", "checkpoint='except_last'", "checkpoint='always'"]
+    pieces = follow_all(
+        profile, {"partitions": 2, "memory_limit": 1450, "checkpoint": "except_last"}
+    )
+    assert any(re.fullmatch(r"chunks=\d+", advice) for advice in pieces)
+    plain = gb.Profile.from_costs([1.0] * 6, parameter_bytes=[100] * 6)
+    pieces = follow_all(plain, {"partitions": 2, "memory_limit": 500})
+    assert pieces == ["partitions=3", "memory_limit=600"]
+    pieces = follow_all(profile, {"partitions": 2, "memory_limit": 1000, "checkpoint": "always"})
+    assert any(re.fullmatch(r"memory_limit=\d+", advice) for advice in pieces)
+
+
+def test_the_error_names_partition_and_shortage() -> None:
+    """By hand: two layers of 100 bytes and their gradients, on devices of 150 bytes."""
+    profile = gb.Profile.from_costs([1.0, 1.0], parameter_bytes=[100, 60])
+    with pytest.raises(InfeasibleError) as raised:
+        solve(profile, 2, memory_limit=150)
+    assert str(raised.value) == (
+        "partition 0 does not fit its device: memory_limit=150 (expected 50 B more, in the split "
+        "that lacks least: layers 0 to 0, 0, need 200 B, and 150 B may be used).\n"
+        "Fix: memory_limit=200."
+    )
+    assert (raised.value.partition, raised.value.shortage) == (0, 50)
+
+
+def test_a_reserve_counts_and_can_be_given_up() -> None:
+    """What the reserve takes off is what is missing: a smaller one is advised, and suffices."""
+    profile = gb.Profile.from_costs([1.0, 1.0], parameter_bytes=[2**30, 2**30])
+    gpu = replace(profile, provenance={"device_type": "cuda"})
+    limit = 2**31 + 2**20
+    pieces = follow_all(gpu, {"partitions": 2, "memory_limit": limit})
+    assert f"reserve={2**20}" in pieces
+    assert pieces[-1].startswith("memory_limit=")
+
+
+def test_rules_that_stand_in_the_way_are_named() -> None:
+    """If dropping a rule makes room, that is advised, and works."""
+    profile = gb.Profile.from_costs([1.0] * 4, parameter_bytes=[100, 10, 10, 100])
+    pieces = follow_all(
+        profile, {"partitions": 2, "memory_limit": 230, "no_cut": [2], "checkpoint": "never"}
+    )
+    assert "without no_cut" in pieces
+
+
+def test_limits_of_devices_grow_by_what_is_missing() -> None:
+    """Different limits all get what the worst one lacks."""
+    profile = gb.Profile.from_costs([1.0] * 3, parameter_bytes=[100] * 3)
+    pieces = follow_all(profile, {"partitions": 2, "memory_limit": [150, 300]})
+    assert pieces[-1] == "memory_limit=[250, 400]" or pieces[-1].startswith("memory_limit=[")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@given(profiles(largest=4), st.data())
+def test_every_advice_is_true(profile: gb.Profile, data: st.DataObject) -> None:
+    """Whatever the chain, following any piece of advice gives a plan that fits."""
+    n = data.draw(st.integers(1, min(3, profile.n_layers)))
+    mode = data.draw(st.sampled_from(MODES))
+    options: dict[str, Any] = {
+        "partitions": n,
+        "chunks": data.draw(st.integers(1, 4)),
+        "checkpoint": mode,
+        "loss_inside": data.draw(st.booleans()),
+        "shared_memory": data.draw(st.booleans()),
+    }
+    given_options = {name: options[name] for name in ("chunks", "checkpoint", "loss_inside")}
+    plans = list(all_plans(profile, n, shared_memory=options["shared_memory"], **given_options))
+    least = min(max(one.peaks) for one in plans)
+    if least == 0:
+        return
+    options["memory_limit"] = data.draw(st.integers(0, least - 1))
+    pieces = follow_all(profile, options)
+    assert any("memory_limit=" in advice for advice in pieces)
+    if mode != "always":
+        with pytest.raises(InfeasibleError):
+            top_plans(profile, 2, **options)
