@@ -1,8 +1,8 @@
 """How the documentation is built: ``python -m sphinx -W --keep-going docs build/docs``.
 
 It needs no network: links into other projects' documentation come from `inventories`, pictures are
-drawn by the code beside them (`extensions.pictures`), and figures in the text come from the stored
-results of the benchmarks (`extensions.stored_results`).
+drawn by the code beside them (`extensions/directives.py`), and figures in the text come from the
+stored results of the benchmarks (`extensions/stored_results.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
     "myst_parser",
-    "pictures",
-    "command_output",
+    "directives",
 ]
 exclude_patterns = ["extensions", "inventories"]
 
@@ -50,8 +49,7 @@ add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "imported-members": True}
 autodoc_typehints = "signature"
-# Signatures show defaults as they are written, such as DEFAULT_RATES.
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = True  # as they are written, such as DEFAULT_RATES
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

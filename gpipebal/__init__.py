@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from gpipebal.errors import GpipebalError
     from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing, trace
     from gpipebal.plan import Plan
-    from gpipebal.planner import solve
+    from gpipebal.planner import (
+        compare_rules,
+        evaluate,
+        select_method,
+        solve,
+        solve_grid,
+        top_plans,
+    )
+    from gpipebal.problem import Device, Link, Rules
     from gpipebal.profile import Profile, match_profile
     from gpipebal.profiler import profile_model
     from gpipebal.rates import DeviceRates
@@ -36,43 +44,59 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Device",
     "DeviceRates",
     "GPipe",
     "GpipebalError",
+    "Link",
     "Plan",
     "Profile",
+    "Rules",
     "Timeline",
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
+    "compare_rules",
     "compare_schedules",
+    "evaluate",
     "is_checkpointing",
     "is_recomputing",
     "match_profile",
     "profile_model",
+    "select_method",
     "simulate",
     "solve",
+    "solve_grid",
+    "top_plans",
     "trace",
     "verify",
 ]
 
 _HOMES = {
+    "Device": "gpipebal.problem",
     "DeviceRates": "gpipebal.rates",
     "GPipe": "gpipebal.pipeline",
     "GpipebalError": "gpipebal.errors",
+    "Link": "gpipebal.problem",
     "Plan": "gpipebal.plan",
     "Profile": "gpipebal.profile",
+    "Rules": "gpipebal.problem",
     "Timeline": "gpipebal.timeline",
     "balance_by_size": "gpipebal.balance",
     "balance_by_time": "gpipebal.balance",
     "balance_cost": "gpipebal.balance",
+    "compare_rules": "gpipebal.planner",
     "compare_schedules": "gpipebal.schedule_comparison",
+    "evaluate": "gpipebal.planner",
     "is_checkpointing": "gpipebal.pipeline",
     "is_recomputing": "gpipebal.pipeline",
     "match_profile": "gpipebal.profile",
     "profile_model": "gpipebal.profiler",
+    "select_method": "gpipebal.planner",
     "simulate": "gpipebal.simulator",
     "solve": "gpipebal.planner",
+    "solve_grid": "gpipebal.planner",
+    "top_plans": "gpipebal.planner",
     "trace": "gpipebal.pipeline",
     "verify": "gpipebal.verification",
 }

@@ -11,6 +11,7 @@ from torch import nn
 
 from gpipebal.errors import BalanceError
 from gpipebal.planner import solve
+from gpipebal.planner.run_sizes import sizes_of
 from gpipebal.problem import Problem
 from gpipebal.profiler import profile_model
 from gpipebal.solvers import split
@@ -68,6 +69,7 @@ def balance_by_time(
         rows=(),
         partitions=count,
         timeout=timeout,
+        as_pipeline=False,  # a factor for all layers does not change how they compare
     )
     # For one micro-batch, without recompute, the bottleneck is forward plus backward.
     plan = solve(profile, count, checkpoint="never", objective="bottleneck")
@@ -87,7 +89,8 @@ def balance_by_size(
 
     Minimises the largest size of a partition, where the size of a layer is the bytes of its
     parameters times `param_scale`, plus what it saves for the backward of one mini-batch. A tensor
-    that two neighbours save is charged to the first of them.
+    that several layers of a partition save counts once in it. What a schedule and its checkpoints
+    make of that, ``solve(profile, partitions, objective='peak_memory')`` tells.
 
     Args:
         module: An `nn.Sequential`; its children are the layers.
@@ -116,14 +119,15 @@ def balance_by_size(
             "Fix: param_scale=2.0 for plain SGD."
         )
     count = _partitions_for(partitions, module)
-    profile = profile_model(module, sample, device=device, chunks=chunks, rows=(), timeout=0.0)
-    charged: set[int] = set()
-    costs = []
-    for layer in profile.layers:
-        saved = profile.bytes_of(set(layer.saved) - charged)
-        charged |= set(layer.saved)
-        costs.append(param_scale * layer.parameter_bytes + profile.chunks * saved)
-    return balance_cost(costs, count)
+    profile = profile_model(
+        module, sample, device=device, chunks=chunks, rows=(), timeout=0.0, as_pipeline=False
+    )
+    sizes = sizes_of(profile, param_scale)
+    # Of equally good splits the one whose layers' own sizes are spread most evenly.
+    alone = [int(sizes.rows(k, 0, "never")[0]) for k in range(profile.n_layers)]
+    zeros = [0] * profile.n_layers
+    problem = Problem(alone, zeros, zeros, count, checkpoint="never", memory=sizes)
+    return list(split(problem, "peak_memory").balance)
 
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:

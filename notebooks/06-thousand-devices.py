@@ -48,6 +48,8 @@ print(profile)
 # that matter now by themselves: the solver, which cuts the chain, and `place`, which puts durations on a schedule.
 
 # %%
+from dataclasses import replace
+
 from gpipebal.problem import Problem
 from gpipebal.schedule import order_of
 from gpipebal.simulator import durations_of, place
@@ -68,11 +70,13 @@ def best_bounds(n_devices, chunks):
     return found.bounds
 
 
-def run(n_devices, chunks, **link):
+def run(n_devices, chunks, *, one_process=False, **link):
     """Cut the model in the best way, and simulate a step."""
-    bounds = best_bounds(n_devices, chunks)
-    order = order_of("gpipe", n_devices, chunks, "never")
-    return place(order, durations_of(profile, bounds, **link))
+    times = durations_of(profile, best_bounds(n_devices, chunks), **link)
+    if not one_process:
+        # Every device has a process of its own, which launches ahead of the work.
+        times = replace(times, forward_launch=None, backward_launch=None)
+    return place(order_of("gpipe", n_devices, chunks, "never"), times)
 
 
 # %% [markdown]
@@ -133,7 +137,7 @@ for n in DEVICES:
 # of its own. (Copies run beside the computation. `gb.solve(..., link=...)` also moves the cuts to where little crosses.)
 
 # %%
-for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9), ("slow", 0.5e9)):
+for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9), ("slow", 125e6)):
     timeline = run(64, 256, bandwidth=bandwidth, latency=0.0 if bandwidth is None else 10e-6)
     speed = "" if bandwidth is None else f"{bandwidth / 1e9:g} GB/s"
     print(f"{name:10} {speed:9}: makespan {timeline.makespan:6.1f} s")
@@ -142,20 +146,11 @@ for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9),
 # ## One process for all
 #
 # A single process that launches the work of all devices, as `GPipe` does, is one more machine that everything has to
-# pass. With 20 microseconds for the launch of each layer, where does it become the bottleneck?
+# pass. The profile tells how long the launch of every layer takes. Where does that become the bottleneck?
 
 # %%
-from dataclasses import replace
-from itertools import pairwise
-
-LAUNCH = 20e-6
 for n in DEVICES[:3]:
-    bounds = best_bounds(n, 4 * n)
-    launch = tuple(LAUNCH * (end - first) for first, end in pairwise(bounds))
-    times = durations_of(profile, bounds)
-    hosted = replace(times, forward_launch=launch, backward_launch=launch)
-    order = order_of("gpipe", n, 4 * n, "never")
-    free, one = place(order, times).makespan, place(order, hosted).makespan
+    free, one = run(n, 4 * n).makespan, run(n, 4 * n, one_process=True).makespan
     print(f"{n:5} devices: {free:6.1f} s with a process for each, {one:6.1f} s with one for all")
 
 # %% [markdown]

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm as CompatBatchNorm
 from gpipebal.models.resnet import resnet
 from gpipebal.pipeline import DeferredBatchNorm, GPipe, convert_deferred_batch_norm
+from gpipebal.pipeline.buffers import Buffers
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -168,3 +170,63 @@ def test_subclasses_are_converted_too() -> None:
         copied(torch.randn(4, 3, 32, 32))
         assert int(copied.state_dict()["bn1.num_batches_tracked"]) == 2
     assert int(pipe.state_dict()["bn1.num_batches_tracked"]) == 1
+
+
+@MODES
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_no_rows_are_counted_and_nothing_else(
+    momentum: float | None, checkpoint: CheckpointMode
+) -> None:
+    """A mini-batch without values leaves mean and variance where they were, as in torch."""
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum)).double()
+    torch.nn.init.constant_(model[0].running_mean, 5.0)  # type: ignore[arg-type]
+    plain, alone = copy.deepcopy(model), convert_deferred_batch_norm(copy.deepcopy(model))
+    pipe = GPipe(model, [1], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
+    for rows in (0, 4, 0):
+        inputs = torch.randn(rows, 3, 2, 2, dtype=torch.float64)
+        for each in (pipe, plain, alone):
+            each(inputs)
+        for mine, other, theirs in zip(
+            pipe.buffers(), alone.buffers(), plain.buffers(), strict=True
+        ):
+            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(other, theirs)
+
+
+def test_some_micro_batches_may_have_no_values() -> None:
+    """Statistics are those of the rows that reach the layer, though one micro-batch has none."""
+
+    class Positive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x[:, 0] > 0]
+
+    class Total(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    model = nn.Sequential(Positive(), nn.BatchNorm1d(2, momentum=1.0), Total()).double()
+    for values in ([-1.0, -1.0, 1.0, 2.0], [1.0, 2.0, -1.0, -1.0]):
+        pipe = GPipe(model, [2, 1], chunks=2, deferred_batch_norm=True, out_dims=None)
+        pipe(torch.tensor(values, dtype=torch.float64).reshape(4, 1).repeat(1, 2))
+        layer = pipe[1]
+        assert layer.running_mean.tolist() == [1.5, 1.5]
+        assert layer.running_var.tolist() == [0.5, 0.5]
+
+
+def test_a_recompute_keeps_no_copies_of_deferred_statistics() -> None:
+    """Only a layer whose own forward may use its buffers has them copied."""
+
+    class Reads(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + self.running_mean
+
+    class Wraps(CompatBatchNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    layers = (nn.BatchNorm1d(3), Reads(3), CompatBatchNorm(3), Wraps(3))
+    kept = []
+    for layer in layers:
+        modules = list(convert_deferred_batch_norm(nn.Sequential(layer)).modules())
+        kept.append(len(Buffers(modules, frozenset()).keep().copies))
+    assert kept == [0, 3, 0, 3]

@@ -246,7 +246,7 @@ def test_pictures_are_written(
         (["solve", "profile.json", "--balance", "1,5", "--chunks", "auto"], "--chunks with"),
         (["solve", "profile.json", "-n", "2", "--no-overlap"], "--no-overlap without --bandwidth"),
         (["solve", "profile.json", "-n", "2", "--pin", "0"], "not readable: --pin 0 (expected"),
-        (["solve", "profile.json", "-n", "2", "--memory-limit", "x"], "--memory-limit x (expected bytes"),
+        (["solve", "profile.json", "-n", "2", "--memory-limit", "x"], "--memory-limit x (expected"),
         (["solve", "plan.json", "-n", "2"], "file is no profile"),
         (["solve", "profile.json", "-n", "2", "--objective", "fun"], "--objective fun"),
         (["solve", "profile.json", "-n", "2", "--plot", "p.gif"], "--plot p.gif (expected a name"),

@@ -244,6 +244,118 @@ def test_nothing_in_a_step_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_inputs_and_targets_of_the_host_wait_for_no_device(schedule: str) -> None:
+    """A target in the host's memory is there for the loss while the layers still compute."""
+    done: list[torch.cuda.Event] = []
+    ahead: list[bool] = []
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.cuda._sleep(200_000_000)  # a tenth of a second
+            done.append(torch.cuda.current_stream().record_event())
+            return x
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        ahead.append(not done[-1].query())
+        return mse_loss(output, target)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Slow())
+    pipe = GPipe(model, [1, 2], devices=[CUDA, CUDA], chunks=4, checkpoint="never")
+    pipe.step(torch.ones(8, 8), target=torch.ones(8, 8), loss_fn=mse_loss)  # finds facts
+    torch.cuda.synchronize()
+    for pinned in (False, True):
+        inputs, target = torch.ones(8, 8), torch.ones(8, 8)
+        if pinned:
+            inputs, target = inputs.pin_memory(), target.pin_memory()
+        ahead.clear()
+        pipe.step(inputs, target=target, loss_fn=loss_fn, schedule=schedule)
+        torch.cuda.synchronize()
+        assert ahead == [True] * 4
+
+
+def test_pinned_memory_may_be_refilled_at_once() -> None:
+    """What the pipeline reads of the host's memory it has read when the call returns."""
+    pipe = GPipe(wide_chain(2), [2, 2], devices=[CUDA, CUDA], chunks=4)
+    buffer = torch.empty(4096, 256, dtype=torch.float64).pin_memory()
+    outputs = []
+    for value in range(3):
+        buffer.fill_(value)
+        with torch.no_grad():
+            outputs.append(pipe(buffer))
+        buffer.fill_(-1.0)
+    for value, output in enumerate(outputs):
+        expected = pipe(torch.full((1, 256), float(value), dtype=torch.float64))
+        torch.testing.assert_close(output, expected.expand_as(output))
+
+
+@MODES
+@pytest.mark.parametrize("how", ["call", *SCHEDULES])
+def test_tied_parameters_are_summed_up_in_one_order(how: str, checkpoint: CheckpointMode) -> None:
+    """Parameters that layers of two partitions share, and the loss: right, and without warning."""
+    torch.manual_seed(0)
+    shared = nn.Linear(128, 128)
+    plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(128, 128)).double()
+
+    def loss_of(weight: Tensor) -> Any:
+        return lambda y, t: mse_loss(y @ weight, t)
+
+    inputs, target = torch.randn(2, 64, 128, dtype=torch.float64)
+    loss_of(plain[0].weight)(plain(inputs), target).backward()
+    pipe = GPipe(copy.deepcopy(plain), [2, 2, 1], devices=[CUDA] * 3, chunks=8)
+    pipe.checkpoint = checkpoint
+    loss_fn = loss_of(pipe[0].weight)
+    results = set()
+    for _ in range(20):
+        pipe.zero_grad()
+        if how == "call":
+            loss_fn(pipe(inputs.to(CUDA)), target.to(CUDA)).backward()
+        else:
+            pipe.step(inputs, target=target, loss_fn=loss_fn, schedule=how)
+        for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+        results.add(pipe[0].weight.grad.cpu().numpy().tobytes())  # type: ignore[union-attr]
+    assert how == "call" or len(results) == 1
+
+
+def test_the_average_of_all_mini_batches_is_computed_on_the_device() -> None:
+    """Deferred batch normalisation with momentum=None reads no number back."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
+    pipe = GPipe(model, [1, 1], devices=[CUDA, CUDA], chunks=2, deferred_batch_norm=True)
+    inputs = torch.randn(8, 8, device=CUDA)
+    gradient = torch.ones(8, 8, device=CUDA)
+    pipe(inputs).backward(gradient)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pipe(inputs).backward(gradient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_copies_between_devices_do_not_queue_behind_the_caller() -> None:
+    """A copy runs while the default stream of its source is busy with something else."""
+    pipe = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [1, 1], chunks=2)
+    inputs = torch.ones(4, 8)
+    with torch.no_grad():
+        expected = pipe(inputs)
+        source = torch.ones(4, 8, device="cuda:0")
+        lane = pipe._runtime.lanes[1]  # type: ignore[union-attr]
+        lane.receive([source], None)  # the first copy makes what later ones use
+        torch.cuda.synchronize(0)
+        with torch.cuda.device(0):
+            torch.cuda._sleep(2_000_000_000)
+            busy = torch.cuda.current_stream().record_event()
+        (received,) = lane.receive([source], None)
+        lane.mark().synchronize()
+        assert not busy.query()
+    torch.cuda.synchronize(0)
+    assert received.device == expected.device
+    torch.testing.assert_close(received.cpu(), source.cpu())
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @MODES
 def test_two_devices(checkpoint: CheckpointMode) -> None:

@@ -75,6 +75,27 @@ def test_an_in_place_layer_does_not_harm_a_shared_tensor() -> None:
                 assert pipe((torch.ones(4, 3), shared)).unique().tolist() == [2.0]
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_shared_tensor_that_is_handed_on_is_not_harmed(balance: list[int], context: Any) -> None:
+    """A later partition that writes to what all micro-batches share writes to a copy."""
+
+    class Pass(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return pair
+
+    class Bump(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] * pair[1].add_(1)
+
+    pipe = GPipe(nn.Sequential(Pass(), Bump()), balance, chunks=4, in_dims=(0, None))
+    with context():
+        for _ in range(2):
+            shared = torch.zeros(1)
+            assert pipe((torch.ones(4), shared)).tolist() == [1.0] * 4
+            assert shared.item() == 0.0
+
+
 def test_outputs_without_rows_are_stacked() -> None:
     """With out_dims=None each micro-batch's tensor stays, and its gradient finds its way back."""
 

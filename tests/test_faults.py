@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline import GPipe, is_recomputing
+from gpipebal.pipeline import GPipe, is_recomputing, minibatch
 from gpipebal.schedule import CHECKPOINT_MODES
 
 pytestmark = pytest.mark.timeout(60)
@@ -149,6 +149,43 @@ def test_the_first_failure_in_schedule_order_is_raised() -> None:
     assert any("also failed: in partition 1" in note for note in caught.value.__notes__)
 
 
+def test_failures_that_cannot_be_described_arrive_all_the_same() -> None:
+    """An exception that raises when it is read or noted hides neither itself nor another one."""
+
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    model, faults = make(2)
+    both = threading.Barrier(2)
+    mute = MuteError()
+    mute.__notes__ = None  # type: ignore[assignment]
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never")
+    for first, second in ((ValueError("left"), MuteError()), (MuteError(), ValueError("right"))):
+        for fault, error in zip(faults, (first, second), strict=True):
+
+            def meet(place: str, fault: Fault = fault, error: Exception = error) -> None:
+                fault.calls += 1
+                if place == "forward" and fault.calls == 1 + (fault is faults[0]):
+                    both.wait(30)
+                    raise error
+
+            fault.calls = 0
+            fault.maybe = meet  # type: ignore[method-assign]
+        with pytest.raises(type(first)) as caught:
+            step(pipe)
+        assert caught.value is first
+        (note,) = [note for note in first.__notes__ if note.startswith("also failed")]
+        assert type(second).__name__ in note
+    faults[1].maybe = lambda place: None  # type: ignore[method-assign]
+    faults[0].where, faults[0].error, faults[0].calls = "backward", mute, 0
+    del faults[0].maybe
+    with pytest.raises(MuteError):
+        step(pipe)
+    faults[0].where = ""
+    step(pipe)
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_failed_backward_cannot_be_repeated(checkpoint: str) -> None:
     """After a fault in the backward a second backward is an error, not a wrong gradient."""
@@ -189,6 +226,28 @@ def test_ctrl_c_ends_a_mini_batch(where: str) -> None:
     killer.join()
     pipe.zero_grad()
     assert torch.equal(step(pipe), expected)
+
+
+def test_ctrl_c_waits_for_a_cell_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that uses the processor is not given up, though no action ends for long."""
+    monkeypatch.setattr(minibatch, "GRACE", 0.1)
+    model, faults = make(2)
+    pipe = GPipe(model, [1, 1], chunks=2)
+    step(pipe)
+    runtime = pipe._runtime
+
+    def compute(place: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        until = time.thread_time() + 0.5
+        while time.thread_time() < until:
+            pass
+
+    faults[1].maybe = compute  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        pipe(torch.ones(8, 3))
+    del faults[1].maybe
+    step(pipe)
+    assert pipe._runtime is runtime
 
 
 def test_random_faults_leave_no_trace() -> None:

@@ -145,6 +145,19 @@ def test_moving_is_refused_and_changing_dtype_is_not() -> None:
     assert pipe.to(torch.double)(torch.ones(2, 3, dtype=torch.double)).dtype == torch.double
 
 
+def test_a_module_around_a_pipeline_does_not_move_it() -> None:
+    """What `to` of an enclosing module would do to the layers is refused; a dtype is not."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [1, 1])
+    around = nn.ModuleDict({"pipe": pipe})
+    with pytest.raises(TypeError, match="nor a module that it is part of"):
+        around.to("meta")
+    with pytest.raises(TypeError, match="cannot be moved"):
+        around.to_empty(device="meta")
+    assert all(tensor.device.type == "cpu" for tensor in pipe.state_dict().values())
+    around.to("cpu").double().share_memory()
+    assert pipe(torch.ones(4, 2, dtype=torch.float64)).dtype == torch.float64
+
+
 def test_copies_work_at_any_time() -> None:
     """Deepcopy and pickle after a forward give pipelines that train, apart from the original."""
     pipe = GPipe(chain(), [1, 2], chunks=2)

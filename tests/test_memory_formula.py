@@ -110,11 +110,12 @@ def last_of(profile: gb.Profile, chunks: int = CHUNKS, **options: Any) -> PeakMe
 
 
 def test_the_callers_loss_is_on_the_last_partition() -> None:
-    """Behind the forwards stand the joined output, the loss and its gradient; the target always."""
+    """Behind the forwards stand the joined output, its gradient and the loss; the target always."""
     target, joined = 3 * CHUNKS, 10 * CHUNKS
-    # A small loss comes and goes before the peak of the backward: its gradient and number stay.
+    # A small loss comes and goes before the peak of the backward: the output, which the caller has
+    # given a name, its gradient and the loss's number stay.
     small = last_of(with_loss(10))
-    assert small == PeakMemory(1000, 1000, 0, None, 3 * 110, 10, target + joined + 4)
+    assert small == PeakMemory(1000, 1000, 0, None, 3 * 110, 10, target + 2 * joined + 4)
     # A large one is the peak, between the phases, when no gradients exist: with what it saves.
     large = last_of(with_loss(8000))
     around = target + joined + 4 + CHUNKS * 8000

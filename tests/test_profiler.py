@@ -252,7 +252,7 @@ def test_optimizer_state_is_that_of_the_real_one(make: Any, bytes_per_value: int
 
 
 BAD = {
-    "no chain": (lambda: profile(nn.Linear(1, 1), torch.ones(2, 1)), "not a chain of layers"),
+    "no chain": (lambda: profile(nn.Linear(1, 1), torch.ones(2, 1)), "must be nn.Sequential"),
     "no layers": (lambda: profile(nn.Sequential(), torch.ones(2, 1)), "no layers"),
     "wrong shape": (
         lambda: profile(nn.Sequential(nn.Identity(), nn.Linear(3, 1)), torch.ones(2, 5)),

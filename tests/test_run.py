@@ -19,7 +19,7 @@ from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.devices import visible_cores
 from gpipebal.plan import Plan
 from gpipebal.profile import Profile
-from gpipebal.run import FILES, Workload, comparison, job, load_workload, run
+from gpipebal.run import FILES, Workload, attempts, comparison, job, load_workload, run
 from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places
 from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads
@@ -379,3 +379,35 @@ def test_model_for_an_estimate_has_no_values() -> None:
     assert {p.device.type for p in workload.model.parameters()} == {"meta"}
     assert sum(p.numel() for p in workload.model.parameters()) > 170e9
     assert workload.sample.device.type == "cpu"
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_run_tries_the_best_plans_and_takes_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several attempts each of the best plans runs, and that with the shortest step stays."""
+    tried: list[Plan] = []
+
+    def steps(model: nn.Sequential, plan: Plan, *_: Any) -> list[float]:
+        tried.append(plan)
+        return [1.0 if len(tried) > 1 and plan.balance == tried[1].balance else 2.0]
+
+    monkeypatch.setattr(attempts, "_some_steps", steps)
+    said: list[str] = []
+    report = run(
+        "workloads:tiny", partitions=2, chunks=2, steps=1, attempts=3, device="cpu",
+        output=tmp_path, echo=said.append, progress=False,
+    )  # fmt: skip
+    assert [plan.balance for plan in tried[:3]] == [plan.balance for plan in tried[:2:-1]]
+    assert len({plan.balance for plan in tried}) == 3
+    assert report.balance == tried[1].balance == Plan.load(tmp_path / "plan.json").balance
+    assert "Trying the best 3 plans" in said
+    table = next(text for text in said if "measured step" in text).splitlines()
+    assert len(table) == 4 and sum(line.endswith("taken") for line in table) == 1
+
+
+@pytest.mark.parametrize(("device", "n_places"), [("cpu", 2), ("cpu,cpu,cpu", 3), ("cpu,cpu", 2)])
+def test_every_device_of_a_list_is_a_partition(device: str, n_places: int) -> None:
+    """A list has one partition for each device; the CPU alone has two."""
+    assert len(choose_places(device)) == n_places
+    assert len(choose_places(device, 4)) == 4

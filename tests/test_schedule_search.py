@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def questions(draw: st.DrawFn) -> tuple[Problem, str, int]:
     return Problem(*columns, each * n_devices, chunks, mode), name, each
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(questions())
 def test_search_equals_brute_force(question: tuple[Problem, str, int]) -> None:
     """On chains with few splits the search is exact, and says so."""
@@ -97,7 +98,7 @@ def test_search_equals_brute_force(question: tuple[Problem, str, int]) -> None:
     assert found.method in ("schedule search", "schedule enumeration")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(questions())
 def test_bounds_hold_for_every_split(question: tuple[Problem, str, int]) -> None:
     """No split is faster than its own bound, and the common bound is below all of these."""
@@ -126,7 +127,7 @@ def test_bounds_hold_for_every_split(question: tuple[Problem, str, int]) -> None
         assert relaxed.count_within(limit, 10**6) == len(within)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(questions())
 def test_search_alone_keeps_what_it_says(question: tuple[Problem, str, int]) -> None:
     """With one trial it is the start and a bound that holds; with more it is never worse."""
@@ -139,7 +140,7 @@ def test_search_alone_keeps_what_it_says(question: tuple[Problem, str, int]) -> 
     assert few.status in ("optimal", "feasible")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(["1f1b", "zb_h1"]))
 def test_devices_links_and_rules_are_kept(data: st.DataObject, name: str) -> None:
     """With unequal devices, links, memory limits and rules it is the best of what is allowed."""

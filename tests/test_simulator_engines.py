@@ -106,7 +106,7 @@ NUMBERS = """\
 
 
 def test_the_wave_of_1f1b_is_as_drawn() -> None:
-    """Actions by number are the drawing, need only smaller numbers, and stand in the rows' order."""
+    """Actions need only those with a smaller number, and stand in the order of the rows."""
     n, m = 3, 4
     number = {
         **{(j, "F", i): 2 * i + j for j in range(n) for i in range(m)},

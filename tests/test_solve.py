@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from oracles import all_bounds
 from plan_oracle import MODES, Found, all_plans, profiles
 
 import gpipebal as gb
-from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.errors import BalanceError, InfeasibleError, UnsupportedPlanError
 from gpipebal.planner import evaluate, select_method, solve, top_plans
 from gpipebal.planner.times import Surroundings, durations
 from gpipebal.problem import Device, Link, Rules, to_bounds
-from gpipebal.schedule import make_schedule
+from gpipebal.schedule import ALL_SCHEDULES, make_schedule
 from gpipebal.simulator import place
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -121,8 +122,8 @@ def test_least_peak_equals_brute_force(profile: gb.Profile, data: st.DataObject)
     assert plan.lower_bound == best
     assert plan.value == max(part.memory.total for part in plan.partitions) >= best
     assert plan.status == ("optimal" if plan.value == best else "feasible")
-    if not any(part.memory.waiting for part in plan.partitions):
-        assert plan.status == "optimal"
+    # By as much as waits for busy neighbours, and no more, it may be above the best.
+    assert plan.value <= best + 2 * options["chunks"] * 4 * sum(profile.storages)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
@@ -278,8 +279,8 @@ def test_any_cost_is_minimised(costs: list[int], n: int) -> None:
     assert select_method(profile, n, cost=cost) == plan.method == "dense table"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
-@given(profiles(largest=5), st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@given(profiles(largest=4), st.data())
 def test_top_plans_are_the_head_of_all(profile: gb.Profile, data: st.DataObject) -> None:
     """The k best plans have the k least values, and no balance twice."""
     n = data.draw(st.integers(1, min(3, profile.n_layers)))
@@ -432,3 +433,42 @@ def test_durations_know_devices_and_links() -> None:
     times = durations(profile, (0, 1, 2), around=around)
     assert times.forward == (1.0, 3.0)
     assert (times.forward_transfer, times.backward_transfer) == ((0.0, 2.0), (2.0, 0.0))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@given(profiles(largest=5, shortest=1), st.data())
+def test_other_schedules_are_searched_and_bounded(profile: gb.Profile, data: st.DataObject) -> None:
+    """Under 1F1B the plan is what its simulation says, and no split is below its bound."""
+    n = data.draw(st.integers(1, min(3, profile.n_layers)))
+    chunks, mode = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(MODES))
+    plan = solve(profile, n, chunks=chunks, checkpoint=mode, schedule="1f1b")
+    assert (plan.schedule, plan.loss_inside) == ("1f1b", True)
+    assert gb.simulate(plan).makespan == pytest.approx(plan.makespan, rel=1e-12)
+    assert select_method(profile, n, schedule="1f1b") == "schedule search"
+    options: Any = {"chunks": chunks, "checkpoint": mode, "schedule": "1f1b"}
+    for bounds in all_bounds(profile.n_layers, n):
+        other = evaluate(profile, [b - a for a, b in pairwise(bounds)], **options)
+        assert plan.lower_bound <= other.makespan * (1 + 1e-12)
+        peaks = [part.memory.total for part in other.partitions]
+        if plan.status == "optimal":
+            assert plan.value <= other.makespan * (1 + 1e-12)
+    limit = max(peaks)
+    try:
+        limited = solve(profile, n, memory_limit=limit, **options)
+    except InfeasibleError:
+        return
+    assert max(part.memory.total for part in limited.partitions) <= limit
+
+
+def test_schedules_that_only_torch_runs_are_planned_too() -> None:
+    """Interleaved and zero-bubble plans have a makespan, and say that memory is not predicted."""
+    profile = gb.Profile.from_costs([1.0] * 8, parameter_bytes=[10] * 8, chunks=8)
+    for schedule in ("interleaved_1f1b", "zb_h1"):
+        if schedule not in ALL_SCHEDULES:
+            continue
+        plan = solve(profile, 4, schedule=schedule, checkpoint="never")
+        assert gb.simulate(plan).makespan == pytest.approx(plan.makespan)
+        assert "no more is predicted" in plan.notes[-1]
+        assert gb.simulate(plan).bubble_fraction == pytest.approx(plan.bubble_fraction, abs=1e-9)
+        with pytest.raises(UnsupportedPlanError, match="memory is not known under this schedule"):
+            solve(profile, 4, schedule=schedule, memory_limit=100)

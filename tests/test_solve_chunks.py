@@ -94,7 +94,7 @@ times = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     times,
     st.integers(1, 3),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import Tensor, nn
 from gpipebal.errors import DuplicateLayerError, ModelError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.runtime import check_shared
-from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+from gpipebal.pipeline.tied import outer_nodes, parameters_behind
+from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -169,3 +173,54 @@ def test_sharing_across_devices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer 'a' of partition 0 and in layer 'b' of partition"):
         check_shared({"a": layer, "b": nn.Sequential(layer)}, [1, 1], devices)
     check_shared({"a": layer, "b": nn.Sequential(layer)}, [1, 1], devices[:1] * 2)
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@MODES
+def test_a_parameter_that_the_loss_uses_too(checkpoint: CheckpointMode, schedule: str) -> None:
+    """A loss that projects onto the embedding of another partition: one sum, in one order."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(33, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh())
+    plain = plain.double()
+    tokens, target = torch.randint(0, 33, (2, 48))
+
+    def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda y, t: nn.functional.cross_entropy(y @ model[0].weight.T, t)  # type: ignore[index, union-attr, operator]
+
+    loss_of(plain)(plain(tokens), target).backward()
+    pipe = GPipe(copy.deepcopy(plain), [1, 1, 2], chunks=12, checkpoint=checkpoint)
+    results = set()
+    for _ in range(20):
+        pipe.zero_grad()
+        pipe.step(tokens, target=target, loss_fn=loss_of(pipe), schedule=schedule)
+        results.add(pipe[0].weight.grad.numpy().tobytes())  # type: ignore[union-attr, operator]
+    assert len(results) == 1
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(pipe)[name], gradient)
+
+
+def test_parameters_behind_a_loss_end_at_its_output() -> None:
+    """What the output itself was made of does not count; what the loss uses besides does."""
+    layer, other = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    output = layer(torch.ones(1, 2))
+    before = outer_nodes((output, 3))
+    assert parameters_behind(output.sum(), before) == []
+    (found,) = parameters_behind((output.mul_(2) @ other).sum(), before)
+    assert found is other
+    assert parameters_behind(torch.ones(()), before) == []
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, "enabled"])
+def test_tied_parameters_without_gradients(context: Any) -> None:
+    """Inference needs no graph of tied parameters, before training and after it."""
+    pipe = GPipe(tied_chain(), [2, 3], chunks=2)
+    tokens = torch.arange(6)
+    for _ in range(2):
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode() if context == "enabled" else context())
+            if context == "enabled":
+                stack.enter_context(torch.enable_grad())
+            output = pipe(tokens)
+        assert output.shape == (6, 11)
+        pipe(tokens).sum().backward()
+    assert pipe[0].weight.grad is not None

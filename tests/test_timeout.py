@@ -104,6 +104,57 @@ def test_a_backward_that_hangs_is_named_too() -> None:
     gc.collect()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_come_too_late_are_dropped(tied: bool) -> None:
+    """A worker that was given up inside a backward adds nothing when it comes back."""
+    gate, inside = threading.Event(), threading.Event()
+    gate.set()
+
+    class Block(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            if not inside.is_set():
+                inside.set()
+                assert gate.wait(30)
+            return gradient
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Block.apply(x)
+
+    first = nn.Sequential(nn.Linear(2, 2), Layer())
+    model = nn.Sequential(first, first[0] if tied else nn.Linear(2, 2))
+    inputs = torch.ones(4, 2)
+    model(inputs).square().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    inside.clear()
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never", timeout=0.3)
+    output = pipe(inputs)
+    assert pipe._runtime is not None
+    threads = pipe._runtime.pool.threads
+    gate.clear()
+    with pytest.raises(PipelineTimeoutError):
+        output.square().sum().backward()
+    pipe.timeout = None
+    pipe.zero_grad()
+    pipe(inputs).square().sum().backward()
+    gate.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    # The threads that are left, and the caller, add as ever.
+    model(inputs).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
 def test_the_process_can_end_with_a_worker_that_hangs() -> None:
     """A worker that never comes back does not keep the interpreter from exiting."""
     code = (

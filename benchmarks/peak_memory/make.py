@@ -170,7 +170,8 @@ def count(
     def step() -> None:
         optimizer.zero_grad()
         if way == "loss(pipe(x))":
-            model.loss_fn(pipe(sample), target).backward()
+            output = pipe(sample)
+            model.loss_fn(output, target).backward()
         else:
             schedule = way.removeprefix("step ")
             pipe.step(sample, target=target, loss_fn=model.loss_fn, schedule=schedule)

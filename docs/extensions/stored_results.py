@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpipebal.units import format_seconds
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 #: What loss(pipe(x)).backward() is called in the results of the executor.
@@ -19,7 +21,14 @@ PIPE = "gpipebal"
 
 def figures() -> dict[str, str]:
     """Return every figure by its name, as text."""
-    return {**_prediction(), **_peak_memory(), **_executor(), **_first_run(), **_soak()}
+    return {
+        **_prediction(),
+        **_peak_memory(),
+        **_executor(),
+        **_first_run(),
+        **_soak(),
+        **_solver(),
+    }
 
 
 def _load(benchmark: str, file: str = "results.json") -> Any:
@@ -92,10 +101,12 @@ def _executor() -> dict[str, str]:
     cases = result.cases(*result.workloads)
     against_all = [result.ratio(case, "plain_2", PIPE) for case in cases]
     known = [ratio for ratio in against_all if ratio is not None]
-    small = {
-        f"small_{rows}_gain": _ratio(result, (f"small-{rows}", 8, "never"), "plain_1")
-        for rows in (2, 4, 8)
-    }
+    small = {}
+    for rows in (2, 4, 8):
+        case = (f"small-{rows}", 8, "never")
+        small[f"small_{rows}_gain"] = _ratio(result, case, "plain_1")
+        # Of one micro-batch of 8, in one partition of 2.
+        small[f"small_{rows}_time"] = format_seconds((result.median(case, "plain_1") or 0) / 8 / 2)
     return {
         "executor_cases": str(len(known)),
         "executor_all_cores_wins": str(sum(ratio < 1 for ratio in known)),
@@ -119,6 +130,37 @@ def _first_run() -> dict[str, str]:
     report = _load("first_run", "report-never.json")
     one, every = report["speedups"].values()
     return {"resnet_one_core": times(one), "resnet_all_cores": times(every)}
+
+
+def _solver() -> dict[str, str]:
+    record = _load("solver")
+
+    def longest(n_layers: int, n_partitions: int) -> str:
+        sizes = (n_layers, n_partitions)
+        return format_seconds(
+            max(
+                row["makespan"]["seconds"]
+                for row in record["times"]
+                if (row["n_layers"], row["n_partitions"]) == sizes
+            )
+        )
+
+    joint = {row["name"]: format_seconds(row["seconds"]) for row in record["joint"]}
+    above = {
+        rule: max(plan["above"][rule] for plan in record["plans"])
+        for rule in ("equal layers", "equal parameters", "torchgpipe", "least bottleneck")
+    }
+    return {
+        "solver_short": longest(200, 8),
+        "solver_long": longest(10_000, 512),
+        "solver_memory": joint["200 layers / 8 partitions, memory and modes"],
+        "solver_auto": joint["200 layers / 8 partitions, chunks='auto' of 20"],
+        "solver_profiles": str(len({plan["profile"] for plan in record["plans"]})),
+        "solver_equal_layers": percent(above["equal layers"]),
+        "solver_equal_parameters": percent(above["equal parameters"]),
+        "solver_torchgpipe": percent(above["torchgpipe"]),
+        "solver_least_bottleneck": percent(above["least bottleneck"]),
+    }
 
 
 def _soak() -> dict[str, str]:

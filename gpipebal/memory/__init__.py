@@ -16,8 +16,9 @@ where all of them exist, and what a layer adds to them lives beside them for a m
 Some things live longer than they are needed. The mini-batch's input and target are the caller's,
 and there all the time. A backward keeps the gradient that it started from until it ends: the engine
 was called with it. With ``loss(pipe(x))`` the last partition has the outputs of all micro-batches,
-then a copy of them in one piece, then what the loss adds, and until the end their gradient and the
-loss. With `GPipe.step` the loss is one more layer of the last partition.
+then a copy of them in one piece, then what the loss adds, and until the end that copy (a training
+loop has given it a name), its gradient and the loss. With `GPipe.step` the loss is one more layer
+of the last partition.
 
 **Who is charged.** A tensor on its way is its sender's until the receiver begins the action that
 takes it; then it is the receiver's. So what waits for a busy neighbour, outputs on the way up and

@@ -66,8 +66,9 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
     forward = gathered + whole.forward_peak_bytes
     saved = _bytes_of_saved(profile, whole, gathered, chunks)
     backward = saved + whole.output_bytes + whole.backward_peak_bytes
-    # The gradient of the output, and the loss: its number may have a large storage.
-    stays = joined + whole.output_bytes
+    # The output, which a caller has given a name; its gradient; and the loss, whose number may have
+    # a large storage.
+    stays = gathered + joined + whole.output_bytes
     return AroundLoss(max(gather, forward, backward), stays, whole.buffer_bytes)
 
 
@@ -88,15 +89,13 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int]:
 
 
 def _bytes_of_saved(profile: Profile, whole: LayerProfile, gathered: int, chunks: int) -> int:
-    """Return what the loss over the mini-batch keeps for its backward; `gathered`: its input."""
+    """Return what a loss over the mini-batch keeps for its backward, with its input, `gathered`."""
     step, m = profile.step, profile.chunks
     if step.whole_loss is not None and step.gathered:
-        given = set(step.gathered)
-        n_bytes = -(-profile.bytes_of(set(whole.saved) - given) * chunks // m)
+        n_bytes = -(-profile.bytes_of(set(whole.saved) - set(step.gathered)) * chunks // m)
     else:
-        given = set(profile.layers[-1].outputs)
-        n_bytes = chunks * profile.bytes_of(set(whole.saved) - given)
-    return n_bytes + (gathered if given & set(whole.saved) else 0)
+        n_bytes = chunks * profile.bytes_of(set(whole.saved) - set(profile.layers[-1].outputs))
+    return n_bytes + gathered
 
 
 def _times(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:

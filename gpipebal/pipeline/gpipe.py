@@ -49,6 +49,8 @@ __all__ = ["GPipe"]
 # Two first forwards at once must not make two sets of workers for the same layers.
 _starting = threading.Lock()
 
+_OWN = frozenset({"_runtime", "_streams", "_recorder", "_ledger"})
+
 
 class GPipe(Container):
     """Run an `nn.Sequential` as a pipeline over several devices, as one differentiable module.
@@ -165,7 +167,7 @@ class GPipe(Container):
                 move_layer(name, layers[name], device)
                 # Not add_module: the layers keep their names, whatever this class defines.
                 self._modules[name] = layers[name]
-        self._keep_runtime(None)
+        self._runtime = None
 
     @classmethod
     def from_plan(
@@ -336,10 +338,16 @@ class GPipe(Container):
             )
         return loss.total(mini_batch.losses)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            # Not by nn.Module's way: a layer may be called so, and would be overwritten.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def close(self) -> None:
         """End the workers; the next forward starts new ones. Harmless when repeated."""
-        runtime = self._runtime
-        self._keep_runtime(None)
+        runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.pool.close()
 
@@ -379,16 +387,12 @@ class GPipe(Container):
                 runtime = Runtime(
                     layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )
-                self._keep_runtime(runtime)
+                self._runtime = runtime
             elif any([partition.has_other_parameters() for partition in runtime.partitions]):
                 # Others may be tied now. Mini-batches on their way go on with those that were.
                 layers = dict(zip(self._modules, self, strict=True))
                 check_shared(layers, self.balance, self.devices)
                 runtime = copy.copy(runtime)
                 runtime.tied = TiedParameters(runtime.partitions, runtime.lanes)
-                self._keep_runtime(runtime)
+                self._runtime = runtime
             return runtime
-
-    def _keep_runtime(self, runtime: Runtime | None) -> None:
-        # Not by nn.Module's way: a layer may be called so, and would be overwritten.
-        object.__setattr__(self, "_runtime", runtime)

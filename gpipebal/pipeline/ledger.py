@@ -18,7 +18,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Ledger", "storage_key"]
+from gpipebal.pipeline.eager import EagerDispatchMode
+
+__all__ = ["Ledger", "has_storage", "storage_key"]
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -50,7 +52,7 @@ class Ledger:
     def hold(self, tensors: Iterable[Any], owner: int) -> None:
         """Charge tensors to an owner, taking them over from whoever held them."""
         for tensor in tensors:
-            if _has_storage(tensor):
+            if has_storage(tensor):
                 self._enter(tensor, owner, take_over=True)
 
     def bytes_of(self, key: int) -> int | None:
@@ -73,6 +75,8 @@ class Ledger:
 
     def watch(self, owner: int, *, follow: bool = False) -> TorchDispatchMode:
         """Return a context that charges storages born in it, in this thread, to an owner.
+
+        Compiled code runs in it as it was written: the bytes are those of eager code.
 
         Args:
             owner: Whoever that is.
@@ -128,7 +132,7 @@ def _leave(ledger: weakref.ref[Ledger], key: int) -> None:
         known._leave(key)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(EagerDispatchMode):
     def __init__(self, ledger: Ledger, owner: int, follow: bool) -> None:
         super().__init__()
         self._ledger = ledger
@@ -141,7 +145,7 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         owners = self._owners_of(args[0]) if self._follow and args else []
         for k, leaf in enumerate(pytree.tree_leaves(result)):
-            if _has_storage(leaf):
+            if has_storage(leaf):
                 # An operation on a list gives a list: each result goes where its operand is.
                 owner = owners[min(k, len(owners) - 1)] if owners else self._owner
                 self._ledger._enter(leaf, owner, take_over=False)
@@ -152,10 +156,11 @@ class _Watch(TorchDispatchMode):
         found = [
             self._ledger.owner_of(leaf)
             for leaf in pytree.tree_leaves(operands)
-            if _has_storage(leaf)
+            if has_storage(leaf)
         ]
         return [self._owner if owner is None else owner for owner in found]
 
 
-def _has_storage(value: Any) -> bool:
+def has_storage(value: Any) -> bool:
+    """Tell whether a value is a tensor with a storage of its own."""
     return isinstance(value, Tensor) and value.layout == torch.strided

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +120,9 @@ class Partition:
         self._modules = list(
             dict.fromkeys(module for layer in self.layers for module in layer.modules())
         )
+        # Views of the modules' dictionaries, which follow what happens to them: every step looks.
+        self._child_views = [module._modules.values() for module in self._modules]
+        self._parameter_views = [module._parameters.values() for module in self._modules]
         self._children = self._nested()
         self._parameters = self._parameter_ids()
         self.buffers = Buffers(self._modules, self.foreign_buffers)
@@ -148,10 +152,10 @@ class Partition:
         return self._parameters != before
 
     def _nested(self) -> list[nn.Module | None]:
-        return [child for module in self._modules for child in module._modules.values()]
+        return list(chain.from_iterable(self._child_views))
 
     def _parameter_ids(self) -> list[int]:
-        return [id(p) for module in self._modules for p in module._parameters.values()]
+        return list(map(id, chain.from_iterable(self._parameter_views)))
 
     def versions(self) -> Hashable:
         """Name modules and parameters, and how often each parameter has been written to.

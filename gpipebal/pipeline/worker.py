@@ -70,6 +70,7 @@ class WorkerPool:
         self.threads: list[threading.Thread] = []
         self._clocks: list[int | None] = [None for _ in lanes]
         self._stops: set[Stop] = set()
+        self._is_exit = False
         with _starting:
             before = torch.get_num_threads()
             started = threading.Barrier(len(lanes) + 1)
@@ -145,6 +146,8 @@ class WorkerPool:
                     "a mini-batch that began before a timeout can go no further: its workers were "
                     "given up.\nFix: run the mini-batch again."
                 )
+            if self._is_exit and threading.current_thread() is not threading.main_thread():
+                raise SystemExit  # a daemon thread, which has a moment left
             if not self._end.alive:
                 raise PipelineError(
                     "the pipeline is closed, and a mini-batch that it began can go no further.\n"
@@ -210,6 +213,7 @@ class WorkerPool:
     def end_at_exit(self) -> None:
         """Stop all mini-batches, and let the threads end; waits for nothing."""
         if self.process == os.getpid() and self._end.detach() is not None:
+            self._is_exit = True
             for stop in self._stops.copy():
                 stop.set_at_exit()
             for queue in self._queues:
@@ -239,7 +243,7 @@ def _end_all() -> None:
     until = time.monotonic() + GRACE
     for pool in pools:
         # Those that rest do so side by side, those that compute take what they need.
-        pool.wait_at_exit(max(0.1, until - time.monotonic()))
+        pool.wait_at_exit(max(1.0, until - time.monotonic()))
 
 
 def _seconds_used(clocks: Sequence[int | None]) -> float:

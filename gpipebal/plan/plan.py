@@ -111,6 +111,12 @@ class Plan:
         return len(self.partitions)
 
     @property
+    def n_devices(self) -> int:
+        """Number of devices: half as many as partitions where these are interleaved."""
+        interleaved = self.schedule == "interleaved_1f1b" and self.n_partitions % 2 == 0
+        return self.n_partitions // 2 if interleaved else self.n_partitions
+
+    @property
     def n_layers(self) -> int:
         """Number of layers."""
         return sum(self.balance)
@@ -171,7 +177,7 @@ class Plan:
             + recomputed * part.recompute_time
             for part, recomputed in zip(self.partitions, self.recomputed, strict=True)
         )
-        space = self.n_partitions * self.makespan
+        space = self.n_devices * self.makespan
         return (space - busy) / space if space else 0.0
 
     @property

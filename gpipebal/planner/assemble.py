@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from gpipebal.memory import partition_memory
-from gpipebal.plan import PartitionPlan, Plan
+from gpipebal.plan import PartitionPlan, PeakMemory, Plan
 from gpipebal.planner.times import (
     Surroundings,
     durations,
@@ -16,7 +17,7 @@ from gpipebal.planner.times import (
     time_beside,
 )
 from gpipebal.profile import Profile
-from gpipebal.schedule import Checkpoint
+from gpipebal.schedule import SCHEDULES, Checkpoint
 
 __all__ = ["assemble", "equal_split"]
 
@@ -68,16 +69,20 @@ def assemble(
     timeline = step_timeline(
         profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
     )
-    memory = partition_memory(
-        profile,
-        bounds,
-        chunks=chunks,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        loss_inside=loss_inside,
-        shared_memory=shared_memory,
-        timeline=timeline,
-    )
+    if schedule in SCHEDULES:
+        memory = partition_memory(
+            profile,
+            bounds,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            loss_inside=loss_inside,
+            shared_memory=shared_memory,
+            timeline=timeline,
+        )
+    else:
+        memory = _what_stays(profile, bounds)
+        notes = (*notes, f"Memory is that of the model: under {schedule!r} no more is predicted.")
     times = durations(profile, bounds, around=around)
     partitions = []
     for j, peak in enumerate(memory):
@@ -124,3 +129,20 @@ def assemble(
     if bottleneck is None:
         bottleneck = max(plan.micro_batch_time(j) for j in range(plan.n_partitions))
     return replace(plan, bottleneck=bottleneck)
+
+
+def _what_stays(profile: Profile, bounds: Sequence[int]) -> tuple[PeakMemory, ...]:
+    """Return what each partition holds whatever the schedule."""
+    found = []
+    for start, end in pairwise(bounds):
+        layers = profile.layers[start:end]
+        states = [layer.optimizer_bytes for layer in layers]
+        found.append(
+            PeakMemory(
+                parameters=sum(layer.parameter_bytes for layer in layers),
+                gradients=sum(layer.gradient_bytes for layer in layers),
+                buffers=sum(layer.buffer_bytes for layer in layers),
+                optimizer=None if None in states else sum(b for b in states if b is not None),
+            )
+        )
+    return tuple(found)

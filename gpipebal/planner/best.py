@@ -12,10 +12,12 @@ from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import assemble, equal_split
 from gpipebal.planner.posing import Posed
+from gpipebal.planner.schedules import search, weight_shares
 from gpipebal.planner.sensitivity import sensitivity
-from gpipebal.planner.times import Surroundings
+from gpipebal.planner.times import Surroundings, durations, order_for
 from gpipebal.problem import Problem, to_bounds
 from gpipebal.schedule import Checkpoint, CheckpointMode
+from gpipebal.simulator import place
 from gpipebal.solvers import Split, find, iter_best_splits, split_any_cost
 
 __all__ = [
@@ -40,7 +42,7 @@ def lower_bound_of(problem: Problem, objective: str) -> float:
 
     Example:
         >>> lower_bound_of(Problem([1, 3], [2, 6], [1, 3], 2, chunks=3), "makespan")
-        30
+        36
     """
     if objective != "makespan":
         return 0
@@ -116,7 +118,8 @@ def _least_waiting(posed: Posed, plan: Plan) -> Plan:
 
 def _next_best(posed: Posed) -> Iterator[Split]:
     question = posed.question
-    if question.cost is not None or question.objective == "peak_memory":
+    other = question.schedule != "gpipe" and question.objective == "makespan"
+    if question.cost is not None or question.objective == "peak_memory" or other:
         return iter(())
     try:
         return islice(iter_best_splits(posed.problem, question.objective), _MOST_TRIED)
@@ -127,6 +130,16 @@ def _next_best(posed: Posed) -> Iterator[Split]:
 def solved(posed: Posed, problem: Problem) -> Split | None:
     """Run the solver that the question asks for; None if nothing fits."""
     question = posed.question
+    if question.schedule != "gpipe" and question.objective == "makespan" and not question.cost:
+        try:
+            return search(
+                problem,
+                question.schedule,
+                weight_share=weight_shares(posed.profile),
+                time_limit=question.time_limit,
+            )
+        except InfeasibleError:
+            return None
     if question.cost is None:
         return find(problem, question.objective, question.method, time_limit=question.time_limit)
     return _any_cost(posed, problem)
@@ -179,7 +192,6 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
     problem, question = posed.problem, posed.question
     bounds, modes, order = found.bounds, found.modes, found.order
     n = problem.n_partitions
-    devices = problem.devices
     in_order = order == tuple(range(n))
     equal = equal_split(problem.n_layers, n)
     objective = "cost" if question.cost is not None else question.objective
@@ -188,20 +200,18 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         bounds,
         chunks=posed.chunks,
         checkpoint=_checkpoint_of(modes),
-        schedule="gpipe",
+        schedule=question.schedule,
         loss_inside=question.loss_inside,
         objective=objective,
         value=float(found.value),
         lower_bound=float(found.lower_bound),
         status=found.status,
         method=found.method,
-        makespan=float(problem.makespan(bounds, modes, order)),
+        makespan=_makespan_of(posed, bounds, modes, order),
         bottleneck=float(problem.bottleneck(bounds, modes, order)),
         equal_split_value=_value_of(posed, equal, modes, order),
         shared_memory=question.shared_memory,
-        around=Surroundings(
-            None if devices is None else [devices[k] for k in order], problem.links
-        ),
+        around=_around(posed, order),
         limits=[posed.limits[k] for k in order] if posed.is_limited else None,
         device_order=() if in_order else order,
         notes=posed.notes,
@@ -234,13 +244,36 @@ def _value_of(
         assert problem.memory is not None
         rows = problem.memory.rows
         return float(max(int(rows(a, j, modes[j])[b - a - 1]) for j, (a, b) in runs))
-    value_of = problem.makespan if question.objective == "makespan" else problem.bottleneck
-    return float(value_of(bounds, modes, order))
+    if question.objective == "makespan":
+        return _makespan_of(posed, bounds, modes, order)
+    return float(problem.bottleneck(bounds, modes, order))
+
+
+def _around(posed: Posed, order: Sequence[int]) -> Surroundings:
+    devices = posed.problem.devices
+    return Surroundings(
+        None if devices is None else [devices[k] for k in order], posed.problem.links
+    )
+
+
+def _makespan_of(
+    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
+) -> float:
+    """Return the makespan of a split: GPipe's formula, or a simulation."""
+    schedule = posed.question.schedule
+    if schedule == "gpipe":
+        return float(posed.problem.makespan(bounds, modes, order))
+    around = _around(posed, order)
+    times = durations(posed.profile, bounds, around=around)
+    actions = order_for(schedule, len(bounds) - 1, posed.chunks, _checkpoint_of(modes))
+    return place(actions, times, overlap=around.overlaps).makespan
 
 
 def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
     """Add how decisive each cut is."""
     question = posed.question
+    if question.schedule != "gpipe" and question.objective == "makespan" and not question.cost:
+        return plan  # each moved cut would be a simulation
     moves = sensitivity(
         posed.problem,
         to_bounds(plan.balance),

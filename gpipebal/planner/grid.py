@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import BalanceError, GpipebalError
 from gpipebal.plan import Plan
@@ -208,17 +208,18 @@ def solve_grid(
         [(4, 1, 30.0), (2, 2, 32.0), (1, 4, 33.0)]
     """
     n_devices = check_count("devices", n_devices)
+    given: dict[str, Any] = {**options}
     for name in _REFUSED:
-        if options.get(name):
+        if given.get(name):
             raise BalanceError(
-                f"option does not apply to a grid: {name}={options[name]!r} (expected none: the "
+                f"option does not apply to a grid: {name}={given[name]!r} (expected none: the "
                 "number of partitions is another one each time).\n"
                 f"Fix: leave it out, or solve(profile, partitions, {name}=...) for one number."
             )
     for name, value in _FIXED.items():
-        if options.get(name, value) != value:
+        if given.get(name, value) != value:
             raise BalanceError(
-                f"option does not apply to a grid: {name}={options[name]!r} (expected {value!r}).\n"
+                f"option does not apply to a grid: {name}={given[name]!r} (expected {value!r}).\n"
                 f"Fix: {name}={value!r}."
             )
     rows: list[GridRow] = []

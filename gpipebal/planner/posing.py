@@ -101,6 +101,8 @@ def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: b
         loss_inside=question.loss_inside,
         shared_memory=question.shared_memory,
         waiting="most" if cautious else "none",
+        schedule=question.schedule,
+        n_partitions=question.n_partitions,
     )
 
 

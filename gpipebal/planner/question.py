@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
 
-from gpipebal.errors import BalanceError, UsageError
+from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes
 from gpipebal.profile import Profile
-from gpipebal.schedule import Checkpoint, check_checkpoint, check_count, modes_of
+from gpipebal.schedule import (
+    ALL_SCHEDULES,
+    SCHEDULES,
+    Checkpoint,
+    check_checkpoint,
+    check_count,
+    modes_of,
+)
 from gpipebal.solvers import OBJECTIVES, Objective
 from gpipebal.units import parse_bytes
 
@@ -113,8 +120,8 @@ def default_reserve(device_type: object, limit: int) -> int:
     measurement. A profile of given costs has no device, and no reserve.
 
     Example:
-        >>> default_reserve("cpu", 2**30), default_reserve("cuda", 16 * 2**30) / 2**30
-        (0, 1.3)
+        >>> default_reserve("cpu", 2**30), default_reserve("cuda", 20 * 2**30) / 2**30
+        (0, 1.5)
     """
     return 0 if device_type != "cuda" else 2**29 + limit // 20
 
@@ -134,7 +141,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         notes.append(
             f"Times are upper quantiles ({quantile:g}) of the measured spread, not medians."
         )
-    schedule = options.get("schedule", "gpipe")
+    schedule = _schedule(options)
     loss_inside = options.get("loss_inside")
     shared = options.get("shared_memory")
     if shared is None:
@@ -193,6 +200,30 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         shared_memory=shared,
         notes=tuple(notes),
     )
+
+
+def _schedule(options: Options) -> str:
+    """Return the schedule, or say what is not known under it."""
+    schedule = options.get("schedule", "gpipe")
+    if schedule not in ALL_SCHEDULES:
+        raise UnsupportedPlanError(
+            f"schedule does not exist: schedule={schedule!r} (expected one of "
+            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='gpipe'."
+        )
+    limited = options.get("memory_limit") is not None or options.get("objective") == "peak_memory"
+    if limited and schedule not in SCHEDULES:
+        raise UnsupportedPlanError(
+            f"memory is not known under this schedule: schedule={schedule!r} (expected one of "
+            f"{', '.join(map(repr, SCHEDULES))} where memory counts).\n"
+            "Fix: schedule='1f1b', or memory_limit=None and objective='makespan'."
+        )
+    if options.get("loss_inside") is False and schedule != "gpipe":
+        raise BalanceError(
+            f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
+            "loss_inside=False (expected loss_inside=True: a micro-batch goes back before the last "
+            "one has come out).\nFix: loss_inside=None."
+        )
+    return schedule
 
 
 def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | None:

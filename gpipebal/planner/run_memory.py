@@ -19,6 +19,7 @@ import numpy as np
 
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.planner.moments import Moment, moments_of
+from gpipebal.planner.run_peaks import RunPeaks
 from gpipebal.planner.storage_tables import Chain, StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile
@@ -121,7 +122,9 @@ class RunMemory:
             row = make_schedule("gpipe", 1, self._chunks, mode).rows[0]
             return moments_of(row, loss_inside=inside, waiting=self._waiting)
         row = make_schedule("1f1b", ahead + 1, self._chunks, mode).rows[0]
-        return moments_of(row, loss_inside=inside, waiting=self._waiting, ahead=ahead + 1)
+        # The gradient of a skip connection may wait for a partition far before.
+        before = self._chunks if self._profile.skips else ahead + 1
+        return moments_of(row, loss_inside=inside, waiting=self._waiting, ahead=before)
 
     def _number_type(self) -> type:
         """Return a type of numbers that all sums fit into."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from random import Random
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.planner.schedule_costs import ScheduleCosts
@@ -30,6 +31,8 @@ __all__ = ["search", "weight_shares"]
 MOST_TRIALS, MOST_ACTIONS = 20_000, 2 * 10**8
 #: A time that is below another by this fraction only may be as long: sums are rounded.
 _ROUNDING = 1e-12
+#: How often the search begins again near the best split.
+_MOST_BEGINNINGS = 200
 #: With up to so many partitions, whole runs of neighbouring cuts are moved too.
 MOST_FOR_RUNS = 16
 
@@ -131,21 +134,53 @@ def search(
     least, at_bound = costs.relaxed.smallest()
     tried.add([start.bounds, at_bound, *_other_starts(problem)])
     lower_bound = costs.to_time(least)
-    while tried.value > lower_bound and tried.add(_moved(tried.bounds)):
-        pass
-    method = "schedule search"
-    proven = tried.value <= lower_bound * (1 + _ROUNDING)
-    if not proven and _try_all_that_remain(tried, costs):
-        method, proven = "schedule enumeration", True
+    enough = lower_bound * (1 + _ROUNDING)
+    _descend(tried, tried.bounds)
+    exhausted = tried.value > enough and _try_all_that_remain(tried, costs)
+    if tried.value > enough and not exhausted:
+        _look_around(tried, enough)
+        exhausted = _try_all_that_remain(tried, costs)
     value = tried.value
+    proven = exhausted or value <= enough
     return replace(
         start,
         bounds=tried.bounds,
         value=value,
         lower_bound=value if proven else min(lower_bound, value),
         status="optimal" if proven else "feasible",
-        method=method,
+        method="schedule enumeration" if exhausted else "schedule search",
     )
+
+
+def _descend(tried: _Tried, bounds: tuple[int, ...]) -> None:
+    """Move cuts, each time to the best split around, until none is better."""
+    while tried.left:
+        around = list(_moved(bounds))
+        tried.add(around)
+        known = [(value, one) for one in around if (value := tried.values.get(one)) is not None]
+        best = min(known, default=None)
+        if best is None or best >= (tried.values[bounds], bounds):
+            return
+        bounds = best[1]
+
+
+def _look_around(tried: _Tried, enough: float) -> None:
+    """Begin again near the best split, with several cuts moved at random, as often as it pays."""
+    random = Random(0)
+    spared = tried.left // 2
+    for _ in range(_MOST_BEGINNINGS):
+        if tried.left <= spared or tried.value <= enough:
+            return
+        bounds = list(tried.bounds)
+        for cut in range(1, len(bounds) - 1):
+            if random.random() < 0.5:
+                place = bounds[cut] + random.choice((-3, -2, -1, 1, 2, 3))
+                bounds[cut] = min(max(place, bounds[cut - 1] + 1), bounds[cut + 1] - 1)
+        start = tuple(bounds)
+        if start not in tried.values:
+            tried.add([start])
+            if start in tried.values:
+                _descend(tried, start)
 
 
 def _other_starts(problem: Problem) -> list[tuple[int, ...]]:
@@ -159,7 +194,8 @@ class _Tried:
     """The splits that were simulated, and the best of them.
 
     Attributes:
-        bounds: The best split.
+        values: The makespan of each of them.
+        bounds: The best one.
         value: Its makespan.
     """
 
@@ -174,7 +210,7 @@ class _Tried:
         self._problem, self._start, self._costs = problem, start, costs
         self._until = until
         self._left = most_trials
-        self._seen: set[tuple[int, ...]] = set()
+        self.values: dict[tuple[int, ...], float] = {}
         self._allowed = None if problem.is_plain else _Allowed(problem, start)
         self.bounds, self.value = start.bounds, float("inf")
         self._bottleneck = 0
@@ -183,34 +219,33 @@ class _Tried:
     def left(self) -> int:
         """How many more splits may be tried; none when time is up."""
         late = self._until is not None and time.monotonic() > self._until
-        return 0 if late and self._seen else self._left
+        return 0 if late and self.values else self._left
 
-    def add(self, splits: Iterable[tuple[int, ...]]) -> bool:
-        """Try splits that are allowed and new; return whether one is better than the best."""
+    def add(self, splits: Iterable[tuple[int, ...]]) -> None:
+        """Try splits that are allowed and new, as long as any may be tried."""
         new: list[tuple[int, ...]] = []
         left = self.left
         for bounds in splits:
             if len(new) == left:
                 break
-            if bounds not in self._seen and (self._allowed is None or self._allowed(bounds)):
-                self._seen.add(bounds)
+            if bounds not in self.values and (self._allowed is None or self._allowed(bounds)):
                 new.append(bounds)
+        new = list(dict.fromkeys(new))
         self._left -= len(new)
         if not new:
-            return False
+            return
         values = self._costs.makespans(new)
+        self.values.update(zip(new, values, strict=True))
         least = min(values)
         if least > self.value:
-            return False
+            return
         rank = min(
             (self._bottleneck_of(bounds), bounds)
             for value, bounds in zip(values, new, strict=True)
             if value == least
         )
-        if least == self.value and rank >= (self._bottleneck, self.bounds):
-            return False
-        self.value, (self._bottleneck, self.bounds) = least, rank
-        return True
+        if least < self.value or rank < (self._bottleneck, self.bounds):
+            self.value, (self._bottleneck, self.bounds) = least, rank
 
     def _bottleneck_of(self, bounds: tuple[int, ...]) -> int:
         return self._problem.exact_bottleneck(bounds, self._start.modes, self._start.order)

@@ -11,10 +11,10 @@ from gpipebal.planner.advice import explain
 from gpipebal.planner.assemble import assemble, equal_split
 from gpipebal.planner.best import best_of_all, fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.question import AnyCost, LayerKey, Options, Place, Question, Size, ask
+from gpipebal.planner.question import AnyCost, LayerKey, Options, Place, Size, ask
 from gpipebal.problem import Link, Problem, Rules
 from gpipebal.profile import Profile
-from gpipebal.schedule import Checkpoint, check_count, check_schedule
+from gpipebal.schedule import Checkpoint, check_count
 from gpipebal.solvers import Objective, iter_best_splits
 from gpipebal.solvers import select_method as method_of
 
@@ -67,7 +67,9 @@ def solve(
             the profile's rows, the mini-batch grows with their number, and the plan says so.
         checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
             ``'auto'``: in each partition the fastest mode that fits its device.
-        schedule: ``'gpipe'``. What a balance costs under ``'1f1b'`` is for `evaluate` to say.
+        schedule: ``'gpipe'``; ``'1f1b'``, which `GPipe.step` runs as well; or one that only torch
+            runs: there the makespan is searched for with a simulator, see
+            `gpipebal.planner.schedules`, and the plan says how far from a proven bound it may be.
         objective: ``'makespan'``, the seconds from the first forward to the last backward of a
             mini-batch; ``'bottleneck'``, the largest time of a partition for one micro-batch; or
             ``'peak_memory'``, the largest peak memory of a partition, in bytes.
@@ -107,7 +109,7 @@ def solve(
         BalanceError: an argument that makes no sense, or does not fit the others.
         InfeasibleError: no plan fits; the text says what would.
         ProfileError: the profile does not tell what is asked for.
-        UnsupportedPlanError: a schedule other than ``'gpipe'``.
+        UnsupportedPlanError: an unknown schedule, or one under which something is not known.
 
     Complexity:
         O(n + k log n) steps per probe for n layers and k partitions, with some tens of probes;
@@ -173,14 +175,16 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
     Example:
         >>> profile = Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=4)
         >>> [(plan.balance, plan.value) for plan in top_plans(profile, 2, 2)]
-        [((3, 1), 78.0), ((2, 2), 86.0)]
+        [((3, 1), 102.0), ((2, 2), 114.0)]
     """
     check_count("k", k)
     posed = _posed(profile, partitions, options)
-    if posed[0].question.cost is not None:
+    question = posed[0].question
+    if question.cost is not None or question.schedule != "gpipe":
         raise BalanceError(
-            "the next best plans cannot be found: cost is given (expected an objective).\n"
-            "Fix: cost=None, and objective='makespan' or 'bottleneck'."
+            "the next best plans cannot be found: cost is given, or "
+            f"schedule={question.schedule!r} (expected an objective under 'gpipe').\n"
+            "Fix: cost=None and schedule='gpipe'."
         )
     found: list[tuple[float, int, Plan]] = []
     for one in posed:
@@ -217,25 +221,15 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
     posed = _posed(profile, partitions, options)[0]
     if posed.question.cost is not None:
         return "dense table"
+    if posed.question.schedule != "gpipe" and posed.question.objective == "makespan":
+        return "schedule search"
     return method_of(posed.problem, posed.question.objective)
 
 
 def _posed(profile: Profile, partitions: int, options: Options) -> list[Posed]:
     """Put the question at each number of micro-batches."""
     question = ask(profile, partitions, options)
-    _check_schedule(question)
     return [pose(question, chunks) for chunks in question.chunks or (None,)]
-
-
-def _check_schedule(question: Question) -> None:
-    schedule = question.schedule
-    if check_schedule(schedule) != "gpipe":
-        raise UnsupportedPlanError(
-            f"the best balance is not known under this schedule: schedule={schedule!r} (expected "
-            "'gpipe').\n"
-            f"Fix: gpipebal.planner.evaluate(profile, balance, schedule={schedule!r}) tells what "
-            "a balance costs; or schedule='gpipe'."
-        )
 
 
 def make_plan(

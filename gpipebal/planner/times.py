@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from gpipebal.problem import Device, Links, Problem
 from gpipebal.profile import LayerProfile, Profile
-from gpipebal.schedule import Checkpoint, CheckpointMode, check_count, make_schedule
+from gpipebal.schedule import Checkpoint, CheckpointMode, Order, check_count, order_of
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Timeline
 
@@ -17,6 +17,7 @@ __all__ = [
     "Surroundings",
     "durations",
     "loss_of_micro_batch",
+    "order_for",
     "pause_time",
     "problem_of",
     "step_timeline",
@@ -96,9 +97,20 @@ def step_timeline(
     loss = loss_of_micro_batch(profile) if loss_inside else None
     times = durations(profile, bounds, loss, without_graph=True, around=around)
     times = times.longer_by(profile.step.cell_overhead_time or 0.0)
-    order = make_schedule(schedule, len(bounds) - 1, chunks, checkpoint)
+    order = order_for(schedule, len(bounds) - 1, chunks, checkpoint)
     pause = None if loss_inside else pause or 0.0
     return place(order, times, pause=pause, overlap=around.overlaps)
+
+
+def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:
+    """Return the order of a schedule; two partitions on each device where it is interleaved.
+
+    Raises:
+        UnsupportedPlanError: an unknown schedule.
+        BalanceError: partitions that cannot be dealt out evenly.
+    """
+    each = 2 if schedule == "interleaved_1f1b" and n_partitions % 2 == 0 else 1
+    return order_of(schedule, n_partitions // each, chunks, checkpoint, partitions_per_device=each)
 
 
 def durations(

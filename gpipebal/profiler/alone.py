@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
-from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.identity import identity_of
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times
 from gpipebal.profiler.storages import (
@@ -98,6 +98,7 @@ def walk_alone(
     share: bool,
     must: bool,
     pace: Pace,
+    keep_modes: bool = True,
 ) -> list[str]:
     """Take every size of micro-batch along the chain, layer by layer.
 
@@ -110,6 +111,8 @@ def walk_alone(
         share: Whether layers that are alike are measured once.
         must: Whether a layer may not fail at any size.
         pace: How long to go on with each layer.
+        keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
+            trained.
 
     Returns:
         What there is to say: the sizes that were given up, and why.
@@ -125,12 +128,13 @@ def walk_alone(
                 _repeat(walk, twins[i, kinds[i]])
         else:
             # A copy of its own: what a layer writes to its parameters is nobody's loss.
-            replica = replicate([name], [module], device, private=(0,))[0]
+            replica = replicate([name], [module], device, private=(0,), keep_modes=keep_modes)[0]
             before = [list(walk.arrived.numbers) for walk in walks]
-            subjects = []
+            subjects: list[Subject] = []
             for i, walk in enumerate(walks):
                 try:
-                    subjects.append(_look(walk, k, name, replica, routes, device))
+                    written = subjects[0].chain.written if subjects else None
+                    subjects.append(_look(walk, k, name, replica, routes, device, written))
                 except GpipebalError as error:
                     if must or not i:
                         raise
@@ -152,14 +156,26 @@ def walk_alone(
 
 
 def _look(
-    walk: Walk, k: int, name: str, replica: nn.Module, routes: Routes, device: torch.device
+    walk: Walk,
+    k: int,
+    name: str,
+    replica: nn.Module,
+    routes: Routes,
+    device: torch.device,
+    written: list[frozenset[int]] | None,
 ) -> Subject:
-    """Find out all of a layer that needs no repeats, and go on behind it."""
+    """Find out all of a layer that needs no repeats, and go on behind it.
+
+    Which inputs it writes to is found out at the first size; `written` is that, or None.
+    """
     popped = [key for key, (_, destination) in routes.items() if destination == k]
     on_host = walk.arrived.value
     arrived = moved(walk.arrived, device, only=popped)
     chain = Chain([name], [replica], device, arrived.value, routes=routes, first=k)
-    chain.find_written(0, arrived.value, replica)
+    if written is None:
+        chain.find_written(0, arrived.value, replica)
+    else:
+        chain.written = written
     flops = flops_of(chain, 0, arrived.value)
     memory, passed = measure_layer_memory(chain, 0, arrived, walk.numbers)
     walk.memory.append(memory)
@@ -175,15 +191,15 @@ def _look(
 def _rounds(subjects: Sequence[Subject], pace: Pace) -> list[Times]:
     """Measure a layer at every size, in turns; its input comes to the device for that."""
     found = [Times() for _ in subjects]
-    trial, done = Times(), 0
-    _round(subjects[0], Times())  # warms up
-    _round(subjects[0], trial)
-    deadline = time.perf_counter() + pace.limit_of(trial.forward[0][0] + trial.backward[0][0])
+    for subject in subjects:
+        _round(subject, Times())  # warms up
+    done, deadline = 0, math.inf
     while done < pace.least or (done < pace.most and time.perf_counter() < deadline):
+        started = time.perf_counter()
         for subject, times in zip(subjects, found, strict=True):
-            if not done and subject is not subjects[0]:
-                _round(subject, Times())
             _round(subject, times)
+        if not done:
+            deadline = started + pace.limit_of(found[0].forward[0][0] + found[0].backward[0][0])
         done += 1
     for layer in subjects[0].chain.layers:
         for parameter in layer.parameters():
@@ -224,27 +240,7 @@ def _kind(module: nn.Module, arrived: Arrived, k: int, routes: Routes) -> Hashab
         else repr(leaf)
         for leaf, number in zip(arrived.value.leaves, arrived.numbers, strict=True)
     )
-    options = tuple(_options(each) for each in module.modules())
-    return fingerprint(module), options, inputs, str(arrived.value.structure), k == 0
-
-
-def _options(module: nn.Module) -> Hashable:
-    """Return a module's class and plain attributes; other objects are like themselves only."""
-    return type(module), tuple(
-        (name, _plain(value))
-        for name, value in sorted(vars(module).items())
-        if name not in ("_parameters", "_buffers", "_modules")
-    )
-
-
-def _plain(value: Any) -> Hashable:
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return type(value), value
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return type(value), tuple(_plain(item) for item in value)
-    if isinstance(value, dict):
-        return type(value), tuple((_plain(key), _plain(item)) for key, item in value.items())
-    return id(value)
+    return identity_of(module), inputs, str(arrived.value.structure), k == 0
 
 
 def _repeat(walk: Walk, twin: _Twin) -> None:

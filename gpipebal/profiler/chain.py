@@ -66,7 +66,7 @@ class Chain:
         only_inputs: bool = False,
     ) -> None:
         self.names = names
-        self.layers = layers
+        self.layers = list(layers)
         self.device = device
         self.start = start
         self.first = first
@@ -188,7 +188,7 @@ class Chain:
         passed.skips.update({key: flatten(left[key]) for key in self._stashes[k]})
         return passed
 
-    def find_written(self, k: int, value: Value, layer: nn.Module) -> tuple[bool, Value]:
+    def find_written(self, k: int, value: Value, layer: nn.Module) -> bool:
         """Run a copy of layer k, and note in `written` which inputs it writes to.
 
         Args:
@@ -197,7 +197,7 @@ class Chain:
             layer: A copy of the layer that shares nothing with it.
 
         Returns:
-            Whether it writes to its own parameters, as some embeddings do, and what it gave.
+            Whether it writes to its own parameters, as some embeddings do.
 
         Raises:
             ProfileError: the layer failed.
@@ -206,13 +206,13 @@ class Chain:
         _, given = self.prepare(k, value, wants=True, protect=True)
         copies = list(given)
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
-        passed = self.call(k, given, value, layer=layer)
+        self.call(k, given, value, layer=layer)
         self.written[k] = frozenset(
             i
             for i, leaf in enumerate(copies)
             if isinstance(leaf, Tensor) and leaf._version != versions[i]
         )
-        return parameters != [parameter._version for parameter in layer.parameters()], passed
+        return parameters != [parameter._version for parameter in layer.parameters()]
 
     def record(self, spans: list[Span] | None = None) -> tuple[list[Record], Value]:
         """Run the layers with a graph for each; return what their backwards need."""

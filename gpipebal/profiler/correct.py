@@ -27,6 +27,8 @@ def correct(profile: Profile, trial: Trial) -> Profile:
         "chunks": trial.chunks,
         "rounds": trial.rounds,
         "factors": factors,
+        "scaled": "times of layers; at other sizes too, which were not tried",
+        "not_scaled": "times of the loss, and of the host",
     }
     flags = list(profile.provenance.get("flags", []))
     flags += [

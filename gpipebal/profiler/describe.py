@@ -17,10 +17,11 @@ import gpipebal
 from gpipebal.pipeline.devices import visible_cores
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.replica import layer_of_tensors, own_bytes
+from gpipebal.profiler.optimizer import Maker
+from gpipebal.profiler.replica import layer_of_tensors, own_bytes, summed_bytes
 from gpipebal.profiler.rounds import Times
 from gpipebal.profiler.settle import Settled, settle_rounds, whole_again
-from gpipebal.profiler.step import OptimizerFactory, optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "describe_layers",
     "describe_machine",
     "describe_times",
+    "main_dtype",
     "optimizer_memory",
 ]
 
@@ -53,9 +55,10 @@ def describe_layers(
         ),
         "no_grad_forward": settle_rounds(times.without_graph, times.whole_without_graph),
     }
-    host_forward = np.median(times.host_forward, axis=0) if times.host_forward else None
-    host_backward = np.median(times.host_backward, axis=0) if times.host_backward else None
-    owner = layer_of_tensors(modules)
+    # Layers that were measured alone have not all the same number of rounds.
+    host_forward = np.nanmedian(times.host_forward, axis=0) if times.host_forward else None
+    host_backward = np.nanmedian(times.host_backward, axis=0) if times.host_backward else None
+    owner, summed = layer_of_tensors(modules), summed_bytes(modules)
     layers = tuple(
         LayerProfile(
             name=names[k],
@@ -76,8 +79,8 @@ def describe_layers(
             output_bytes=found.memory[k].output_bytes,
             forward_peak_bytes=found.memory[k].forward_peak_bytes,
             no_grad_forward_peak_bytes=found.memory[k].no_grad_forward_peak_bytes,
-            backward_peak_bytes=found.memory[k].backward_peak_bytes,
-            accumulating_peak_bytes=found.memory[k].accumulating_peak_bytes,
+            backward_peak_bytes=found.memory[k].backward_peak_bytes + summed[k],
+            accumulating_peak_bytes=found.memory[k].accumulating_peak_bytes + summed[k],
             fingerprint=fingerprint(module),
             **own_bytes(modules, k, owner),
         )
@@ -119,16 +122,11 @@ def describe_machine(
     """Say where, with what and when something is measured."""
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    by_dtype: dict[torch.dtype, int] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + parameter.nbytes
-    dtype = max(by_dtype, key=lambda d: by_dtype[d], default=torch.get_default_dtype())
     return {
         "device": _device_name(device),
         "device_type": kind,
         "threads": n_threads if kind == "cpu" else None,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": main_dtype(modules),
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         "gpipebal": gpipebal.__version__,
         "torch": torch.__version__,
@@ -138,6 +136,16 @@ def describe_machine(
     }
 
 
+def main_dtype(modules: Sequence[nn.Module]) -> str:
+    """Name the dtype of most bytes of parameters."""
+    by_dtype: dict[torch.dtype, int] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + parameter.nbytes
+    found = max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.get_default_dtype())
+    return str(found).removeprefix("torch.")
+
+
 class OptimizerMemory(NamedTuple):
     """What an optimizer needs for every layer, each parameter at its first layer; None: unknown.
 
@@ -145,11 +153,13 @@ class OptimizerMemory(NamedTuple):
         state: Bytes that it keeps.
         peaks: Bytes that its step needs for a moment.
         together: Whether those of all layers add up.
+        doubts: What there is to say about them.
     """
 
     state: list[int] | None = None
     peaks: list[int] | None = None
     together: bool = False
+    doubts: tuple[str, ...] = ()
 
     def state_of(self, k: int) -> int | None:
         """Return the bytes of a layer's state; None: not known."""
@@ -161,14 +171,13 @@ class OptimizerMemory(NamedTuple):
 
 
 def optimizer_memory(
-    optimizer: OptimizerFactory | None, modules: Sequence[nn.Module], device_type: str
+    maker: Maker | None, modules: Sequence[nn.Module], device_type: str
 ) -> OptimizerMemory:
     """Find what an optimizer needs for every layer, on a device of a type."""
-    if optimizer is None:
+    if maker is None:
         return OptimizerMemory()
     owner = layer_of_tensors(modules)
-    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
-    places = [owner[id(parameter)] for parameter in parameters]
+    places = [owner[id(parameter)] for parameter in maker.parameters]
 
     def by_layer(known: Sequence[int], add: Callable[[int, int], int]) -> list[int]:
         found = [0] * len(modules)
@@ -176,12 +185,25 @@ def optimizer_memory(
             found[k] = add(found[k], n_bytes)
         return found
 
-    state = optimizer_state_bytes(optimizer, parameters)
-    peaks = optimizer_peaks(optimizer, parameters, device_type)
+    state = peaks = None
+    for with_values in (False, True):
+        # Some optimizers read values: they step stand-ins with memory, one after the other.
+        if state is None:
+            state = optimizer_state_bytes(maker, maker.parameters, with_values=with_values)
+        if peaks is None:
+            peaks = optimizer_peaks(maker, maker.parameters, device_type, with_values=with_values)
+    doubts = []
+    if maker.needs_closure:
+        doubts.append(
+            f"the optimizer's time and state are not known: a step of {maker.name} calls the model"
+        )
+    elif state is None or peaks is None:
+        doubts.append(f"the optimizer's state is not known: {maker.name} cannot step stand-ins")
     return OptimizerMemory(
         state=None if state is None else by_layer(state, add),
         peaks=None if peaks is None else by_layer(peaks.bytes, add if peaks.together else max),
         together=peaks is not None and peaks.together,
+        doubts=tuple(doubts),
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from gpipebal.pipeline.eager import EagerDispatchMode
 
 __all__ = ["FlopCounter"]
 
@@ -39,13 +40,14 @@ _MORE: dict[Any, Callable[..., int]] = {
 }
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(EagerDispatchMode):
     """Count the floating-point operations of a block.
 
-    The formulas are those of `torch.utils.flop_counter`: of matrix products, convolutions and
-    attention; and for kernels that it does not know, those of the products inside. All other operations are as good as free beside them, and count as nothing. torch's
-    own `FlopCounterMode` would also set hooks on all modules of the process, and the counts by
-    module that those give are not needed here.
+    The formulas are those of `torch.utils.flop_counter`, of matrix products, convolutions and
+    attention; of kernels that it does not know, those of the products inside. All other operations
+    are as good as free beside them, and count as nothing. torch's own `FlopCounterMode` would also
+    set hooks on all modules of the process, and the counts by module that those give are not
+    needed here.
 
     Attributes:
         total: Floating-point operations so far.

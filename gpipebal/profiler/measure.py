@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from gpipebal.pipeline.microbatch import flatten
 from gpipebal.pipeline.parting import chunk_sizes, count_rows
 from gpipebal.profile import Profile
 from gpipebal.profiler.describe import describe_machine
+from gpipebal.profiler.harmless import left_alone
+from gpipebal.profiler.optimizer import OptimizerLike
 from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.rounds import Pace
 from gpipebal.profiler.setting import (
@@ -28,7 +31,6 @@ from gpipebal.profiler.setting import (
     to_device,
 )
 from gpipebal.profiler.sizes import Study
-from gpipebal.profiler.step import OptimizerFactory
 from gpipebal.schedule import check_count
 from gpipebal.skip.layout import find_skips
 
@@ -56,7 +58,7 @@ def profile_model(
     partitions: int = 2,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerLike | None = None,
     method: Literal["measure", "estimate"] = "measure",
     rates: Any = None,
     one_at_a_time: bool | None = None,
@@ -67,9 +69,13 @@ def profile_model(
 ) -> Profile:
     """Measure times and memory of every layer, for one micro-batch.
 
-    The layers are measured in training mode, in replicas that share only the parameters' memory
+    The layers are measured as they are trained, in replicas that share only the parameters' memory
     with the model: parameters, gradients, buffers, training flags, hooks, devices and random
-    numbers of the model are afterwards as before. Autocast is that of the caller.
+    numbers of the model are afterwards as before. Hooks of layers run in the replicas, too. A model
+    in training mode may have parts in evaluation mode (a frozen batch normalisation), and is
+    measured so; one that is in evaluation mode itself is measured as if all of it were trained.
+    Autocast is that of the caller. Layers that `torch.compile` made are timed compiled; their
+    memory and operations are those of the code as written.
 
     Args:
         module: An `nn.Sequential`; its children are the layers.
@@ -88,10 +94,12 @@ def profile_model(
         loss_fn: The loss, called as ``loss_fn(output, target)``; measured over a micro-batch, as
             `GPipe.step` computes it, and over the gathered output of the mini-batch.
         target: Target of the whole mini-batch; None: ``loss_fn(output)``.
-        optimizer: Makes the optimizer from a list of parameters (a class, or a lambda with its
-            options); its time and its state are measured.
+        optimizer: An optimizer of the model's parameters, or what makes one of a list of
+            parameters (a class, or a lambda with its options); its time and its state are
+            measured, on copies.
         method: ``'measure'``; or ``'estimate'``, which needs no device and no memory: the layers
-            may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`.
+            may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`. What
+            only tells how to measure is then refused.
         rates: Of ``method='estimate'``: the device to estimate for, by name or by its rates.
         one_at_a_time: Whether to have only one layer on the device at a time, with its gradients
             and activations, for models that do not fit; None: on CUDA, if parameters are
@@ -103,7 +111,8 @@ def profile_model(
             does not change how layers compare. Ignored on CUDA, and where each layer is measured
             alone.
         timeout: Seconds for the repeats, about; None: the cost of ten training steps, at least 2
-            seconds and at most 60. Each layer is measured at least once.
+            seconds and at most 60, and less what went before them. Each layer is measured at
+            least once.
         progress: Show a progress bar; None: only on a terminal.
 
     Returns:
@@ -117,8 +126,11 @@ def profile_model(
         DeviceError: `device` does not exist.
 
     Complexity:
-        Each round costs about four forwards and backwards of one micro-batch. Memory, once per
-        measuring thread: gradients and buffers of the model, and what one micro-batch saves.
+        Each round costs five forwards and three backwards of one micro-batch, and every third as
+        much of the other sizes; before them come as many to warm up, and five forwards and two
+        backwards at each size to look; behind them, on the CPU, about ten training steps as a
+        pipeline. Memory, once per measuring thread: gradients and buffers of the model, and what
+        one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -136,19 +148,33 @@ def profile_model(
     if method == "estimate":
         from gpipebal.profiler.estimate import estimate_profile
 
-        given = {} if rates is None else {"rates": rates}
-        return estimate_profile(
-            module,
-            sample,
-            chunks=chunks,
-            rows=rows,
-            loss_fn=loss_fn,
-            target=target,
-            optimizer=optimizer,
-            partitions=partitions,
-            progress=progress,
-            **given,
+        _refuse(
+            "method='estimate'",
+            "rates= names the device to estimate for",
+            {
+                "device": device,
+                "threads": threads,
+                "timeout": timeout,
+                "one_at_a_time": one_at_a_time,
+                "share_identical": share_identical or None,
+            },
         )
+        given = {} if rates is None else {"rates": rates}
+        with left_alone([module, loss_fn]):
+            return estimate_profile(
+                module,
+                sample,
+                chunks=chunks,
+                rows=rows,
+                loss_fn=loss_fn,
+                target=target,
+                optimizer=optimizer,
+                partitions=partitions,
+                progress=progress,
+                **given,
+            )
+    _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
+    started = time.perf_counter()
     layers = layers_of(module)
     n_chunks = check_count("chunks", chunks)
     where = device_for(device)
@@ -169,6 +195,7 @@ def profile_model(
         current_device(where),
         torch.inference_mode(False),
         torch.enable_grad(),
+        left_alone([module, loss_fn]),
     ):
         study = Study(
             layers,
@@ -179,6 +206,7 @@ def profile_model(
             loss_fn=loss_fn,
             target=to_device(target, where),
             optimizer=optimizer,
+            keep_modes=module.training,
         )
         others = choose_rows(rows, sizes[0], n_rows)
         total = len(layers) if alone else MOST_ROUNDS * side_by_side
@@ -188,7 +216,10 @@ def profile_model(
         ):
             parts = len(layers) if alone else 1
             pace = Pace(
-                lambda seconds: _limit(limit, seconds * len(sizes), parts),
+                lambda seconds: _left(
+                    _limit(limit, seconds * len(sizes), parts),
+                    0.0 if alone else time.perf_counter() - started,
+                ),
                 LEAST_ROUNDS,
                 MOST_ROUNDS,
                 told,
@@ -219,6 +250,25 @@ def _limit(timeout: float | None, step_seconds: float, parts: int) -> float:
     if timeout is not None:
         return timeout / parts
     return min(MOST_SECONDS / parts, max(LEAST_SECONDS / parts, DEFAULT_STEPS * step_seconds))
+
+
+def _left(seconds: float, spent: float) -> float:
+    """Return what is left of some seconds: at least half, or too few rounds would be measured."""
+    return max(seconds / 2, seconds - spent)
+
+
+def _refuse(where: str, instead: str, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that have no meaning.
+
+    Raises:
+        ProfileError: one is given.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise ProfileError(
+                f"{name} has no meaning with {where}: {name}={value!r} (expected nothing).\n"
+                f"Fix: leave {name} out; {instead}."
+            )
 
 
 def _is_alone(

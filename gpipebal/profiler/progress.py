@@ -16,7 +16,7 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
 
     Args:
         title: What is being done.
-        total: Steps to 100 %.
+        total: Steps to 100 %, at most.
         show: True or False; None: only if the standard error is a terminal.
 
     Yields:
@@ -37,5 +37,6 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
 
     try:
         yield advance
+        bar.update(total - bar.n)  # time was up before so many steps were done
     finally:
         bar.close()

@@ -8,7 +8,6 @@ replicas can run side by side.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -17,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gpipebal.errors import ProfileError
+from gpipebal.profiler.compiled import compile_alike
+from gpipebal.profiler.copying import copy_layer
 
-__all__ = ["layer_of_tensors", "own_bytes", "replicate"]
+__all__ = ["layer_of_tensors", "own_bytes", "parameter_bytes", "replicate", "summed_bytes"]
 
 
 def replicate(
@@ -27,11 +28,19 @@ def replicate(
     device: torch.device,
     *,
     private: Container[int] = (),
+    keep_modes: bool = True,
 ) -> list[nn.Module]:
-    """Copy layers in training mode, with parameters that share the originals' memory.
+    """Copy layers, with parameters that share the originals' memory.
 
     On another device than the parameters' own the values are copied there; so are those of the
-    layers in `private` (by index).
+    layers in `private` (by index). What is compiled is compiled again.
+
+    Args:
+        names: Names of the layers.
+        layers: The caller's layers; they are only looked at.
+        device: Where the copies will be.
+        private: Layers whose parameters are copied too.
+        keep_modes: Whether all parts stay in training or evaluation mode; else all are trained.
 
     Raises:
         ProfileError: a layer cannot be copied.
@@ -59,14 +68,14 @@ def replicate(
             memo.setdefault(id(buffer), buffer.detach().to(device, copy=True))
     replicas = []
     for name, layer in zip(names, layers, strict=True):
-        try:
-            replicas.append(copy.deepcopy(layer, memo).train())
-        except Exception as error:
-            raise ProfileError(
-                f"layer {name!r} cannot be copied: {type(error).__name__}: {error}\n"
-                "Fix: make the layer work with copy.deepcopy."
-            ) from error
+        replicas.append(copy_layer(name, layer, memo, keep_modes=keep_modes))
+        compile_alike(layer, replicas[-1])
     return replicas
+
+
+def parameter_bytes(layer: nn.Module) -> int:
+    """Count the bytes of a layer's parameters."""
+    return sum(parameter.nbytes for parameter in layer.parameters())
 
 
 def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
@@ -79,14 +88,35 @@ def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) -> dict[str, int]:
-    """Count the bytes of parameters, gradients and buffers that no earlier layer has."""
+    """Count the bytes of parameters and buffers that no earlier layer has, and of all gradients.
+
+    Each use of a parameter makes a gradient of its own; autograd adds them up behind the last.
+    """
 
     def mine(tensor: Tensor) -> bool:
         return owner[id(tensor)] == index
 
-    parameters = [p for p in layers[index].parameters() if mine(p)]
+    parameters = list(layers[index].parameters())
     return {
-        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters if mine(p)),
         "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
         "buffer_bytes": sum(b.nbytes for b in layers[index].buffers() if mine(b)),
     }
+
+
+def summed_bytes(layers: Sequence[nn.Module]) -> list[int]:
+    """Count, for each layer, the bytes of gradients that are sums with those of later layers.
+
+    Such a sum exists beside its terms for a moment, in the backward of the first layer that has
+    the parameter.
+    """
+    seen: set[int] = set()
+    first: dict[int, int] = {}
+    found = [0] * len(layers)
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            key = id(parameter)
+            if first.setdefault(key, index) != index and key not in seen:
+                seen.add(key)
+                found[first[key]] += parameter.nbytes if parameter.requires_grad else 0
+    return found

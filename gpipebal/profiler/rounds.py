@@ -16,6 +16,7 @@ because they share caches, memory bandwidth and the interpreter: all their times
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ from gpipebal.profiler.clock import Span, host_seconds_of, seconds_of
 from gpipebal.profiler.value import Value, as_leaves
 
 __all__ = ["Pace", "Subject", "Times", "run_side_by_side"]
+
+#: Other sizes than the micro-batch's own are measured in every so many rounds.
+OTHERS_EVERY = 3
 
 
 @dataclass
@@ -59,7 +63,7 @@ class Pace:
 
     Attributes:
         limit_of: Tells from the seconds of a forward and backward of one micro-batch how long the
-            rounds may take.
+            rounds may take, from now on.
         least: Rounds, whatever the limit.
         most: Rounds, whatever the time.
         told: Called after each round of the chain or each layer, from any thread.
@@ -174,7 +178,7 @@ def run_side_by_side(
 
     Args:
         subjects: For each thread, what it sends each size of micro-batch through; the first size
-            is measured in every round, the others in every second.
+            is measured in every round, the others in every third.
         n_threads: Intra-operation threads of each; None: as they are.
         pace: How long to go on.
         state: Settings of the caller.
@@ -198,24 +202,27 @@ def run_side_by_side(
                 subject.stop()
 
     def measure(k: int) -> None:
-        # The first round warms up: gradients exist, libraries are ready. The second says how long
-        # a round takes.
+        # The first round warms up: gradients exist, libraries are ready. What of other sizes runs
+        # in one piece is warm by then.
         for size, subject in enumerate(subjects[k]):
             try:
-                Times().run_round(subject)
+                Times().run_round(subject, whole=not size)
             except ProfileError as error:
                 if not size or not isinstance(error.__cause__, torch.OutOfMemoryError):
                     raise
                 too_large.add(size)
-        trial = Times()
-        trial.run_round(subjects[k][0])
-        seconds = pace.limit_of(trial.whole_forward[0] + trial.whole_backward[0])
-        deadline = time.perf_counter() + seconds
+        deadline = math.inf
         # Whoever is ahead goes on, so that nobody is measured without the others.
         while done[k] < pace.least or (min(done) < pace.most and time.perf_counter() < deadline):
+            started = time.perf_counter()
             for size, subject in enumerate(subjects[k]):
-                if not size or (done[k] % 2 == 0 and size not in too_large):
+                if not size or (done[k] % OTHERS_EVERY == 0 and size not in too_large):
                     results[k][size].run_round(subject)
+            if not done[k]:
+                # The first says how long a round takes, and counts.
+                first = results[k][0]
+                seconds = first.whole_forward[0] + first.whole_backward[0]
+                deadline = started + pace.limit_of(seconds)
             done[k] += 1
             pace.told()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError, ProfileError
+from gpipebal.pipeline.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.devices import parse_device
 from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.pipeline.parting import scatter_leaves
@@ -27,6 +28,7 @@ __all__ = [
     "first_rows",
     "layers_of",
     "random_numbers_kept",
+    "repeated_rows",
     "threads_set",
     "to_device",
 ]
@@ -39,12 +41,13 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
         ModelError: it is no chain.
         ProfileError: it has no layers.
     """
-    if not isinstance(module, nn.Sequential):
+    layers = chain_layers_of(module)
+    if type(module).forward is not nn.Sequential.forward:
         raise ModelError(
-            f"module is not a chain of layers: type(module)={type(module).__name__} (expected "
-            "nn.Sequential).\nFix: write the model as nn.Sequential of its layers."
+            f"module has a forward of its own: {type(module).__name__}.forward (expected that of "
+            "nn.Sequential: one layer after the other).\n"
+            "Fix: put what it does beside its layers into a layer."
         )
-    layers = {name: layer for name, layer in module._modules.items() if layer is not None}
     if not layers:
         raise ProfileError(
             "module has no layers: len(module)=0 (expected 1 or more).\n"
@@ -93,6 +96,20 @@ def first_rows(sample: Any, rows: int, of_rows: int) -> Any:
         return sample
     parts = scatter_leaves(leaves, [rows, of_rows - rows], [0] * len(leaves))
     return unflatten(parts[0], structure)
+
+
+def repeated_rows(value: Any, rows: int, have: int) -> Any:
+    """Return so many rows of a value, from the first on, and from the first again."""
+    leaves, structure = flatten(value)
+    if rows == have:
+        return value
+    repeated = [
+        leaf[torch.arange(rows, device=leaf.device) % have]
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == have
+        else leaf
+        for leaf in leaves
+    ]
+    return unflatten(repeated, structure)
 
 
 def check_timeout(timeout: float) -> float:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import GpipebalError, ProfileError
+from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.alone import Walk, join_times, walk_alone
 from gpipebal.profiler.chain import Chain
@@ -23,13 +22,21 @@ from gpipebal.profiler.describe import (
     describe_times,
     optimizer_memory,
 )
-from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain, measure_whole_loss
-from gpipebal.profiler.replica import replicate
+from gpipebal.profiler.doubts import doubts_about
+from gpipebal.profiler.gathered import (
+    GatheredTerms,
+    measure_gathered,
+    most_bytes,
+    scaled_gathered,
+)
+from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain
+from gpipebal.profiler.optimizer import Maker, OptimizerLike
+from gpipebal.profiler.replica import parameter_bytes, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
-from gpipebal.profiler.setting import chunks_that_fit, first_rows, to_device
-from gpipebal.profiler.step import OptimizerFactory, measure_gather, measure_optimizer
+from gpipebal.profiler.setting import chunks_that_fit, first_rows, repeated_rows, to_device
+from gpipebal.profiler.step import measure_optimizer
 from gpipebal.profiler.storages import LayerMemory
-from gpipebal.profiler.survey import Survey, find_written, survey, survey_loss
+from gpipebal.profiler.survey import Scout, Survey, survey, survey_loss
 from gpipebal.profiler.trial import MOST_CHUNKS, Setting, run_trial
 from gpipebal.profiler.value import Routes, Value
 
@@ -62,7 +69,9 @@ class Study:
         device: Where to measure.
         loss_fn: The loss; None: not measured.
         target: Its target, on the device; None: it has none.
-        optimizer: Makes an optimizer; None: not measured.
+        optimizer: The optimizer; None: not measured.
+        keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
+            trained.
     """
 
     def __init__(
@@ -75,18 +84,23 @@ class Study:
         *,
         loss_fn: Callable[..., Tensor] | None,
         target: Any,
-        optimizer: OptimizerFactory | None,
+        optimizer: OptimizerLike | None,
+        keep_modes: bool,
     ) -> None:
         self.names, self.modules = list(layers), list(layers.values())
         self.routes, self.device = routes, device
         self.micro_batches = sizes
-        self.notes: list[str] = []
+        self.notes = list(doubts_about(self.names, self.modules, keep_modes=keep_modes))
         self._sample = sample
-        self._loss_fn, self._target, self._optimizer = loss_fn, target, optimizer
+        self._loss_fn, self._target = loss_fn, target
+        self._keep_modes = keep_modes
+        parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
+        self._maker = None if optimizer is None else Maker(optimizer, parameters)
         self._sizes: list[_Size] = []
         self._replicas: list[nn.Module] = []
         self._written: list[frozenset[int]] = []
         self._private: set[int] = set()
+        self._must = self._is_alone = False
 
     def look(self, others: Sequence[int], *, must: bool) -> None:
         """Find out all that needs no repeats: at the micro-batch's own size, then at others.
@@ -98,12 +112,14 @@ class Study:
         Raises:
             ProfileError: a layer failed.
         """
+        self._must = must
         start = self._start_of(self.micro_batches[0], self.device)
         scout = Chain(self.names, self.modules, self.device, start, routes=self.routes)
-        self._private = find_written(self.names, self.modules, self.device, scout)
-        self._written = scout.written
+        found = Scout(scout, keep_modes=self._keep_modes)
+        self._sizes.append(_Size(self.micro_batches[0], survey(scout, self.routes, found), start))
+        self._look_at_loss(self._sizes[0])
+        self._private, self._written = found.writers, scout.written
         self._replicas = self._replicate()
-        self._sizes.append(self._look_at(start, self.micro_batches[0]))
         for rows in others:
             try:
                 self._sizes.append(self._look_at(self._start_of(rows, self.device), rows))
@@ -124,7 +140,13 @@ class Study:
         for k in range(side_by_side):
             replicas = self._replicas if not k else self._replicate()
             subjects.append([self._subject(size, replicas, copies=k > 0) for size in self._sizes])
+        before = [_versions(module) for module in self.modules]
         results = run_side_by_side(subjects, n_threads=n_threads, pace=pace, state=state)
+        for name, module, versions in zip(self.names, self.modules, before, strict=True):
+            if _versions(module) != versions:
+                self.notes.append(
+                    f"layer {name!r} wrote to its parameters in the middle: the model has changed"
+                )
         for size, times in zip(self._sizes, results, strict=True):
             if times is None:
                 self.notes.append(f"not measured at {size.rows} rows: not enough memory")
@@ -142,6 +164,7 @@ class Study:
         share: bool,
     ) -> None:
         """Look and measure with one layer on the device at a time; see `walk_alone`."""
+        self._must, self._is_alone = must, True
         walks = [
             Walk.start(rows, self._start_of(rows, _HOST))
             for rows in (self.micro_batches[0], *others)
@@ -155,6 +178,7 @@ class Study:
             share=share,
             must=must,
             pace=pace,
+            keep_modes=self._keep_modes,
         )
         self.notes.append("one layer at a time: what neighbours do to each other is not measured")
         for walk in walks:
@@ -172,17 +196,26 @@ class Study:
         Args:
             provenance: Where and with what it was measured.
         """
-        memory = optimizer_memory(self._optimizer, self.modules, self.device.type)
-        optimizer_time = None
-        if self._optimizer is not None:
-            parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
-            optimizer_time = measure_optimizer(self._optimizer, parameters, self.device)
+        memory = optimizer_memory(self._maker, self.modules, self.device.type)
+        self.notes += memory.doubts
+        optimizer_time = self._optimizer_time()
         others = [
             self._profile_of(size, memory, optimizer_time, provenance, ())
             for size in self._sizes[1:]
         ]
         others.sort(key=lambda profile: profile.rows)
         return self._profile_of(self._sizes[0], memory, optimizer_time, provenance, tuple(others))
+
+    def _optimizer_time(self) -> float | None:
+        """Measure the optimizer's step; one layer at a time only that of the largest layer."""
+        maker = self._maker
+        if maker is None or maker.needs_closure:
+            return None
+        only = None
+        if self._is_alone:
+            largest = max(self.modules, key=parameter_bytes)
+            only = list(largest.parameters())
+        return measure_optimizer(maker, maker.parameters, self.device, only=only)
 
     def try_out(
         self, profile: Profile, n_partitions: int, n_threads: int, seconds: float
@@ -223,7 +256,7 @@ class Study:
 
     def _rows_of_sample(self, rows: int) -> Any:
         """Return so many rows of the sample, on the device; repeated where it has fewer."""
-        return to_device(_repeated(self._sample, rows, sum(self.micro_batches)), self.device)
+        return to_device(repeated_rows(self._sample, rows, sum(self.micro_batches)), self.device)
 
     def _start_of(self, rows: int, device: torch.device) -> Value:
         sample = first_rows(self._sample, rows, sum(self.micro_batches))
@@ -231,7 +264,13 @@ class Study:
         return Value.of(to_device(sample, device, copy=True))
 
     def _replicate(self) -> list[nn.Module]:
-        return replicate(self.names, self.modules, self.device, private=self._private)
+        return replicate(
+            self.names,
+            self.modules,
+            self.device,
+            private=self._private,
+            keep_modes=self._keep_modes,
+        )
 
     def _chain(self, start: Value, replicas: list[nn.Module]) -> Chain:
         chain = Chain(self.names, replicas, self.device, start, routes=self.routes)
@@ -265,7 +304,7 @@ class Study:
         rows, have = sum(sizes), sum(self.micro_batches)
         if self._target is None or rows == have:
             return self._target
-        return _repeated(self._target, rows, have)
+        return repeated_rows(self._target, rows, have)
 
     def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
         loss = None
@@ -319,26 +358,25 @@ class Study:
             return StepTerms(loss=loss, optimizer_time=optimizer_time)
         is_main = size is self._sizes[0]
         sizes = self.micro_batches if is_main else [size.rows] * len(self.micro_batches)
-        outputs = size.found.outputs
-        whole_loss: LayerProfile | None = None
-        gathered: tuple[int, ...] = ()
-        gather_time = None
-        try:
-            gather_time = measure_gather(outputs.value, sizes, self.device)
-            if self._loss_fn is not None:
-                whole_loss, gathered = measure_whole_loss(
-                    self._loss_fn,
-                    self._target_of(sizes),
-                    outputs,
-                    sizes,
-                    size.found.numbers,
-                    self.device,
+        terms: GatheredTerms | None = None
+        given = (size.found.outputs, sizes, size.found.numbers, self.device)
+        if self._is_alone:
+            terms = scaled_gathered(*given, loss, most_bytes(self.modules, size.found.memory))
+        if terms is not None:
+            self.notes.append(f"the gathered output at {size.rows} rows is scaled, not measured")
+        else:
+            try:
+                terms = measure_gathered(*given, self._loss_fn, self._target_of(sizes))
+            except (GpipebalError, torch.OutOfMemoryError) as error:
+                # Inside the pipeline the loss needs no gathered output: such a step may still fit.
+                is_memory = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+                if not is_memory and (is_main or self._must):
+                    raise
+                why = "did not fit the device" if is_memory else str(error).splitlines()[0]
+                self.notes.append(
+                    f"not measured at {size.rows} rows: the gathered output and its loss: {why}"
                 )
-        except (ProfileError, torch.OutOfMemoryError) as error:
-            # Inside the pipeline the loss needs no gathered output: such a step may still fit.
-            if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
-                raise
-            self.notes.append("the gathered output and its loss did not fit the device")
+        gather_time, whole_loss, gathered = terms or (None, None, ())
         return StepTerms(gather_time, loss, whole_loss, gathered, optimizer_time)
 
     def _loss_of(self, size: _Size) -> LayerProfile | None:
@@ -357,15 +395,5 @@ class Study:
         )
 
 
-def _repeated(value: Any, rows: int, have: int) -> Any:
-    """Return so many rows of a value, from the first on, and from the first again."""
-    leaves, structure = flatten(value)
-    if rows == have:
-        return value
-    repeated = [
-        leaf[torch.arange(rows, device=leaf.device) % have]
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == have
-        else leaf
-        for leaf in leaves
-    ]
-    return unflatten(repeated, structure)
+def _versions(module: nn.Module) -> list[int]:
+    return [parameter._version for parameter in module.parameters()]

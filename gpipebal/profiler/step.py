@@ -14,10 +14,10 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.profiler.clock import synchronize
 from gpipebal.profiler.loss import gathered_value
+from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.value import Value
 
 __all__ = [
-    "OptimizerFactory",
     "OptimizerPeaks",
     "measure_gather",
     "measure_optimizer",
@@ -32,8 +32,6 @@ LARGEST_STEPPED = 2**28
 #: Bytes that no cache holds: writing so many leaves nothing else in it.
 BEYOND_CACHES = 2**26
 
-OptimizerFactory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-
 
 def measure_gather(outputs: Value, sizes: Sequence[int], device: torch.device) -> float:
     """Return the seconds to join the outputs of all micro-batches, stand-ins for them.
@@ -47,45 +45,25 @@ def measure_gather(outputs: Value, sizes: Sequence[int], device: torch.device) -
 
 
 def optimizer_state_bytes(
-    optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]
+    optimizer: OptimizerLike | Maker,
+    parameters: Sequence[nn.Parameter],
+    *,
+    with_values: bool = False,
 ) -> list[int] | None:
     """Find the bytes of state that an optimizer keeps for each parameter.
 
-    It takes one step on stand-ins without memory (meta tensors), so nothing is guessed and
-    nothing is allocated. None if the optimizer cannot work on those.
+    It takes a step on stand-ins, those of one shape once, so nothing is guessed.
+
+    Args:
+        optimizer: The optimizer, or what makes it.
+        parameters: The model's parameters; they are not changed.
+        with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
+
+    Returns:
+        Bytes for each parameter; None if the optimizer cannot step those.
     """
-    stand_ins = [
-        nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in parameters
-    ]
-    try:
-        optimizer_, _ = _without_values(optimizer, stand_ins)
-        for parameter in stand_ins:
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        optimizer_.step()
-    except Exception:
-        return None
-    return [
-        sum(v.nbytes for v in optimizer_.state.get(p, {}).values() if isinstance(v, Tensor))
-        for p in stand_ins
-    ]
-
-
-def _without_values(
-    optimizer: OptimizerFactory, stand_ins: Sequence[nn.Parameter]
-) -> tuple[torch.optim.Optimizer, bool]:
-    """Make an optimizer of parameters on the meta device; return whether its step is fused.
-
-    A fused step cannot run there. Told not to fuse, an optimizer keeps the same state.
-    """
-    made = optimizer(stand_ins)
-    is_fused = False
-    for group in made.param_groups:
-        if group.get("fused"):
-            is_fused = True
-            group["fused"] = False
-    return made, is_fused
+    found = _steps(Maker.of(optimizer, parameters), "cpu", with_values=with_values)
+    return None if found is None else [step.state_bytes for step in found]
 
 
 class OptimizerPeaks(NamedTuple):
@@ -101,75 +79,124 @@ class OptimizerPeaks(NamedTuple):
 
 
 def optimizer_peaks(
-    optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter], device_type: str
+    optimizer: OptimizerLike | Maker,
+    parameters: Sequence[nn.Parameter],
+    device_type: str,
+    *,
+    with_values: bool = False,
 ) -> OptimizerPeaks | None:
     """Find the bytes that an optimizer's step needs beside parameters, gradients and state.
 
-    It takes a second step on stand-ins without memory (meta tensors); parameters of one shape are
-    stepped once. Optimizers of torch step all parameters at once on CUDA (``foreach``), and one
-    after the other on a CPU, unless they are told otherwise. None if the optimizer cannot work
-    without values.
+    It takes a second step on stand-ins. Optimizers of torch step all parameters at once on CUDA
+    (``foreach``), and one after the other on a CPU, unless they are told otherwise.
 
     Args:
-        optimizer: Makes an optimizer of a list of parameters.
+        optimizer: The optimizer, or what makes it.
         parameters: The model's parameters; they are not changed.
         device_type: Type of the device that they will be on.
+        with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
+
+    Returns:
+        The bytes; None if the optimizer cannot step the stand-ins.
     """
-    known: dict[Any, int] = {}
-    found, together = [], False
-    for parameter in parameters:
-        kind = (tuple(parameter.shape), parameter.stride(), parameter.dtype)
-        if not parameter.requires_grad:
-            found.append(0)
+    found = _steps(Maker.of(optimizer, parameters), device_type, with_values=with_values)
+    if found is None:
+        return None
+    return OptimizerPeaks([step.peak_bytes for step in found], any(s.together for s in found))
+
+
+class _Step(NamedTuple):
+    """What a step on one parameter keeps and needs."""
+
+    state_bytes: int = 0
+    peak_bytes: int = 0
+    together: bool = False
+
+
+def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step] | None:
+    known: dict[Any, _Step] = {}
+    found = []
+    for place, is_stepped in enumerate(maker.stepped):
+        if not is_stepped:
+            found.append(_Step())
             continue
+        kind = maker.kind_of(place)
         if kind not in known:
-            stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"))
-            stand_in.grad = torch.empty_like(stand_in)
+            if maker.needs_closure:
+                return None
+            if with_values and maker.parameters[place].nbytes > LARGEST_STEPPED:
+                return None
             try:
-                stepper, is_fused = _without_values(optimizer, [stand_in])
-                for group in stepper.param_groups:
-                    if device_type == "cuda" and group.get("foreach", False) is None:
-                        group["foreach"] = not is_fused
-                    together = together or bool(group.get("foreach"))
-                stepper.step()  # makes its state
-                ledger = Ledger()
-                ledger.hold([stand_in, stand_in.grad, *stepper.state[stand_in].values()], 0)
-                before = ledger.start_peak()
-                with ledger.watch(0):
-                    stepper.step()
+                known[kind] = _step_alone(maker, place, device_type, with_values)
             except Exception:
                 return None
-            # A fused step is one kernel, and makes nothing in between.
-            known[kind] = 0 if is_fused else ledger.total_peak - before
         found.append(known[kind])
-    return OptimizerPeaks(found, together)
+    return found
+
+
+def _step_alone(maker: Maker, place: int, device_type: str, with_values: bool) -> _Step:
+    parameter = maker.parameters[place]
+    device = "cpu" if with_values else "meta"
+    stand_in = nn.Parameter(torch.zeros_like(parameter, device=device))
+    stand_in.grad = torch.full_like(stand_in, 1e-6)
+    stepper, is_fused = maker.make_plain([place], [stand_in])
+    together = False
+    for group in stepper.param_groups:
+        if device_type == "cuda" and group.get("foreach", False) is None:
+            group["foreach"] = not is_fused
+        together = together or bool(group.get("foreach"))
+    stepper.step()  # makes its state
+    state = [v for v in stepper.state.get(stand_in, {}).values() if isinstance(v, Tensor)]
+    state_bytes = sum(tensor.nbytes for tensor in state)
+    ledger = Ledger()
+    ledger.hold([stand_in, stand_in.grad, *state], 0)
+    before = ledger.start_peak()
+    with ledger.watch(0):
+        stepper.step()
+    # A fused step is one kernel, and makes nothing in between.
+    return _Step(state_bytes, 0 if is_fused else ledger.total_peak - before, together)
 
 
 def measure_optimizer(
-    optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter], device: torch.device
+    optimizer: OptimizerLike | Maker,
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+    *,
+    only: Sequence[nn.Parameter] | None = None,
 ) -> float:
     """Return the seconds of an optimizer's step, on copies of the parameters.
 
     Args:
-        optimizer: Makes an optimizer of a list of parameters.
+        optimizer: The optimizer, or what makes it.
         parameters: The model's parameters; they are not changed.
         device: Where they will be.
+        only: Step only these, and need no more memory than they do; the time of all is scaled up
+            from them. None: all, or as many as are enough to tell.
 
     Raises:
         ProfileError: the optimizer failed.
     """
-    trainable = [p for p in parameters if p.requires_grad]
+    maker = Maker.of(optimizer, parameters)
+    chosen = None if only is None else {id(parameter) for parameter in only}
+    places: list[int] = []
     stepped: list[nn.Parameter] = []
-    n_bytes = 0
-    for parameter in trainable:
-        if stepped and n_bytes + parameter.nbytes > LARGEST_STEPPED:
-            break
-        stepped.append(nn.Parameter(parameter.detach().to(device, copy=True)))
-        n_bytes += parameter.nbytes
+    n_bytes = of_all = 0
+    for place, (parameter, is_stepped) in enumerate(
+        zip(maker.parameters, maker.stepped, strict=True)
+    ):
+        if not is_stepped:
+            continue
+        of_all += parameter.nbytes
+        if chosen is not None and id(parameter) not in chosen:
+            continue
+        if not stepped or n_bytes + parameter.nbytes <= LARGEST_STEPPED:
+            places.append(place)
+            stepped.append(nn.Parameter(parameter.detach().to(device, copy=True)))
+            n_bytes += parameter.nbytes
     if not stepped:
         return 0.0
     try:
-        stepper = optimizer(stepped)
+        stepper = maker.make(places, stepped)
 
         def prepare() -> None:
             for parameter in stepped:
@@ -181,7 +208,8 @@ def measure_optimizer(
             stepper.step()
             stepper.zero_grad()
 
-        elsewhere = torch.empty(BEYOND_CACHES // 4, dtype=torch.float32, device=device)
+        beyond = BEYOND_CACHES if only is None else min(BEYOND_CACHES, n_bytes)
+        elsewhere = torch.empty(beyond // 4, dtype=torch.float32, device=device)
         seconds = _median_time(run_step, device, prepare)
     except Exception as error:
         raise ProfileError(
@@ -189,7 +217,7 @@ def measure_optimizer(
             "Fix: give a callable that makes an optimizer of a list of parameters, such as "
             "lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         ) from error
-    return seconds * sum(p.nbytes for p in trainable) / max(1, n_bytes)
+    return seconds * of_all / max(1, n_bytes)
 
 
 def _median_time(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.ledger import Ledger, storage_key
+from gpipebal.pipeline.ledger import Ledger, has_storage, storage_key
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.value import (
     Value,
@@ -200,10 +200,9 @@ def _forward_and_backward(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
         torch.clear_autocast_cache()  # what only that holds goes with the cell's forward
-        # A copy made to protect the boundary stands for the input that the layer writes to.
         forward = peak.bytes
         outputs = chain.outputs(k, passed)
-        handed = {storage_key(leaf) for leaf in outputs if _has_storage(leaf)}
+        handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
         for key in sorted(ledger.live_keys() - before - handed):
             saved.setdefault(key, ledger.bytes_of(key) or 0)
         # What is gone by now was saved for a result that nobody wanted.
@@ -239,7 +238,7 @@ def _cut(value: Value) -> Value:
 
 
 def _number(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
-    if not _has_storage(leaf):
+    if not has_storage(leaf):
         return None
     key = storage_key(leaf)
     if key not in known:
@@ -258,7 +257,3 @@ def _own_tensors(layer: nn.Module) -> Iterator[Tensor]:
     yield from layer.buffers()
     for module in layer.modules():
         yield from (value for value in vars(module).values() if isinstance(value, Tensor))
-
-
-def _has_storage(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
@@ -30,9 +30,9 @@ from gpipebal.profiler.value import Routes, Value
 from gpipebal.skip.tracker import Key
 
 __all__ = [
+    "Scout",
     "Survey",
     "describe_skips",
-    "find_written",
     "flops_of",
     "survey",
     "survey_loss",
@@ -60,31 +60,55 @@ class Survey:
     skips: tuple[SkipProfile, ...]
 
 
-def find_written(
-    names: Sequence[str], modules: Sequence[nn.Module], device: torch.device, chain: Chain
-) -> set[int]:
-    """Run a copy of every layer once, and note in the chain which inputs it writes to.
+class Scout:
+    """Lets a private copy of each layer take its turn in a chain, and notes what it writes to.
 
     Args:
-        names: Names of the layers.
-        modules: The caller's layers.
-        device: Where to run.
-        chain: Takes the notes; its own layers are not used.
+        chain: Takes the notes of inputs that are written to; its layers are the caller's, and are
+            not run.
+        keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
+            trained.
 
-    Returns:
-        The layers that write to their own parameters, as some embeddings do.
+    Attributes:
+        writers: Layers that write to their own parameters, as some embeddings do.
     """
-    value, writers = chain.start, set()
-    for k, module in enumerate(modules):
-        layer = replicate([names[k]], [module], device, private=(0,))[0]
-        writes, value = chain.find_written(k, value, layer)
-        if writes:
-            writers.add(k)
-    return writers
+
+    def __init__(self, chain: Chain, *, keep_modes: bool) -> None:
+        self.writers: set[int] = set()
+        self._chain = chain
+        self._modules = list(chain.layers)
+        self._keep_modes = keep_modes
+
+    def before(self, k: int, value: Value) -> None:
+        """Let the copy of layer k take its place; `value` goes into it."""
+        chain, name = self._chain, self._chain.names[k]
+        copied = replicate(
+            [name], [self._modules[k]], chain.device, private=(0,), keep_modes=self._keep_modes
+        )[0]
+        chain.layers[k] = copied
+        if chain.find_written(k, value, copied):
+            self.writers.add(k)
+
+    def behind(self, k: int) -> None:
+        """Compare the copy of layer k, which has run several times, with the layer."""
+        copied, module = self._chain.layers[k], self._modules[k]
+        if any(map(_differ, copied.parameters(), module.parameters())):
+            self.writers.add(k)
+        self._chain.layers[k] = module
 
 
-def survey(chain: Chain, routes: Routes) -> Survey:
+def _differ(mine: Tensor, theirs: Tensor) -> bool:
+    # On another device a replica has values of its own anyway.
+    return mine.device == theirs.device and not torch.equal(mine.detach(), theirs.detach())
+
+
+def survey(chain: Chain, routes: Routes, scout: Scout | None = None) -> Survey:
     """Walk along a chain.
+
+    Args:
+        chain: The chain.
+        routes: Its skips.
+        scout: Has private copies of the layers run; None: they run themselves.
 
     Raises:
         ProfileError: a layer failed.
@@ -96,11 +120,15 @@ def survey(chain: Chain, routes: Routes) -> Survey:
     flops: list[int | None] = []
     skips: dict[Key, tuple[int, ...]] = {}
     for k in range(len(chain.layers)):
+        if scout is not None:
+            scout.before(k, arrived.value)
         flops.append(flops_of(chain, k, arrived.value))
         of_layer, arrived = measure_layer_memory(chain, k, arrived, numbers)
         memory.append(of_layer)
         for key in chain.stashed(k):
             skips[key] = distinct_numbers(arrived.skips[key])
+        if scout is not None:
+            scout.behind(k)
     return Survey(memory, flops, numbers, inputs, arrived, describe_skips(routes, skips))
 
 

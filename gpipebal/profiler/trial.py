@@ -39,7 +39,8 @@ from gpipebal.timeline import Timeline
 
 __all__ = ["MOST_CHUNKS", "Setting", "Trial", "run_trial"]
 
-#: Rounds at most; after each way of running has warmed up.
+#: Rounds, after each way of running has warmed up: one alone would tell of a chance.
+LEAST_ROUNDS = 2
 MOST_ROUNDS = 8
 #: Steps of the pipeline that does next to nothing.
 OVERHEAD_ROUNDS = 6
@@ -130,7 +131,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     Args:
         profile: What was measured, layer by layer.
         setting: What to run.
-        seconds: How long, about; every way of running has its turn twice at least.
+        seconds: How long, about; every way of running warms up, and has its turn twice at least.
 
     Returns:
         What it told. Whatever a layer or the loss raises is raised on.
@@ -138,7 +139,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     n = min(setting.n_partitions, profile.n_layers)
     overheads = _overheads(n, setting)
     balance = _balance(profile, n)
-    module = nn.Sequential(setting.layers).train()
+    module = nn.Sequential(setting.layers)
     kinds: list[tuple[CheckpointMode, bool]] = [*((mode, False) for mode in _MODES)]
     if any(layer.gradient_bytes for layer in profile.layers):
         kinds.append(("never", True))
@@ -159,7 +160,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             way.steps.clear()
         deadline = time.perf_counter() + seconds
         rounds = 0
-        while not rounds or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
+        while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
             for way in ways:
                 way.run(setting)
             rounds += 1

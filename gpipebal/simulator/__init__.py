@@ -16,8 +16,8 @@ of the optimizer are given::
 Read in this order: `durations` and `of_profile` (what is placed), `place` (the verb for durations),
 `simulate` (the verb for plans), `work` (a schedule as numbers: who needs whom), `engines` (three
 ways to the same times: many devices at once, few devices, and a host that all have to pass),
-`wavefront` (a fourth, for GPipe), `refusals` (why a schedule can never finish), `held` (memory over
-time) and `comparison` (schedules side by side).
+`wavefront` (a fourth, for GPipe and 1F1B), `trials` (many durations on one order), `refusals` (why
+a schedule can never finish), `held` (memory over time) and `comparison` (schedules side by side).
 """
 
 from gpipebal.simulator.comparison import ScheduleRow, ScheduleTable, compare_durations

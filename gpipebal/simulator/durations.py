@@ -127,11 +127,16 @@ class Durations:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Durations:
-        """Take the times that a plan predicts for its partitions."""
+        """Take the times that a plan predicts for its partitions, and for what crosses its cuts."""
+        parts = plan.partitions
+        receive = tuple(part.receive_time for part in parts)
+        back = tuple(part.return_time for part in parts)
         return cls(
-            forward=tuple(part.forward_time for part in plan.partitions),
-            recompute=tuple(part.recompute_time for part in plan.partitions),
-            backward=tuple(part.backward_time for part in plan.partitions),
+            forward=tuple(part.forward_time for part in parts),
+            recompute=tuple(part.recompute_time for part in parts),
+            backward=tuple(part.backward_time for part in parts),
+            forward_transfer=receive if any(receive) else None,
+            backward_transfer=back if any(back) else None,
         )
 
 

@@ -76,7 +76,7 @@ def test_rules_that_leave_no_split_are_named() -> None:
     assert raised.value.partition is None
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(whole_problems(largest=5))
 def test_shortage_is_the_least_and_its_advice_is_true(problem: Problem) -> None:
     """With the shortage added to every limit there is a split, and with one byte less none."""

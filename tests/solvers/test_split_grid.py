@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import brute_force, rank
@@ -82,7 +83,7 @@ def _example(chain: Chain) -> Problem:
     return Problem(*chain, chunks=2, checkpoint="always")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @example(_example(CHAINS["long recompute, short tail"]), "makespan")
 @example(_example(CHAINS["middle path decides"]), "makespan")
 @given(problems(), st.sampled_from(OBJECTIVES))
@@ -91,14 +92,14 @@ def test_split_equals_brute_force_on_drawn_chains(problem: Problem, objective: s
     check(problem, objective)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(problems(("always",)))
 def test_split_equals_brute_force_with_recompute_throughout(problem: Problem) -> None:
     """Value, bound and tie-break are exact in the mode whose makespan has most terms."""
     check(problem, "makespan")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems(), st.sampled_from([3, 2.0**-30, 2.0**30]))
 def test_scaling_all_times_scales_the_value(problem: Problem, factor: float) -> None:
     """Another unit of time changes the value by the same factor, and no cut."""
@@ -117,7 +118,7 @@ def test_scaling_all_times_scales_the_value(problem: Problem, factor: float) -> 
         assert after.value == pytest.approx(factor * before.value, rel=1e-15)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems())
 def test_reversing_the_chain_keeps_the_value(problem: Problem) -> None:
     """The bottleneck, and all makespans but that of 'always', do not care for direction."""
@@ -132,7 +133,7 @@ def test_reversing_the_chain_keeps_the_value(problem: Problem) -> None:
         assert split(mirrored, "makespan").value == split(problem, "makespan").value
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems(("never", "except_last")))
 def test_one_partition_more_never_hurts(problem: Problem) -> None:
     """With another device, neither bottleneck nor makespan gets longer."""
@@ -143,7 +144,7 @@ def test_one_partition_more_never_hurts(problem: Problem) -> None:
         assert split(more, objective).value <= split(problem, objective).value
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems(), st.integers(0, 7))
 def test_a_layer_that_costs_nothing_keeps_the_bottleneck(problem: Problem, place: int) -> None:
     """A layer without any time, wherever it stands, changes no bottleneck."""
@@ -156,7 +157,7 @@ def test_a_layer_that_costs_nothing_keeps_the_bottleneck(problem: Problem, place
     assert split(longer, "bottleneck").value == split(problem, "bottleneck").value
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems(("never", "except_last")), st.integers(0, 6))
 def test_splitting_a_layer_never_hurts(problem: Problem, layer: int) -> None:
     """One more place to cut makes neither bottleneck nor makespan longer."""

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from solvers.whole_cases import whole_problems
@@ -64,7 +65,7 @@ def best_of(problem: Problem, objective: str) -> list[Candidate]:
     return [one for one in found if value_of(one, objective) == least]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=SLOW)
 @given(whole_problems(), st.sampled_from(["makespan", "bottleneck"]))
 def test_split_equals_brute_force_over_everything(problem: Problem, objective: Any) -> None:
     """The value is that of trying all cuts, modes and orders, and simulating devices and links."""
@@ -79,7 +80,7 @@ def test_split_equals_brute_force_over_everything(problem: Problem, objective: A
     check_split(problem, found, objective, best)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=SLOW)
 @given(whole_problems(always=False), st.sampled_from(["set bisection", "set sweep", "box search"]))
 def test_general_methods_agree_with_brute_force(problem: Problem, method: str) -> None:
     """Methods that are asked for by name, though faster ones apply, give the same value."""
@@ -95,7 +96,7 @@ def test_general_methods_agree_with_brute_force(problem: Problem, method: str) -
     check_split(problem, found, objective, best)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=SLOW)
 @given(whole_problems())
 def test_box_search_bounds_what_recomputes_all(problem: Problem) -> None:
     """With every micro-batch recomputed somewhere, box search finds the best, or a true bound."""
@@ -110,7 +111,7 @@ def test_box_search_bounds_what_recomputes_all(problem: Problem) -> None:
     check_split(problem, found, "makespan", best)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)
 @given(whole_problems(largest=5), st.sampled_from(["makespan", "bottleneck"]))
 def test_integer_program_agrees_with_brute_force(problem: Problem, objective: Any) -> None:
     """HiGHS finds the least value within its tolerance, and its bound holds."""
@@ -120,7 +121,7 @@ def test_integer_program_agrees_with_brute_force(problem: Problem, objective: An
     check_split(problem, split(problem, objective, "integer program"), objective, best)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=SLOW)
 @given(whole_problems(always=False, floats=False))
 def test_ties_are_broken_as_without_limits(problem: Problem) -> None:
     """Where the rule holds, it is: value, bottleneck, sum of squares, leftmost cuts."""
@@ -135,7 +136,7 @@ def test_ties_are_broken_as_without_limits(problem: Problem) -> None:
             assert found.bounds == expected.bounds
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=SLOW)
 @given(whole_problems())
 def test_peak_memory_equals_brute_force(problem: Problem) -> None:
     """The least peak is that of trying all cuts and modes."""
@@ -148,7 +149,7 @@ def test_peak_memory_equals_brute_force(problem: Problem) -> None:
         check_split(problem, split(problem, "peak_memory"), "peak_memory", best)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=SLOW)
 @given(whole_problems(always=False, largest=5), st.integers(1, 6))
 def test_best_splits_equal_the_head_of_all(problem: Problem, k: int) -> None:
     """The k best splits have the k least values, and no bounds twice."""

@@ -37,7 +37,8 @@ def count(experiment: Experiment) -> dict[str, Any]:
     optimizer = experiment.make_optimizer(list(pipe.parameters()))
 
     def step() -> None:
-        experiment.loss_fn(pipe(images), target).backward()
+        output = pipe(images)
+        experiment.loss_fn(output, target).backward()
         optimizer.step()
 
     step()

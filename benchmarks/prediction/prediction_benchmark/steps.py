@@ -77,7 +77,8 @@ class Steps:
                 schedule=self._setting.schedule,
             )
         else:
-            self._loss_fn(self.pipe(self._inputs), self._target).backward()
+            output = self.pipe(self._inputs)
+            self._loss_fn(output, self._target).backward()
         self._optimizer.step()
 
     def seconds(self) -> float:

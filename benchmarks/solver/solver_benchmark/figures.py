@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from solver_benchmark.chains import RANDOM
+
 __all__ = ["FORMAT", "VERSION", "Bar", "bars", "exponent", "growth", "merge", "pick"]
 
 FORMAT = "gpipebal solver benchmark"
 VERSION = 1
+_OBJECTIVES = ("bottleneck", "makespan")
 
 Row = dict[str, Any]
 
@@ -32,32 +35,32 @@ class Bar(NamedTuple):
 
 
 def bars(record: dict[str, Any]) -> list[Bar]:
-    """Return the bars; each over all kinds of chains, with the worst one named."""
+    """Return the bars: over the chains that are drawn layer by layer, then over the others."""
     found = []
-    for objective in ("bottleneck", "makespan"):
-        for limit, sizes, name in (
-            (0.2e-3, ((100, 8), (200, 8)), "N <= 200, K = 8"),
-            (0.2e-3, ((100, 64), (200, 64)), "N <= 200, K = 64"),
-            (10e-3, ((10_000, 512),), "10,000 layers / 512 partitions"),
-            (25e-3, ((100_000, 512),), "100,000 layers / 512 partitions"),
-        ):
-            rows = [
-                row for row in record["times"] if (row["n_layers"], row["n_partitions"]) in sizes
-            ]
-            found.append(_worst(f"{name}, {objective}", limit, rows, _seconds_of(objective)))
-    ratios = [
-        (row["peers"]["torchgpipe"]["seconds"] / row["bottleneck"]["seconds"], row)
-        for row in record["times"]
-        if row["n_layers"] >= 1_000 and row["peers"].get("torchgpipe", {}).get("seconds")
-    ]
-    ratio, row = min(ratios, key=lambda pair: pair[0], default=(None, None))
-    where = "torchgpipe is not installed" if row is None else _where(row)
-    found.append(Bar("torchgpipe's time / bottleneck's, N >= 1,000", 17.0, ratio, False, where))
-    largest = max(
-        max(row[objective]["gap"] for objective in ("bottleneck", "makespan"))
-        for row in record["times"]
-    )
-    found.append(Bar("gap of every split above", 0.0, largest, True, "all chains"))
+    drawn = [row for row in record["times"] if row["kind"] in RANDOM]
+    built = [row for row in record["times"] if row["kind"] not in RANDOM]
+    for kind, of_kind in (("drawn", drawn), ("others", built)):
+        for objective in _OBJECTIVES:
+            for limit, sizes, name in (
+                (0.2e-3, ((100, 8), (200, 8)), "N <= 200, K = 8"),
+                (0.2e-3, ((100, 64), (200, 64)), "N <= 200, K = 64"),
+                (10e-3, ((10_000, 512),), "10,000 / 512"),
+                (25e-3, ((100_000, 512),), "100,000 / 512"),
+            ):
+                rows = [row for row in of_kind if (row["n_layers"], row["n_partitions"]) in sizes]
+                title = f"{objective}, {name}, {kind}"
+                found.append(_worst(title, limit, rows, _seconds_of(objective)))
+        ratios = [
+            (row["peers"]["torchgpipe"]["seconds"] / row["bottleneck"]["seconds"], row)
+            for row in of_kind
+            if row["n_layers"] >= 1_000 and row["peers"].get("torchgpipe", {}).get("seconds")
+        ]
+        ratio, row = min(ratios, key=lambda pair: pair[0], default=(None, None))
+        where = "" if row is None else _where(row)
+        title = f"torchgpipe / bottleneck, N >= 1,000, {kind}"
+        found.append(Bar(title, 17.0, ratio, False, where))
+    gaps = [row[objective]["gap"] for row in record["times"] for objective in _OBJECTIVES]
+    found.append(Bar("gap of every split", 0.0, max(gaps), True, "all chains"))
     for joint in record.get("joint", ()):
         found.append(
             Bar(joint["name"], joint["limit"], joint["seconds"], True, f"gap {joint['gap']:.1%}")

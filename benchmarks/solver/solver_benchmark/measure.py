@@ -99,13 +99,13 @@ def _time_one(
             seconds[name].append(min(first, again))
     row: Row = {"kind": kind, "n_layers": n_layers, "n_partitions": n_partitions, "peers": {}}
     for name in ours:
-        row[name] = {"seconds": median(seconds[name]), "least": min(seconds[name])}
+        row[name] = {"seconds": min(seconds[name]), "median": median(seconds[name])}
     row["bottleneck"]["gap"] = best.gap
     row["makespan"]["gap"] = split(problem, "makespan").gap
     for name in peers:
         found = balances.get(name) if seconds[name] else None
         row["peers"][name] = {
-            "seconds": median(seconds[name]) if seconds[name] else None,
+            "seconds": min(seconds[name], default=None),
             "tried": True,
             "excess": None if found is None else _excess(both, found, best.value),
         }

@@ -95,10 +95,10 @@ def _of_one_size(path: Path) -> Profile:
     return replace(Profile.load(path), other_sizes=())
 
 
-def plans(folder: Path) -> list[Row]:
+def plans(folder: Path, names: str = "*.json") -> list[Row]:
     """Set the plan of every stored profile beside the rules of thumb."""
     rows = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob(names)):
         profile = _of_one_size(path)
         for n_partitions in PARTITIONS:
             if n_partitions > profile.n_layers:

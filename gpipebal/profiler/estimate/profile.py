@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import platform
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,19 +16,20 @@ from torch import Tensor, nn
 
 import gpipebal
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.pipeline.microbatch import flatten
 from gpipebal.pipeline.parting import chunk_sizes, count_rows
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.describe import optimizer_memory
+from gpipebal.profiler.describe import main_dtype, optimizer_memory
 from gpipebal.profiler.estimate.stand_ins import check_not_lazy, stand_in_of, value_of
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.loss import target_of
+from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.progress import progress_bar
-from gpipebal.profiler.replica import layer_of_tensors, own_bytes
+from gpipebal.profiler.replica import layer_of_tensors, own_bytes, summed_bytes
 from gpipebal.profiler.setting import choose_rows, layers_of
-from gpipebal.profiler.step import OptimizerFactory
 from gpipebal.profiler.storages import Arrived, Numbers
 from gpipebal.profiler.survey import describe_skips
 from gpipebal.rates import DeviceRates, find_rates
@@ -51,7 +51,7 @@ def estimate_profile(
     rates: str | DeviceRates = DEFAULT_RATES,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerLike | None = None,
     partitions: int = 2,
     progress: bool | None = None,
 ) -> Profile:
@@ -77,7 +77,8 @@ def estimate_profile(
         rates: Name of a device in `gpipebal.rates.RATES`, or your own `DeviceRates`.
         loss_fn: The loss, called as ``loss_fn(output, target)``; estimated as a term of the step.
         target: Target of the whole mini-batch; None: ``loss_fn(output)``.
-        optimizer: Makes the optimizer from a list of parameters; its time and state are estimated.
+        optimizer: The optimizer, or what makes it of a list of parameters; its time and state are
+            estimated.
         partitions: Taken as `profile_model` takes it; every partition has a device of its own
             here, so it changes nothing.
         progress: Show a progress bar; None: only on a terminal.
@@ -121,10 +122,10 @@ def estimate_profile(
     reasons: dict[str, tuple[str, ...]] = {}
     others: list[Profile] = []
     with (
-        _undisturbed(modules),
+        _undisturbed(),
         progress_bar("estimating", len(modules) * (1 + len(wanted)), progress) as told,
     ):
-        walk = Walk(names, modules, routes, device, told)
+        walk = Walk(names, modules, routes, device, told, keep_modes=module.training)
         work = _Work(names, modules, walk, sample, loss_fn, target, optimizer, device)
         main = work.at(sizes, reasons)
         for size in wanted:
@@ -148,10 +149,10 @@ def estimate_profile(
         },
         "approximate": {name: list(why) for name, why in sorted(reasons.items())},
         "left_out": left_out,
-        "flags": _flags(reasons, left_out),
+        "flags": [*_flags(reasons, left_out), *work.doubts],
         "layers_run": walk.n_run,
         "threads": None,
-        "dtype": str(_main_dtype(modules)).removeprefix("torch."),
+        "dtype": main_dtype(modules),
         "autocast": None,
         "gpipebal": gpipebal.__version__,
         "torch": torch.__version__,
@@ -186,15 +187,17 @@ class _Work:
     sample: Any
     loss_fn: Callable[..., Tensor] | None
     target: Any
-    optimizer: OptimizerFactory | None
+    optimizer: OptimizerLike | None
     rates: DeviceRates
 
     def __post_init__(self) -> None:
-        self._memory = optimizer_memory(self.optimizer, self.modules, self.rates.device_type)
-        self._optimizer_time = None
+        maker = None
         if self.optimizer is not None:
-            parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
-            self._optimizer_time = estimate_optimizer(self.optimizer, parameters, self.rates)
+            parameters = dict.fromkeys(p for m in self.modules for p in m.parameters())
+            maker = Maker(self.optimizer, list(parameters))
+        self._memory = optimizer_memory(maker, self.modules, self.rates.device_type)
+        self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
+        self.doubts = self._memory.doubts
 
     def at(self, sizes: Sequence[int], reasons: dict[str, tuple[str, ...]]) -> Profile:
         """Estimate a mini-batch of micro-batches of these rows, by the first of them.
@@ -255,7 +258,7 @@ class _Work:
         return loss
 
     def _layers(self, estimates: Sequence[Estimate], numbers: Numbers) -> tuple[LayerProfile, ...]:
-        owner = layer_of_tensors(self.modules)
+        owner, summed = layer_of_tensors(self.modules), summed_bytes(self.modules)
         return tuple(
             LayerProfile(
                 name=self.names[k],
@@ -274,8 +277,8 @@ class _Work:
                 output_bytes=sum(numbers.bytes[number] for number in found.memory.outputs),
                 forward_peak_bytes=found.memory.forward_peak_bytes,
                 no_grad_forward_peak_bytes=found.memory.no_grad_forward_peak_bytes,
-                backward_peak_bytes=found.memory.backward_peak_bytes,
-                accumulating_peak_bytes=found.memory.accumulating_peak_bytes,
+                backward_peak_bytes=found.memory.backward_peak_bytes + summed[k],
+                accumulating_peak_bytes=found.memory.accumulating_peak_bytes + summed[k],
                 fingerprint=fingerprint(module),
                 **own_bytes(self.modules, k, owner),
             )
@@ -284,7 +287,7 @@ class _Work:
 
 
 @contextmanager
-def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
     """Run a block under torch's plain settings, and leave all random numbers as they were."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
@@ -293,9 +296,8 @@ def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         # Hooks of the caller would work with values.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
-        if "torch._dynamo" in sys.modules and any(map(_is_compiled, modules)):
-            # What a compiler would make of meta tensors is another program.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # What a compiler would make of meta tensors is another program.
+        stack.enter_context(run_eagerly())
         try:
             yield
         finally:
@@ -307,13 +309,6 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return any(
-        "_orig_mod" in part._modules or part._compiled_call_impl is not None
-        for part in module.modules()
-    )
-
-
 def _check_autocast(rates: DeviceRates) -> None:
     kind = rates.device_type
     if torch.is_autocast_enabled(kind):
@@ -322,12 +317,3 @@ def _check_autocast(rates: DeviceRates) -> None:
             "tensors without values are never cast).\n"
             "Fix: estimate model.to(torch.bfloat16), or profile_model(..., method='measure')."
         )
-
-
-def _main_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
-    """Return the dtype of most bytes of parameters."""
-    by_dtype: dict[torch.dtype, int] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + parameter.nbytes
-    return max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.get_default_dtype())

@@ -6,10 +6,6 @@ storages, but no values. The caller's layer is only looked at.
 
 from __future__ import annotations
 
-import copy
-import enum
-import types
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.microbatch import flatten, unflatten
+from gpipebal.profiler.copying import copy_layer
 from gpipebal.profiler.value import Value
 
 __all__ = [
     "META",
     "Leaf",
     "check_not_lazy",
-    "identity_of",
     "resized",
     "stand_in_for",
     "stand_in_of",
@@ -37,16 +33,15 @@ __all__ = [
 META = torch.device("meta")
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)
-#: Attributes of a module that are compared in another way, or that decide nothing.
-_LOOKED_AT = ("_parameters", "_buffers", "_modules", "training")
-#: Attributes of attributes are compared so deep; what lies below counts as the same only if it is
-#: the same object.
-_DEPTH = 4
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
-def stand_in_for(name: str, layer: nn.Module) -> nn.Module:
-    """Copy a layer to the meta device, in training mode.
+def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.Module:
+    """Copy a layer to the meta device.
+
+    Args:
+        name: Its name.
+        layer: The layer; it is only looked at.
+        keep_modes: Whether its parts stay in training or evaluation mode; else all are trained.
 
     Raises:
         ProfileError: it cannot be copied.
@@ -56,14 +51,7 @@ def stand_in_for(name: str, layer: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(_without_memory(parameter), parameter.requires_grad)
     for buffer in layer.buffers():
         memo[id(buffer)] = _without_memory(buffer)
-    try:
-        with _CopiesToMeta():
-            stand_in = copy.deepcopy(layer, memo).train()
-    except Exception as error:
-        raise ProfileError(
-            f"layer {name!r} cannot be copied: {type(error).__name__}: {error}\n"
-            "Fix: make the layer work with copy.deepcopy."
-        ) from error
+    stand_in = copy_layer(name, layer, memo, keep_modes=keep_modes, copying=_CopiesToMeta())
     for module in stand_in.modules():
         if isinstance(module, _BatchNorm) and module.momentum is None:
             module.momentum = 0.1  # the average over all batches would read their number
@@ -163,56 +151,6 @@ class Leaf:
         made = torch.empty(0, dtype=self.dtype, device=META)
         made.set_(storages[self.storage], self.offset, self.shape, self.stride)
         return made.requires_grad_(self.needs_gradient)
-
-
-def identity_of(layer: nn.Module) -> Hashable:
-    """Return what two layers have in common only if they cost the same for the same input.
-
-    That is more than a fingerprint, which knows nothing of attributes that a class does not tell:
-    classes, options, shapes of parameters and which of them are the same, and every attribute;
-    objects count as equal only if they are one object, as a shared configuration is.
-    """
-    known: dict[int, int] = {}
-
-    def tensors(named: Mapping[str, Tensor | None]) -> Hashable:
-        return tuple(
-            (name, None if t is None else (known.setdefault(id(t), len(known)), *_kind_of(t)))
-            for name, t in named.items()
-        )
-
-    return tuple(
-        (
-            path,
-            type(module),
-            tensors(module._parameters),
-            tensors(module._buffers),
-            tuple(
-                (name, _plain(value, _DEPTH))
-                for name, value in vars(module).items()
-                if name not in _LOOKED_AT
-            ),
-        )
-        for path, module in layer.named_modules(remove_duplicate=False)
-    )
-
-
-def _kind_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
-def _plain(value: Any, depth: int) -> Hashable:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        return id(value)
-    if isinstance(value, Tensor):
-        return "tensor", *_kind_of(value)
-    if depth and isinstance(value, Mapping):
-        items: Sequence[Any] = [x for pair in value.items() for x in pair]
-        return type(value), tuple(_plain(item, depth - 1) for item in items)
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), tuple(_plain(item, depth - 1) for item in value)
-    return id(value)
 
 
 def value_of(sample: Any, rows: int) -> Value:

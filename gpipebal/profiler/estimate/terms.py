@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.estimate.costs import OperationCosts
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import acting_as_device, find_costs, without_values
-from gpipebal.profiler.loss import LossLayer, gathered_value, loss_failed
-from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, measure_layer_memory
+from gpipebal.profiler.loss import LossLayer, describe_loss, gathered_value, loss_failed
+from gpipebal.profiler.optimizer import Maker
+from gpipebal.profiler.storages import Arrived, Numbers, measure_layer_memory
 from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates
 
@@ -57,29 +59,20 @@ def estimate_loss(
         if str(error).startswith("layer 'loss' cannot be estimated"):
             raise
         raise loss_failed(error) from error.__cause__
-    return _describe(layer, memory, costs), tuple(sorted(notes | set(costs.approximate)))
-
-
-def _describe(layer: LossLayer, memory: LayerMemory, costs: Any) -> LayerProfile:
-    return LayerProfile(
-        name="loss",
-        kind=getattr(layer.loss_fn, "__name__", type(layer.loss_fn).__name__),
-        forward_time=costs.forward_time,
-        backward_time=costs.backward_time,
-        recompute_time=costs.forward_time,
-        no_grad_forward_time=costs.no_grad_forward_time,
+    described = describe_loss(
+        memory,
+        layer,
+        forward=[costs.forward_time],
+        backward=[costs.backward_time],
+        without_graph=[costs.no_grad_forward_time],
+        flops=costs.flops,
+    )
+    described = replace(
+        described,
         forward_host_time=costs.forward_host_time,
         backward_host_time=costs.backward_host_time,
-        flops=costs.flops,
-        buffer_bytes=sum(t.numel() * t.element_size() for t in layer.target_tensors),
-        outputs=memory.outputs,
-        saved=memory.saved,
-        output_bytes=memory.output_bytes,
-        forward_peak_bytes=memory.forward_peak_bytes,
-        no_grad_forward_peak_bytes=memory.no_grad_forward_peak_bytes,
-        backward_peak_bytes=memory.backward_peak_bytes,
-        accumulating_peak_bytes=memory.accumulating_peak_bytes,
     )
+    return described, tuple(sorted(notes | set(costs.approximate)))
 
 
 def estimate_gather(
@@ -91,11 +84,7 @@ def estimate_gather(
     return costs.seconds, value
 
 
-def estimate_optimizer(
-    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-    parameters: Sequence[nn.Parameter],
-    rates: DeviceRates,
-) -> float | None:
+def estimate_optimizer(maker: Maker, rates: DeviceRates) -> float | None:
     """Estimate the seconds of an optimizer's step, by the bytes that it reads and writes.
 
     Parameters of one shape are stepped once. On CUDA optimizers work on all parameters in one
@@ -104,14 +93,18 @@ def estimate_optimizer(
     Returns:
         Seconds; None if the optimizer cannot work without values.
     """
-    kinds = Counter((tuple(p.shape), p.stride(), p.dtype) for p in parameters if p.requires_grad)
+    if maker.needs_closure:
+        return None
+    places = [place for place, is_stepped in enumerate(maker.stepped) if is_stepped]
+    counts = Counter(map(maker.kind_of, places))
+    first = {maker.kind_of(place): place for place in reversed(places)}
     seconds, most_launches = 0.0, 0
-    for (shape, stride, dtype), count in kinds.items():
-        stepped = nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype, device=META))
+    for kind, count in counts.items():
+        stepped = nn.Parameter(torch.empty_like(maker.parameters[first[kind]], device=META))
         stepped.grad = torch.empty_like(stepped)
         costs = OperationCosts(rates)
         try:
-            stepper = optimizer([stepped])
+            stepper, _ = maker.make_plain([first[kind]], [stepped])
             stepper.step()  # makes its state
             with costs:
                 stepper.step()

@@ -20,7 +20,8 @@ from gpipebal.pipeline.checkpoint import phase
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.estimate.backends import KEEP_MORE, acting_as
 from gpipebal.profiler.estimate.costs import OperationCosts
-from gpipebal.profiler.estimate.stand_ins import META, Leaf, identity_of, stand_in_for
+from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
+from gpipebal.profiler.identity import identity_of
 from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, measure_layer_memory
 from gpipebal.profiler.value import Routes, Value, random_gradients, roots_of
 from gpipebal.rates import DeviceRates
@@ -85,6 +86,7 @@ class Walk:
         routes: Skips of the chain.
         rates: Rates of the device.
         told: Called after each layer.
+        keep_modes: Whether the layers stay in training or evaluation mode; else all are trained.
 
     Attributes:
         routes: Skips of the chain.
@@ -97,12 +99,15 @@ class Walk:
         routes: Routes,
         rates: DeviceRates,
         told: Callable[[], None] = lambda: None,
+        *,
+        keep_modes: bool = True,
     ) -> None:
         self._names = names
         self._layers = layers
         self.routes = routes
         self._rates = rates
         self._told = told
+        self._keep_modes = keep_modes
         self._known: dict[Hashable, _Found] = {}
         self._identities = [identity_of(layer) for layer in layers]
 
@@ -200,7 +205,7 @@ class Walk:
         }
         for number in range(n_inputs):
             inner.new(n_bytes[number])
-        layer = stand_in_for(name, self._layers[k])
+        layer = stand_in_for(name, self._layers[k], keep_modes=self._keep_modes)
         with without_values(name), acting_as_device(self._rates) as notes:
             chain = Chain([name], [layer], META, value, routes=self.routes, first=k)
             chain.find_written(0, value, layer)

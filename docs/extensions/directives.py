@@ -1,6 +1,6 @@
-"""Pictures that are drawn by the code that stands beside them.
+"""Directives of the documentation: pictures, help of commands, constants.
 
-In a page::
+A picture is drawn by the code that stands beside it::
 
     ```{picture} bubble
     :alt: What somebody who cannot see the picture should know.
@@ -13,13 +13,19 @@ In a page::
 
 The code is run by every build. It leaves axes called ``ax``; their figure becomes the picture, and
 the code stands below it, to be tried with other numbers.
+
+``{command-help} run`` shows what the command prints. ``{constants} gpipebal.schedule`` lists what
+stands in ``__all__`` and is neither class, function nor module: autodoc finds that only where it is
+defined.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+from content import comment_of, constants_of, draw, help_of, text_of
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
@@ -27,23 +33,6 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 FOLDER = "generated/pictures"
-
-
-def draw(code: str, name: str) -> Any:
-    """Run the code of a picture and return the figure that it drew.
-
-    Args:
-        code: What stands in the page.
-        name: Name of the picture, for errors.
-
-    Raises:
-        NameError: the code leaves no ``ax``.
-    """
-    names: dict[str, Any] = {}
-    exec(compile(code, f"picture {name}", "exec"), names)
-    if "ax" not in names:
-        raise NameError(f"the code of picture {name!r} leaves no axes called ax")
-    return names["ax"].figure
 
 
 class Picture(SphinxDirective):
@@ -71,9 +60,37 @@ class Picture(SphinxDirective):
         figure = nodes.figure("", nodes.image(uri=f"/{FOLDER}/{name}.svg", alt=self.options["alt"]))
         caption, messages = self.parse_inline(self.options["caption"])
         figure += nodes.caption("", "", *caption)
-        self.add_name(figure)
         listing = nodes.literal_block(code, code, language="python")
         return [figure, nodes.paragraph("", "Try it:"), listing, *messages]
+
+
+class CommandHelp(SphinxDirective):
+    """Show the help of a command; without a name, that of gpipebal itself."""
+
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the text."""
+        text = help_of(self.arguments[0] if self.arguments else "")
+        return [nodes.literal_block(text, text, language="text")]
+
+
+class Constants(SphinxDirective):
+    """List the constants of a module."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return an entry for each constant."""
+        module = self.arguments[0]
+        lines = ["```{eval-rst}"]
+        for name, value in constants_of(module).items():
+            comment = re.sub(r"(?<!`)`([^`]+)`(?=\w)", r"`\1`\\ ", comment_of(module, name))
+            text = text_of(value)
+            lines += [f".. py:data:: {name}", f"   :module: {module}", ""]
+            lines += [f"   {comment}", ""] if comment else []
+            lines += [f"   ``{text}``", ""] if text else []
+        return self.parse_text_to_nodes("\n".join([*lines, "```"]))
 
 
 def pages_with_pictures(env: BuildEnvironment) -> set[str]:
@@ -90,7 +107,9 @@ def _outdated(app: Sphinx, env: BuildEnvironment, *_: object) -> list[str]:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Make ``{picture}`` known to Sphinx."""
+    """Make the directives known to Sphinx."""
     app.add_directive("picture", Picture)
+    app.add_directive("command-help", CommandHelp)
+    app.add_directive("constants", Constants)
     app.connect("env-get-outdated", _outdated)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

@@ -1,0 +1,49 @@
+"""Layers that `torch.compile` made faster: which they are, and their copies."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["compile_alike", "is_compiled", "runs_as_written"]
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Tell whether a layer, or a part of it, is compiled: as a wrapper or in place."""
+    return any(
+        "_orig_mod" in part._modules or part._compiled_call_impl is not None
+        for part in layer.modules()
+    )
+
+
+def compile_alike(layer: nn.Module, copied: nn.Module) -> None:
+    """Compile a copy in place where the original was, by ``layer.compile()``, in the same way.
+
+    A copy of a module forgets that; only wrappers (``torch.compile(layer)``) are copied with it.
+    """
+    for theirs, mine in zip(layer.modules(), copied.modules(), strict=True):
+        if theirs._compiled_call_impl is None:
+            continue
+        compiler = _compiler_of(theirs._compiled_call_impl)
+        if compiler is not None:
+            mine._compiled_call_impl = compiler(mine._call_impl)
+
+
+def runs_as_written(layer: nn.Module) -> bool:
+    """Tell whether copies of a layer run uncompiled, though it is compiled itself."""
+    return any(
+        part._compiled_call_impl is not None and _compiler_of(part._compiled_call_impl) is None
+        for part in layer.modules()
+    )
+
+
+def _compiler_of(compiled: Any) -> Callable[..., Any] | None:
+    """Find what made a compiled function: backend and options are nowhere else to be had."""
+    try:
+        compiler = inspect.getclosurevars(compiled).nonlocals.get("self")
+    except (TypeError, ValueError):
+        return None
+    return compiler if callable(compiler) else None

@@ -1,0 +1,62 @@
+"""Doubts: what is to be said about layers before they are measured, for the flags of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from gpipebal.profiler.compiled import is_compiled, runs_as_written
+from gpipebal.profiler.harmless import reached_past
+
+__all__ = ["doubts_about"]
+
+#: More names than this are counted, not named.
+_MOST_NAMES = 3
+
+
+def doubts_about(
+    names: Sequence[str], layers: Sequence[nn.Module], *, keep_modes: bool
+) -> Iterator[str]:
+    """Yield what is not as one might think of these layers.
+
+    Args:
+        names: Their names.
+        layers: The caller's layers.
+        keep_modes: Whether they are measured in the mode that they are in.
+    """
+    told: list[tuple[str, Callable[[nn.Module], bool]]] = [
+        (
+            "memory and operations are those of the code as written, not of the compiled",
+            is_compiled,
+        ),
+        ("measured uncompiled: what compiled it cannot be found out", runs_as_written),
+        ("hooks ran while it was measured, as they do in training", _has_hooks),
+        ("uses parameters that it does not register; their memory is not counted", reached_past),
+    ]
+    if keep_modes:
+        told.append(("in evaluation mode, and measured so", _evaluates))
+    for what, is_so in told:
+        found = [name for name, layer in zip(names, layers, strict=True) if is_so(layer)]
+        if found:
+            yield f"{_listed(found)}: {what}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > _MOST_NAMES:
+        return f"{len(names)} layers, the first is {names[0]!r}"
+    return ("layer " if len(names) == 1 else "layers ") + ", ".join(map(repr, names))
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    return any(
+        part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        for part in layer.modules()
+    )
+
+
+def _evaluates(layer: nn.Module) -> bool:
+    return not all(part.training for part in layer.modules())

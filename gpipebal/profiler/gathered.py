@@ -1,0 +1,114 @@
+"""What a step costs over the gathered output: joining it, and the loss that is taken of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.profile import LayerProfile
+from gpipebal.profiler.loss import measure_whole_loss
+from gpipebal.profiler.replica import parameter_bytes
+from gpipebal.profiler.step import measure_gather
+from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers
+
+__all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered"]
+
+#: The loss over a gathered output needs about so many times its bytes.
+COPIES = 4
+
+#: Seconds of joining, the loss over what was joined, and the storages of that.
+GatheredTerms = tuple[float, LayerProfile | None, tuple[int, ...]]
+
+
+def measure_gathered(
+    outputs: Arrived,
+    sizes: Sequence[int],
+    numbers: Numbers,
+    device: torch.device,
+    loss_fn: Callable[..., Tensor] | None,
+    target: Any,
+) -> GatheredTerms:
+    """Measure it over stand-ins for the outputs of all micro-batches.
+
+    Args:
+        outputs: Output of the first micro-batch.
+        sizes: Rows of each micro-batch.
+        numbers: Numbers of all storages so far; new ones are added.
+        device: Where they are.
+        loss_fn: The loss; None: there is none.
+        target: Its target, of the mini-batch.
+
+    Raises:
+        ProfileError: the loss failed.
+    """
+    seconds = measure_gather(outputs.value, sizes, device)
+    if loss_fn is None:
+        return seconds, None, ()
+    loss, gathered = measure_whole_loss(loss_fn, target, outputs, sizes, numbers, device)
+    return seconds, loss, gathered
+
+
+def most_bytes(layers: Sequence[nn.Module], memory: Sequence[LayerMemory]) -> int:
+    """Return the most that one layer needs: parameters, gradients, and what it makes."""
+    return max(
+        2 * parameter_bytes(layer) + found.forward_peak_bytes + found.backward_peak_bytes
+        for layer, found in zip(layers, memory, strict=True)
+    )
+
+
+def scaled_gathered(
+    outputs: Arrived,
+    sizes: Sequence[int],
+    numbers: Numbers,
+    device: torch.device,
+    loss: LayerProfile | None,
+    free_bytes: int,
+) -> GatheredTerms | None:
+    """Scale it up from two micro-batches and from the loss over one, where there is no room.
+
+    Args:
+        outputs: Output of the first micro-batch.
+        sizes: Rows of each micro-batch.
+        numbers: Numbers of all storages so far; new ones are added.
+        device: Where they are.
+        loss: The loss over one micro-batch; None: there is none.
+        free_bytes: What there is room for.
+
+    Returns:
+        The terms; None: there is room to measure them.
+    """
+    n_bytes = sum(numbers.bytes[number] for number in outputs.storages)
+    share = sum(sizes) / max(1, sizes[0])
+    if len(sizes) < 3 or COPIES * n_bytes * share <= free_bytes:
+        return None
+    seconds = measure_gather(outputs.value, sizes[:2], device) * len(sizes) / 2
+    if loss is None:
+        return seconds, None, ()
+
+    def larger(n_bytes: int | None) -> int:
+        return math.ceil((n_bytes or 0) * share)
+
+    grown = {n: numbers.new(larger(numbers.bytes[n])) for n in (*outputs.storages, *loss.saved)}
+    scaled: dict[str, Any] = {name: getattr(loss, name) * share for name in _TIMES}
+    scaled |= {name: larger(getattr(loss, name)) for name in _BYTES}
+    if loss.no_grad_forward_time is not None:
+        scaled["no_grad_forward_time"] = loss.no_grad_forward_time * share
+    if loss.flops is not None:
+        scaled["flops"] = larger(loss.flops)
+    whole = replace(loss, saved=tuple(grown[number] for number in loss.saved), **scaled)
+    return seconds, whole, tuple(grown[number] for number in outputs.storages)
+
+
+_TIMES = ("forward_time", "backward_time", "recompute_time", "forward_spread", "backward_spread")
+_BYTES = (
+    "buffer_bytes",
+    "forward_peak_bytes",
+    "no_grad_forward_peak_bytes",
+    "backward_peak_bytes",
+    "accumulating_peak_bytes",
+)

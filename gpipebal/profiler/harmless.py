@@ -1,0 +1,149 @@
+"""What measuring would change although it runs copies: what layers reach past themselves.
+
+A layer may use a weight of another one through a function, ``lambda x: F.linear(x, other.weight)``,
+and so may a loss. Copies of the layer have the same function, and it the same weight: gradients of
+that would be the caller's, and so would the statistics of a batch normalisation.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["left_alone", "reached_past"]
+
+#: Objects inside objects are looked at so deep.
+_DEPTH = 8
+
+
+class _Reached:
+    """What is reached from some objects.
+
+    Attributes:
+        leaves: Tensors with gradients.
+        shared: Modules that copies of these objects would share with them.
+        shared_leaves: Tensors with gradients that copies would share.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.leaves: dict[int, Tensor] = {}
+        self.shared: dict[int, nn.Module] = {}
+        self.shared_leaves: dict[int, Tensor] = {}
+        self._seen: set[tuple[int, bool]] = set()
+        for each in objects:
+            self._look(each, False, _DEPTH)
+
+    def _look(self, value: Any, is_shared: bool, depth: int) -> None:
+        if not depth or (id(value), is_shared) in self._seen or isinstance(value, _NOTHING_IN):
+            return
+        self._seen.add((id(value), is_shared))
+        if isinstance(value, Tensor):
+            if value.is_leaf and value.requires_grad:
+                self.leaves[id(value)] = value
+                if is_shared:
+                    self.shared_leaves[id(value)] = value
+            return
+        if isinstance(value, nn.Module) and is_shared:
+            self.shared[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            for each in _used_by(value):
+                self._look(each, True, depth - 1)
+            return
+        if isinstance(value, nn.Module):
+            self._look(type(value).forward, is_shared, depth)
+            # Trees of modules may be deep: they are no detour.
+            parts = (*value._modules.values(), *value._parameters.values())
+            for part in (*parts, *value._buffers.values()):
+                self._look(part, is_shared, depth)
+        for each in _inside(value):
+            self._look(each, is_shared, depth - 1)
+
+
+_NOTHING_IN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    types.ModuleType,
+    torch.dtype,
+)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, nn.Module):
+        kept = ("_parameters", "_buffers", "_modules")
+        return [each for name, each in vars(value).items() if name not in kept]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _used_by(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a function uses beside its arguments; of global names only modules and tensors."""
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # not filled yet
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, (nn.Module, Tensor)):
+                yield value
+
+
+def reached_past(layer: nn.Module) -> bool:
+    """Tell whether a layer uses parameters that it reaches by a function, and does not register."""
+    own = {id(parameter) for parameter in layer.parameters()}
+    return bool(_Reached([layer]).shared_leaves.keys() - own)
+
+
+@contextmanager
+def left_alone(objects: Iterable[Any]) -> Iterator[None]:
+    """Leave gradients as they are, and buffers that are reached by functions.
+
+    While the block runs there are no gradients; behind it those of before are back, the same
+    tensors with the same values.
+
+    Args:
+        objects: Layers, and functions such as a loss.
+    """
+    reached = _Reached(objects)
+    gradients = [(leaf, leaf.grad) for leaf in reached.leaves.values()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in reached.shared.values()
+        for name, buffer in module._buffers.items()
+    ]
+    for leaf, _ in gradients:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        for module, name, buffer, values in buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and values is not None:
+                buffer.data.copy_(values)

@@ -1,0 +1,172 @@
+"""benchmarks/solver: its tables say what its file holds, and its figures are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpipebal as gb
+from gpipebal.problem import to_balance
+from gpipebal.solvers import split
+
+FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "solver"
+sys.path.insert(0, str(FOLDER))
+
+from solver_benchmark import chains, figures, measure, peers, plans, tables  # noqa: E402
+
+RESULTS = FOLDER / "results.json"
+
+
+def _stored() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return record
+
+
+def _make() -> Any:
+    """Import make.py, which is a script."""
+    spec = importlib.util.spec_from_file_location("solver_make", FOLDER / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_says_what_the_stored_result_says() -> None:
+    """The README's tables are those of results.json."""
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert tables.fill_in(readme, _stored()) == readme
+
+
+def test_stored_result_is_complete() -> None:
+    """The stored result has every kind of chain, every size and every part, at full size."""
+    record = _stored()
+    assert (record["format"], record["version"]) == (figures.FORMAT, figures.VERSION)
+    assert not record["provenance"]["quick"]
+    cells = {(row["kind"], row["n_layers"], row["n_partitions"]) for row in record["times"]}
+    assert cells == {(kind, *size) for kind in chains.KINDS for size in chains.SIZES}
+    assert {"gaps", "joint", "plans", "searches"} <= record.keys()
+    assert record["peers"] == list(peers.NAMES)
+    assert max(row["bottleneck"]["gap"] for row in record["times"]) == 0
+
+
+def test_stored_plans_are_what_the_planner_says() -> None:
+    """What stored profiles gain is no measurement: it is the same today, for one of them."""
+    stored = figures.pick(_stored()["plans"], n_layers=24)
+    folder = FOLDER.parent.parent / "profiles"
+    again = plans.plans(folder, f"{stored[0]['profile']}.json")
+    assert len(stored) == len(again) == len(plans.PARTITIONS)
+    for before, now in zip(stored, again, strict=True):
+        assert now["makespan"] == pytest.approx(before["makespan"], rel=1e-9)
+        for rule, above in before["above"].items():
+            assert now["above"][rule] == pytest.approx(above, abs=1e-9), rule
+
+
+@pytest.mark.parametrize("kind", chains.KINDS)
+def test_chains_are_drawn_from_their_seed(kind: str) -> None:
+    """The same seed gives the same chain, of whole numbers above 0."""
+    chain = chains.draw(kind, 100, 3)
+    assert chain == chains.draw(kind, 100, 3)
+    assert len(chain.forward) == len(chain.backward) == 100
+    assert all(type(time) is int and time > 0 for column in chain for time in column)
+    assert chain.both[5] == chain.forward[5] + chain.backward[5]
+
+
+def test_times_have_a_row_each_and_slow_rules_are_left_out() -> None:
+    """A rule that was too slow once is not tried on longer chains, and its row says so."""
+    calls = []
+
+    def slow(costs: Any, n: int) -> list[int]:
+        calls.append(len(costs))
+        while True:
+            time.monotonic()
+
+    def exact(costs: Any, n: int) -> list[int]:
+        return list(split(gb.problem.Problem.from_costs(costs, n), "bottleneck").balance)
+
+    rows = measure.time_all(
+        [(20, 4), (40, 4), (40, 2)],
+        ["exponential"],
+        {"slow": slow, "exact": exact},
+        rounds=1,
+        limit=0.05,
+        told=lambda line: None,
+    )
+    assert [row["peers"]["slow"]["tried"] for row in rows] == [True, False, True]
+    assert calls == [20, 40]
+    assert all(row["peers"]["slow"]["seconds"] is None for row in rows)
+    assert all(row["peers"]["exact"]["excess"] == 0 for row in rows)
+    assert all(row["bottleneck"]["seconds"] > 0 for row in rows)
+
+
+def test_a_balance_that_is_none_has_no_bottleneck() -> None:
+    """An empty partition, or a layer too many, is no answer."""
+    assert measure.bottleneck_of([1, 2, 3], [2, 1]) == 3
+    assert measure.bottleneck_of([1, 2, 3], [3, 0]) is None
+    assert measure.bottleneck_of([1, 2, 3], [2, 2]) is None
+
+
+def test_gaps_count_answers() -> None:
+    """An optimal rule is never above the optimum; one that gives no balance has no answer."""
+
+    def exact(costs: Any, n: int) -> list[int]:
+        problem = gb.problem.Problem.from_costs(costs, n)
+        return list(to_balance(split(problem, "bottleneck").bounds))
+
+    rows = measure.gaps({"exact": exact}, {"exact": 2}, [(12, 3)])
+    assert [row["exact"] for row in rows] == [
+        {"draws": 2, "no_answer": 0, "mean": 0.0, "worst": 0.0, "optimal": 2}
+    ] * len(chains.RANDOM)
+
+
+def test_growth_is_a_power_law() -> None:
+    """Times that grow with the square of N have the exponent 2, and one size tells nothing."""
+    assert figures.exponent([(n, 3e-6 * n**2) for n in (1e3, 1e4, 1e5)]) == pytest.approx(2.0)
+    assert figures.exponent([(10, 1.0)]) is None
+
+
+def test_bars_are_worst_cases() -> None:
+    """A bar is missed if any chain misses it, and says where."""
+    record = _stored()
+    for row in record["times"]:
+        row["bottleneck"]["seconds"] = 1e-6
+    found = {bar.name: bar for bar in figures.bars(record)}
+    assert found["bottleneck, 10,000 / 512, drawn"].reached
+    (slow,) = figures.pick(record["times"], kind="lognormal", n_layers=10_000, n_partitions=512)
+    slow["bottleneck"]["seconds"] = 1.0
+    bar = {bar.name: bar for bar in figures.bars(record)}["bottleneck, 10,000 / 512, drawn"]
+    assert bar.reached is False and bar.where == "lognormal, 10,000 / 512"
+
+
+def test_parts_are_merged() -> None:
+    """A part that is measured anew takes the place of the old one, if all else is the same."""
+    old = _stored()
+    new = {
+        **{name: old[name] for name in ("format", "version", "peers")},
+        "provenance": {**old["provenance"], "runs": 1, "other_load": 0.5},
+        "times": [{**row, "bottleneck": {"seconds": 7.0}} for row in old["times"][:1]],
+    }
+    merged = figures.merge(old, new, list(chains.KINDS))
+    kinds = [row["kind"] for row in merged["times"]]
+    assert kinds.count(new["times"][0]["kind"]) == 1
+    assert merged["plans"] == old["plans"] and merged["provenance"]["other_load"] == 0.5
+    assert merged["provenance"]["runs"] == old["provenance"]["runs"] + 1
+    new["provenance"]["cpu"] = "another"
+    with pytest.raises(ValueError, match="results do not belong together: cpu"):
+        figures.merge(old, new, list(chains.KINDS))
+
+
+def test_command_line_keeps_trials_out_of_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quick run, or a part, is not written over the stored result by accident."""
+    make = _make()
+    for words in (["--quick"], ["--part", "gaps"]):
+        with pytest.raises(SystemExit):
+            make.parse(words)
+        assert "give another file as --out" in capsys.readouterr().err
+    assert make.parse(["--add", "--part", "gaps"]).part == ["gaps"]
+    assert make.parse([]).out == RESULTS

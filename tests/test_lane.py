@@ -1,0 +1,91 @@
+"""Which streams wait for what when a CUDA lane receives tensors, seen without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipebal.pipeline.lane import CudaLane
+
+HOME = torch.device("meta")
+
+
+class Stream:
+    """A stream that keeps what it waits for; an event of it is its own name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def record_event(self) -> object:
+        return self
+
+
+class Far(Tensor):
+    """A tensor that says of itself that it is on a CUDA device."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[list[Stream]]:
+    """Return, for each copy, the streams that are current: the innermost last."""
+    current: list[Stream] = []
+    found: list[list[Stream]] = []
+
+    @contextmanager
+    def stream(of: Stream) -> Iterator[None]:
+        current.append(of)
+        yield
+        current.pop()
+
+    move = Tensor.to
+
+    def to(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        found.append(list(current))
+        assert non_blocking == tensor.is_cuda
+        return move(tensor, device)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    return found
+
+
+def test_a_copy_from_the_host_waits_for_nothing(entered: list[list[Stream]]) -> None:
+    """It blocks the host, so no stream that it stands on may wait for a device's work."""
+    lane = CudaLane(HOME)
+    at_home = torch.ones(2, device=HOME)
+    received = lane.receive([torch.ones(2), 3, at_home], ["ready", None])
+    assert [getattr(leaf, "device", leaf) for leaf in received] == [HOME, 3, HOME]
+    assert entered == [[lane.upload]]
+    assert (lane.upload.waited, lane.copy.waited) == ([], [])
+    assert lane.compute.waited == ["ready", lane.upload]
+
+
+def test_tensors_at_home_are_waited_for_where_they_are_used(entered: list[list[Stream]]) -> None:
+    """Nothing is copied, and no copy stream is involved."""
+    lane = CudaLane(HOME)
+    lane.receive([torch.ones(2, device=HOME)], "ready")
+    assert entered == []
+    assert (lane.upload.waited, lane.copy.waited, lane.compute.waited) == ([], [], ["ready"])
+
+
+def test_a_copy_between_devices_runs_on_streams_of_its_own(entered: list[list[Stream]]) -> None:
+    """On the source's side too: its default stream is the caller's."""
+    lane = CudaLane(HOME)
+    for _ in range(2):
+        lane.receive([torch.ones(2).as_subclass(Far), torch.ones(2)], "ready")
+    (source,) = lane._sources.values()
+    assert source.device == torch.device("cpu")
+    assert entered == [[source, lane.copy], [lane.upload]] * 2
+    assert (lane.copy.waited, lane.upload.waited) == (["ready"] * 2, [])
+    assert lane.compute.waited == [lane.copy, lane.upload] * 2

@@ -1,0 +1,219 @@
+"""Layers that change, keep state or want gradients for themselves: as in the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from chains import run_plain
+from skip_layers import Join, Keep
+from torch import Tensor, nn
+
+from gpipebal.errors import DuplicateLayerError
+from gpipebal.pipeline import GPipe, trace
+from gpipebal.pipeline.buffers import SMALL
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+
+pytestmark = pytest.mark.timeout(120)
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+
+
+def nested() -> nn.Sequential:
+    """A chain with a place inside its first layer that can be filled later."""
+    first = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    return nn.Sequential(first, nn.Sequential(nn.Linear(4, 4), nn.Identity())).double()
+
+
+def same_step(pipe: GPipe, plain: nn.Module, inputs: Tensor) -> None:
+    """Compare gradients and buffers after a step with those of the plain model."""
+    for model in (pipe, plain):
+        model.zero_grad()
+    pipe(inputs).square().sum().backward()
+    run_plain(plain, inputs, pipe.chunks).square().sum().backward()
+    for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+    for (name, own), other in zip(pipe.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(own, other, msg=name)
+
+
+@MODES
+def test_a_module_inside_a_layer_is_replaced(checkpoint: CheckpointMode) -> None:
+    """A module put into a layer after the first step has its state, and counts, like the others."""
+    plain = nested()
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=4, checkpoint=checkpoint)
+    inputs = torch.randn(8, 4, dtype=torch.double)
+    same_step(pipe, plain, inputs)
+    for model in (pipe, plain):
+        model[0][1] = nn.BatchNorm1d(4).double()  # type: ignore[index, operator, union-attr]
+    same_step(pipe, plain, inputs)
+    loss = pipe(inputs).sum()
+    with torch.no_grad():
+        pipe[0][1].weight.mul_(3)  # type: ignore[index, union-attr, operator]
+    if checkpoint != "never":
+        with pytest.raises(RuntimeError, match="partition 0 cannot be recomputed: since"):
+            loss.backward()
+
+
+def test_a_module_replaced_between_forward_and_backward() -> None:
+    """A recompute would run another module than its forward did: refused."""
+    pipe = GPipe(nested(), [1, 1], chunks=2, checkpoint="always")
+    loss = pipe(torch.ones(4, 4, dtype=torch.double)).sum()
+    pipe[1][1] = nn.Tanh()  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="partition 1 cannot be recomputed: since"):
+        loss.backward()
+
+
+@MODES
+def test_parameters_that_are_tied_later(checkpoint: CheckpointMode) -> None:
+    """A parameter that a second partition gets after the first step is summed up as tied."""
+    plain = nested()
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=4, checkpoint=checkpoint)
+    inputs = torch.randn(8, 4, dtype=torch.double)
+    same_step(pipe, plain, inputs)
+    pool = pipe._started().pool
+    for model in (pipe, plain):
+        model[1][0].weight = model[0][0].weight  # type: ignore[index, operator, union-attr]
+    same_step(pipe, plain, inputs)
+    assert pipe[0][0].weight in pipe._started().tied._tied  # type: ignore[index, operator]
+    assert pipe._started().pool is pool
+
+
+def test_parameters_that_are_tied_later_across_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that comes to stand on two devices is refused at the next mini-batch."""
+    pipe = GPipe(nested(), [1, 1])
+    pipe(torch.ones(2, 4, dtype=torch.double))
+    object.__setattr__(pipe, "devices", [torch.device("cpu"), torch.device("meta")])
+    pipe[1][0].weight = pipe[0][0].weight  # type: ignore[index, operator, union-attr]
+    with pytest.raises(DuplicateLayerError, match="a parameter stands twice in the chain"):
+        pipe(torch.ones(2, 4, dtype=torch.double))
+
+
+def test_skips_that_are_put_into_layers_later() -> None:
+    """A skip between modules inside of layers is routed from the mini-batch after it was made."""
+    pipe = GPipe(nested(), [1, 1], chunks=2)
+    inputs = torch.ones(4, 4, dtype=torch.double)
+    before = pipe(inputs)
+    pipe[0][1], pipe[1][1] = Keep(4).double(), Join()  # type: ignore[operator]
+    assert not torch.equal(pipe(inputs), before)
+
+
+class Cache(nn.Module):
+    """Add a mask from a table that grows with the input, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.arange(SMALL, dtype=torch.double), persistent=False)
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.numel() < SMALL + x.shape[1]:
+            self.table = torch.arange(SMALL + x.shape[1], dtype=torch.double)
+        return x * self.weight * self.table[: x.shape[1]]
+
+
+@MODES
+def test_a_large_cache_that_grows(checkpoint: CheckpointMode) -> None:
+    """A large buffer in whose place a layer puts a larger one is no reason to refuse anything."""
+    plain = nn.Sequential(Cache(), nn.Identity())
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint=checkpoint)
+    for width in (2, 2, 5, 3, 9):
+        same_step(pipe, plain, torch.randn(4, width, dtype=torch.double))
+        # And it is copied for no recompute: nobody writes to it.
+        assert not any(p.buffers._written for p in pipe._started().partitions)
+
+
+class Moving(nn.Module):
+    """Put another tensor into the place of a large buffer in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.ones(SMALL, dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen * 2
+        return x * self.seen[0]
+
+
+@MODES
+def test_a_large_buffer_that_is_replaced_every_time(checkpoint: CheckpointMode) -> None:
+    """A recompute sees the tensor that its forward saw, and leaves the latest in its place."""
+    plain = nn.Sequential(nn.Linear(3, 3).double(), Moving())
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=3, checkpoint=checkpoint)
+    for _ in range(2):
+        same_step(pipe, plain, torch.randn(6, 3, dtype=torch.double))
+
+
+@MODES
+def test_lazy_layers_with_buffers(checkpoint: CheckpointMode) -> None:
+    """Running statistics of a lazy batch normalisation are right from the first mini-batch on."""
+    linear = nn.Linear(3, 4).double()
+    plain, mine = (
+        nn.Sequential(copy.deepcopy(linear), nn.LazyBatchNorm1d(dtype=torch.double))
+        for _ in range(2)
+    )
+    pipe = GPipe(mine, [1, 1], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):
+        same_step(pipe, plain, torch.randn(6, 3, dtype=torch.double))
+
+
+def test_lazy_batch_normalisation_is_not_deferred_silently() -> None:
+    """It cannot be deferred before it has its channels, and says so."""
+    with pytest.warns(UserWarning, match="lazy batch normalisation is left as it is"):
+        GPipe(nn.Sequential(nn.LazyBatchNorm1d()), [1], deferred_batch_norm=True)
+
+
+class Force(nn.Module):
+    """Return minus the gradient of an energy by the input, which it lets require one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            if not x.requires_grad:
+                x.requires_grad_()
+            energy = self.energy(x).tanh().sum()
+            (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return -gradient
+
+
+@MODES
+@pytest.mark.parametrize("how", ["call", "gpipe", "1f1b"])
+def test_a_first_layer_that_wants_the_gradient_of_its_input(
+    checkpoint: CheckpointMode, how: str
+) -> None:
+    """Force fields train in every mode; nobody else gets the gradient that the layer asked for."""
+    plain = nn.Sequential(Force(), nn.Linear(3, 1)).double()
+    inputs = torch.randn(6, 3, dtype=torch.double)
+    for balance in ([2], [1, 1]):
+        pipe = GPipe(copy.deepcopy(plain), balance, chunks=3, checkpoint=checkpoint)
+        plain.zero_grad()
+        plain(inputs.clone()).square().mean().backward()
+        if how == "call":
+            pipe(inputs).square().mean().backward()
+        else:
+            pipe.step(inputs, loss_fn=lambda y: y.square().mean(), schedule=how)
+        for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        assert not inputs.requires_grad
+
+
+@pytest.mark.parametrize("name", ["_runtime", "_recorder", "_ledger", "_streams"])
+def test_layers_with_the_names_of_the_pipelines_own_attributes(name: str) -> None:
+    """A layer may be called as anything in the pipeline is, and is neither lost nor in the way."""
+    layers: OrderedDict[str, Any] = OrderedDict(a=nn.Linear(2, 2))
+    layers[name] = nn.Linear(2, 2)
+    pipe = GPipe(nn.Sequential(layers), [1, 1], chunks=2)
+    with trace(pipe) as recorder:
+        pipe(torch.ones(4, 2)).sum().backward()
+    assert recorder.timeline.events
+    pipe.close()
+    assert pipe[1] is layers[name]
+    assert copy.deepcopy(pipe)(torch.ones(4, 2)).shape == (4, 2)
+    assert layers[name].weight.grad is not None

@@ -1,0 +1,166 @@
+"""Values that go in, across cuts and out: refused where their gradient would be lost."""
+
+from __future__ import annotations
+
+import collections
+import types
+from typing import Any
+
+import pytest
+import torch
+from random_chains import Apply
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.microbatch import find_hidden_tensor
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Dict(dict[str, Any]):
+    """A mapping that is no pytree."""
+
+
+class List(list[Any]):
+    """A list that is no pytree."""
+
+
+class Tuple(tuple[Any, ...]):
+    """A tuple that is no pytree."""
+
+    __slots__ = ()
+
+
+class Slots:
+    """An object without a dictionary of its own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class MoreSlots(Slots):
+    """A subclass, whose base has the slot."""
+
+    __slots__ = ()
+
+
+#: Ways to hide a tensor, and what the error calls the place.
+HIDDEN: dict[str, tuple[Any, str]] = {
+    "attribute": (lambda t: types.SimpleNamespace(x=t), "attribute 'x' of a SimpleNamespace"),
+    "list in an attribute": (lambda t: types.SimpleNamespace(x=[1, t]), "attribute 'x'"),
+    "dict in an attribute": (lambda t: types.SimpleNamespace(x={"a": t}), "attribute 'x'"),
+    "object in an object": (lambda t: types.SimpleNamespace(x=Slots([t])), "attribute 'x'"),
+    "slot": (MoreSlots, "attribute 'value' of a MoreSlots"),
+    "dict subclass": (lambda t: Dict(a=t), r"element \['a'\] of a Dict"),
+    "list subclass": (lambda t: List([0, t]), r"element \[1\] of a List"),
+    "tuple subclass": (lambda t: Tuple((t,)), r"element \[0\] of a Tuple"),
+    "UserDict": (lambda t: collections.UserDict(a=t), r"element \['a'\] of a UserDict"),
+    "set": (lambda t: {t}, "an element of a set"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_tensors_hidden_in_any_container_are_refused(name: str) -> None:
+    """Across a cut their gradient would be lost, and as input they would not be parted."""
+    hide, where = HIDDEN[name]
+    model = nn.Sequential(nn.Linear(3, 3), Apply(lambda y: (y, hide(y * 2))), Apply(lambda p: p[0]))
+    for checkpoint in ("never", "always"):
+        pipe = GPipe(model, [2, 1], chunks=2, checkpoint=checkpoint)  # type: ignore[arg-type]
+        with pytest.raises(ModelError, match=f"output of partition 0 has tensors inside.*{where}"):
+            pipe(torch.ones(4, 3))
+    GPipe(model, [1, 2], chunks=2)(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(ModelError, match=f"the input has tensors inside.*{where}"):
+        GPipe(nn.Sequential(Apply(lambda p: p[0])), [1])((torch.ones(4), hide(torch.ones(4))))
+
+
+def test_the_fix_for_a_hidden_tensor_works() -> None:
+    """A plain dict in place of a subclass of one goes through, and its gradient comes back."""
+    linear = nn.Linear(3, 3)
+    layers = [linear, Apply(lambda y: {"a": y * 2}), Apply(lambda value: value["a"])]
+    GPipe(nn.Sequential(*layers), [2, 1], chunks=2)(torch.ones(4, 3)).sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_objects_without_tensors_are_let_through() -> None:
+    """Settings, modules and large tables of numbers are no tensors, and cost little to look at."""
+
+    class Counted(Dict):
+        looked = 0
+
+        def __getitem__(self, key: str) -> Any:
+            Counted.looked += 1
+            return super().__getitem__(key)
+
+    circle: list[Any] = List()
+    circle.append(circle)
+    table = Counted({str(k): [k] for k in range(100_000)})
+    plain = [table, circle, {1, 2}, types.SimpleNamespace(x=nn.Linear(2, 2)), print, None, "a", 3]
+    assert find_hidden_tensor(plain) is None
+    assert Counted.looked <= 1000
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by torch, for make_dual
+def test_tangents_are_refused() -> None:
+    """Forward-mode differentiation would lose its tangents at the cuts: an error instead."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], chunks=2)
+    x = torch.ones(4, 3)
+    with forward_ad.dual_level():
+        with pytest.raises(PipelineError, match="cannot be differentiated in forward mode"):
+            pipe(forward_ad.make_dual(x, torch.ones_like(x)))
+        with pytest.raises(PipelineError, match="cannot be differentiated in forward mode"):
+            pipe.step(forward_ad.make_dual(x, torch.ones_like(x)), loss_fn=Tensor.sum)
+        lent = {n: forward_ad.make_dual(p, p) for n, p in pipe.named_parameters()}
+        with pytest.raises(PipelineError, match="cannot be differentiated in forward mode"):
+            torch.func.functional_call(pipe, lent, (x,))
+        assert pipe(x).shape == (4, 3)
+
+
+class Masked(nn.Module):
+    """Take a keyword beside the input."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x if mask is None else x + mask
+
+
+def test_misspelt_keywords_are_refused() -> None:
+    """A name in keyword_dims that the first layer does not take is an error that names those."""
+    with pytest.raises(BalanceError, match=r"'maks' \(expected one of 'mask', the keywords of Mas"):
+        GPipe(nn.Sequential(Masked()), [1], keyword_dims={"maks": None})
+    with pytest.raises(BalanceError, match=r"'mask' \(expected one of none"):
+        GPipe(nn.Sequential(nn.ReLU()), [1], keyword_dims={"mask": None})
+    pipe = GPipe(nn.Sequential(Masked()), [1], chunks=2, keyword_dims={"mask": None})
+    assert pipe(torch.ones(4, 2)).shape == (4, 2)
+    assert pipe(torch.ones(4, 2), mask=torch.ones(2)).tolist() == [[2.0, 2.0]] * 4
+
+
+def test_keywords_that_nobody_can_know_are_let_through() -> None:
+    """A first layer that takes any keyword, or whose hook does, may have them all named."""
+
+    class Anything(nn.Module):
+        def forward(self, x: Tensor, **keywords: Tensor) -> Tensor:
+            return x + sum(keywords.values())
+
+    dims = {"mask": None}
+    pipe = GPipe(nn.Sequential(Anything()), [1], chunks=2, keyword_dims=dims)
+    assert pipe(torch.ones(4, 2), mask=torch.ones(2)).tolist() == [[2.0, 2.0]] * 4
+    layer = nn.ReLU()
+    layer.register_forward_pre_hook(
+        lambda _module, args, keywords: ((args[0] + keywords["mask"],), {}), with_kwargs=True
+    )
+    pipe = GPipe(nn.Sequential(layer), [1], chunks=2, keyword_dims=dims)
+    assert pipe(torch.ones(4, 2), mask=torch.ones(2)).tolist() == [[2.0, 2.0]] * 4
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_shared_input_that_is_written_to(rows: int, mode: Any) -> None:
+    """Facts found with one micro-batch, whose input nobody reads again, are not those of more."""
+    layer = Apply(lambda pair: pair[0] * pair[1].add_(1))
+    pipe = GPipe(nn.Sequential(layer), [1], chunks=4, in_dims=(0, None))
+    with mode():
+        for n_rows in (rows, 4, 1, 4):
+            assert pipe((torch.ones(n_rows), torch.zeros(1))).tolist() == [1.0] * n_rows

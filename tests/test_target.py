@@ -1,0 +1,152 @@
+"""Targets of a step: losses that write to them, and targets that come from a graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline import GPipe
+from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
+
+pytestmark = pytest.mark.timeout(60)
+MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+NAMES = pytest.mark.parametrize("schedule", list(SCHEDULES))
+
+
+def chain() -> nn.Sequential:
+    """Make two layers, the same every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+
+
+def assert_same_gradients(mine: nn.Module, theirs: nn.Module) -> None:
+    """Compare the gradients of all parameters."""
+    for left, right in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+
+
+@MODES
+@NAMES
+@pytest.mark.parametrize("dims", [0, None])
+def test_a_loss_that_writes_to_its_target_writes_once(
+    dims: int | None, schedule: str, checkpoint: CheckpointMode
+) -> None:
+    """Loss and gradients are the plain model's, though the loss is computed again or shared."""
+
+    def loss_fn(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        assert output.shape[1:] == target["mean"].shape[-1:]
+        return ((output - target["mean"].mul_(2)) / target["deviation"]).square().mean()
+
+    def make() -> dict[str, Tensor]:
+        shape = (5, 2) if dims == 0 else (2,)
+        return {"mean": torch.ones(shape).double(), "deviation": torch.full(shape, 3.0).double()}
+
+    inputs, plain = torch.randn(5, 4, dtype=torch.float64), chain()
+    expected = loss_fn(plain(inputs), make())
+    expected.backward()
+    pipe = GPipe(chain(), [1, 1], chunks=3, checkpoint=checkpoint)
+    loss = pipe.step(inputs, target=make(), loss_fn=loss_fn, target_dims=dims, schedule=schedule)
+    torch.testing.assert_close(loss, expected.detach())
+    assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_shared_target_stays_as_it_is(context: Callable[[], Any]) -> None:
+    """Every micro-batch's loss sees the target that the caller gave."""
+    pipe = GPipe(nn.Sequential(nn.Identity()), [1], chunks=4)
+    with context():
+        target = torch.zeros(())
+        loss = pipe.step(
+            torch.ones(4, 1),
+            target=target,
+            target_dims=None,
+            loss_fn=lambda y, t: (y * t.add_(1)).mean(),
+        )
+    assert loss.item() == 1.0
+    assert target.item() == 0.0
+
+
+def test_a_loss_that_writes_now_and_then_is_refused() -> None:
+    """What could not be protected is an error that names the tensor, and its fix works."""
+    calls: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        return (output - (target.mul_(2) if len(calls) == 2 else target * 2)).square().mean()
+
+    pipe = GPipe(chain(), [1, 1], chunks=3, checkpoint="always")
+    inputs, target = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    with pytest.raises(ModelError, match=r"some micro-batches only: the tensor of micro-batch 1"):
+        pipe.step(inputs, target=target, loss_fn=loss_fn, schedule="gpipe")
+    calls.clear()
+    pipe.step(inputs, target=target, loss_fn=lambda y, t: loss_fn(y, t.clone()))
+
+
+@MODES
+@NAMES
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_targets_gradient_goes_back_into_its_graph(
+    in_place: bool, schedule: str, checkpoint: CheckpointMode
+) -> None:
+    """A teacher is trained as by the plain model, also if it shares a graph with the input."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, target.mul_(2) if in_place else target * 2)
+
+    results = []
+    for piped in (False, True):
+        model = chain()
+        before, teacher = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        hidden = before(torch.ones(5, 3, dtype=torch.float64)).tanh()
+        if piped:
+            pipe = GPipe(model, [1, 1], chunks=3, checkpoint=checkpoint)
+            pipe.step(hidden, target=teacher(hidden), loss_fn=loss_fn, schedule=schedule)
+        else:
+            loss_fn(model(hidden), teacher(hidden)).backward()
+        results.append(nn.ModuleList([model, before, teacher]))
+    assert_same_gradients(results[1], results[0])
+
+
+@MODES
+def test_a_target_alone_may_want_a_gradient(checkpoint: CheckpointMode) -> None:
+    """With a frozen model the target's gradient is all that there is; shared ones are sums."""
+    model = chain().requires_grad_(False)
+    pipe = GPipe(copy.deepcopy(model), [1, 1], chunks=3, checkpoint=checkpoint)
+    inputs = torch.randn(5, 4, dtype=torch.float64)
+    for shape, dims in (((5, 2), 0), ((2,), None)):
+        targets = [torch.ones(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        for _ in range(2):  # gradients accumulate
+            mse_loss(model(inputs), targets[0].expand(5, 2)).backward()
+            pipe.step(
+                inputs,
+                target=targets[1],
+                target_dims=dims,
+                loss_fn=lambda y, t: mse_loss(y, t.expand_as(y)),
+            )
+        torch.testing.assert_close(targets[1].grad, targets[0].grad)
+
+
+def test_tensors_hidden_in_a_target_are_refused() -> None:
+    """An object that nobody would part is an error, unless every micro-batch gets all of it."""
+
+    @dataclass
+    class Labels:
+        values: Tensor
+
+    def loss_fn(output: Tensor, labels: Labels) -> Tensor:
+        return mse_loss(output, labels.values.expand_as(output))
+
+    pipe = GPipe(chain(), [1, 1], chunks=2)
+    inputs = torch.ones(4, 4, dtype=torch.float64)
+    labels = Labels(torch.ones(1, 2, dtype=torch.float64))
+    with pytest.raises(ModelError, match=r"the target has tensors inside an object"):
+        pipe.step(inputs, target=labels, loss_fn=loss_fn)
+    pipe.step(inputs, target=labels, loss_fn=loss_fn, target_dims=None)
