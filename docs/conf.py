@@ -64,6 +64,37 @@ html_show_sphinx = False
 
 write_pages(HERE.parent / "benchmarks", GENERATED / "benchmarks")
 
+# What names in docstrings and signatures are called where they are documented.
+ALIASES = {
+    "Axes": "matplotlib.axes.Axes",
+    "Figure": "matplotlib.figure.Figure",
+    "nn.Module": "torch.nn.Module",
+    "nn.Sequential": "torch.nn.Sequential",
+    "pd.DataFrame": "pandas.DataFrame",
+    "torch.cuda.streams.Stream": "torch.cuda.Stream",
+    "torch.nn.modules.container.Sequential": "torch.nn.Sequential",
+    "torch.nn.modules.module.Module": "torch.nn.Module",
+    "torch.optim.optimizer.Optimizer": "torch.optim.Optimizer",
+}
+
+
+def _follow_alias(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Look for a name under the one that it is documented by: `solve` is `gpipebal.solve`."""
+    target = node.get("reftarget", "")
+    if target in ALIASES:
+        # Intersphinx, which comes next, finds it.
+        node["reftarget"] = ALIASES[target]
+    elif node.get("refdomain") == "py":
+        # `GPipe.step`, and what a docstring names by the module where it is defined.
+        parts = target.split(".")
+        for k, part in enumerate(parts):
+            if part in gpipebal.__all__:
+                name = ".".join(["gpipebal", *parts[k:]])
+                domain, page = env.domains["py"], node.get("refdoc")
+                return domain.resolve_xref(env, page, app.builder, "obj", name, node, content)
+    return None
+
+
 # `Layer`s and `.saved` are no markup of reStructuredText: a plural needs a separator, and a name
 # that begins with a point would be looked for everywhere.
 _PLURAL = re.compile(r"(?<![`:])(`[^\s`](?:[^`\n]*[^\s`])?`)(?=\w)")
@@ -84,6 +115,7 @@ def _skip_fields(app: Any, what: str, name: str, thing: Any, skip: bool, options
 
 
 def setup(app: Any) -> None:
-    """Connect the above with Sphinx; before napoleon, which comes at priority 500."""
+    """Connect the above with Sphinx; what has priority 400 comes before its own extensions."""
     app.connect("autodoc-process-docstring", _as_markup, priority=400)
     app.connect("autodoc-skip-member", _skip_fields)
+    app.connect("missing-reference", _follow_alias, priority=400)

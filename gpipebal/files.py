@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 #: A file above this size is not a profile or a plan: refused before it is read (bytes).
-MAX_FILE_BYTES = 512 * 2**20
+MAX_FILE_BYTES = 256 * 2**20
+#: Nor is one with more values: each takes some tens of bytes more as an object than in the file.
+MAX_VALUES = 2**23
 #: No file of ours nests deeper than this; what does is refused before anything walks through it.
 MAX_DEPTH = 32
 
@@ -121,6 +123,13 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
         raise _refused(path, f"cannot be read: {error.strerror or error}.", fix) from error
     except UnicodeDecodeError as error:
         raise _refused(path, "is not text.", fix) from error
+    n_values = sum(text.count(sign) for sign in ",[{")  # at least so many
+    if n_values > MAX_VALUES:
+        raise _refused(
+            path,
+            f"has too many values: {n_values} (expected at most {MAX_VALUES}).",
+            f"give a {kind} file.",
+        )
     try:
         record = json.loads(
             text,

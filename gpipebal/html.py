@@ -62,7 +62,7 @@ def table(
         footer: Lines below it.
 
     Example:
-        >>> print(table("Times", ["layer", ""], [["<a>", Bar((0.5,))]], left=[0])[-118:])
+        >>> print(table("Times", ["layer", ""], [["<a>", Bar((0.5,))]], left=[0])[-113:])
         <span style="display:inline-block;height:9px;width:80px;background:#0072B2"></span></div>\
 </td></tr></table></div>
     """

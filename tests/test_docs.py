@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import gpipebal as gb
+from gpipebal import errors
+from gpipebal.solvers import METHODS
 
 ROOT = Path(gb.__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -142,7 +144,8 @@ def test_top_level_names_are_explained_under_that_name() -> None:
     """What users import as `gpipebal.x` is documented as `gpipebal.x`."""
     text = "\n".join(TEXTS.values())
     for name in gb.__all__:
-        assert re.search(rf"^\.\. auto(function|class):: gpipebal\.{name}$", text, re.MULTILINE)
+        found = re.search(rf"^\.\. auto(function|class):: gpipebal\.{name}$", text, re.MULTILINE)
+        assert found, f"add gpipebal.{name} to a page in docs/api, as autofunction or autoclass"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -196,6 +199,18 @@ def test_terms_are_in_the_glossary() -> None:
         assert re.search(rf"^{re.escape(word)}", glossary, re.MULTILINE), term
 
 
+def test_every_method_is_explained() -> None:
+    """The table of the solver's methods has all of them."""
+    for method in METHODS:
+        assert method == "auto" or f"| {method} |" in TEXTS["solving.md"]
+
+
+def test_every_error_is_explained() -> None:
+    """The table of errors has all of them, and nothing else."""
+    rows = re.findall(r"^\| \{py:class\}`~gpipebal\.errors\.(\w+)`", TEXTS["guide/errors.md"], re.M)
+    assert sorted([*rows, "GpipebalError"]) == sorted(errors.__all__)
+
+
 def test_every_benchmark_gets_a_page(tmp_path: Path) -> None:
     """Pages of benchmarks are written for all that there are, and removed with them."""
     (tmp_path / "gone.md").write_text("old")
@@ -213,7 +228,7 @@ def test_names_of_other_projects_exist(path: Path) -> None:
     address, entries = read_inventory(path)
     assert address.startswith("https://") and entries
     for name, _, page in entries:
-        if path.stem == "python":
+        if "." not in name:
             name = f"builtins.{name}"
         module, _, last = name.rpartition(".")
         assert page.endswith(".html")

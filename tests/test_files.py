@@ -114,6 +114,20 @@ def test_huge_file_is_refused_before_it_is_read(
         read_record(path, "thing", 1)
 
 
+@pytest.mark.parametrize("part", ["[],", "{},", "1,", '"a",'])
+def test_a_file_of_too_many_values_is_refused_before_it_is_parsed(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects are larger than their text: a small file of very many takes no memory for them."""
+    path = tmp_path / "thing.json"
+    path.write_text('{"format": "thing", "version": 1, "x": [' + part * 100 + "1]}")
+    assert len(read_record(path, "thing", 1)["x"]) == 101
+    monkeypatch.setattr(files, "MAX_VALUES", 99)
+    monkeypatch.setattr(files.json, "loads", None)
+    with pytest.raises(FileFormatError, match=r"has too many values: \d+ \(expected at most 99\)"):
+        read_record(path, "thing", 1)
+
+
 def test_older_version_is_read(tmp_path: Path) -> None:
     """A file of an earlier version is handed to its reader, which knows what has changed."""
     path = tmp_path / "thing.json"

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -10,7 +17,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import ModelError
 from gpipebal.profile import LayerProfile, Profile, ProfileMatch, match_profile
-from gpipebal.profile.fingerprint import fingerprint
+from gpipebal.profile.fingerprint import fingerprint, is_same_layer
 
 
 def model(**layers: nn.Module) -> nn.Sequential:
@@ -88,20 +95,79 @@ def test_moved_layers_are_as_few_as_possible(order: list[int]) -> None:
     assert len(stayed) == longest
 
 
+class Holds(nn.Module):
+    """Has a buffer, attributes, and some that do not count."""
+
+    def __init__(self, width: int = 4, act: Any = F.relu, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(width))
+        self.act = act
+        self.options = options
+        self._calls = 0
+
+
+class Settings:
+    """Settings that layers share."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 4),
+    "without bias": lambda: nn.Linear(4, 4, bias=False),
+    "wider": lambda: nn.Linear(4, 5),
+    "double": lambda: nn.Linear(4, 4).double(),
+    "frozen": lambda: nn.Linear(4, 4).requires_grad_(False),
+    "nested": lambda: nn.Sequential(nn.Linear(4, 4)),
+    "dropout": lambda: nn.Dropout(0.1),
+    "more dropout": lambda: nn.Dropout(0.2),
+    "one head": lambda: nn.TransformerEncoderLayer(8, 1, 8),
+    "two heads": lambda: nn.TransformerEncoderLayer(8, 2, 8),
+    "gelu": lambda: nn.TransformerEncoderLayer(8, 1, 8, activation="gelu"),
+    "norm first": lambda: nn.TransformerEncoderLayer(8, 1, 8, norm_first=True),
+    "buffer": Holds,
+    "wider buffer": lambda: Holds(5),
+    "method": lambda: Holds(act=torch.Tensor.relu),
+    "function": lambda: Holds(act=F.gelu),
+    "partial": lambda: Holds(act=partial(F.gelu, approximate="tanh")),
+    "option": lambda: Holds(heads=1),
+    "other option": lambda: Holds(heads=2),
+    "list": lambda: Holds(sizes=[1, 2]),
+    "set": lambda: Holds(sizes={1, 2}),
+    "settings": lambda: Holds(config=Settings(1)),
+    "other settings": lambda: Holds(config=Settings(2)),
+}
+
+
 def test_fingerprints_tell_layers_apart() -> None:
-    """Class, options, shapes, types and what is frozen count; values of parameters do not."""
-    layers = [
-        nn.Linear(4, 4),
-        nn.Linear(4, 4, bias=False),
-        nn.Linear(4, 5),
-        nn.Linear(4, 4).double(),
-        nn.Linear(4, 4).requires_grad_(False),
-        nn.Sequential(nn.Linear(4, 4)),
-        nn.Dropout(0.1),
-        nn.Dropout(0.2),
-    ]
-    assert len({fingerprint(layer) for layer in layers}) == len(layers)
-    assert fingerprint(nn.Linear(4, 4)) == fingerprint(layers[0])
+    """Class, options, attributes, shapes, types and what is frozen count."""
+    known = {name: fingerprint(make()) for name, make in LAYERS.items()}
+    assert len(set(known.values())) == len(LAYERS)
+    assert known == {name: fingerprint(make()) for name, make in LAYERS.items()}
+
+
+def test_training_changes_no_fingerprint() -> None:
+    """Values, gradients, modes, hooks and private attributes do not count."""
+    layer = nn.Sequential(Holds(), nn.Linear(4, 4))
+    before = fingerprint(layer)
+    layer[0]._calls += 1
+    layer[0].table.add_(1)
+    layer[1](torch.ones(2, 4)).sum().backward()
+    layer.eval().register_forward_hook(lambda *_: None)
+    assert fingerprint(layer) == before
+
+
+def test_fingerprints_of_another_version_are_unknown() -> None:
+    """A profile of an earlier gpipebal matches by name, and says so."""
+    chain = model(a=nn.Linear(4, 4), b=nn.ReLU())
+    first, second = profile_of(chain).layers
+    old = Profile((replace(first, fingerprint="0123456789abcdef"), second))
+    found = old.matches(chain)
+    assert found and found.unknown == ("a",)
+    assert is_same_layer(second.fingerprint, nn.ReLU()) is True
+    assert is_same_layer(second.fingerprint, nn.Tanh()) is False
+    assert is_same_layer("", nn.ReLU()) is None
 
 
 def test_what_is_no_module_is_refused() -> None:

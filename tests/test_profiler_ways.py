@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import GpipebalError, ProfileError
+from gpipebal.pipeline.ledger import Ledger
 from gpipebal.profile import LayerProfile
-from gpipebal.profiler import measure
+from gpipebal.profiler import measure, sizes
+from gpipebal.profiler.alone import join_times
+from gpipebal.profiler.rounds import Times
 from gpipebal.profiler.settle import settle_rounds, whole_again
 from gpipebal.profiler.step import measure_optimizer
 
@@ -332,6 +335,175 @@ def test_a_recompute_keeps_what_it_costs_beyond_a_forward() -> None:
     settled = settle_rounds(again, whole_again(again, forward, whole))
     assert settled.times.sum() == pytest.approx(5.0)
     assert whole_again(again, forward, []) == []
+
+
+@pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}])
+def test_a_size_that_the_loss_refuses_is_noted(way: dict[str, Any]) -> None:
+    """A loss that needs two rows has none at a size of one, which the profiler chose itself."""
+
+    def needs_two(output: Tensor) -> Tensor:
+        if len(output) < 2:
+            raise ValueError("two rows are needed")
+        return output.square().mean()
+
+    model, sample = nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4)
+    options: dict[str, Any] = {"loss_fn": needs_two, "as_pipeline": False, **way}
+    result = profile(model, sample, **options)
+    assert result.step.loss is not None and result.step.whole_loss is not None
+    small = result.other_sizes[0]
+    assert small.rows == 1 and small.step.loss is None and small.step.whole_loss is None
+    assert sum("two rows are needed" in flag for flag in result.provenance["flags"]) == 2
+    with pytest.raises(ProfileError, match="the loss failed: ValueError: two rows"):
+        profile(model, sample, rows=(1,), **options)
+
+
+class Projects(nn.Module):
+    """Multiplies by a matrix that is no parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.ones(4, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+def test_layers_with_other_buffers_are_not_identical() -> None:
+    """Of layers that differ in the shape of a buffer each is measured."""
+    model = nn.Sequential(nn.Linear(4, 4), Projects(4), Projects(16))
+    options: dict[str, Any] = {"rows": (), "as_pipeline": False}
+    alone = profile(model, torch.randn(4, 4), share_identical=True, **options)
+    assert memory_of(alone) == memory_of(profile(model, torch.randn(4, 4), **options))
+    assert alone.layers[2].output_bytes == 4 * 16 * 4
+
+
+def test_host_times_of_layers_with_other_numbers_of_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers that were measured alone in more rounds or fewer have host times too."""
+
+    def as_on_cuda(layers: list[Times]) -> Times:
+        for n, times in enumerate(layers):
+            times.host_forward = [[n + 1.0]] * (n + 1)
+            times.host_backward = [[n + 2.0]] * (n + 1)
+        return join_times(layers)
+
+    monkeypatch.setattr(sizes, "join_times", as_on_cuda)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    layers = profile(model, torch.randn(4, 4), rows=(), one_at_a_time=True).layers
+    assert [layer.forward_host_time for layer in layers] == [1, 2, 3]
+    assert [layer.backward_host_time for layer in layers] == [2, 3, 4]
+
+
+def test_one_layer_at_a_time_gathers_nothing_large() -> None:
+    """With a loss over many micro-batches no more lives than one layer and one micro-batch need."""
+    rows, chunks, wide = 64, 16, 256
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, wide))
+    sample = torch.randn(rows * chunks, 8)
+    options: dict[str, Any] = {"chunks": chunks, "rows": (), "as_pipeline": False}
+    options["loss_fn"] = lambda y: y.logsumexp(1).mean()
+    ledger = Ledger()
+    ledger.hold([sample, *model.parameters()], 0)
+    before = ledger.start_peak()
+    with ledger.watch(0):
+        alone = profile(model, sample, one_at_a_time=True, **options)
+    micro_batch = 4 * rows * wide
+    assert ledger.total_peak - before < 6 * micro_batch
+    assert any("is scaled, not measured" in flag for flag in alone.provenance["flags"])
+    whole, measured = alone.step.whole_loss, profile(model, sample, **options)
+    assert whole is not None and measured.step.whole_loss is not None
+    assert alone.bytes_of(alone.step.gathered) == measured.bytes_of(measured.step.gathered)
+    assert alone.bytes_of(whole.saved) == measured.bytes_of(measured.step.whole_loss.saved)
+    peaks = (whole.backward_peak_bytes, measured.step.whole_loss.backward_peak_bytes)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+    assert alone.step.loss is not None
+    assert whole.forward_time == pytest.approx(chunks * alone.step.loss.forward_time)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"device": "nonsense"},
+        {"threads": -1},
+        {"timeout": -5},
+        {"one_at_a_time": True},
+        {"share_identical": True},
+    ],
+)
+def test_an_estimate_refuses_what_has_no_meaning(given: dict[str, Any]) -> None:
+    """What tells how to measure is refused by name, and so are rates for a measurement."""
+    model, sample = nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4)
+    (name,) = given
+    with pytest.raises(ProfileError, match=f"{name} has no meaning with method='estimate'"):
+        gb.profile_model(model, sample, method="estimate", **given)
+    with pytest.raises(ProfileError, match="rates has no meaning with method='measure'"):
+        gb.profile_model(model, sample, rates="A100")
+
+
+class _Rows(torch.autograd.Function):
+    """Counts rows that go forward and backward."""
+
+    counts: ClassVar[list[int]] = [0, 0]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _Rows.counts[0] += len(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        _Rows.counts[1] += len(gradient)
+        return gradient
+
+
+class _CountsRows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Rows.apply(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "forwards", "backwards"),
+    [
+        # To find what is written, to look (4 and 2), to warm up, and one round (5 and 3 each).
+        ({"partitions": 1, "as_pipeline": False, "rows": ()}, 15, 8),
+        # At other sizes, here a half and a quarter, warm rounds leave the chain in one piece out.
+        ({"partitions": 1, "as_pipeline": False}, 15 + 12 * 0.75, 8 + 7 * 0.75),
+        ({"one_at_a_time": True, "rows": ()}, 11, 6),
+        # Three ways of running warm up and have two turns: with 1, 2 and 1 forwards.
+        ({"partitions": 1, "rows": ()}, 15 + 3 * 4, 8 + 3 * 3),
+    ],
+)
+def test_a_profile_costs_a_known_number_of_steps(
+    options: dict[str, Any], forwards: float, backwards: float
+) -> None:
+    """Without time for repeats, so many forwards and backwards of a mini-batch are run."""
+    _Rows.counts[:] = [0, 0]
+    profile(nn.Sequential(_CountsRows(4, 4)), torch.randn(8, 4), threads=1, **options)
+    assert [count / 8 for count in _Rows.counts] == [forwards, backwards]
+
+
+def test_a_failing_backward_says_what_it_was_given() -> None:
+    """The error names the layer and the shape of its input; of a chain, who writes to its input."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            raise ValueError("no way back")
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Fails.apply(x)
+
+    where = r"the backward of layer '1', on a micro-batch of shape \(6, 4\) torch.float32, failed: "
+    with pytest.raises(ProfileError, match=where + "ValueError: no way back"):
+        profile(nn.Sequential(nn.Linear(4, 4), Layer()), torch.randn(6, 4), rows=())
+    in_place = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.ReLU(inplace=True))
+    with pytest.raises(ProfileError, match="let layer '2', which writes to its input"):
+        profile(in_place, torch.randn(6, 4), rows=())
 
 
 def test_every_step_of_the_optimizer_finds_new_gradients() -> None:

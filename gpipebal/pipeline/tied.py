@@ -122,6 +122,8 @@ class TiedParameters:
 
 def outer_nodes(value: Any) -> set[Any]:
     """Return the nodes that the tensors of a value come from."""
+    if isinstance(value, Tensor):
+        return {value.grad_fn}
     return {leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor)}
 
 
@@ -139,11 +141,14 @@ def parameters_behind(tensor: Tensor, before: set[Any]) -> list[nn.Parameter]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # Only the nodes that add to a `.grad` have it.
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            found.append(variable)
-        waiting += [further for further, _ in node.next_functions]
+        further = node.next_functions
+        if further:
+            waiting += [another for another, _ in further]
+        else:
+            # Only a node that adds to a `.grad` has it, and nothing comes before such a one.
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, nn.Parameter):
+                found.append(variable)
     return found
 
 

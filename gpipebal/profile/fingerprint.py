@@ -2,28 +2,84 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import hashlib
+from collections.abc import Mapping, Set
 from typing import Any
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "is_same_layer"]
+
+#: Fingerprints of another version tell nothing. The first knew nothing of buffers and attributes.
+_VERSION = "2:"
+#: Attributes of attributes are looked at so deep.
+_DEPTH = 4
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, enum.Enum)
 
 
 def fingerprint(layer: Any) -> str:
-    """Hash what decides a layer's costs: classes, options, and shapes of its parameters.
+    """Hash what decides a layer's costs: classes, options, shapes of its parameters and buffers.
+
+    Options are what a class tells of itself, and public attributes: numbers, texts, names of
+    functions and lists of such. What may change while the layer is trained does not count: values
+    of tensors, the mode, hooks, and attributes whose names begin with an underscore.
 
     Args:
         layer: A `torch.nn.Module`. Only its methods are called, so this needs no torch.
 
     Returns:
-        16 hexadecimal digits. Two layers that were made alike have the same, whatever their
-        parameters' values are.
+        A version and 16 hexadecimal digits. Two layers that were made alike have the same.
     """
-    parts = [
-        f"{name}:{type(module).__qualname__}({module.extra_repr()})"
-        for name, module in layer.named_modules()
-    ]
+    parts = []
+    for name, module in layer.named_modules():
+        parts.append(f"{name}:{type(module).__qualname__}({module.extra_repr()})")
+        parts += [
+            f"{name}.{attribute}={_described(value, _DEPTH)}"
+            for attribute, value in sorted(vars(module).items())
+            if not attribute.startswith("_") and attribute != "training"
+        ]
     parts += [
-        f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}"
-        for name, p in layer.named_parameters()
+        f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{tensor.requires_grad}"
+        for named in (layer.named_parameters(), layer.named_buffers())
+        for name, tensor in named
     ]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b("\n".join(parts).encode(errors="replace"), digest_size=8)
+    return f"{_VERSION}{digest.hexdigest()}"
+
+
+def is_same_layer(known: str, layer: Any) -> bool | None:
+    """Tell whether a layer has a fingerprint; None: that is empty, or of another version."""
+    if not known.startswith(_VERSION):
+        return None
+    return known == fingerprint(layer)
+
+
+def _described(value: Any, depth: int) -> str:
+    """Describe a value by what two equal ones have in common in every process."""
+    kind = type(value).__qualname__
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)}:{value.dtype}"
+    if kind == "dtype":
+        return str(value)
+    if not depth:
+        return kind
+    if isinstance(value, functools.partial):
+        inside = {"func": value.func, "args": value.args, "keywords": value.keywords}
+        return f"{kind}{_described(inside, depth - 1)}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', None)}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        items = [
+            f"{_described(k, depth - 1)}: {_described(v, depth - 1)}" for k, v in value.items()
+        ]
+        return f"{kind}{items}"
+    if isinstance(value, (list, tuple)):
+        return f"{kind}{[_described(item, depth - 1) for item in value]}"
+    if isinstance(value, Set):
+        return f"{kind}{sorted(_described(item, depth - 1) for item in value)}"
+    if type(value).__module__.partition(".")[0] == "torch":
+        return kind  # a compiler, a generator: not a configuration
+    public = {name: v for name, v in getattr(value, "__dict__", {}).items() if name[:1] != "_"}
+    return f"{kind}{_described(public, depth - 1)}" if public else kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ModelError
-from gpipebal.profile.fingerprint import fingerprint
+from gpipebal.profile.fingerprint import is_same_layer
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -25,7 +25,8 @@ class ProfileMatch:
         missing: Names of layers that were profiled and are not in the model.
         added: Names of layers of the model that were not profiled.
         moved: Names of layers that stand in another order than those beside them did.
-        unknown: Names of layers that the profile has no fingerprint of: they match by name only.
+        unknown: Names of layers that the profile has no fingerprint of, or one of an earlier
+            version: they match by name only.
     """
 
     n_layers: int
@@ -90,16 +91,15 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
     profiled = {layer.name: layer.fingerprint for layer in profile.layers}
     both = [name for name in layers if name in profiled]
     place_of = {name: place for place, name in enumerate(profile.names)}
+    same = {name: is_same_layer(profiled[name], layers[name]) for name in both}
     in_order = _longest_run_in_order([place_of[name] for name in both])
     return ProfileMatch(
         n_layers=profile.n_layers,
-        changed=tuple(
-            name for name in both if profiled[name] not in ("", fingerprint(layers[name]))
-        ),
+        changed=tuple(name for name in both if same[name] is False),
         missing=tuple(name for name in profile.names if name not in layers),
         added=tuple(name for name in layers if name not in profiled),
         moved=tuple(name for k, name in enumerate(both) if k not in in_order),
-        unknown=tuple(name for name in both if not profiled[name]),
+        unknown=tuple(name for name in both if same[name] is None),
     )
 
 

@@ -338,10 +338,20 @@ class Chain:
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(tensors, gradients, inputs=wanted)
         except Exception as error:
-            where = "the whole chain" if layer is None else f"layer {layer!r}"
+            where = "the whole chain"
+            if layer is not None:
+                where = f"layer {layer!r}, on a micro-batch of shape {_shapes(inputs)},"
             fix = "make the plain model train first: model(sample).sum().backward()."
             if isinstance(error, torch.OutOfMemoryError):
                 fix = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
+            writers = [
+                repr(n) for n, written in zip(self.names, self.written, strict=True) if written
+            ]
+            if layer is None and writers and "inplace" in str(error):
+                fix = (
+                    f"let layer {', '.join(writers)}, which writes to its input, make a result of "
+                    "its own: the layer before it needs what it has handed on."
+                )
             raise ProfileError(
                 f"the backward of {where} failed: {type(error).__name__}: {error}\nFix: {fix}"
             ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +43,7 @@ class Maker:
         self.parameters = list(parameters)
         self._optimizer = optimizer
         self._group_of: dict[int, int] = {}
+        self._options: list[dict[str, Any]] = []
         trainable = [parameter.requires_grad for parameter in self.parameters]
         made: Any = optimizer
         known: Sequence[Any] = self.parameters
@@ -55,6 +56,7 @@ class Maker:
         if is_known:
             places = {id(p): place for place, p in enumerate(known)}
             for number, group in enumerate(made.param_groups):
+                self._options.append({k: v for k, v in group.items() if k != "params"})
                 for parameter in group["params"]:
                     if id(parameter) in places:
                         self._group_of[places[id(parameter)]] = number
@@ -74,25 +76,32 @@ class Maker:
 
     def make(self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]) -> Optimizer:
         """Make an optimizer of stand-ins for the parameters in these places."""
-        theirs = self._optimizer
-        if not isinstance(theirs, Optimizer):
-            return theirs(list(stand_ins))
         groups: dict[int, list[nn.Parameter]] = {}
         for place, stand_in in zip(places, stand_ins, strict=True):
-            groups.setdefault(self._group_of[place], []).append(stand_in)
+            groups.setdefault(self._group_of.get(place, 0), []).append(stand_in)
+        theirs = self._optimizer
+        if not isinstance(theirs, Optimizer):
+            made = theirs(list(stand_ins))
+            if self._options:
+                # Of some parameters it may make other groups than of all.
+                made.param_groups = self._groups(groups)
+            return made
         # As it is read from a file: the constructor's arguments are not always the options.
-        made: Optimizer = type(theirs).__new__(type(theirs))
+        made = type(theirs).__new__(type(theirs))
         made.__setstate__(
             {
                 "defaults": dict(theirs.defaults),
                 "state": defaultdict(dict),
-                "param_groups": [
-                    {**theirs.param_groups[number], "params": members}
-                    for number, members in sorted(groups.items())
-                ],
+                "param_groups": self._groups(groups),
             }
         )
         return made
+
+    def _groups(self, members: Mapping[int, list[nn.Parameter]]) -> list[dict[str, Any]]:
+        return [
+            {**self._options[number], "params": stand_ins}
+            for number, stand_ins in sorted(members.items())
+        ]
 
     def make_plain(
         self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]
@@ -118,7 +127,8 @@ class Maker:
 
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    one = torch.empty((), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
 
 
 def _made_of(optimizer: OptimizerFactory, stand_ins: Sequence[nn.Parameter]) -> Any:

@@ -44,6 +44,7 @@ KEEP_MORE: dict[str, dict[str, str]] = {
 #: Recurrent layers are taken apart here, step by step; devices have kernels for them.
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 #: Half precision is what flash attention works in; heads up to this wide.
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
@@ -115,12 +116,18 @@ def _uninstall() -> None:
 
 
 class _OnlyWhatIsAsked(TorchDispatchMode):
-    """Take away gradients that a backward on the meta device makes without being asked."""
+    """Take away what operations on the meta device make without being asked.
+
+    That is gradients in a backward, and statistics of a batch that nobody needs.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func._schema.name in _BATCH_NORMS and not args[5]:
+            # In evaluation mode there are no statistics of the batch to be kept.
+            return (result[0], *(kept.new_empty(0) for kept in result[1:3]), *result[3:])
         if not isinstance(result, tuple) or not func._schema.name.endswith("_backward"):
             return result
         names = [argument.name for argument in func._schema.arguments]

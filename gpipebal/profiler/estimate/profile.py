@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import datetime
 import platform
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,14 +20,14 @@ from gpipebal.pipeline.parting import chunk_sizes, count_rows
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.describe import main_dtype, optimizer_memory
-from gpipebal.profiler.estimate.stand_ins import check_not_lazy, stand_in_of, value_of
+from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy, stand_in_of, value_of
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.loss import target_of
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.replica import layer_of_tensors, own_bytes, summed_bytes
-from gpipebal.profiler.setting import choose_rows, layers_of
+from gpipebal.profiler.setting import choose_rows, layers_of, random_numbers_kept
 from gpipebal.profiler.storages import Arrived, Numbers
 from gpipebal.profiler.survey import describe_skips
 from gpipebal.rates import DeviceRates, find_rates
@@ -197,7 +195,11 @@ class _Work:
             maker = Maker(self.optimizer, list(parameters))
         self._memory = optimizer_memory(maker, self.modules, self.rates.device_type)
         self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
-        self.doubts = self._memory.doubts
+        self.doubts = list(self._memory.doubts)
+        if maker is not None and self._optimizer_time is None and not self.doubts:
+            self.doubts.append(
+                f"the optimizer's time is not known: {maker.name} cannot step without values"
+            )
 
     def at(self, sizes: Sequence[int], reasons: dict[str, tuple[str, ...]]) -> Profile:
         """Estimate a mini-batch of micro-batches of these rows, by the first of them.
@@ -289,20 +291,16 @@ class _Work:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Run a block under torch's plain settings, and leave all random numbers as they were."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+    with (
+        random_numbers_kept(META),
+        torch.inference_mode(False),
+        torch.enable_grad(),
         # Hooks of the caller would work with values.
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        torch.autograd.graph.saved_tensors_hooks(_same, _same),
         # What a compiler would make of meta tensors is another program.
-        stack.enter_context(run_eagerly())
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+        run_eagerly(),
+    ):
+        yield
 
 
 def _same(tensor: Tensor) -> Tensor:

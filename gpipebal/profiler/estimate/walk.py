@@ -7,6 +7,7 @@ result with its own storages in place of the first one's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,10 @@ from gpipebal.skip.tracker import Key
 
 __all__ = ["Costs", "Estimate", "Walk", "find_costs"]
 
+#: What torch says where stand-ins meet tensors with values.
+_OTHER_DEVICE = re.compile(
+    r"same device|expected device \w+ but got|not on the expected device", re.IGNORECASE
+)
 #: Leaves of a value, each a description of a tensor, or what is no tensor.
 _Leaves = tuple[Any, ...]
 
@@ -286,6 +291,14 @@ def without_values(name: str) -> Iterator[None]:
         if cause is None or isinstance(cause, GpipebalError):
             raise
         first = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
+        if _OTHER_DEVICE.search(str(cause)):
+            raise ProfileError(
+                f"layer {name!r} cannot be estimated: it uses a tensor that is not its own "
+                "parameter, buffer or attribute (through a function, say), so that no stand-in "
+                f"takes its place: {type(cause).__name__}: {first} (expected only its own).\n"
+                "Fix: register the tensor with the layer, or "
+                "profile_model(model, sample, method='measure')."
+            ) from cause
         if "meta" in str(cause).lower():
             raise ProfileError(
                 f"layer {name!r} cannot be estimated: it reads values of tensors, or runs an "

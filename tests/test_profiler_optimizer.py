@@ -1,0 +1,140 @@
+"""Optimizers in profiles: factories and instances, with and without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_profiler import profile
+from torch import nn
+
+import gpipebal as gb
+from gpipebal.errors import ProfileError
+from gpipebal.pipeline.ledger import Ledger
+from gpipebal.profiler.optimizer import Maker
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def chain() -> nn.Sequential:
+    """A chain with parameters of two shapes in each of two layers."""
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 6))
+
+
+def profiled(model: nn.Module, optimizer: Any, *, estimate: bool = False) -> gb.Profile:
+    """Measure or estimate as little as possible."""
+    sample, options = torch.randn(4, 8), {"optimizer": optimizer, "rows": ()}
+    if estimate:
+        return gb.profile_model(model, sample, method="estimate", progress=False, **options)
+    return profile(model, sample, as_pipeline=False, partitions=1, **options)
+
+
+def state_of(optimizer: torch.optim.Optimizer, layer: nn.Module) -> int:
+    """Count the bytes that a real step leaves for a layer."""
+    tensors = (v for p in layer.parameters() for v in optimizer.state.get(p, {}).values())
+    return sum(v.nbytes for v in tensors if isinstance(v, torch.Tensor))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "fused": lambda p: torch.optim.Adam(p, fused=True),
+    "adafactor": torch.optim.Adafactor,
+    "asgd": torch.optim.ASGD,
+    "momentum": lambda p: torch.optim.SGD(iter(p), lr=0.1, momentum=0.9),
+    "matrices only": lambda p: torch.optim.Adam([x for x in p if x.dim() == 2]),
+    "groups": lambda p: torch.optim.SGD(
+        [{"params": p[:1], "momentum": 0.9}, {"params": p[1:]}], lr=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("estimate", [False, True])
+@pytest.mark.parametrize("instance", [False, True])
+def test_state_is_that_of_a_real_step(name: str, estimate: bool, instance: bool) -> None:
+    """What makes an optimizer, and an optimizer itself, give the bytes that a real step leaves."""
+    model, make = chain(), OPTIMIZERS[name]
+    parameters = list(model.parameters())
+    found = profiled(model, make(parameters) if instance else make, estimate=estimate)
+    real = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    assert [layer.optimizer_bytes for layer in found.layers] == [state_of(real, x) for x in model]
+    reads_values = name in ("adafactor", "asgd")
+    assert (found.step.optimizer_time is None) == (estimate and reads_values)
+    told = [flag for flag in found.provenance["flags"] if "optimizer's time" in flag]
+    assert bool(told) == (estimate and reads_values)
+
+
+def test_an_optimizer_of_the_model_is_left_alone() -> None:
+    """Its state, groups and hooks are as before, and its step is not called."""
+    model = chain()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    steps: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # puts itself into step()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    values = [p.detach().clone() for p in model.parameters()]
+    before = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]
+    steps.clear()
+    profiled(model, optimizer)
+    assert not steps
+    for parameter, value, state in zip(model.parameters(), values, before, strict=True):
+        assert torch.equal(parameter, value)
+        assert all(torch.equal(optimizer.state[parameter][k], v) for k, v in state.items())
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.09)]
+
+
+@pytest.mark.parametrize("estimate", [False, True])
+def test_an_optimizer_that_calls_the_model_is_unknown(estimate: bool) -> None:
+    """LBFGS has no step of its own: its time and state are unknown, and the profile says so."""
+    found = profiled(chain(), torch.optim.LBFGS, estimate=estimate)
+    assert found.step.optimizer_time is None
+    assert [layer.optimizer_bytes for layer in found.layers] == [None] * 3
+    assert "a step of LBFGS calls the model" in " ".join(found.provenance["flags"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.Adam(nn.Linear(2, 2).parameters()), "of other parameters than the model's"),
+        (lambda p: torch.optim.Adam(nn.Linear(2, 2).parameters()), "of other parameters"),
+        ("adam", r"type\(optimizer\)=str"),
+        (lambda p: 3, "it makes a int"),
+    ],
+)
+def test_what_is_no_optimizer_of_the_model_is_refused(optimizer: Any, message: str) -> None:
+    """An optimizer of other parameters, and what is none, are refused before anything is run."""
+    with pytest.raises(ProfileError, match=message) as caught:
+        profiled(chain(), optimizer)
+    assert "Fix: " in str(caught.value)
+
+
+def test_making_stand_ins_needs_no_memory() -> None:
+    """Whatever the model's size, the stand-ins for all its parameters have a value or none."""
+    parameters = [nn.Parameter(torch.empty(10**4)) for _ in range(10)]
+    ledger = Ledger()
+    with ledger.watch(0):
+        maker = Maker(torch.optim.Adam, parameters)
+    assert maker.stepped == [True] * 10
+    assert ledger.total_peak < 10**3
+
+
+def test_one_layer_at_a_time_steps_one_layer() -> None:
+    """With an optimizer, too, no more lives than what the largest layer needs with its state."""
+    width, n_layers = 64, 24
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(n_layers)))
+    sample = torch.randn(4, width)
+    ledger = Ledger()
+    ledger.hold([sample, *model.parameters()], 0)
+    before = ledger.start_peak()
+    with ledger.watch(0):
+        profile(model, sample, rows=(), one_at_a_time=True, optimizer=torch.optim.Adam)
+    layer = 4 * width * (width + 1)
+    # Parameters, gradients, two moments, two intermediate results, and as much to flush caches.
+    assert ledger.total_peak - before < 7.5 * layer
