@@ -14,8 +14,8 @@ import gpipebal as gb
 import gpipebal.errors
 from gpipebal.planner import evaluate
 from gpipebal.profile import Profile, StepTerms
+from gpipebal.profiler import correct as correct_module
 from gpipebal.profiler import setting as setting_module
-from gpipebal.profiler import sizes
 from gpipebal.profiler.correct import correct
 from gpipebal.profiler.setting import chunks_that_fit
 from gpipebal.profiler.trial import Setting, Trial, run_trial
@@ -148,7 +148,7 @@ def test_what_fails_in_a_pipeline_is_profiled_all_the_same(monkeypatch: pytest.M
     def refuse(*_: Any) -> Trial:
         raise gb.errors.ModelError("a pipeline cannot run this.\nFix: write it otherwise.")
 
-    monkeypatch.setattr(sizes, "run_trial", refuse)
+    monkeypatch.setattr(correct_module, "run_trial", refuse)
     result = profile(chain())
     assert "not tried as a pipeline: a pipeline cannot run this." in result.provenance["flags"]
     assert result.step.cell_overhead_time is None

@@ -164,3 +164,11 @@ def test_a_shared_input_that_is_written_to(rows: int, mode: Any) -> None:
     with mode():
         for n_rows in (rows, 4, 1, 4):
             assert pipe((torch.ones(n_rows), torch.zeros(1))).tolist() == [1.0] * n_rows
+
+
+def test_outputs_of_different_structure_are_refused() -> None:
+    """Micro-batches of one mini-batch that come out in different forms: the error names one."""
+    layer = Apply(lambda x: x if x.shape[0] == 2 else (x, x))
+    pipe = GPipe(nn.Sequential(layer), [1], chunks=2)
+    with pytest.raises(ModelError, match=r"(?s)differ: micro-batch 1 gave .* as micro-batch 0\)"):
+        pipe(torch.ones(3, 2))

@@ -179,6 +179,8 @@ def test_sharing_across_devices_is_refused() -> None:
 @MODES
 def test_a_parameter_that_the_loss_uses_too(checkpoint: CheckpointMode, schedule: str) -> None:
     """A loss that projects onto the embedding of another partition: one sum, in one order."""
+    # Also a test against a hang: `weight.T` keeps Python's lock while it waits for the weight, and
+    # another worker may be making a graph of it.
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(33, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh())
     plain = plain.double()

@@ -29,6 +29,7 @@ from gpipebal.pipeline.parting import (
     gather_leaves,
     join_gradients,
     part_gradients,
+    same_structure,
     spread_dims,
 )
 
@@ -52,14 +53,7 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
         BalanceError: `out_dims` does not fit.
     """
     packets, mini_batch.outputs = mini_batch.outputs, []
-    structure = packets[0].structure
-    if any(packet.structure != structure for packet in packets):
-        kinds = list(dict.fromkeys(str(packet.structure) for packet in packets))
-        raise ModelError(
-            f"outputs of the micro-batches differ: {' and '.join(kinds)} (expected one "
-            "structure).\n"
-            "Fix: let the last layer return the same structure for every micro-batch."
-        )
+    structure = same_structure([packet.structure for packet in packets])
     dims = spread_dims(out_dims, structure, "out_dims")
     with torch.no_grad():
         outputs = gather_leaves([packet.leaves for packet in packets], structure, dims)

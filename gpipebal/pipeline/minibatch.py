@@ -252,7 +252,10 @@ class MiniBatch:
                 try:
                     variables.run(self._run_row, j, rows[j])
                 finally:
-                    finished[j].set()
+                    # A caller that woke while the interpreter ends would be killed inside torch,
+                    # which aborts the process.
+                    if not self._stop.is_exit:
+                        finished[j].set()
 
             return task
 
@@ -282,9 +285,6 @@ class MiniBatch:
         if self._failures:
             self._release_cells()
             raise self._failures.take_first(self.schedule)
-        if self._stop.is_exit:
-            # Nobody can use what there is so far, and nobody is there to read an error.
-            raise SystemExit
         for lane, end in zip(self.lanes, self._ends, strict=True):
             lane.give_to_caller((), end)
 

@@ -29,6 +29,7 @@ __all__ = [
     "gather_leaves",
     "join_gradients",
     "part_gradients",
+    "same_structure",
     "scatter",
     "scatter_leaves",
     "spread_dims",
@@ -191,16 +192,25 @@ def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
         tensor([1., 2.])
     """
     parts = [flatten(output) for output in outputs]
-    structure = parts[0][1]
-    for index, (_, other) in enumerate(parts):
-        if other != structure:
-            raise ModelError(
-                f"outputs of the micro-batches differ: micro-batch {index} gave {other} "
-                f"(expected {structure}, as micro-batch 0).\n"
-                "Fix: let the last layer return the same structure for every micro-batch."
-            )
+    structure = same_structure([found for _, found in parts])
     spread = spread_dims(dims, structure, "dims")
     return unflatten(gather_leaves([leaves for leaves, _ in parts], structure, spread), structure)
+
+
+def same_structure(structures: Sequence[pytree.TreeSpec]) -> pytree.TreeSpec:
+    """Return the pytree that the outputs of all micro-batches have.
+
+    Raises:
+        ModelError: two have different ones.
+    """
+    for index, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise ModelError(
+                f"outputs of the micro-batches differ: micro-batch {index} gave {structure} "
+                f"(expected {structures[0]}, as micro-batch 0).\n"
+                "Fix: let the last layer return the same structure for every micro-batch."
+            )
+    return structures[0]
 
 
 def gather_leaves(

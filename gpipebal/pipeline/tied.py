@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.microbatch import flatten
@@ -60,7 +59,7 @@ class TiedParameters:
         # Two mini-batches of two threads may be ready at once.
         self._adding = threading.Lock()
         # torch keeps the node that adds to `.grad` only while a graph does; the hook is on it.
-        self._nodes: dict[nn.Parameter, Any] = {}
+        self._users: dict[nn.Parameter, Any] = {}
 
     def sums(self, *, grad: bool) -> list[_Sums]:
         """Return an empty sum for each partition; with `grad`, let gradients be caught."""
@@ -85,11 +84,12 @@ class TiedParameters:
         if not parameter.requires_grad:
             return
         with self._lanes[self._owners[id(parameter)][-1]].computing():
-            node = get_gradient_edge(parameter).node
+            user = _user(parameter)
+        node, known = _adder(user), self._users.get(parameter)
         # It is another one after the parameter has changed its type or device.
-        if self._nodes.get(parameter) is not node:
+        if known is None or _adder(known) is not node:
             node.register_prehook(_catcher(parameter))
-            self._nodes[parameter] = node
+            self._users[parameter] = user
             if parameter.is_cuda and _WARN_OF_STREAMS is not None:
                 # It adds on the stream on which it was made: of several partitions' streams it
                 # cannot be more than one, and the events that the catcher leaves order them all.
@@ -165,7 +165,23 @@ def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threadi
     for parameter in parameters:
         if parameter.requires_grad:
             # The node that adds is one for all graphs, and theirs keep it.
-            get_gradient_edge(parameter).node.register_prehook(drop)
+            user = _user(parameter)
+            _adder(user).register_prehook(drop)
+
+
+def _user(parameter: nn.Parameter) -> Any:
+    """Return a node that leads to the one that adds to a parameter's ``.grad``.
+
+    This one may be kept, and not the other. A node that only Python holds can be used by others
+    only with Python's lock, which torch then waits for while it has locked the parameter; and a
+    thread that holds Python's lock may wait for the parameter, as in ``parameter.T``.
+    """
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn
+
+
+def _adder(user: Any) -> Any:
+    return user.next_functions[0][0]
 
 
 def _added(known: Tensor | None, gradient: Tensor) -> Tensor:

@@ -140,14 +140,15 @@ class WorkerPool:
                 "Fix: do not call a pipeline inside itself, nor inside torch.utils.checkpoint: "
                 "GPipe has checkpoint=."
             )
+        if self._is_exit and threading.current_thread() is not threading.main_thread():
+            # A daemon thread, with a moment left, and perhaps inside torch: see MiniBatch.
+            threading.Event().wait()
         with self._submitting:
             if self.is_given_up:
                 raise PipelineError(
                     "a mini-batch that began before a timeout can go no further: its workers were "
                     "given up.\nFix: run the mini-batch again."
                 )
-            if self._is_exit and threading.current_thread() is not threading.main_thread():
-                raise SystemExit  # a daemon thread, which has a moment left
             if not self._end.alive:
                 raise PipelineError(
                     "the pipeline is closed, and a mini-batch that it began can go no further.\n"

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ModelError, ProfileError
+from gpipebal.errors import ModelError
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.microbatch import check_travels, flatten, unflatten
 from gpipebal.profiler.clock import Clock, Span
+from gpipebal.profiler.failures import (
+    backward_failed,
+    forward_failed,
+    shapes_of,
+    whole_backward_failed,
+)
 from gpipebal.profiler.value import (
     Record,
     Routes,
@@ -156,7 +162,7 @@ class Chain:
             RoundStoppedError: `stop` is set.
         """
         self._check_stop()
-        shapes = _shapes(given)
+        shapes = shapes_of(given)
         arrived, start = {}, len(value.leaves)
         for key in self._pops[k]:
             leaves, structure = value.skips[key]
@@ -177,7 +183,7 @@ class Chain:
         except (ModelError, RoundStoppedError):
             raise
         except Exception as error:
-            raise _failed(error, self.names[k], self.first + k, shapes) from error
+            raise forward_failed(error, self.names[k], self.first + k, shapes) from error
         if spans is not None:
             spans.append((begin, end))
         passed = Value.of(output)
@@ -296,8 +302,10 @@ class Chain:
                     try:
                         value = layer(value)
                     except Exception as error:
-                        shapes = _shapes(flatten(value)[0])
-                        raise _failed(error, self.names[k], self.first + k, shapes) from error
+                        shapes = shapes_of(flatten(value)[0])
+                        raise forward_failed(
+                            error, self.names[k], self.first + k, shapes
+                        ) from error
                 forward = (begin, self.clock())
         if not grad:
             return forward, None
@@ -338,48 +346,12 @@ class Chain:
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(tensors, gradients, inputs=wanted)
         except Exception as error:
-            where = "the whole chain"
-            if layer is not None:
-                where = f"layer {layer!r}, on a micro-batch of shape {_shapes(inputs)},"
-            fix = "make the plain model train first: model(sample).sum().backward()."
-            if isinstance(error, torch.OutOfMemoryError):
-                fix = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
-            writers = [
-                repr(n) for n, written in zip(self.names, self.written, strict=True) if written
-            ]
-            if layer is None and writers and "inplace" in str(error):
-                fix = (
-                    f"let layer {', '.join(writers)}, which writes to its input, make a result of "
-                    "its own: the layer before it needs what it has handed on."
-                )
-            raise ProfileError(
-                f"the backward of {where} failed: {type(error).__name__}: {error}\nFix: {fix}"
-            ) from error
+            if layer is None:
+                written = zip(self.names, self.written, strict=True)
+                raise whole_backward_failed(error, [name for name, at in written if at]) from error
+            raise backward_failed(error, layer, shapes_of(inputs)) from error
         return True
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise RoundStoppedError
-
-
-def _shapes(leaves: Sequence[Any]) -> str:
-    return ", ".join(
-        f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
-        for leaf in leaves
-    )
-
-
-def _failed(error: Exception, name: str, index: int, shapes: str) -> ProfileError:
-    """Name the layer that failed, what it was given, the original error, and what helps."""
-    fix = "give a sample and a number of chunks that the model can be trained with."
-    if isinstance(error, torch.OutOfMemoryError):
-        fix = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
-    if "more than 1 value per channel" in str(error):
-        fix = (
-            "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more: "
-            "batch normalisation cannot train on one value per channel."
-        )
-    return ProfileError(
-        f"layer {name!r} (layer {index}) failed on a micro-batch of shape {shapes}: "
-        f"{type(error).__name__}: {error}\nFix: {fix}"
-    )

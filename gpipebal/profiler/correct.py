@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from gpipebal.profile import LayerProfile, Profile
-from gpipebal.profiler.trial import Trial
+from gpipebal.profiler.setting import chunks_that_fit
+from gpipebal.profiler.trial import MOST_CHUNKS, Setting, Trial, run_trial
 
-__all__ = ["correct", "with_flag"]
+__all__ = ["correct", "try_out"]
 
 #: A factor further from 1 than this is told of.
 NOTABLE = 0.1
+
+
+def try_out(
+    profile: Profile, setting_of: Callable[[int], Setting], chunks: int, seconds: float
+) -> Profile:
+    """Run a profile's layers as a pipeline for a while, and correct it by what that tells.
+
+    Args:
+        profile: What was measured, layer by layer.
+        setting_of: Makes the setting of a trial with so many micro-batches.
+        chunks: Micro-batches of a mini-batch; as many are tried as the memory holds.
+        seconds: How long, about.
+
+    Returns:
+        The corrected profile; or one that says why there was no trial.
+    """
+    fitting = chunks_that_fit(profile, min(chunks, MOST_CHUNKS))
+    if not profile.rows:
+        return profile
+    if not fitting:
+        return _with_flag(profile, "not tried as a pipeline: there is not enough memory")
+    try:
+        return correct(profile, run_trial(profile, setting_of(fitting), seconds))
+    except Exception as error:
+        # What the executor refuses can be profiled all the same.
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return _with_flag(profile, f"not tried as a pipeline: {reason}")
 
 
 def correct(profile: Profile, trial: Trial) -> Profile:
@@ -48,7 +77,7 @@ def correct(profile: Profile, trial: Trial) -> Profile:
     )
 
 
-def with_flag(profile: Profile, flag: str) -> Profile:
+def _with_flag(profile: Profile, flag: str) -> Profile:
     """Say one more thing that is doubtful about a profile."""
     flags = [*profile.provenance.get("flags", []), flag]
     return replace(profile, provenance={**profile.provenance, "flags": flags})

@@ -38,5 +38,6 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
     try:
         yield advance
         bar.update(total - bar.n)  # time was up before so many steps were done
+        bar.refresh()
     finally:
         bar.close()

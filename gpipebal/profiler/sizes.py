@@ -15,7 +15,7 @@ from gpipebal.pipeline.caller import CallerState
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.alone import Walk, join_times, walk_alone
 from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.correct import correct, with_flag
+from gpipebal.profiler.correct import try_out
 from gpipebal.profiler.describe import (
     OptimizerMemory,
     describe_layers,
@@ -33,11 +33,11 @@ from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.replica import parameter_bytes, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
-from gpipebal.profiler.setting import chunks_that_fit, first_rows, repeated_rows, to_device
+from gpipebal.profiler.setting import first_rows, repeated_rows, to_device
 from gpipebal.profiler.step import measure_optimizer
 from gpipebal.profiler.storages import LayerMemory
 from gpipebal.profiler.survey import Scout, Survey, survey, survey_loss
-from gpipebal.profiler.trial import MOST_CHUNKS, Setting, run_trial
+from gpipebal.profiler.trial import Setting
 from gpipebal.profiler.value import Routes, Value
 
 __all__ = ["Study"]
@@ -228,18 +228,13 @@ class Study:
             n_threads: Intra-operation threads of each.
             seconds: How long, about.
         """
-        rows = self.micro_batches[0]
-        chunks = chunks_that_fit(profile, min(len(self.micro_batches), MOST_CHUNKS))
-        if not rows:
-            return profile
-        if not chunks:
-            return with_flag(profile, "not tried as a pipeline: there is not enough memory")
-        sizes = [rows] * chunks
-        loss_fn = self._loss_fn
-        if isinstance(loss_fn, nn.Module):
-            loss_fn = replicate(["loss"], [loss_fn], self.device)[0]
-        try:
-            trial = Setting(
+
+        def setting(chunks: int) -> Setting:
+            sizes = [self.micro_batches[0]] * chunks
+            loss_fn = self._loss_fn
+            if isinstance(loss_fn, nn.Module):
+                loss_fn = replicate(["loss"], [loss_fn], self.device)[0]
+            return Setting(
                 OrderedDict(zip(self.names, self._replicas, strict=True)),
                 self._rows_of_sample(sum(sizes)),
                 self._target_of(sizes),
@@ -248,11 +243,8 @@ class Study:
                 n_partitions,
                 n_threads,
             )
-            return correct(profile, run_trial(profile, trial, seconds))
-        except Exception as error:
-            # What the executor refuses can be profiled all the same.
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            return with_flag(profile, f"not tried as a pipeline: {reason}")
+
+        return try_out(profile, setting, len(self.micro_batches), seconds)
 
     def _rows_of_sample(self, rows: int) -> Any:
         """Return so many rows of the sample, on the device; repeated where it has fewer."""

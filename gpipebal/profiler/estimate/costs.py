@@ -8,6 +8,7 @@ time of a launch. Views are free.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.ledger import storage_key
+from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.estimate.backends import KEEP_MORE
+from gpipebal.profiler.value import Value, random_gradients, roots_of
 from gpipebal.rates import DeviceRates
 
-__all__ = ["OperationCosts"]
+__all__ = ["Costs", "OperationCosts", "find_costs"]
 
 #: Make a tensor and write nothing.
 _MAKERS = {
@@ -141,6 +146,58 @@ class OperationCosts(TorchDispatchMode):
         if dtype == torch.float32 and _uses_tensorfloat32(name):
             key = "tensorfloat32"
         return self.rates.flops_of(key)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of a layer, its operations, and why its memory may be approximate.
+
+    The backward adds to gradients that exist already, as most of a mini-batch's do.
+    """
+
+    forward_time: float
+    backward_time: float
+    no_grad_forward_time: float
+    forward_host_time: float | None
+    backward_host_time: float | None
+    flops: int
+    approximate: tuple[str, ...]
+
+
+def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
+    """Count what the only layer of a chain costs in time.
+
+    Raises:
+        ProfileError: it failed.
+    """
+    without_graph = OperationCosts(rates)
+    with torch.no_grad(), phase(checkpointing=True):
+        _, given = chain.prepare(0, value, wants=False)
+        with without_graph:
+            chain.call(0, given, value)
+    for _ in range(2):  # the second backward finds gradients
+        forward, backward = OperationCosts(rates), OperationCosts(rates)
+        inputs, given = chain.prepare(0, value, wants=True)
+        with forward:
+            passed = chain.call(0, given, value)
+        outputs = chain.outputs(0, passed)
+        roots = roots_of(outputs, random_gradients(outputs))
+        with backward:
+            chain.run_backward(roots, inputs, chain.names[0])
+        del inputs, passed, outputs, roots
+    for parameter in chain.layers[0].parameters():
+        parameter.grad = None
+    operations = forward.operations | backward.operations | without_graph.operations
+    reasons = KEEP_MORE[rates.device_type]
+    return Costs(
+        forward_time=forward.seconds,
+        backward_time=backward.seconds,
+        no_grad_forward_time=without_graph.seconds,
+        forward_host_time=forward.host_seconds,
+        backward_host_time=backward.host_seconds,
+        flops=forward.flops,
+        approximate=tuple(sorted({reasons[name] for name in operations & reasons.keys()})),
+    )
 
 
 def _uses_tensorfloat32(name: str) -> bool:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gpipebal.errors import ProfileError
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.estimate.costs import OperationCosts
+from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
-from gpipebal.profiler.estimate.walk import acting_as_device, find_costs, without_values
+from gpipebal.profiler.estimate.walk import acting_as_device, without_values
 from gpipebal.profiler.loss import LossLayer, describe_loss, gathered_value, loss_failed
 from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.storages import Arrived, Numbers, measure_layer_memory

@@ -13,22 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
-from gpipebal.pipeline.checkpoint import phase
 from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.estimate.backends import KEEP_MORE, acting_as
-from gpipebal.profiler.estimate.costs import OperationCosts
+from gpipebal.profiler.estimate.backends import acting_as
+from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
 from gpipebal.profiler.identity import identity_of
 from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, measure_layer_memory
-from gpipebal.profiler.value import Routes, Value, random_gradients, roots_of
+from gpipebal.profiler.value import Routes, Value
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Costs", "Estimate", "Walk", "find_costs"]
+__all__ = ["Estimate", "Walk", "acting_as_device", "without_values"]
 
 #: What torch says where stand-ins meet tensors with values.
 _OTHER_DEVICE = re.compile(
@@ -36,22 +34,6 @@ _OTHER_DEVICE = re.compile(
 )
 #: Leaves of a value, each a description of a tensor, or what is no tensor.
 _Leaves = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Times of a layer, its operations, and why its memory may be approximate.
-
-    The backward adds to gradients that exist already, as most of a mini-batch's do.
-    """
-
-    forward_time: float
-    backward_time: float
-    no_grad_forward_time: float
-    forward_host_time: float | None
-    backward_host_time: float | None
-    flops: int
-    approximate: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -230,42 +212,6 @@ class Walk:
                 for key in stashed
             ),
         )
-
-
-def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
-    """Count what the only layer of a chain costs in time.
-
-    Raises:
-        ProfileError: it failed.
-    """
-    without_graph = OperationCosts(rates)
-    with torch.no_grad(), phase(checkpointing=True):
-        _, given = chain.prepare(0, value, wants=False)
-        with without_graph:
-            chain.call(0, given, value)
-    for _ in range(2):  # the second backward finds gradients
-        forward, backward = OperationCosts(rates), OperationCosts(rates)
-        inputs, given = chain.prepare(0, value, wants=True)
-        with forward:
-            passed = chain.call(0, given, value)
-        outputs = chain.outputs(0, passed)
-        roots = roots_of(outputs, random_gradients(outputs))
-        with backward:
-            chain.run_backward(roots, inputs, chain.names[0])
-        del inputs, passed, outputs, roots
-    for parameter in chain.layers[0].parameters():
-        parameter.grad = None
-    operations = forward.operations | backward.operations | without_graph.operations
-    reasons = KEEP_MORE[rates.device_type]
-    return Costs(
-        forward_time=forward.seconds,
-        backward_time=backward.seconds,
-        no_grad_forward_time=without_graph.seconds,
-        forward_host_time=forward.host_seconds,
-        backward_host_time=backward.host_seconds,
-        flops=forward.flops,
-        approximate=tuple(sorted({reasons[name] for name in operations & reasons.keys()})),
-    )
 
 
 @contextmanager

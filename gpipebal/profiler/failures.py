@@ -1,0 +1,67 @@
+"""What to say when a layer fails while it is measured: which one, given what, and what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipebal.errors import ProfileError
+
+__all__ = ["backward_failed", "forward_failed", "shapes_of", "whole_backward_failed"]
+
+_LESS_MEMORY = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
+_TRAIN_FIRST = "make the plain model train first: model(sample).sum().backward()."
+
+
+def shapes_of(leaves: Sequence[Any]) -> str:
+    """Describe the tensors of a value by shape and dtype."""
+    return ", ".join(
+        f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+
+
+def forward_failed(error: Exception, name: str, index: int, shapes: str) -> ProfileError:
+    """Name the layer whose forward failed."""
+    fix = "give a sample and a number of chunks that the model can be trained with."
+    if isinstance(error, torch.OutOfMemoryError):
+        fix = _LESS_MEMORY
+    if "more than 1 value per channel" in str(error):
+        fix = (
+            "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more: "
+            "batch normalisation cannot train on one value per channel."
+        )
+    return ProfileError(
+        f"layer {name!r} (layer {index}) failed on a micro-batch of shape {shapes}: "
+        f"{type(error).__name__}: {error}\nFix: {fix}"
+    )
+
+
+def backward_failed(error: Exception, name: str, shapes: str) -> ProfileError:
+    """Name the layer whose backward failed."""
+    fix = _LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else _TRAIN_FIRST
+    return ProfileError(
+        f"the backward of layer {name!r}, on a micro-batch of shape {shapes}, failed: "
+        f"{type(error).__name__}: {error}\nFix: {fix}"
+    )
+
+
+def whole_backward_failed(error: Exception, writers: Sequence[str]) -> ProfileError:
+    """Say why layers that can go back one by one cannot go back together.
+
+    Args:
+        error: The original error.
+        writers: Names of the layers that write to their input.
+    """
+    fix = _LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else _TRAIN_FIRST
+    if writers and "inplace" in str(error):
+        fix = (
+            f"let layer {', '.join(map(repr, writers))}, which writes to its input, make a result "
+            "of its own: the layer before it needs what it has handed on."
+        )
+    return ProfileError(
+        f"the backward of the whole chain failed: {type(error).__name__}: {error}\nFix: {fix}"
+    )
