@@ -335,3 +335,21 @@ def test_optimizer_state_moves_between_splits() -> None:
         train(other, again, 2)
         for mine, theirs in zip(other.parameters(), first.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_plan_says_which_device_runs_which_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are given as to `solve`; a plan that changed their order is run in its order."""
+    from gpipebal.pipeline import devices as of_devices
+
+    profile = gb.Profile.from_costs([1.0, 4.0], names=["0", "1"])
+    plan = gb.solve(profile, 2, chunks=2, devices=[2.0, 1.0], any_order=True)
+    assert plan.balance == (1, 1) and plan.devices == (1, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(of_devices, "parse_device", lambda device: device)
+        assert of_devices.in_order(["fast", "slow"], plan.devices) == ["slow", "fast"]
+        assert of_devices.in_order(["fast", "slow"], (0, 1)) == ["fast", "slow"]
+        assert of_devices.in_order(None, (0, 1)) is None
+        with pytest.raises(gb.GpipebalError, match="too few devices"):
+            of_devices.in_order(["fast"], plan.devices)
+    pipe = gb.GPipe.from_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), plan)
+    assert pipe(torch.ones(4, 2)).shape == (4, 2)

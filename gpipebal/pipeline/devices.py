@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ __all__ = [
     "Place",
     "check_threads",
     "choose_devices",
+    "in_order",
     "move_layer",
     "parse_device",
     "share_of_cores",
@@ -121,6 +122,22 @@ def choose_devices(
             f"balance of {max(1, len(parsed))} partitions."
         )
     return parsed[:n_partitions], streams[:n_partitions]
+
+
+def in_order(devices: Iterable[Place] | None, order: Sequence[int]) -> Iterable[Place] | None:
+    """Put devices into the order in which a plan uses them; None: those of `choose_devices`.
+
+    Args:
+        devices: The devices that the plan was made for; None: the CUDA devices, or the CPU.
+        order: For each partition, which of them.
+
+    Raises:
+        DeviceError: the plan uses more than there are.
+    """
+    if list(order) == list(range(len(order))):
+        return devices
+    places, streams = choose_devices(devices, max(order) + 1)
+    return [streams[k] or places[k] for k in order]
 
 
 def move_layer(name: str, layer: nn.Module, device: torch.device) -> None:

@@ -31,6 +31,7 @@ from gpipebal.pipeline.devices import (
     Place,
     check_threads,
     choose_devices,
+    in_order,
     move_layer,
     share_of_cores,
 )
@@ -191,7 +192,7 @@ class GPipe(Container):
         Args:
             module: The model that the plan was made for.
             plan: The plan.
-            devices: As for `GPipe`.
+            devices: As for `GPipe`, but in the order in which `solve` was given them.
             deferred_batch_norm: As for `GPipe`.
             in_dims: As for `GPipe`.
             keyword_dims: As for `GPipe`.
@@ -212,7 +213,7 @@ class GPipe(Container):
         pipe = cls(
             module,
             plan.balance,
-            devices=devices,
+            devices=in_order(devices, plan.devices),
             chunks=plan.chunks,
             checkpoint=plan.checkpoint,
             deferred_batch_norm=deferred_batch_norm,

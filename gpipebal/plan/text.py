@@ -27,12 +27,14 @@ def format_value(plan: Plan, value: float) -> str:
 
 def _headline(plan: Plan) -> str:
     proof = "proven optimal" if plan.status == "optimal" else f"within {format_percent(plan.gap)}"
+    proof = "given" if plan.method == "given" else proof
     schedule = "" if plan.schedule == "gpipe" else f"schedule={plan.schedule!r}, "
     modes = set(plan.modes)
     checkpoint = f"checkpoint={modes.pop()!r}" if len(modes) == 1 else "checkpoint by partition"
     return (
-        f"{plan.n_layers} layers on {plan.n_partitions} partitions, {plan.chunks} micro-batches "
-        f"of {plan.rows} rows, {schedule}{checkpoint}: balance={list(plan.balance)}, "
+        f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
+        f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
+        f"{schedule}{checkpoint}: balance={list(plan.balance)}, "
         f"{plan.objective} {format_value(plan, plan.value)} ({proof})"
     )
 

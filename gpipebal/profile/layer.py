@@ -26,8 +26,8 @@ class LayerProfile:
         backward_host_time: The same for the backward.
         flops: Floating-point operations of the forward; None: not counted.
         parameter_bytes: Bytes of parameters that no earlier layer holds.
-        gradient_bytes: Bytes of gradients that its backward makes: of those parameters, and of those
-            that an earlier layer holds and this one uses too.
+        gradient_bytes: Bytes of gradients that its backward makes: of those parameters, and of
+            those that an earlier layer holds and this one uses too.
         buffer_bytes: Bytes of buffers that no earlier layer holds.
         optimizer_bytes: Bytes of optimizer state of its parameters; None if it is not known.
         outputs: Storages (indices into `Profile.storages`) that the layer hands on.
