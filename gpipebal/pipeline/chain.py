@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from gpipebal.errors import BalanceError, ModelError, PipelineError, UnsupportedPlanError
 from gpipebal.pipeline.container import Container
 from gpipebal.plan import Plan
-from gpipebal.profile.fingerprint import fingerprint
+from gpipebal.profile.fingerprint import is_same_layer
 from gpipebal.schedule import check_count, check_schedule
 
 __all__ = [
@@ -204,7 +204,7 @@ def plan_warnings(
     changed = [
         name
         for (name, layer), found in zip(layers.items(), planned, strict=False)
-        if found and found != fingerprint(layer)
+        if is_same_layer(found, layer) is False
     ]
     if changed:
         yield (
