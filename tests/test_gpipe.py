@@ -14,7 +14,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from chains import batchnorm_chain
-from torch import nn
+from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import GpipebalError
@@ -26,7 +26,19 @@ def chain() -> nn.Sequential:
     return nn.Sequential(OrderedDict(first=nn.Linear(3, 4), act=nn.ReLU(), second=nn.Linear(4, 2)))
 
 
+class Doubled(nn.Sequential):
+    """A chain that does something beside running its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)  # type: ignore[no-any-return]
+
+
 BAD = {
+    "own forward": (
+        lambda: GPipe(Doubled(nn.Linear(1, 1)), [1]),
+        TypeError,
+        "forward of its own: Doubled",
+    ),
     "no Sequential": (lambda: GPipe(nn.Linear(1, 1), [1]), TypeError, "must be nn.Sequential"),
     "no balance": (lambda: GPipe(chain()), ValueError, "balance is required"),
     "sum": (lambda: GPipe(chain(), [1, 1]), ValueError, r"sum\(\[1, 1\]\)=2 \(expected 3"),

@@ -257,15 +257,3 @@ def test_parameters_that_are_tied_on_one_side_only_are_found() -> None:
     pipe[3].weight = nn.Parameter(pipe[3].weight.detach().clone())
     with pytest.raises(VerificationError, match=r"'3.weight' is in the pipeline only, or shared"):
         gb.verify(model, pipe, rows(4, 3))
-
-
-def test_a_chain_with_a_forward_of_its_own_is_found() -> None:
-    """A pipeline runs the layers alone: what a subclass of Sequential does beside them differs."""
-
-    class Doubled(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * 2
-
-    model = Doubled(nn.Linear(3, 3), nn.Tanh()).double()
-    with pytest.raises(VerificationError, match="the output is off by"):
-        gb.verify(model, GPipe(model, [1, 1]), rows(4, 3))

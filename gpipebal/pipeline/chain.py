@@ -33,7 +33,8 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
     """Return the layers of a chain by name.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential`.
+        ModelError: `module` is not an `nn.Sequential`, or does something else than running its
+            layers one after the other.
     """
     if isinstance(module, Container):
         raise ModelError(
@@ -45,6 +46,12 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
             "module must be nn.Sequential to be partitioned: "
             f"type(module)={type(module).__name__}.\n"
             "Fix: write the model as nn.Sequential of its layers."
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise ModelError(
+            f"module has a forward of its own: {type(module).__name__}.forward (expected that of "
+            "nn.Sequential: one layer after the other).\n"
+            "Fix: put what it does beside its layers into a layer."
         )
     return OrderedDict(
         (name, layer) for name, layer in module._modules.items() if layer is not None

@@ -15,7 +15,7 @@ from gpipebal.pipeline.partition import Tail
 from gpipebal.pipeline.target import Target
 from gpipebal.pipeline.tied import outer_nodes, parameters_behind
 
-__all__ = ["MicroBatchLoss", "Reduction"]
+__all__ = ["MicroBatchLoss", "Reduction", "check_loss"]
 
 #: How `loss_fn` treats the rows it is given: takes their mean, or their sum.
 Reduction = Literal["mean", "sum"]
@@ -80,10 +80,10 @@ class MicroBatchLoss:
         def tail(output: Any) -> Tensor:
             before = outer_nodes(output)
             if target is None:
-                loss = _checked(loss_fn(output))
+                loss = check_loss(loss_fn(output))
             else:
                 with target.lent(i, leaves) as of_micro_batch:
-                    loss = _checked(loss_fn(output, of_micro_batch))
+                    loss = check_loss(loss_fn(output, of_micro_batch))
             if torch.is_grad_enabled():
                 tie(parameters_behind(loss, before))
             return loss
@@ -136,11 +136,16 @@ class MicroBatchLoss:
         return total
 
 
-def _checked(loss: Any) -> Tensor:
+def check_loss(loss: Any) -> Tensor:
+    """Return what a `loss_fn` returned.
+
+    Raises:
+        ModelError: it is not a tensor with one element.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(
             f"loss_fn returned no loss: got {got} (expected a tensor with one element).\n"
-            "Fix: let loss_fn take the mean or the sum over the rows of a micro-batch."
+            "Fix: let loss_fn take the mean or the sum over the rows."
         )
     return loss

@@ -6,6 +6,9 @@ partition in between ever sees them::
 
     forward    caller ─▶ 0 ─▶ 1 ─▶ 2 ─▶ caller        backward  caller ◀─ 0 ◀─ 1 ◀─ 2 ◀─ caller
                          └─── skip ──▶┘                                   └◀── skip ──┘
+
+What a partition takes is its own from then on: it empties the list that it found in the inbox, so
+that a sender whose call has not returned yet keeps none of the tensors alive.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from gpipebal.timeline import COPY_KIND
 __all__ = ["Routes"]
 
 #: The gradients of one packet's leaves, and what their reader waits for.
-_Gradients = tuple[Sequence[Tensor | None], Any]
+_Gradients = tuple[list[Tensor | None], Any]
 
 
 class Routes:
@@ -84,7 +87,9 @@ class Routes:
         """Send the output of a cell on, and what it stashed for other partitions."""
         outgoing = self._partitions[j].outgoing
         if outgoing:
-            packet, *skips = split_packet(packet)
+            value, *skips = split_packet(packet)
+            packet.leaves.clear()
+            packet = value
             for route, skip in zip(outgoing, skips, strict=True):
                 self._values[route.destination].put((route.key, i), skip)
         self._values[j + 1].put(i, packet)
@@ -107,17 +112,14 @@ class Routes:
             received += self._bring(j, i, gradients, ready)
         return received
 
-    def put_gradients(self, j: int, i: int, gradients: Sequence[Tensor | None], ready: Any) -> None:
+    def put_gradients(self, j: int, i: int, gradients: list[Tensor | None], ready: Any) -> None:
         """Send the gradients of a cell's input back to where its parts came from."""
-        start = 0
         parts = self._parts.get((j, i))
         if parts is not None:
-            start = parts[0]
             for route, size in zip(self._partitions[j].incoming, parts[1:], strict=True):
-                part = gradients[start : start + size]
+                part = gradients[parts[0] : parts[0] + size]
+                del gradients[parts[0] : parts[0] + size]
                 self._gradients[route.source + 1].put((route.key, i), (part, ready))
-                start += size
-            gradients = gradients[: parts[0]]
         self._gradients[j].put(i, (gradients, ready))
 
     def take_input_gradients(self, i: int) -> _Gradients:
@@ -128,9 +130,10 @@ class Routes:
     def _receive(self, j: int, i: int, packet: Packet) -> Packet:
         return packet._replace(leaves=self._bring(j, i, packet.leaves, packet.ready))
 
-    def _bring(self, j: int, i: int, leaves: Sequence[Any], ready: Any) -> list[Any]:
+    def _bring(self, j: int, i: int, leaves: list[Any], ready: Any) -> list[Any]:
         spans: list[Span] | None = None if self._record is None else []
         received = self._lanes[j].receive(leaves, ready, spans)
+        leaves.clear()
         if self._record is not None:
             for started, ended in spans or ():
                 self._record.add(j, COPY_KIND, i, started, ended)

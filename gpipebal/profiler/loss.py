@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import BalanceError, ModelError, ProfileError
+from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.pipeline.loss import check_loss
 from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.pipeline.parting import count_rows, gather_leaves, scatter_leaves
 from gpipebal.profile import LayerProfile
@@ -51,13 +52,7 @@ class LossLayer(nn.Module):
     def forward(self, output: Any) -> Tensor:
         """Compute the loss."""
         loss = self.loss_fn(output) if self.target is None else self.loss_fn(output, self.target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ModelError(
-                f"loss_fn returned no loss: got {got} (expected a tensor with one element).\n"
-                "Fix: let loss_fn take the mean or the sum over the rows."
-            )
-        return loss
+        return check_loss(loss)
 
     @property
     def target_tensors(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ModelError, ProfileError
+from gpipebal.errors import ProfileError
 from gpipebal.pipeline.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.devices import parse_device
 from gpipebal.pipeline.microbatch import flatten, unflatten
@@ -42,12 +42,6 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
         ProfileError: it has no layers.
     """
     layers = chain_layers_of(module)
-    if type(module).forward is not nn.Sequential.forward:
-        raise ModelError(
-            f"module has a forward of its own: {type(module).__name__}.forward (expected that of "
-            "nn.Sequential: one layer after the other).\n"
-            "Fix: put what it does beside its layers into a layer."
-        )
     if not layers:
         raise ProfileError(
             "module has no layers: len(module)=0 (expected 1 or more).\n"

@@ -248,10 +248,7 @@ class _Place(_Watched):
 
 @contextmanager
 def _in_places(plain: nn.Module, watch: Watch | None) -> Iterator[_Now]:
-    """Put every layer of a chain into a place of its own, for this block.
-
-    The chain's own forward runs, and not just its layers: a class may have overridden it.
-    """
+    """Put every layer of a chain into a place of its own, for this block."""
     layers = layers_of(plain)
     now = _Now()
     for k, (name, layer) in enumerate(layers.items()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.loss import Reduction
+from gpipebal.pipeline.loss import Reduction, check_loss
 from gpipebal.pipeline.microbatch import flatten
 
 __all__ = ["Outcome", "Slot", "Task", "copied", "layers_alone", "outcome_of"]
@@ -61,12 +61,7 @@ class Task:
             return None
         torch.default_generator.manual_seed(self.seed)
         loss = self.loss_fn(output) if self.target is None else self.loss_fn(output, self.target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ModelError(
-                f"loss_fn returned no loss: got {type(loss).__name__} (expected a tensor with one "
-                "element).\nFix: let loss_fn take the mean or the sum over the rows."
-            )
-        return loss
+        return check_loss(loss)
 
     def projections(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Return random numbers in the shapes of these leaves: the same in every call."""

@@ -1,0 +1,77 @@
+"""What one partition has taken from another is its own: the sender keeps nothing of it alive."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from skip_layers import Join, Keep
+from torch import Tensor, nn
+
+from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.routes import Routes
+
+#: Seconds that a sender is held back at most; it goes on as soon as the tensors are gone.
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def slow_senders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Hold every sender back until what it sent is gone; list what would not go."""
+    kept: list[tuple[str, int, int]] = []
+
+    def slow(name: str, leaves_of: Callable[[Any], list[Any]]) -> None:
+        original = getattr(Routes, name)
+
+        def put(self: Routes, j: int, i: int, sent: Any, *ready: Any) -> None:
+            tensors = [weakref.ref(t) for t in leaves_of(sent) if isinstance(t, Tensor)]
+            original(self, j, i, sent, *ready)
+            is_callers = j == (2 if name == "put_output" else 0)
+            deadline = time.monotonic() + PATIENCE
+            while not is_callers and any(tensor() is not None for tensor in tensors):
+                if time.monotonic() > deadline:
+                    kept.append((name, j, i))
+                    return
+                time.sleep(0.001)
+
+        monkeypatch.setattr(Routes, name, put)
+
+    slow("put_output", lambda packet: packet.leaves)
+    slow("put_gradients", lambda gradients: gradients)
+    return kept
+
+
+def chain() -> nn.Sequential:
+    """Make a chain whose skip connection goes past the partition in the middle."""
+    return nn.Sequential(
+        *[nn.Linear(4, 6), Keep(6), nn.Linear(6, 3), nn.Linear(3, 3), nn.ReLU()],
+        *[nn.Linear(3, 6), Join(), nn.Linear(6, 2)],
+    )
+
+
+def test_values_are_gone_while_their_senders_still_send(
+    slow_senders: list[tuple[str, int, int]],
+) -> None:
+    """Without a graph a value ends with the cell that took it, whatever its sender does."""
+    pipe = GPipe(chain(), [3, 2, 3], chunks=2)
+    with torch.no_grad():
+        pipe(torch.randn(4, 4))
+    pipe.close()
+    assert not slow_senders
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_gradients_are_gone_while_their_senders_still_send(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A gradient ends with the cell that took it, whatever its sender does."""
+    pipe = GPipe(chain(), [3, 2, 3], chunks=2, checkpoint=checkpoint)  # type: ignore[arg-type]
+    output = pipe(torch.randn(4, 4))
+    slow_senders: list[tuple[str, int, int]] = request.getfixturevalue("slow_senders")
+    output.sum().backward()
+    pipe.close()
+    assert not slow_senders
