@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.routes import Routes
+from gpipebal.skip import pop, skippable, stash
 
 #: Seconds that a sender is held back at most; it goes on as soon as the tensors are gone.
 PATIENCE = 20.0
@@ -75,3 +77,55 @@ def test_gradients_are_gone_while_their_senders_still_send(
     output.sum().backward()
     pipe.close()
     assert not slow_senders
+
+
+class Write(nn.Module):
+    """Write to the input; tell when the second micro-batch has been written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        self.calls += 1
+        if self.calls == 2:
+            self.written.set()
+        return x
+
+
+class Wait(nn.Module):
+    """Take long, until the second micro-batch has been written to elsewhere."""
+
+    def __init__(self, written: threading.Event) -> None:
+        super().__init__()
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.written.wait(PATIENCE)
+        return x + 1
+
+
+@skippable(stash=["same"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("same", x)
+        return x
+
+
+@skippable(pop=["same"])
+class Add(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        same = yield pop("same")
+        return x + same
+
+
+def test_writes_to_another_micro_batch_are_not_taken_for_ones_own() -> None:
+    """Micro-batches are views of one tensor, which counts the writes to all of them together."""
+    write = Write()
+    pipe = GPipe(nn.Sequential(write, Stash(), Wait(write.written), Add()), [2, 2], chunks=2)
+    with torch.no_grad():
+        output = pipe(torch.ones(4, 1))
+    pipe.close()
+    assert output.tolist() == [[5.0]] * 4

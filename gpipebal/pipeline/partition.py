@@ -203,10 +203,14 @@ class Partition:
         before = self.buffers.copies(alone=not protect) if facts is None else {}
         with run.state.entered(grad=record):
             inputs = list(leaves)
-            written: Sequence[int] | frozenset[int] = (
-                range(len(inputs)) if facts is None else facts.written_inputs
-            )
-            for k in written if protect else ():
+            copied: Sequence[int] | frozenset[int] = ()
+            if protect:
+                copied = range(len(inputs)) if facts is None else facts.written_inputs
+            elif facts is None:
+                # Others may write to what lies beside this meanwhile: views of one tensor have one
+                # count of writes.
+                copied = packet.overlaps
+            for k in copied:
                 if isinstance(inputs[k], Tensor):
                     inputs[k] = inputs[k].clone()
             versions = [version_of(leaf) for leaf in inputs]
