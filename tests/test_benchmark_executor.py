@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_tools.machine import package_version
+from benchmark_tools.text import fill_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ from gpipebal.simulator import Durations, place
 FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "executor"
 sys.path.insert(0, str(FOLDER))
 
-from executor_benchmark import cells, machine, measure, tables, ways, workloads  # noqa: E402
+from executor_benchmark import cells, measure, tables, ways, workloads  # noqa: E402
 from executor_benchmark.floors import floors  # noqa: E402
 from executor_benchmark.processes import Processes  # noqa: E402
 from executor_benchmark.result import FORMAT, VERSION, Result  # noqa: E402
@@ -34,7 +36,7 @@ OURS = ("gpipebal", "gpipebal_gpipe", "gpipebal_1f1b")
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert tables.fill_in(readme, Result.load(RESULTS)) == readme
+    assert fill_in(readme, tables.blocks(Result.load(RESULTS))) == readme
 
 
 def test_stored_result_is_complete() -> None:
@@ -187,7 +189,7 @@ def test_old_peers_do_the_work_of_the_plain_model(peer: str, checkpoint: str) ->
     """A step of a peer leaves the plain model's gradients, or its row says it is not installed."""
     workload = FIXED[0]
     balance = [1, len(workload.make_model()) - 1]
-    if ways.peer_version(peer) is None:
+    if package_version(peer) is None:
         with pytest.raises(ways.NotAvailableError, match="not installed"):
             ways.make_way(peer, workload, balance, 4, checkpoint)
         return
@@ -398,37 +400,16 @@ def test_tables_show_losses_and_absent_peers() -> None:
     assert "500.0 ±10.0" in text
 
 
-def test_filling_in_replaces_what_stands_there() -> None:
-    """The README's own text stays, and a second filling in changes nothing."""
-    marks = "".join(
-        f"<!-- {mark}: results.json -->\nold\n<!-- end of {mark} -->\nkept\n"
-        for mark in ("result", "environment")
-    )
-    result = Result(_record())
-    text = tables.fill_in(marks, result)
-    assert "old" not in text and text.count("kept") == 2 and "a processor" in text
-    assert tables.fill_in(text, result) == text
-    with pytest.raises(ValueError, match="marks"):
-        tables.fill_in("no marks", result)
+def test_the_readme_gets_result_and_environment() -> None:
+    """What stands between the two marks of the README comes from the result alone."""
+    blocks = tables.blocks(Result(_record()))
+    assert list(blocks) == ["result", "environment"] and "a processor" in blocks["environment"]
 
 
 def test_other_files_are_not_taken_for_results() -> None:
     """A file of another format is refused."""
     with pytest.raises(ValueError, match="gpipebal-plan"):
         Result({"format": "gpipebal-plan", "version": 1})
-
-
-def test_other_load_does_not_count_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 cores in 10 s, 8 s busy, 6 of them our own: 2 of 20 belong to others."""
-    busy, own, clock = iter([100.0, 108.0]), iter([1.0, 7.0]), iter([0.0, 10.0])
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
-    monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
-    monkeypatch.setattr(machine.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    load = machine.OtherLoad()
-    share = load.share()
-    monkeypatch.undo()
-    assert share == pytest.approx(0.1)
 
 
 def _run(way: ways.Way) -> list[torch.Tensor]:

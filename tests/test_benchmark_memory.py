@@ -22,7 +22,7 @@ from gpipebal.problem import Memory, to_balance
 from gpipebal.profile import Profile
 
 FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "memory"
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+sys.path.insert(0, str(FOLDER))
 
 from benchmark_tools.text import fill_in  # noqa: E402
 from memory_benchmark import estimate, tables  # noqa: E402

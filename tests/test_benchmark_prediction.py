@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_tools.text import fill_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +30,6 @@ sys.path.insert(0, str(FOLDER))
 
 from prediction_benchmark import (  # noqa: E402
     figures,
-    machine,
     measure,
     models,
     parts,
@@ -46,7 +46,7 @@ CALL = settings.Setting("loss(pipe(x))", 4, "except_last")
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert tables.fill_in(readme, _stored()) == readme
+    assert fill_in(readme, tables.blocks(_stored())) == readme
 
 
 def test_stored_result_is_complete() -> None:
@@ -279,7 +279,7 @@ def test_model_is_measured_in_all_settings() -> None:
     for row in rows:
         assert row["cells"].keys() >= {"backward"}
         assert sum(row["parts"].values()) != 0
-    text = tables.fill_in(_MARKS, stored)
+    text = fill_in(_MARKS, tables.blocks(stored))
     assert "convolutions" not in text and "### Farthest off" in text
 
 
@@ -397,25 +397,12 @@ def test_cells_are_compared_by_kind() -> None:
 def test_filling_in_replaces_what_stands_there() -> None:
     """The README's own text stays, and a second filling in changes nothing."""
     record = _record()
-    text = tables.fill_in(_MARKS, record)
+    text = fill_in(_MARKS, tables.blocks(record))
     assert "old" not in text and text.count("kept") == 2
     assert "a processor" in text and "NOT REACHED" in text
-    assert tables.fill_in(text, record) == text
+    assert fill_in(text, tables.blocks(record)) == text
     with pytest.raises(ValueError, match="marks"):
-        tables.fill_in("no marks", record)
-
-
-def test_other_load_does_not_count_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 cores in 10 s, 8 s busy, 6 of them our own: 2 of 20 belong to others."""
-    busy, own, clock = iter([100.0, 108.0]), iter([1.0, 7.0]), iter([0.0, 10.0])
-    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
-    monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
-    monkeypatch.setattr(machine.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    load = machine.OtherLoad()
-    share = load.share()
-    monkeypatch.undo()
-    assert share == pytest.approx(0.1)
+        fill_in("no marks", tables.blocks(record))
 
 
 _MARKS = "".join(

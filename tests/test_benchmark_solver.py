@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_tools.text import fill_in
 
 import gpipebal as gb
 from gpipebal.problem import to_balance
@@ -40,7 +41,7 @@ def _make() -> Any:
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert tables.fill_in(readme, _stored()) == readme
+    assert fill_in(readme, tables.blocks(_stored())) == readme
 
 
 def test_stored_result_is_complete() -> None:

@@ -19,7 +19,7 @@ from gpipebal.planner import evaluate
 from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
 
 FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "speed"
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+sys.path.insert(0, str(FOLDER))
 
 from benchmark_tools.text import fill_in  # noqa: E402
 from speed_benchmark import measure, predict, simulate, tables  # noqa: E402

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import doctest
-import sys
 from pathlib import Path
 
 import pytest
+from benchmark_tools import machine, text
 
 import gpipebal as gb
-
-sys.path.insert(0, str(Path(gb.__file__).parent.parent / "benchmarks"))
-
-from benchmark_tools import machine, text
 
 
 def test_examples_hold() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_tools.text import fill_in
 from skip_layers import Join, Keep
 from torch import Tensor, nn
 
@@ -172,4 +173,4 @@ def test_the_benchmarks_tables_are_its_results() -> None:
     tables = runpy.run_path(str(folder / "peak_memory_tables.py"))
     record = read_record(folder / "results.json", tables["FORMAT"], tables["VERSION"])
     text = (folder / "README.md").read_text(encoding="utf-8")
-    assert tables["fill_in"](text, record) == text
+    assert fill_in(text, tables["blocks"](record)) == text

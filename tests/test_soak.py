@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_tools.text import fill_in
 from torch import Tensor
 
 import gpipebal as gb
@@ -41,7 +42,7 @@ def stored() -> dict[str, Any]:
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert tables.fill_in(readme, stored()) == readme
+    assert fill_in(readme, tables.blocks(stored())) == readme
 
 
 def test_stored_soak_is_whole_and_passed() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +16,58 @@ import torch
 import gpipebal as gb
 from gpipebal.pipeline.devices import visible_cores
 
-__all__ = ["OtherLoad", "describe", "provenance"]
+__all__ = [
+    "OtherLoad",
+    "describe",
+    "package_version",
+    "place",
+    "provenance",
+    "settings",
+    "versions",
+]
 
-#: Variables that decide how fast a CPU is, or how it takes memory.
-_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "MALLOC_")
+#: Variables that decide how fast a CPU is, how it takes memory, or how processes talk.
+_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "MALLOC_", "GLOO_")
 
 
 def provenance() -> dict[str, Any]:
     """Tell when, where and with what."""
     return {
+        **place(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpipebal": gb.__version__,
+        "settings": settings(),
+    }
+
+
+def place() -> dict[str, Any]:
+    """Tell when and where."""
+    return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": _cpu_name(),
         "cores": visible_cores(),
         "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "gpipebal": gb.__version__,
-        "settings": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)
-        },
     }
+
+
+def settings() -> dict[str, str]:
+    """Return the variables of the environment that change times."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Return the versions of Python and of these packages; None: it is not installed."""
+    found = {package: package_version(package) for package in packages}
+    return {"python": platform.python_version(), **found}
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None: it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def describe(about: dict[str, Any]) -> list[str]:

@@ -10,21 +10,30 @@ The peers that are not installed have a row that says so.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from gpipebal.files import write_record
+
+# What all benchmarks have in common lies beside their folders.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark_tools.machine import OtherLoad, place, settings, versions
+from benchmark_tools.text import write_readme
 from executor_benchmark import tables, workloads
-from executor_benchmark.machine import OtherLoad, provenance
 from executor_benchmark.measure import measure_group, measure_one_partition
 from executor_benchmark.processes import Processes
 from executor_benchmark.result import FORMAT, VERSION, Result
 
-from gpipebal.files import atomic_path, write_record
-
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
+
+#: Packages whose versions are stored.
+PACKAGES = ("torch", "gpipebal", "torchgpipe", "fairscale", "numpy")
 
 #: Share of the cores that other programs may use before a result is doubtful.
 QUIET = 0.02
@@ -40,7 +49,7 @@ def main() -> None:
     print(tables.floors_table(result))
     # A trial, or a part of the workloads, is no result to publish.
     if arguments.out.resolve() == RESULTS.resolve():
-        write_readme(result)
+        write_readme(HERE / "README.md", tables.blocks(result))
 
 
 def parse() -> argparse.Namespace:
@@ -105,7 +114,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "provenance": {
-            **provenance(),
+            **place(),
+            "threads_per_partition": 1,
+            "versions": versions(PACKAGES),
+            "settings": settings(),
             "rounds": rounds,
             "rounds_one_partition": 3 * rounds,
             "quick": arguments.quick,
@@ -133,14 +145,6 @@ def describe(
         "balance": balance,
         "layer_seconds": [round(value, 7) for value in seconds],
     }
-
-
-def write_readme(result: Result) -> None:
-    """Put the tables into the README."""
-    path = HERE / "README.md"
-    text = tables.fill_in(path.read_text(encoding="utf-8"), result)
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ Every row is one training step that counts all live tensors, after one that does
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,19 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peak_memory_models import MODELS, Model
-from peak_memory_tables import FORMAT, VERSION, fill_in, summary
 from torch import nn
 
 import gpipebal as gb
-from gpipebal.files import atomic_path, read_record, write_record
+from gpipebal.files import read_record, write_record
 from gpipebal.memory import partition_memory
 from gpipebal.pipeline import GPipe, measure_memory
-from gpipebal.pipeline.devices import visible_cores
 from gpipebal.planner import evaluate
 from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint
+
+# What all benchmarks have in common lies beside their folders.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark_tools.machine import provenance
+from benchmark_tools.text import write_readme
+from peak_memory_models import MODELS, Model
+from peak_memory_tables import FORMAT, VERSION, blocks, summary
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -60,10 +64,7 @@ def main() -> None:
     record = read_record(arguments.out, FORMAT, VERSION)
     print(summary(record))
     if arguments.out.resolve() == RESULTS.resolve():
-        path = HERE / "README.md"
-        text = fill_in(path.read_text(encoding="utf-8"), record)
-        with atomic_path(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_readme(HERE / "README.md", blocks(record))
 
 
 def measure(names: list[str]) -> dict[str, Any]:
@@ -78,13 +79,7 @@ def measure(names: list[str]) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "provenance": {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "device": "cpu",
-            "cores": visible_cores(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "gpipebal": gb.__version__,
+            **provenance(),
             "minutes": round((time.monotonic() - started) / 60, 2),
         },
         "models": {name: MODELS[name].about for name in names},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["FORMAT", "GOAL", "VERSION", "errors_of", "fill_in", "summary", "within_clock"]
+__all__ = ["FORMAT", "GOAL", "VERSION", "blocks", "errors_of", "summary", "within_clock"]
 
 FORMAT = "gpipebal-benchmark-peak-memory"
 VERSION = 2
@@ -59,15 +59,9 @@ def summary(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def fill_in(text: str, record: dict[str, Any]) -> str:
-    """Put everything that the record says between the marks of a README."""
-    for mark, block in (("result", _results(record)), ("environment", _environment(record))):
-        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
-    return text
+def blocks(record: dict[str, Any]) -> dict[str, str]:
+    """Return everything that the record says as blocks of a README, by their marks."""
+    return {"result": _results(record), "environment": _environment(record)}
 
 
 def _results(record: dict[str, Any]) -> str:

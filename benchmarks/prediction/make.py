@@ -19,13 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from gpipebal.files import read_record, write_record
+
+# What all benchmarks have in common lies beside their folders.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark_tools.machine import OtherLoad, provenance
+from benchmark_tools.text import write_readme
 from prediction_benchmark import figures, tables
-from prediction_benchmark.machine import OtherLoad, provenance
 from prediction_benchmark.measure import MIDDLE, Subject, about, measure_model, take_profiles
 from prediction_benchmark.models import MODELS, tiny
 from prediction_benchmark.settings import CHUNKS
-
-from gpipebal.files import atomic_path, read_record, write_record
+from prediction_benchmark.steps import about_devices
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -51,7 +57,7 @@ def main() -> None:
     print(tables.summary(record))
     # A trial, or a part of the models, is no result to publish.
     if arguments.out.resolve() == RESULTS.resolve():
-        write_readme(record)
+        write_readme(HERE / "README.md", tables.blocks(record))
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -120,6 +126,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "version": figures.VERSION,
         "provenance": {
             **provenance(),
+            **about_devices(),
             "rounds": rounds,
             "runs": 1,
             "quick": quick,
@@ -133,14 +140,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     return read_record(path, figures.FORMAT, figures.VERSION)
-
-
-def write_readme(record: dict[str, Any]) -> None:
-    """Put the tables into the README."""
-    path = HERE / "README.md"
-    text = tables.fill_in(path.read_text(encoding="utf-8"), record)
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

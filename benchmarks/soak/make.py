@@ -14,11 +14,16 @@ import sys
 from pathlib import Path
 
 import torch
+
+from gpipebal.files import read_record, write_record
+
+# What all benchmarks have in common lies beside their folders.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark_tools.text import write_readme
 from soak_benchmark import tables
 from soak_benchmark.soak import FORMAT, VERSION, soak
 from soak_benchmark.steps import SoakError
-
-from gpipebal.files import atomic_path, read_record, write_record
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -31,7 +36,7 @@ def main() -> int:
     """Run, store, print, and write the README; return the exit status."""
     arguments = parse()
     if arguments.readme:
-        write_readme()
+        fill_readme()
         return 0
     torch.set_num_threads(1)
     try:
@@ -50,7 +55,7 @@ def main() -> int:
     if arguments.out is not None:
         write_record(arguments.out, record)
         if arguments.out.resolve() == RESULTS.resolve():
-            write_readme()
+            fill_readme()
     return 0 if tables.is_passed(record) else 1
 
 
@@ -73,13 +78,9 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def write_readme() -> None:
+def fill_readme() -> None:
     """Put the tables into the README."""
-    path = HERE / "README.md"
-    record = read_record(RESULTS, FORMAT, VERSION)
-    text = tables.fill_in(path.read_text(encoding="utf-8"), record)
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_readme(HERE / "README.md", tables.blocks(read_record(RESULTS, FORMAT, VERSION)))
 
 
 if __name__ == "__main__":

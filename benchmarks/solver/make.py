@@ -22,18 +22,24 @@ from typing import Any
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
+# What all benchmarks have in common lies beside their folders.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark_tools.machine import OtherLoad, place, versions  # noqa: E402
+from benchmark_tools.text import write_readme  # noqa: E402
 from solver_benchmark import figures, measure, tables  # noqa: E402
 from solver_benchmark.chains import KINDS, SIZES  # noqa: E402
-from solver_benchmark.machine import OtherLoad, provenance  # noqa: E402
 from solver_benchmark.peers import peers  # noqa: E402
 from solver_benchmark.plans import joint, plans, searches  # noqa: E402
 
-from gpipebal.files import atomic_path, read_record, write_record  # noqa: E402
+from gpipebal.files import read_record, write_record  # noqa: E402
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 PROFILES = HERE.parent.parent / "profiles"
 
+#: Packages whose versions are stored.
+PACKAGES = ("gpipebal", "numpy", "scipy", "torchgpipe", "deepspeed", "torch")
 #: What can be measured alone: each kind of chain, and what follows them.
 PARTS = (*KINDS, "gaps", "joint", "plans", "searches")
 #: Turns of every solver at every chain.
@@ -58,10 +64,7 @@ def main() -> None:
     print(tables.summary(record))
     # A trial is no result to publish.
     if arguments.out.resolve() == RESULTS.resolve():
-        path = HERE / "README.md"
-        text = tables.fill_in(path.read_text(encoding="utf-8"), record)
-        with atomic_path(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_readme(HERE / "README.md", tables.blocks(record))
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -119,7 +122,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "format": figures.FORMAT,
         "version": figures.VERSION,
         "provenance": {
-            **provenance(),
+            **place(),
+            "versions": versions(PACKAGES),
             "rounds": rounds,
             "limit": limit,
             "quick": quick,

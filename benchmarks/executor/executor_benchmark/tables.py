@@ -8,7 +8,7 @@ from typing import Any
 from executor_benchmark.floors import floors
 from executor_benchmark.result import Case, Result
 
-__all__ = ["environment", "fill_in", "floors_table", "results"]
+__all__ = ["blocks", "environment", "floors_table", "results"]
 
 _COLUMNS = {
     "plain_1": "plain 1 thr",
@@ -34,15 +34,9 @@ _RATIOS = (
 )
 
 
-def fill_in(text: str, result: Result) -> str:
-    """Put everything that the result says between the marks of a README."""
-    for mark, block in (("result", results(result)), ("environment", environment(result))):
-        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
-    return text
+def blocks(result: Result) -> dict[str, str]:
+    """Return everything that the result says as blocks of a README, by their marks."""
+    return {"result": results(result), "environment": environment(result)}
 
 
 def results(result: Result) -> str:

@@ -13,16 +13,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
+from benchmark_tools.machine import package_version
 from torch import Tensor, nn
 
 from executor_benchmark.workloads import Workload, loss_fn
 from gpipebal import GPipe
 
-__all__ = ["CHECKPOINTS", "LABELS", "NotAvailableError", "Way", "make_way", "peer_version"]
+__all__ = ["CHECKPOINTS", "LABELS", "NotAvailableError", "Way", "make_way"]
 
 CHECKPOINTS = ("never", "except_last")
 
@@ -174,17 +174,9 @@ _MAKERS: dict[str, Callable[[nn.Sequential, list[int], int, str], Any]] = {
 
 def _import(name: str) -> Any:
     package = name.partition(".")[0]
-    if peer_version(package) is None:
+    if package_version(package) is None:
         raise NotAvailableError("not installed")
     with warnings.catch_warnings():
         # They were written for a torch that had not deprecated what they use.
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
-
-
-def peer_version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

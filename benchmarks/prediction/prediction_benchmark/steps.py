@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from benchmark_tools.machine import place
 from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe, measure_memory, trace
@@ -13,7 +15,7 @@ from gpipebal.timeline import Timeline
 from prediction_benchmark.models import Model
 from prediction_benchmark.settings import N_PARTITIONS, Setting
 
-__all__ = ["Steps", "devices", "wait"]
+__all__ = ["Steps", "about_devices", "devices", "wait"]
 
 
 def devices() -> list[torch.device]:
@@ -22,6 +24,16 @@ def devices() -> list[torch.device]:
     if not n:
         return [torch.device("cpu")] * N_PARTITIONS
     return [torch.device("cuda", j % n) for j in range(N_PARTITIONS)]
+
+
+def about_devices() -> dict[str, Any]:
+    """Tell what the partitions run on."""
+    places = devices()
+    on_cuda = places[0].type == "cuda"
+    return {
+        "devices": [str(device) for device in places],
+        "device_name": torch.cuda.get_device_name(places[0]) if on_cuda else place()["cpu"],
+    }
 
 
 def wait() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
-import platform
 import random
 import sys
 import threading
@@ -12,10 +10,8 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-import torch
+from benchmark_tools.machine import provenance
 
-import gpipebal as gb
-from gpipebal.pipeline.devices import visible_cores
 from soak_benchmark.faults import interruptible
 from soak_benchmark.growth import count_all, find_growth
 from soak_benchmark.slots import make_slots
@@ -88,12 +84,7 @@ def soak(
         "format": FORMAT,
         "version": VERSION,
         "provenance": {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "gpipebal": gb.__version__,
-            "system": f"{platform.system()} {platform.machine()}",
-            "cores": visible_cores(),
+            **provenance(),
             "seed": seed,
             "first": first,
             "every": every,

@@ -7,7 +7,7 @@ from typing import Any
 
 from soak_benchmark.growth import Growth
 
-__all__ = ["environment", "fill_in", "is_passed", "result"]
+__all__ = ["blocks", "environment", "is_passed", "result"]
 
 _PHASES = ("forward", "recompute", "backward")
 
@@ -17,15 +17,9 @@ def is_passed(record: dict[str, Any]) -> bool:
     return all(growth.is_within for growth in _growths(record))
 
 
-def fill_in(text: str, record: dict[str, Any]) -> str:
-    """Put everything that the record says between the marks of a README."""
-    for mark, block in (("result", result(record)), ("environment", environment(record))):
-        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
-    return text
+def blocks(record: dict[str, Any]) -> dict[str, str]:
+    """Return everything that the record says as blocks of a README, by their marks."""
+    return {"result": result(record), "environment": environment(record)}
 
 
 def result(record: dict[str, Any]) -> str:

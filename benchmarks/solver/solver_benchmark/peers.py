@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import io
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["NAMES", "Peer", "TooSlowError", "limited", "peers", "version"]
+__all__ = ["NAMES", "Peer", "TooSlowError", "limited", "peers"]
 
 #: Takes costs and a number of partitions; returns the number of layers in each.
 Peer = Callable[[Sequence[int], int], list[int]]
@@ -54,11 +53,3 @@ def limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package; None: it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -9,20 +9,14 @@ from typing import Any
 from solver_benchmark import figures
 from solver_benchmark.figures import Row
 
-__all__ = ["fill_in", "summary"]
+__all__ = ["blocks", "summary"]
 
 _RULES = ("equal layers", "equal parameters", "torchgpipe", "least bottleneck")
 
 
-def fill_in(text: str, record: dict[str, Any]) -> str:
-    """Put everything that the record says between the marks of a README."""
-    for mark, block in (("result", _results(record)), ("environment", _environment(record))):
-        begin, end = f"<!-- {mark}: results.json -->", f"<!-- end of {mark} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
-    return text
+def blocks(record: dict[str, Any]) -> dict[str, str]:
+    """Return everything that the record says as blocks of a README, by their marks."""
+    return {"result": _results(record), "environment": _environment(record)}
 
 
 def summary(record: dict[str, Any]) -> str:

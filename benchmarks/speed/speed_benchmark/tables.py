@@ -10,7 +10,7 @@ from benchmark_tools.text import block, percent, table
 from speed_benchmark.devices import FAST, FAST_LINK, LINK, MEMORY_LIMIT, P40
 from speed_benchmark.published import MODELS, SpeedModel
 
-__all__ = ["FORMAT", "VERSION", "blocks", "speed_of", "summary"]
+__all__ = ["FORMAT", "VERSION", "against_published", "blocks", "speed_of", "summary"]
 
 FORMAT = "gpipebal-benchmark-speed"
 VERSION = 1
@@ -60,9 +60,15 @@ def _present(record: Record, part: str) -> list[SpeedModel]:
     return [model for model in MODELS if model.name in record[part]]
 
 
-def _agreement(record: Record) -> str:
-    """Say how far simulated speeds are from torchgpipe's, and what the planner's balances add."""
-    lines = []
+def against_published(record: Record) -> dict[str, tuple[list[float], list[float]]]:
+    """Compare the published runs of each model with their simulation.
+
+    Returns:
+        By model: how far simulated speeds are from torchgpipe's, one for each run behind the
+        first, which the others are compared with; and by how much the planner's balance is faster
+        than torchgpipe's, one for each run on several devices. As fractions.
+    """
+    compared = {}
     for model in _present(record, "simulated"):
         found = record["simulated"][model.name]["published"]
         first = found[0]["theirs"]
@@ -76,9 +82,17 @@ def _agreement(record: Record) -> str:
             for run, row in zip(model.runs, found, strict=True)
             if run.n_partitions > 1
         ]
+        compared[model.name] = errors, gains
+    return compared
+
+
+def _agreement(record: Record) -> str:
+    """Say how far simulated speeds are from torchgpipe's, and what the planner's balances add."""
+    lines = []
+    for name, (errors, gains) in against_published(record).items():
         lines.append(
             [
-                model.name,
+                name,
                 str(len(errors)),
                 percent(sum(map(abs, errors)) / len(errors)),
                 percent(max(errors, key=abs), sign=True),
