@@ -344,6 +344,7 @@ def test_floors_are_evaluated_on_both_sides_of_their_limits() -> None:
     assert values["torchgpipe / loss(pipe(x)), mean"] == (pytest.approx(2.0), True)
     assert values["step('gpipe') / torch.distributed GPipe, worst"] == (1.0, True)
     assert values["step('1f1b') / torch.distributed 1F1B, worst"] == (1.25, False)
+    assert values["  step('1f1b') / torch.distributed 1F1B, mean"] == (pytest.approx(1.25), None)
     assert values["one partition, chunks=1, never / plain, worst"] == (1.25, False)
     assert found["step('1f1b') / torch.distributed 1F1B, worst"].where == "mlp, chunks=4, never"
 
@@ -403,7 +404,8 @@ def test_tables_show_losses_and_absent_peers() -> None:
 def test_the_readme_gets_result_and_environment() -> None:
     """What stands between the two marks of the README comes from the result alone."""
     blocks = tables.blocks(Result(_record()))
-    assert list(blocks) == ["result", "environment"] and "a processor" in blocks["environment"]
+    assert list(blocks) == ["result", "environment"]
+    assert "a processor" in blocks["environment"] and "rows: 2.0 %" in blocks["environment"]
 
 
 def test_other_files_are_not_taken_for_results() -> None:

@@ -74,19 +74,16 @@ def floors(result: Result) -> list[Floor]:
     several = result.cases(*result.workloads, least_chunks=4)
     for way, name in _OURS.items():
         values = _known((result.ratio(case, "torchgpipe", way), case) for case in several)
-        # Of ratios the geometric mean: the same whichever way round they are taken.
-        mean = (
-            math.exp(statistics.fmean(math.log(value) for value, _ in values)) if values else None
-        )
-        found.append(
-            Floor(f"torchgpipe / {name}, mean", 1.6, mean, f"{_over(values)}, chunks >= 4")
-        )
+        where = f"{_over(values)}, chunks >= 4"
+        found.append(Floor(f"torchgpipe / {name}, mean", 1.6, _mean_ratio(values), where))
 
     for way, (peer, schedule) in _SAME_SCHEDULE.items():
         values = _known((result.ratio(case, way, peer), case) for case in cases)
         highest, where = max(values, default=(None, None))
-        name = f"{_OURS[way]} / torch.distributed {schedule}, worst"
-        found.append(Floor(name, 1.03, highest, _name(where), at_most=True))
+        name = f"{_OURS[way]} / torch.distributed {schedule}"
+        found.append(Floor(f"{name}, worst", 1.03, highest, _name(where), at_most=True))
+        if values:
+            found.append(Floor(f"  {name}, mean", None, _mean_ratio(values), _over(values)))
 
     alone = [
         (row["gpipebal"]["median"] / row["plain_1"]["median"], row["workload"])
@@ -100,6 +97,13 @@ def floors(result: Result) -> list[Floor]:
 
 def _known(values: Iterable[tuple[float | None, Case]]) -> list[tuple[float, Case]]:
     return [(value, case) for value, case in values if value is not None]
+
+
+def _mean_ratio(values: list[tuple[float, Case]]) -> float | None:
+    """Return the geometric mean of ratios: the same whichever way round they are taken."""
+    if not values:
+        return None
+    return math.exp(statistics.fmean(math.log(value) for value, _ in values))
 
 
 def _over(values: list[tuple[float, Case]]) -> str:

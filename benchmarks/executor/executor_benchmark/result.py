@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ class Result:
         """Return the median seconds of a step; None where it was not run."""
         row = self.row(case, way)
         return row["seconds"]["median"] if row["status"] == "ok" else None
+
+    def spread(self) -> float | None:
+        """Return half the distance of the quartiles over the median, that of the middle row."""
+        found = [
+            (row["seconds"]["q3"] - row["seconds"]["q1"]) / 2 / row["seconds"]["median"]
+            for row in self._rows.values()
+            if row["status"] == "ok"
+        ]
+        return statistics.median(found) if found else None
 
     def efficiency(self, case: Case, way: str) -> float | None:
         """Return the ideal makespan over the measured one, each the median over the rounds."""

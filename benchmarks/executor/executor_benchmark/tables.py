@@ -78,7 +78,7 @@ def environment(result: Result) -> str:
     versions = ", ".join(
         f"{name} {version or 'not installed'}" for name, version in facts["versions"].items()
     )
-    other = facts["other_load"]
+    other, spread = facts["other_load"], result.spread()
     lines = [
         f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}, {facts['date']}",
         versions,
@@ -86,6 +86,8 @@ def environment(result: Result) -> str:
         f"partition); the run took {facts['minutes']:.0f} minutes",
         "other programs' share of the cores meanwhile: "
         + ("unknown" if other is None else f"{100 * other:.1f} %"),
+        "half the distance of the quartiles of a step time, in the middle of all rows: "
+        + ("unknown" if spread is None else f"{100 * spread:.1f} %"),
     ]
     return _fenced("\n".join(lines))
 
