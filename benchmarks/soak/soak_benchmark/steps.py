@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import gpipebal as gb
+from gpipebal import simulator
 from gpipebal.pipeline import measure_memory
+from gpipebal.schedule import make_schedule
 from soak_benchmark.faults import LOSS, Place, Record, visit, wire
 from soak_benchmark.layers import WIDTH
 from soak_benchmark.slots import Slot
@@ -240,7 +242,7 @@ def _check_fault(
             if other != place:
                 wanted = "also failed: " + _notes_of(other, slot)[0]
                 tally.check("the other fault is in the notes", wanted in notes, (wanted, notes))
-                _check_order(place, other, slot, tally)
+                _check_order(place, other, spec, slot, tally)
     tally.check("nothing runs after the end", not record.late, record.late)
     same = all(
         torch.equal(p, q)
@@ -266,14 +268,26 @@ def _notes_of(place: Place, slot: Slot) -> list[str]:
     return notes
 
 
-def _check_order(first: Place, other: Place, slot: Slot, tally: Tally) -> None:
+def _check_order(first: Place, other: Place, spec: Spec, slot: Slot, tally: Tally) -> None:
     """Of two failed forwards the one that the schedule has first is raised."""
     if LOSS not in (first.layer, other.layer) and first.phase == other.phase == "forward":
+        starts = _forward_starts(spec, slot)
+        partitions = [slot.partition_of(place.layer) for place in (first, other)]
         cycles = [
-            (place.micro_batch + slot.partition_of(place.layer), slot.partition_of(place.layer))
-            for place in (first, other)
+            (starts[partition, place.micro_batch], partition)
+            for partition, place in zip(partitions, (first, other), strict=True)
         ]
         tally.check("the first failed forward is raised", cycles[0] < cycles[1], (first, other))
+
+
+def _forward_starts(spec: Spec, slot: Slot) -> dict[tuple[int, int], float]:
+    """Tell when each partition's forward of each micro-batch starts if all actions are alike."""
+    n = len(slot.balance)
+    name = "1f1b" if spec.way == "step 1f1b" else "gpipe"
+    schedule = make_schedule(name, n, len(spec.sizes), spec.checkpoint)
+    every = (1.0,) * n
+    timeline = simulator.place(schedule, simulator.Durations(every, every, every))
+    return {(e.partition, e.micro_batch): e.start for e in timeline.events if e.kind == "F"}
 
 
 def _two_threads(spec: Spec, slot: Slot, tally: Tally) -> None:
