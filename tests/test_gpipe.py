@@ -52,6 +52,18 @@ BAD = {
         IndexError,
         "1 for 2 partitions",
     ),
+    "auto chunks": (lambda: GPipe(chain(), [3], chunks="auto"), ValueError, r"solve\(profile, pa"),
+    "auto modes": (
+        lambda: GPipe(chain(), [3], checkpoint="auto"),  # type: ignore[arg-type]
+        ValueError,
+        "from_plan",
+    ),
+    "a number": (lambda: GPipe(chain(), 3), ValueError, "balance_by_time"),  # type: ignore[arg-type]
+    "a bare torch device": (
+        lambda: GPipe(chain(), [1, 2], devices=torch.device("cpu")),  # type: ignore[arg-type]
+        ValueError,
+        r"devices=\['cpu'\] \* 2",
+    ),
     "a bare device": (lambda: GPipe(chain(), [3], devices="cpu"), ValueError, "not a list"),
     "odd device": (lambda: GPipe(chain(), [3], devices=["tpu!"]), ValueError, "not readable"),
     "other device": (lambda: GPipe(chain(), [3], devices=["meta"]), ValueError, "not supported"),

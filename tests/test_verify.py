@@ -240,7 +240,7 @@ def test_the_report_reads_well() -> None:
     report = gb.verify(model, pipe, sample, loss_fn=lambda y: y.mean())
     lines = str(report).splitlines()
     assert lines[0] == (
-        "The pipeline does what the plain model does: pipe(sample), "
+        "The pipeline does what the plain model does over the same micro-batches: pipe(sample), "
         "pipe.step(sample, schedule='gpipe'), pipe.step(sample, schedule='1f1b'); "
         "micro-batches=3, balance=[2, 3, 3]"
     )

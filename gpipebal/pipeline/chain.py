@@ -72,10 +72,10 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
     if balance is None:
         raise BalanceError(f"balance is required: balance=None (expected a list).\n{advice}")
     if isinstance(balance, Plan) or not isinstance(balance, Iterable) or isinstance(balance, str):
-        way = "GPipe.from_plan(model, plan)" if isinstance(balance, Plan) else "balance=[2, 3]"
+        way = "Fix: GPipe.from_plan(model, plan)." if isinstance(balance, Plan) else advice
         raise BalanceError(
             f"balance is no list of numbers of layers: type(balance)={type(balance).__name__} "
-            f"(expected a list).\nFix: {way}."
+            f"(expected a list).\n{way}"
         )
     sizes = list(balance)
     for size in sizes:

@@ -29,6 +29,11 @@ _SETTINGS = _CHANGEABLE | {
     "out_dims",
 }
 
+_EXPECTED = {
+    "chunks": "a whole number of 1 or more",
+    "checkpoint": "'always', 'except_last', 'never', or a list with one of them per partition",
+}
+
 
 class Container(nn.Module):
     """Layers in partitions, under the names that they have in the plain model.
@@ -77,6 +82,13 @@ class Container(nn.Module):
             raise PipelineError(
                 f"{name} of a pipeline cannot be changed: {name}={value!r}.\n"
                 f"Fix: make another pipeline of the same layers, GPipe(..., {name}=...)."
+            )
+        if name in ("chunks", "checkpoint") and value == "auto":
+            raise BalanceError(
+                f"{name} of a pipeline is not chosen by itself: {name}='auto' (expected "
+                f"{_EXPECTED[name]}).\n"
+                f"Fix: plan = gpipebal.solve(profile, partitions, {name}='auto'), then "
+                "GPipe.from_plan(model, plan)."
             )
         if name == "chunks":
             value = check_count(name, value)
@@ -174,6 +186,6 @@ def _moving_denied() -> ModelError:
     return ModelError(
         "a pipeline cannot be moved, nor a module that it is part of: each partition lives on its "
         "own device.\n"
-        "Fix: give the devices when making it, GPipe(..., devices=[...]), and move what stands "
-        "around it by itself."
+        "Fix: leave the call out; give the devices when making it, GPipe(..., devices=[...]), and "
+        "move what stands around it by itself."
     )

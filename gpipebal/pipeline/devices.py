@@ -105,9 +105,10 @@ def choose_devices(
         count = torch.cuda.device_count()
         devices = [f"cuda:{k}" for k in range(count)] if count else ["cpu"] * n_partitions
     elif isinstance(devices, (str, int, torch.device, torch.cuda.Stream)):
+        device = devices.device if isinstance(devices, torch.cuda.Stream) else devices
         raise DeviceError(
             f"devices is not a list: devices={devices!r} (expected one device per partition).\n"
-            f"Fix: devices=[{devices!r}] * {n_partitions}."
+            f"Fix: devices=[{str(parse_device(device))!r}] * {n_partitions}."
         )
     given = list(devices)
     streams = [place if isinstance(place, torch.cuda.Stream) else None for place in given]

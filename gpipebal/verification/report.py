@@ -41,6 +41,9 @@ class Agreement:
 class VerifyReport:
     """That a pipeline does what the plain model does, and how far that has been looked at.
 
+    The plain model got one micro-batch after the other. What depends on how many rows it sees, such
+    as batch normalisation in training, may give other numbers for the whole mini-batch.
+
     Attributes:
         runs: The runs of the pipeline that were compared with the plain model's.
         micro_batches: Micro-batches of each run.
@@ -62,8 +65,9 @@ class VerifyReport:
     without_gradients: str
 
     def __str__(self) -> str:
+        alike = " over the same micro-batches" if self.micro_batches > 1 else ""
         lines = [
-            f"The pipeline does what the plain model does: {', '.join(self.runs)}; "
+            f"The pipeline does what the plain model does{alike}: {', '.join(self.runs)}; "
             f"micro-batches={self.micro_batches}, balance={list(self.balance)}"
         ]
         for name in ("outputs", "losses", "gradients", "buffers"):

@@ -173,5 +173,6 @@ def copied(what: str, value: Any, memo: dict[int, Any]) -> Any:
         raise ModelError(
             f"{what} cannot be copied, and verify works on copies alone: "
             f"{type(error).__name__}: {error}\n"
-            "Fix: make it work with copy.deepcopy."
+            "Fix: make it work with copy.deepcopy. A layer that keeps a tensor of its last forward "
+            "cannot be copied: let it return that, or forget it."
         ) from error
