@@ -108,6 +108,7 @@ _MODULES = (
     "errors",
     "files",
     "html",
+    "kinds",
     "memory",
     "models",
     "pipeline",

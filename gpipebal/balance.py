@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.planner import solve
 from gpipebal.planner.run_sizes import sizes_of
 from gpipebal.problem import Problem
+from gpipebal.problem.checks import plain_number
 from gpipebal.profiler import profile_model
 from gpipebal.solvers import split
 
@@ -113,10 +115,10 @@ def balance_by_size(
         >>> sum(balance), len(balance)
         (3, 2)
     """
-    if isinstance(param_scale, bool) or not param_scale >= 0:
+    if not 0 <= plain_number(param_scale) < math.inf:
         raise BalanceError(
-            f"param_scale is not a factor: param_scale={param_scale!r} (expected 0 or more).\n"
-            "Fix: param_scale=2.0 for plain SGD."
+            f"param_scale is not a factor: param_scale={param_scale!r} (expected 0 or more, and "
+            "finite).\nFix: param_scale=2.0 for plain SGD."
         )
     count = _partitions_for(partitions, module)
     profile = profile_model(
@@ -145,7 +147,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         BalanceError: more parts than costs, or a cost that is negative or not finite.
 
     Complexity:
-        O(n + p k log n) for n costs, k parts and p probes (some tens), plus the tie-break.
+        O(n + p k log n) for n costs, k parts and p probes (1 to 15), plus the tie-break.
 
     Example:
         >>> balance_cost([1, 2, 3, 4], 2)

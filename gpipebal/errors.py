@@ -15,6 +15,7 @@ __all__ = [
     "FileFormatError",
     "GpipebalError",
     "InfeasibleError",
+    "KindError",
     "ModelError",
     "PipelineError",
     "PipelineTimeoutError",
@@ -26,7 +27,16 @@ __all__ = [
 
 
 class GpipebalError(Exception):
-    """Base of every error that gpipebal raises on purpose."""
+    """Base of every error that gpipebal raises on purpose.
+
+    Example:
+        >>> from gpipebal import balance_cost
+        >>> try:
+        ...     balance_cost([1, 2], partitions=3)
+        ... except GpipebalError as error:
+        ...     print(type(error).__name__, isinstance(error, ValueError))
+        BalanceError True
+    """
 
 
 class BalanceError(GpipebalError, ValueError):
@@ -50,6 +60,10 @@ class InfeasibleError(BalanceError):
 
 class ProfileError(GpipebalError, ValueError):
     """A profile that cannot be taken, or that does not fit what it is used with."""
+
+
+class KindError(GpipebalError, TypeError):
+    """An argument of another kind than asked for, such as a model where a profile belongs."""
 
 
 class ModelError(GpipebalError, TypeError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from gpipebal.errors import FileFormatError
+from gpipebal.kinds import check_path
 
 __all__ = [
     "atomic_path",
@@ -25,6 +26,7 @@ __all__ = [
     "read_record",
     "text_of",
     "tuple_of",
+    "why_not_writable",
     "without_header",
     "write_record",
 ]
@@ -44,15 +46,13 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary name beside `path`; move it there only when the block ends well.
 
     The old file, if any, stays whole when the block raises or the process dies.
+
+    Raises:
+        KindError: `path` is no path.
     """
-    target = Path(path)
+    target = check_path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays last because writers such as matplotlib read the file type from it.
-    handle, name = tempfile.mkstemp(
-        dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix
-    )
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _make_beside(target)
     try:
         yield temporary
         # mkstemp makes files that only their owner may read; a result is an ordinary file.
@@ -62,6 +62,31 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def why_not_writable(path: str | os.PathLike[str]) -> str | None:
+    """Say why no file can be written to `path`, by trying to make one beside it; None if it can."""
+    target = Path(path)
+    if os.path.isdir(target):
+        return "it is a folder"
+    if not os.path.isdir(target.parent):
+        return "its folder does not exist"
+    try:
+        # Permissions do not tell: some folders take no files, whoever asks.
+        _make_beside(target).unlink()
+    except OSError as error:
+        return f"its folder takes no such file: {error.strerror or error}"
+    return None
+
+
+def _make_beside(target: Path) -> Path:
+    """Make an empty file with a temporary name in the folder of another."""
+    # The suffix stays last because writers such as matplotlib read the file type from it.
+    handle, name = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix
+    )
+    os.close(handle)
+    return Path(name)
 
 
 def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
@@ -104,8 +129,9 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
 
     Raises:
         FileFormatError: the file does not exist, cannot be read, or is no JSON object.
+        KindError: `path` is no path.
     """
-    source = Path(path)
+    source = check_path(path)
     fix = f"give the path of a {kind} file."
     try:
         about = source.stat()

@@ -40,6 +40,11 @@ class DeviceRates:
 
     Raises:
         DeviceError: a rate is not a positive number.
+
+    Example:
+        >>> rates = DeviceRates("mine", {"float32": 20e12, "bfloat16": 80e12}, bandwidth=1e12)
+        >>> rates.flops_of("bfloat16"), rates.flops_of("float64")
+        (80000000000000.0, 20000000000000.0)
     """
 
     name: str

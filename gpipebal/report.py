@@ -141,7 +141,7 @@ def _title(report: RunReport) -> str:
     rows = count(report.mini_batch_rows, "row")
     return (
         f"{report.model} on {partitions} ({', '.join(devices)}{each}), "
-        f"{count(report.chunks, 'micro-batch')} of {rows} together, "
+        f"a mini-batch of {rows} in {count(report.chunks, 'micro-batch')}, "
         f"checkpoint={report.checkpoint!r}, loss {report.loss}, optimizer {report.optimizer}"
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
 from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.schedule import ALL_SCHEDULES, CheckpointMode, check_count
@@ -60,6 +61,7 @@ def compare_schedules(
 
     Raises:
         BalanceError: a count below 1, or more devices than layers.
+        KindError: `profile` is no Profile.
         UnsupportedPlanError: an unknown schedule.
 
     Example:
@@ -68,7 +70,8 @@ def compare_schedules(
         >>> [(row.schedule, row.makespan) for row in table.rows[:3]]
         [('zb_h1', 54.0), ('interleaved_1f1b', 57.0), ('gpipe', 66.0)]
     """
-    check_count("devices", n_devices)
+    check_kind("profile", profile, Profile)
+    check_count("n_devices", n_devices)
     chunks = profile.chunks if chunks is None else check_count("chunks", chunks)
     if n_devices > profile.n_layers:
         raise BalanceError(

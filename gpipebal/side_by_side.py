@@ -46,6 +46,15 @@ class Compared:
     peak_bytes: int | None = None
 
 
+#: Where the figures of a plan are others than in the plan's own text.
+_ABOUT_PLANS = (
+    "A plan stands for the timeline that it predicts, with the loss between the phases if the "
+    "others have it.",
+    "Imbalance is of a device's work in the whole mini-batch; that of a plan by itself, of one "
+    "micro-batch.",
+)
+
+
 @dataclass(frozen=True)
 class CellTime:
     """Mean seconds of one kind of cell of a partition, in the first and in the last timeline."""
@@ -104,6 +113,8 @@ class SideBySide:
                 ]
             )
         text = aligned(lines, left=(0, 1, 9))
+        if any(row.kind == "plan" for row in self.rows):
+            text += ["", *_ABOUT_PLANS]
         if self.cells:
             rows = [["partition", "cell", "predicted", "measured", "measured is"]]
             rows += [
@@ -124,7 +135,7 @@ def set_side_by_side(nouns: Mapping[str, Plan | Timeline]) -> SideBySide:
     """Set plans and timelines of one model side by side.
 
     A plan stands for the timeline that it predicts: with the pause for the loss between the
-    phases if there is a measurement to be compared with, which has it too.
+    phases if a timeline is to be compared with that has it too, a measured one or a simulated one.
 
     Args:
         nouns: Plans and timelines, by the name that each has in the table.
@@ -152,15 +163,20 @@ def set_side_by_side(nouns: Mapping[str, Plan | Timeline]) -> SideBySide:
             f"plans and timelines are of different models: layers {sizes} (expected as many in "
             "all).\nFix: compare those of one model."
         )
-    is_measured = any(isinstance(n, Timeline) and n.source == "measured" for n in nouns.values())
+    has_pause = any(isinstance(noun, Timeline) and _has_pause(noun) for noun in nouns.values())
     timelines = {
         name: noun
         if isinstance(noun, Timeline)
-        else simulate(noun, pause=noun.pause_time if is_measured else None)
+        else simulate(noun, pause=noun.pause_time if has_pause else None)
         for name, noun in nouns.items()
     }
     rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
     return SideBySide(rows, _cells(list(timelines.values())), timelines)
+
+
+def _has_pause(timeline: Timeline) -> bool:
+    """Whether a loss was computed between the phases, as far as it can be told."""
+    return timeline.source == "measured" or bool(timeline.provenance.get("pause"))
 
 
 def _row(name: str, noun: Plan | Timeline, timeline: Timeline) -> Compared:

@@ -75,7 +75,8 @@ def format_percent(fraction: float) -> str:
         >>> format_percent(0.1234)
         '12.3 %'
     """
-    return f"{100 * fraction:.1f} %"
+    # z: what rounds to nothing has no sign.
+    return f"{100 * fraction:z.1f} %"
 
 
 def count(number: int, noun: str) -> str:

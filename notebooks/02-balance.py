@@ -65,9 +65,10 @@ print(plan.explain())
 # %% [markdown]
 # ## What is minimised
 #
-# Not the slowest partition alone. In GPipe all micro-batches run forward, then all run backward: the **makespan** of a step
-# is that of the slowest *forward* plus that of the slowest *backward*, and these may be different partitions. `objective`
-# can also be `"bottleneck"` (the slowest partition) or `"peak_memory"`.
+# Not the slowest partition alone. In GPipe all micro-batches run forward, then all run backward. The **makespan**, from the
+# first start to the last end, is paced by the slowest *forward* in its first half and by the slowest *backward* in its
+# second, and these may be different partitions. `objective` can also be `"bottleneck"` (the slowest partition) or
+# `"peak_memory"`.
 
 # %%
 for objective in ("makespan", "bottleneck", "peak_memory"):

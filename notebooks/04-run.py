@@ -113,7 +113,9 @@ measured
 #
 # ## Memory
 #
-# What each partition should hold over time by the profile, and what it held at its peak in a step that was measured:
+# What each partition should hold over time by the profile. The outputs that are gathered for the loss are not in this picture:
+# they come on top in the last partition, between the phases. The plan's own peaks count them, as kept until the step is over,
+# and stand below beside what a step was measured to hold:
 
 # %%
 from gpipebal.pipeline import measure_memory
@@ -126,7 +128,8 @@ plot_memory(memory_over_time(measured, held)).figure
 # %%
 with measure_memory(pipe, optimizer) as meter:
     optimizer.zero_grad()
-    cross_entropy(pipe(sample), target).backward()
+    output = pipe(sample)
+    cross_entropy(output, target).backward()
     optimizer.step()
 for j, (part, found) in enumerate(zip(plan.partitions, meter.peak_bytes, strict=True)):
     print(

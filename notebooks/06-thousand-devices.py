@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 import gpipebal as gb
 from gpipebal.models import gpt
-from gpipebal.plots import plot_timeline
+from gpipebal.plots import partition_colours, plot_timeline
 
 BLOCKS, WIDTH = 1024, 4096
 
@@ -113,9 +113,9 @@ plot_timeline(run(8, 32)).figure
 PER_DEVICE = (0.5, 1, 2, 4)
 figure = Figure(figsize=(7, 3.4), layout="constrained")
 ax = figure.add_subplot()
-for n in DEVICES:
+for n, colour in zip(DEVICES, partition_colours(len(DEVICES)), strict=True):
     shares = [100 * (1 - run(n, int(each * n)).bubble_fraction) for each in PER_DEVICE]
-    ax.plot(PER_DEVICE, shares, marker="o", label=f"{n} devices")
+    ax.plot(PER_DEVICE, shares, marker="o", color=colour, label=f"{n} devices")
 ax.set(xscale="log", xlabel="micro-batches per device", ylabel="time at work [%]", ylim=(0, 100))
 ax.set_xticks(PER_DEVICE, [str(each) for each in PER_DEVICE])
 ax.minorticks_off()

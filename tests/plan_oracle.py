@@ -7,6 +7,7 @@ from `gpipebal.memory`, which walks through one partition at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, permutations, product
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from solvers.whole_oracle import makespan_of
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
-from gpipebal.profile import LayerProfile, SkipProfile, StepTerms
+from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
 
 __all__ = ["MODES", "Found", "all_plans", "profiles"]
 
@@ -26,7 +27,7 @@ MODES = ("never", "except_last", "always")
 
 @st.composite
 def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile:
-    """Draw a chain whose layers share storages in any way, with skips and a loss or without.
+    """Draw a chain whose layers share storages and parameters in any way, with skips and a loss.
 
     A timeline tells what takes no time at all in no particular order: `shortest` is the least time.
     """
@@ -52,11 +53,13 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             optimizer_bytes=draw(st.sampled_from([None, 7, 7, 0])),
             outputs=draw(some(2)),
             saved=draw(some(3)),
+            handed_through=draw(some(2)),
             output_bytes=draw(few),
             forward_peak_bytes=draw(more),
             no_grad_forward_peak_bytes=draw(unknown),
             backward_peak_bytes=draw(more),
             accumulating_peak_bytes=draw(unknown),
+            copied_bytes=draw(few),
             optimizer_peak_bytes=draw(unknown),
         )
 
@@ -64,6 +67,10 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
     for k in range(draw(st.integers(0, 3))):
         ends = sorted((draw(st.integers(0, n - 1)), draw(st.integers(0, n - 1))))
         skips.append(SkipProfile(str(k), *ends, draw(some(2))))
+    ties = []
+    for _ in range(draw(st.integers(0, 2)) if n > 1 else 0):
+        users = draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=n, unique=True))
+        ties.append(TieProfile(tuple(sorted(users)), 10, draw(st.sampled_from([0, 10, 300]))))
     loss = draw(st.sampled_from(["none", "micro", "whole", "both"]))
     step = StepTerms(
         loss=layer("loss") if loss in ("micro", "both") else None,
@@ -71,8 +78,16 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
         gathered=draw(some(1)),
         optimizer_together=draw(st.booleans()),
     )
+    layers = [layer(str(k)) for k in range(n)]
+    for tie in ties:
+        for k in tie.layers:
+            layers[k] = replace(
+                layers[k],
+                parameter_bytes=layers[k].parameter_bytes + tie.parameter_bytes,
+                gradient_bytes=layers[k].gradient_bytes + tie.gradient_bytes,
+            )
     return gb.Profile(
-        tuple(layer(str(k)) for k in range(n)),
+        tuple(layers),
         tuple(storages),
         draw(some(2)),
         rows=2,
@@ -80,6 +95,8 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
         chunks=3,
         step=step,
         skips=tuple(skips),
+        ties=tuple(ties),
+        without_gradient=draw(some(4)),
     )
 
 
@@ -185,4 +202,4 @@ def _crossing(profile: gb.Profile, cut: int) -> tuple[int, int]:
             there |= set(skip.storages)
             if any(trains[: skip.source + 1]) or not any(trains):
                 back |= set(skip.storages)
-    return profile.bytes_of(there), profile.bytes_of(back)
+    return profile.bytes_of(there), profile.bytes_of(back - set(profile.without_gradient))

@@ -267,7 +267,7 @@ def test_plans_for_changed_models_warn() -> None:
     plan = gb.solve(gb.profile_model(model, torch.ones(2, 3), threads=1, timeout=0), 2)
     with pytest.warns(UserWarning, match="2 threads each, but their layers were profiled with 1"):
         GPipe.from_plan(model, plan, threads_per_partition=2)
-    with pytest.warns(UserWarning, match="1 layers are not as they were profiled"):
+    with pytest.warns(UserWarning, match="1 layer changed since the profile"):
         GPipe.from_plan(
             nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False)),
             plan,

@@ -183,6 +183,7 @@ def test_help_shows_examples_that_can_be_read(
     lines = capsys.readouterr().out.splitlines()
     examples = [line.strip() for line in lines if line.startswith(f"  gpipebal {command} ")]
     assert len(examples) >= 3
+    assert lines[-1] == "exit status: gpipebal --help lists them all."
     for example in examples:
         words = shlex.split(example.split("|")[0])[1:]
         assert _parser().parse_args(words).command is not None

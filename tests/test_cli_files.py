@@ -61,7 +61,12 @@ def test_profile_prints_json_for_machines(
 
 @pytest.mark.parametrize(
     ("output", "reason"),
-    [(".", "it is a folder"), ("no/such/folder/p.json", "its folder does not exist")],
+    [
+        (".", "it is a folder"),
+        ("no/such/folder/p.json", "its folder does not exist"),
+        # Whoever asks, the system takes no such name.
+        (f"{'p' * 300}.json", "its folder takes no such file"),
+    ],
 )
 def test_output_that_cannot_be_written_is_refused_first(
     output: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -173,13 +178,21 @@ def test_arguments_of_a_built_in_model_reach_it(tmp_path: Path) -> None:
     assert Profile.load(path).n_layers == 7
 
 
+def test_arguments_of_a_function_reach_it(tmp_path: Path) -> None:
+    """With --set a function of one's own gets keyword arguments, as what they look like."""
+    path = tmp_path / "own.json"
+    words = ["--set", "width=5", "--output", str(path), "--estimate", "A100", "--chunks", "2"]
+    assert main(["profile", "workloads:needing_arguments", *words]) == 0
+    assert Profile.load(path).layers[0].parameter_bytes == 4 * (5 * 5 + 5)
+
+
 @pytest.mark.parametrize(
     ("model", "word", "message"),
     [
         ("gpt", "layers", "argument of the model is not readable: --set layers"),
         ("gpt", "colour=3", "colour"),
         ("gpt", "layers=many", "layers"),
-        ("workloads:tiny", "layers=2", "arguments are for built-in models"),
+        ("workloads:tiny", "layers=2", "unexpected keyword argument 'layers'"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(

@@ -77,6 +77,7 @@ def test_solve_takes_a_balance(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--max-layers", "4", "--time-limit", "9"], {"max_layers": 4, "time_limit": 9.0}),
         (["--objective", "peak_memory"], {"objective": "peak_memory"}),
         (["--method", "bisection", "--objective", "bottleneck"], {"objective": "bottleneck"}),
+        (["--schedule", "1f1b", "--checkpoint", "never"], {"schedule": "1f1b"}),
         (["--loss-inside", "--quantile", "0.9"], {"loss_inside": True, "quantile": 0.9}),
     ],
     ids=lambda item: " ".join(item) if isinstance(item, list) else "",
@@ -149,6 +150,26 @@ def test_simulate_makes_the_plan_of_a_profile(
     assert found == simulate(solve(PROFILE, 3, checkpoint="never"))
 
 
+def test_simulate_counts_memory_where_a_profile_tells_it(tmp_path: Path) -> None:
+    """The trace of a profile has a counter for every device, at the plan's number of rows."""
+    small, large = (
+        Profile.from_costs([1.0] * 4, rows=rows, chunks=8 // rows, saved_bytes=[100 * rows] * 4)
+        for rows in (2, 4)
+    )
+    replace(small, other_sizes=(large,)).save(tmp_path / "profile.json")
+    solve(small, 2).save(tmp_path / "plan.json")
+    peaks = {}
+    for name, more in {"profile": ["-n", "2", "--chunks", "2"], "plan": []}.items():
+        path = tmp_path / f"of_{name}.json"
+        assert main(["simulate", str(tmp_path / f"{name}.json"), "-o", str(path), *more]) == 0
+        events = json.loads(path.read_text())["traceEvents"]
+        counters = [event for event in events if event["ph"] == "C"]
+        assert {event["name"] for event in counters} <= {f"memory of partition {j}" for j in (0, 1)}
+        peaks[name] = max((event["args"]["bytes"] for event in counters), default=None)
+    # The last partition keeps its one recorded micro-batch of two layers, with four rows.
+    assert peaks == {"profile": 800, "plan": None}
+
+
 def test_simulate_counts_the_loss_between_the_phases(folder: Path) -> None:
     """The pause that the plan knows is in the timeline, unless it is not wanted."""
     plan = Plan.from_dict({**solve(PROFILE, 2).to_dict(), "pause_time": 7.0})
@@ -162,11 +183,28 @@ def test_simulate_counts_the_loss_between_the_phases(folder: Path) -> None:
     assert makespans[1:] == [simulate(plan).makespan, simulate(plan, "1f1b").makespan]
 
 
+def test_compare_sets_a_plan_beside_its_own_timeline(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What simulate makes of a plan, with or without the loss, is what compare takes it for."""
+    plan = Plan.from_dict({**solve(PROFILE, 2).to_dict(), "pause_time": 7.0})
+    plan.save(folder / "plan.json")
+    for more in ([], ["--no-loss"]):
+        paths = [str(folder / "plan.json"), str(folder / "t.json")]
+        assert main(["simulate", paths[0], "-o", paths[1], *more]) == 0
+        capsys.readouterr()
+        first, last = json.loads(_said(["compare", *paths, "--json"], capsys))["rows"]
+        for name in ("makespan", "bubble_fraction", "imbalance"):
+            assert first[name] == last[name]
+    text = _said(["compare", *paths], capsys)
+    assert "that of a plan by itself, of one micro-batch" in text
+
+
 def test_compare_sets_plans_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every plan has a line, with its makespan in relation to the first."""
     words = ["compare", str(folder / "plan.json"), str(folder / "other.json")]
     lines = _said(words, capsys).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["plan", "other"]
+    assert [line.split()[0] for line in lines[1:3]] == ["plan", "other"]
     change = evaluate(PROFILE, [1, 5]).makespan / solve(PROFILE, 2).makespan - 1
     assert f"+{100 * change:.1f} %" in lines[2] and lines[2].endswith("[1,5]")
 
@@ -245,6 +283,10 @@ def test_pictures_are_written(
         (["solve", "profile.json", "--balance", "1,5", "-n", "2"], "--partitions with --balance"),
         (["solve", "profile.json", "--balance", "1,5", "--chunks", "auto"], "--chunks with"),
         (["solve", "profile.json", "-n", "2", "--no-overlap"], "--no-overlap without --bandwidth"),
+        (["solve", "profile.json", "-n", "2", "--schedule", "zz"], "not exist: --schedule zz"),
+        (["solve", "profile.json", "-n", "2", "--bandwidth", "0"], "above 0: --bandwidth 0.0"),
+        (["solve", "profile.json", "-n", "2", "--quantile", "2"], "--quantile 2.0 (expected"),
+        (["solve", "profile.json", "-n", "2", "--time-limit", "-1"], "a time: --time-limit -1.0"),
         (["solve", "profile.json", "-n", "2", "--pin", "0"], "not readable: --pin 0 (expected"),
         (["solve", "profile.json", "-n", "2", "--memory-limit", "x"], "--memory-limit x (expected"),
         (["solve", "plan.json", "-n", "2"], "file is no profile"),
@@ -256,8 +298,11 @@ def test_pictures_are_written(
         (["simulate", "plan.json", "--schedule", "zz"], "cannot be built: --schedule zz"),
         (["compare", "plan.json"], "there is nothing to compare with"),
         (["compare", "profile.json"], "number of devices is not given"),
+        (["compare", "profile.json", "-n", "0"], "too small: --partitions 0"),
+        (["compare", "profile.json", "-n", "2", "--latency", "-1"], "a time: --latency -1.0"),
         (["compare", "profile.json", "plan.json"], "a profile is compared with nothing else"),
         (["compare", "plan.json", "other.json", "-n", "2"], "are made already: --partitions"),
+        (["show", "profile.json", "--layers", "0"], "too small: --layers 0"),
         (["show", "plan.json", "other.json", "--plot", "p.png"], "one picture for several files"),
     ],
     ids=lambda item: " ".join(item) if isinstance(item, list) else "",
@@ -276,6 +321,7 @@ def test_bad_input_is_said_in_options(
     out, err = capsys.readouterr()
     first, second = err.splitlines()
     assert out == "" and message in first and second.startswith("Fix: ")
+    assert "None" not in err and "math." not in err
     assert set(folder.iterdir()) == before
 
 

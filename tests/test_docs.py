@@ -247,3 +247,24 @@ def test_changelog_has_the_headings_of_its_own() -> None:
     """What changed in plans and in files is told under headings that stay."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "\n### Plans changed\n" in text and "\n### Profile format\n" in text
+
+
+def test_changelog_names_the_versions_of_saved_files() -> None:
+    """Whoever changes a format tells what is new in it."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for module in ("profile.record", "plan.plan", "timeline.timeline", "report"):
+        home = importlib.import_module(f"gpipebal.{module}")
+        assert f"`{home.FORMAT}` {home.VERSION}" in text
+
+
+@pytest.mark.parametrize("room", ["pipeline", "profiler"])
+def test_every_file_of_a_room_is_on_the_map(room: str) -> None:
+    """The tables of files in the architecture have all of them, and none that is gone."""
+    _, rest = TEXTS["architecture.md"].split(f"The files of `{room}/`, in the order")
+    table = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
+    assert table is not None
+    named = [
+        name for row in table[0].splitlines() for name in re.findall("`(.+?)`", row.split("|")[1])
+    ]
+    files = {path.stem for path in (ROOT / "gpipebal" / room).glob("*.py")} - {"__init__"}
+    assert sorted(named) == sorted(files)

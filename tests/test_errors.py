@@ -15,6 +15,7 @@ BUILTINS = {
     "DuplicateLayerError": (ValueError,),
     "FileFormatError": (ValueError,),
     "InfeasibleError": (ValueError,),
+    "KindError": (TypeError,),
     "ModelError": (TypeError,),
     "PipelineError": (RuntimeError,),
     "PipelineTimeoutError": (RuntimeError, TimeoutError),

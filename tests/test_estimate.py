@@ -31,6 +31,8 @@ COUNTED = (
     "fingerprint",
     "outputs",
     "saved",
+    "handed_through",
+    "copied_bytes",
     "output_bytes",
     "parameter_bytes",
     "gradient_bytes",
@@ -66,6 +68,8 @@ def assert_same_bytes(estimate: Profile, measurement: Profile) -> None:
     assert estimate.storages == measurement.storages
     assert estimate.inputs == measurement.inputs
     assert estimate.skips == measurement.skips
+    assert estimate.ties == measurement.ties
+    assert estimate.without_gradient == measurement.without_gradient
     assert estimate.step.gathered == measurement.step.gathered
     assert (estimate.rows, estimate.mini_batch_rows, estimate.chunks) == (
         measurement.rows,

@@ -183,6 +183,24 @@ def test_the_loss_inside_takes_its_own_times() -> None:
     assert str(error.value).endswith("Fix: loss_inside=None.")
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_host_that_launches_for_all_bounds_the_step(inside: bool) -> None:
+    """Where launches take as long as the work, partitions do not help; the layers alone overlap."""
+    launches = {"forward_host_time": 1.0, "backward_host_time": 1.0}
+    known = [LayerProfile(str(k), "Linear", 1.0, 1.0, 1.0, **launches) for k in range(4)]
+    loss = LayerProfile("loss", "loss", 0.0, 0.0, 0.0, forward_host_time=0.5)
+    step = StepTerms(0.0, loss, replace(loss, forward_host_time=None), optimizer_time=0.0)
+    profile = gb.Profile(tuple(known), chunks=8, step=step)
+    plan = evaluate(profile, [1] * 4, checkpoint="never", loss_inside=inside)
+    # Four partitions, eight micro-batches, forward and backward; and the loss.
+    assert plan.step_time == 4 * 8 * 2 * 1.0 + (8 * 0.5 if inside else 0.0)
+    assert plan.makespan == 2.0 * (8 + 4 - 1)
+    # A profile that knows no host has none.
+    none = [replace(x, forward_host_time=None, backward_host_time=None) for x in (*known, loss)]
+    profile = replace(profile, layers=tuple(none[:4]), step=replace(step, loss=none[4]))
+    assert evaluate(profile, [1] * 4, checkpoint="never").step_time == plan.makespan
+
+
 def test_forwards_without_a_graph_shorten_the_step_but_not_the_makespan() -> None:
     """Micro-batches that are recomputed take the time of a forward without a graph, if known.
 

@@ -20,6 +20,7 @@ RANKS = {
     "errors": 0,
     "units": 0,
     "files": 0,
+    "kinds": 0,
     "html": 0,
     "text": 0,
     "profile": 1,
@@ -52,6 +53,8 @@ RANKS = {
 #: The arrows that are allowed inside one rank.
 WITHIN_RANK = {
     ("files", "errors"),
+    ("files", "kinds"),
+    ("kinds", "errors"),
     ("units", "errors"),
     ("html", "units"),
     ("plan", "schedule"),

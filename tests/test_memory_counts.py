@@ -154,7 +154,8 @@ def count(
     def step() -> None:
         optimizer.zero_grad()
         if way == "loss(pipe(x))":
-            squares(pipe(inputs)).backward()
+            output = pipe(inputs)  # which a training loop gives a name
+            squares(output).backward()
         else:
             pipe.step(inputs, loss_fn=squares, schedule=way)
         optimizer.step()

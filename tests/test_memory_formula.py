@@ -301,3 +301,13 @@ def test_a_cut_in_one_memory_counts_once() -> None:
     cut = profile.layers[1].output_bytes
     assert apart[0].activations - together[0].activations == 2 * cut
     assert apart[1].activations == together[1].activations
+
+
+def test_what_takes_no_time_waits_no_longer_than_its_order_lets_it() -> None:
+    """A timeline in which everything happens at once says no more than the order of the actions."""
+    profile = gb.Profile.from_costs([0.0] * 3, output_bytes=[8] * 3, chunks=2)
+    for schedule in ("gpipe", "1f1b"):
+        options: Any = {"chunks": 2, "checkpoint": "never", "schedule": schedule}
+        peaks = [part.memory for part in gb.evaluate(profile, [1, 1, 1], **options).partitions]
+        most = partition_memory(profile, (0, 1, 2, 3), latest=True, **options)
+        assert all(peak.total <= bound.total for peak, bound in zip(peaks, most, strict=True))

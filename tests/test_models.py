@@ -286,7 +286,7 @@ def test_unknown_model_is_an_attribute_error() -> None:
     [
         ("gpt", {"image_size": 64}, "takes no images"),
         ("unet", {"image_size": 63}, "Fix: --image-size 64"),
-        ("workloads:tiny", {"arguments": {"L": 3}}, "arguments are for built-in models"),
+        ("workloads:tiny", {"arguments": {"L": 3}}, "unexpected keyword argument 'L'"),
         ("unet", {"arguments": {"B": 0}}, "Fix: B=1"),
     ],
 )

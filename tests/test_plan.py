@@ -41,6 +41,31 @@ def _plan(**changes: Any) -> Plan:
     return Plan(**{**content, **changes})
 
 
+def test_a_frame_has_one_row_per_partition() -> None:
+    """A plan as a table: what each partition runs, its seconds, and its bytes."""
+    plan = _plan(checkpoint=("always", "never"), device_order=(1, 0))
+    frame = plan.to_frame()
+    first = {
+        "partition": 0,
+        "device": 1,
+        "layers": 2,
+        "first": "a",
+        "last": "b",
+        "checkpoint": "always",
+        "recomputed": 4,
+        "time": 3.5,
+        "forward_time": 1.0,
+        "recompute_time": 0.5,
+        "parameters_bytes": 1024,
+        "peak_bytes": 2048,
+    }
+    assert frame.iloc[0][list(first)].to_dict() == first
+    for j, part in enumerate(plan.partitions):
+        parts = [c for c in frame if c.endswith("_bytes") and c != "peak_bytes"]
+        assert frame.loc[j, parts].fillna(0).sum() == part.memory.total == frame.peak_bytes[j]
+    assert list(frame["time"]) == [plan.micro_batch_time(j) for j in range(2)]
+
+
 def test_plan_derives_the_balance() -> None:
     """The balance is the number of layers of each partition, and its sum the number of layers."""
     plan = _plan()

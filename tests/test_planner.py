@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipebal as gb
-from gpipebal.errors import GpipebalError, UnsupportedPlanError
+from gpipebal.errors import BalanceError, GpipebalError, UnsupportedPlanError
 from gpipebal.planner import equal_split, evaluate
 from gpipebal.profile import LayerProfile, StepTerms
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
@@ -132,6 +133,14 @@ def test_balance_by_size_follows_bytes() -> None:
     assert gb.balance_by_size(model, torch.ones(2, 64), 2) == [2, 4]
     # With weight on the activations alone every layer is the same.
     assert gb.balance_by_size(model, torch.ones(2, 64), 2, param_scale=0.0) == [3, 3]
+
+
+@pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf"), "two", True])
+def test_a_scale_of_parameters_is_a_factor(scale: Any) -> None:
+    """What is none is refused before anything is measured."""
+    with pytest.raises(BalanceError, match="param_scale is not a factor") as raised:
+        gb.balance_by_size(nn.Sequential(nn.ReLU()), torch.ones(2, 2), 1, param_scale=scale)
+    assert "\nFix: param_scale=2.0" in str(raised.value)
 
 
 def test_balance_cost() -> None:

@@ -87,7 +87,10 @@ def test_zero_costs_are_drawn_as_a_note(draw: Callable[[Profile, Plan], Axes]) -
     """Without any time or size there are no bars to see, and the picture says why."""
     ax = draw(*make_case(6, 2, 3, scale=0.0))
     notes = {text.get_text() for text in ax.texts}
-    assert notes & {"all times are 0", "no sizes in this profile"}
+    reasons = notes & {"all times are 0", "no sizes in this profile"}
+    assert reasons
+    # It covers the lines behind it.
+    assert all(text.get_bbox_patch() for text in ax.texts if text.get_text() in reasons)
     check_layout(ax.figure)
 
 
@@ -215,7 +218,8 @@ def test_partition_labels_are_thinned() -> None:
     [
         (3, "conv", ["conv0", "conv1", "conv2"], "layer"),
         (2, "a$b_", ["a$b_0", "a$b_1"], "layer"),
-        (25, "blocks.attention", ["blocks.at…ntion0"], "layer"),
+        (25, "blocks.attention", ["blocks.attention0"], "layer"),
+        (25, "model.blocks.attention", ["model.blocks.…ntion0"], "layer"),
         (370, "conv", ["0", "20", "40"], "layer (index)"),
     ],
 )
@@ -226,6 +230,29 @@ def test_layer_labels_fit(n_layers: int, name: str, labels: list[str], axis: str
     assert [label.get_text() for label in ax.get_xticklabels()][: len(labels)] == labels
     assert ax.get_xlabel() == axis
     check_layout(ax.figure)
+
+
+@pytest.mark.parametrize("draw", [plot_profile, plot_balance], ids=["profile", "balance"])
+def test_upright_names_take_nothing_from_the_bars(draw: Any) -> None:
+    """Names that stand upright make a picture higher; axes that are given shrink instead."""
+    profile, plan = make_case(24, 4, 8)
+    names = tuple(f"block_{index}_feedforward" for index in range(24))
+    named = replace(
+        profile,
+        layers=tuple(
+            replace(layer, name=name) for layer, name in zip(profile.layers, names, strict=True)
+        ),
+    )
+    rest = () if draw is plot_profile else (plan,)
+    plain, upright = draw(profile, *rest), draw(named, *rest)
+    for ax in (plain, upright):
+        check_layout(ax.figure)
+    heights = [ax.get_window_extent().height for ax in (plain, upright)]
+    assert heights[1] == pytest.approx(heights[0], rel=0.05)
+    ax = Figure(figsize=(9.0, 3.6), layout="constrained").add_subplot()
+    draw(named, *rest, ax=ax)
+    assert tuple(ax.figure.get_size_inches()) == (9.0, 3.6)
+    assert ax.get_xticklabels()[10].get_text() == "block_10_…orward"
 
 
 @pytest.mark.parametrize("size", [(3, 1, 1), (24, 4, 8), (64, 64, 8)], ids=str)

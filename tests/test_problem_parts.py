@@ -139,6 +139,9 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Rules(keep_together=(2, 4)), r"keep_together=\(2, 4\) \(expected pairs"),  # type: ignore[arg-type]
+        (lambda: Rules(keep_together=["bd"]), r"keep_together=\('bd',\)"),  # type: ignore[list-item]
+        (lambda: Rules(pin=[1]), r"pin=\(1,\)"),  # type: ignore[list-item]
         (lambda: Device(slowness=0), r"slowness of a device is not a factor: slowness=0"),
         (lambda: Device(slowness=float("nan")), r"slowness=nan"),
         (lambda: Device(memory_limit=-1), r"not a number of bytes: memory_limit=-1"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import gpipebal
 from gpipebal.errors import FileFormatError, ProfileError
-from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
+from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms, TieProfile
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 BYTES = st.integers(0, 2**50)
@@ -43,6 +43,7 @@ def profiles(draw: st.DrawFn) -> Profile:
                 optimizer_bytes=st.none() | BYTES,
                 outputs=indices.map(tuple),
                 saved=indices.map(tuple),
+                handed_through=indices.map(tuple),
             ),
             min_size=1,
             max_size=4,
@@ -65,6 +66,8 @@ def profiles(draw: st.DrawFn) -> Profile:
             draw(st.none() | TIMES),
         ),
         skips=tuple(draw(st.lists(skips, max_size=2))),
+        ties=draw(st.sampled_from([(), (TieProfile((0, 1), 0, 0),)])) if len(layers) > 1 else (),
+        without_gradient=draw(indices.map(tuple)),
         provenance={"threads": draw(st.none() | st.integers(1, 8))},
     )  # fmt: skip
     others = draw(st.sets(st.integers(10, 20), max_size=2))
@@ -138,6 +141,7 @@ def test_from_costs_refuses_other_lengths(column: str) -> None:
         ({"forward_spread": "0"}, "forward_spread='0'"),
         ({"saved": (3,)}, r"storage=3 \(expected 0..1\)"),
         ({"outputs": (-1,)}, r"storage=-1 \(expected 0..1\)"),
+        ({"handed_through": (2,)}, r"storage=2 \(expected 0..1\)"),
     ],
 )
 def test_impossible_layer_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -153,6 +157,9 @@ def test_impossible_layer_is_refused(changes: dict[str, Any], message: str) -> N
         ({"layers": ()}, r"profile has no layers: len\(layers\)=0"),
         ({"storages": (-1,)}, "impossible value: 0=-1"),
         ({"inputs": (5,)}, "inputs names a storage that does not exist: storage=5"),
+        ({"without_gradient": (5,)}, "without_gradient names a storage .* storage=5"),
+        ({"ties": (TieProfile((0,), 8, 8),)}, r"tied parameters have impossible layers: .*\[0\]"),
+        ({"ties": (TieProfile((0, 1), 8, 8),)}, r"layers=\[0, 1\] \(expected two or more of 0..0"),
         ({"rows": -1}, "rows=-1"),
         ({"chunks": 1.0}, "chunks=1.0"),
         ({"chunks": 2**21}, r"too many micro-batches: chunks=2097152 \(expected at most 1048576"),
@@ -202,7 +209,7 @@ def test_a_file_of_version_1_is_read() -> None:
     """The loss of an old file was one time and one peak: it becomes one over the mini-batch."""
     record = _record()
     record["version"] = 1
-    del record["skips"], record["other_sizes"]
+    del record["skips"], record["other_sizes"], record["ties"], record["without_gradient"]
     record["step"] = {"gather_time": 1.0, "loss_time": 3.0, "loss_bytes": 7, "optimizer_time": None}
     for layer in record["layers"]:
         for name in ("flops", "no_grad_forward_time", "accumulating_peak_bytes"):
@@ -213,6 +220,37 @@ def test_a_file_of_version_1_is_read() -> None:
     assert profile.step.whole_loss is not None
     assert profile.step.whole_loss.backward_peak_bytes == 7
     assert Profile.from_dict(profile.to_dict()) == profile
+
+
+def test_a_file_of_version_3_is_read() -> None:
+    """What an old file does not tell of is unknown: everything has a gradient, nothing is tied."""
+    record = {**_record(), "version": 3}
+    del record["ties"], record["without_gradient"]
+    for layer in record["layers"]:
+        del layer["handed_through"], layer["copied_bytes"]
+    assert Profile.from_dict(record) == Profile.from_costs([1.0, 2.0])
+    with pytest.raises(FileFormatError, match="unknown field: 'ties'"):
+        Profile.from_dict({**record, "ties": []})
+
+
+def test_bad_ties_of_two_layers_are_refused() -> None:
+    """Layers of a tie come once each, in their order; bytes are what bytes can be."""
+    layers = (_layer(), _layer())
+    for tie in (TieProfile((1, 0), 8, 8), TieProfile((0, 0), 8, 8), TieProfile((0, 1), -8, 8)):
+        with pytest.raises(ProfileError, match="tied parameters ha"):
+            Profile(layers, ties=(tie,))
+
+
+def test_layers_have_what_is_tied() -> None:
+    """Gradients of all ties are among every layer's, parameters among those of the first."""
+    wide = _layer(gradient_bytes=12, parameter_bytes=12)
+    narrow = _layer(name="head", gradient_bytes=12)
+    ties = (TieProfile((0, 1), 8, 8), TieProfile((0, 1), 4, 4))
+    assert Profile((wide, narrow), ties=ties).ties == ties
+    with pytest.raises(ProfileError, match=r"layer 'head' .*: gradient_bytes=11 \(expected 12"):
+        Profile((wide, replace(narrow, gradient_bytes=11)), ties=ties)
+    with pytest.raises(ProfileError, match=r"layer 'conv' .*: parameter_bytes=11 \(expected 12"):
+        Profile((replace(wide, parameter_bytes=11), narrow), ties=ties)
 
 
 def test_the_stored_profiles_are_readable() -> None:
@@ -232,7 +270,7 @@ def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 3)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 4)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +300,9 @@ def test_file_says_what_it_is_first() -> None:
         lambda r: r["layers"][0].update(flops=2**63),
         lambda r: r.update(storages=[1.5]),
         lambda r: r.update(rows="4"),
+        lambda r: r.pop("without_gradient"),
+        lambda r: r.update(ties=[{"layers": [0, 1]}]),
+        lambda r: r.update(ties=[{"layers": 0, "parameter_bytes": 1, "gradient_bytes": 1}]),
     ],
 )
 def test_damaged_record_is_refused(damage: Any) -> None:

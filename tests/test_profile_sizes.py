@@ -240,6 +240,11 @@ def test_terms_of_the_mini_batch_come_from_the_profile() -> None:
         assert found.bytes_of(found.step.whole_loss.outputs) == 8
         assert (found.step.loss_time, found.step.gather_time) == (3.0, 0.5)
         assert found.step.optimizer_time == 3.0
+    # Outputs that have no gradient have none when they are gathered either.
+    others = [replace(other, without_gradient=(0,)) for other in profile.other_sizes]
+    frozen = replace(profile, without_gradient=(0, 4), other_sizes=tuple(others)).at_rows(3)
+    assert frozen.gradient_bytes_of(frozen.step.gathered) == 0
+    assert frozen.gradient_bytes_of((0, 1)) == frozen.storages[1]
     half = profile.at_rows(3, mini_batch_rows=32)
     assert half.step.whole_loss is not None and half.chunks == 11
     assert (half.step.loss_time, half.step.gather_time) == (1.5, 0.25)

@@ -271,7 +271,7 @@ BAD = {
     ),
     "meta": (
         lambda: profile(nn.Sequential(nn.Linear(2, 2, device="meta")), torch.ones(2, 2)),
-        "without values",
+        "has no values to measure with",
     ),
     "loss": (
         lambda: profile(nn.Sequential(nn.Tanh()), torch.ones(2), loss_fn=lambda y: y.nothing),

@@ -105,7 +105,7 @@ def test_other_rows_keep_the_overheads() -> None:
 @pytest.mark.parametrize("n_partitions", [1, 2, 9])
 @pytest.mark.parametrize("with_loss", [False, True])
 def test_a_trial_tells_of_all_kinds(n_partitions: int, with_loss: bool) -> None:
-    """A trial has a factor for every kind of cell, and leaves no gradient behind."""
+    """A trial has a factor for every kind of cell, one round at least, and leaves no gradient."""
     model = chain()
     options: dict[str, Any] = {}
     if with_loss:
@@ -115,9 +115,37 @@ def test_a_trial_tells_of_all_kinds(n_partitions: int, with_loss: bool) -> None:
     assert sum(found.balance) == 4 and len(found.balance) == min(n_partitions, 4)
     assert set(found.factors) == {"forward", "no_grad_forward", "recompute", "backward"}
     assert all(0.5 <= factor <= 2 for factor in found.factors.values())
-    assert found.rounds == 2 and found.overhead_time >= 0 and found.cell_overhead_time > 0
+    assert found.rounds == 1 and found.overhead_time >= 0 and found.cell_overhead_time > 0
     assert found.inside_overhead_time is not None and found.inside_overhead_time >= 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_trial_with_some_time_has_two_rounds() -> None:
+    """One round tells of a chance: any time at all is taken for a second one."""
+    model = chain()
+    found = run_trial(profile(model, as_pipeline=False), setting(model, 3, 2), 1e-9)
+    assert found.rounds == 2
+
+
+class Counting(nn.Linear):
+    """A layer that counts its forwards, in all its copies."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counting.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 8])
+def test_what_a_profile_without_repeats_costs(chunks: int) -> None:
+    """Five forwards to look, ten for each measuring thread, and a trial of six training steps."""
+    Counting.calls = 0
+    model = nn.Sequential(nn.Linear(8, 8), Counting(8, 8))
+    found = profile(model, chunks=chunks)
+    # Of the trial's steps two recompute, so they have two forwards.
+    trial = (2 + 4 + 2) * chunks
+    assert Counting.calls == 5 + 10 * found.provenance["side_by_side"] + trial
 
 
 def test_a_profile_is_tried_out_unless_it_is_not_wanted() -> None:

@@ -33,7 +33,7 @@ REPORT = RunReport(
 )
 
 TEXT = """\
-tiny on 2 partitions (cpu, 1 thread each), 8 micro-batches of 32 rows together, \
+tiny on 2 partitions (cpu, 1 thread each), a mini-batch of 32 rows in 8 micro-batches, \
 checkpoint='never', loss cross_entropy, optimizer SGD(lr=0.01)
 
                            predicted   measured   predicted is off by

@@ -53,6 +53,7 @@ def test_run_does_the_whole_job(tmp_path: Path) -> None:
     assert f"\n{plan}\n" in said
     timeline = Timeline.load(folder / "timeline.json")
     assert (timeline.source, timeline.n_partitions, timeline.chunks) == ("measured", 2, 4)
+    assert timeline.provenance["balance"] == list(plan.balance)
     # Two timelines stand in the trace: as measured, and as predicted.
     assert "2 simulated" in (folder / "timeline.json").read_text()
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -166,16 +167,18 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         (
             {"model": "resnet18"},
             UsageError,
-            r"model='resnet18' \(expected amoebanetd, gpt, resnet101, unet, or",
+            r"model='resnet18' \(expected amoebanetd, gpt, resnet101, unet, or .*\n?.*Fix: resnet1",
         ),
         ({"model": "no_such_module_at_all:f"}, UsageError, "no module named 'no_such_module_at"),
         ({"model": "workloads.sub:f"}, UsageError, "no module named 'workloads.sub'"),
         ({"model": ":f"}, UsageError, "model is not readable: model=':f'"),
         ({"model": "workloads:"}, UsageError, "model is not readable"),
-        ({"model": "./workloads.py:tiny"}, UsageError, "module is not readable|cannot be imported"),
-        ({"model": "workloads:missing"}, UsageError, "'missing' of module 'workloads' is no such"),
-        ({"model": "workloads:NOT_A_FUNCTION"}, UsageError, "is a int"),
-        ({"model": "workloads:needing_arguments"}, UsageError, "takes arguments: .*'width'"),
+        ({"model": "workloads.py:tiny"}, UsageError, "by a path: .*\nFix: workloads:tiny, in"),
+        ({"model": "./workloads.py:tiny"}, UsageError, "by a path: .*\nFix: workloads:tiny, in"),
+        ({"model": "a/workloads:tiny"}, UsageError, "by a path: .*\nFix: workloads:tiny, in"),
+        ({"model": "workloads:missing"}, UsageError, "'missing' of module 'workloads' does not"),
+        ({"model": "workloads:NOT_A_FUNCTION"}, UsageError, "is of type int"),
+        ({"model": "workloads:needing_arguments"}, UsageError, "these arguments: .*'width'"),
         ({"model": "workloads:model_only"}, UsageError, "returned Sequential"),
         ({"model": "workloads:three_things"}, UsageError, "returned tuple of 3"),
         ({"model": "workloads:mapping_without_sample"}, UsageError, "returned dict with 'model'"),
@@ -219,6 +222,19 @@ def test_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"output folder cannot be used: output=.* exists"):
         run("workloads:tiny", output=tmp_path / "out", device="cpu", echo=str)
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_folder_that_takes_no_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that exists, but in which no file can be made, is refused before the work begins."""
+
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(UsageError, match=r"takes no such file: Read-only file system\)"):
+        run("workloads:tiny", output=tmp_path, device="cpu", echo=str)
 
 
 def test_suggested_fixes_work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -15,10 +16,10 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError, UnsupportedPlanError
 from gpipebal.planner import schedules
 from gpipebal.planner.schedule_costs import ScheduleCosts
-from gpipebal.planner.schedules import search, weight_shares
+from gpipebal.planner.schedules import bound_of, search
 from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
 from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, order_of
-from gpipebal.simulator import Durations, place
+from gpipebal.simulator import Durations, place, weight_shares
 
 Bounds = tuple[int, ...]
 
@@ -125,6 +126,49 @@ def test_bounds_hold_for_every_split(question: tuple[Problem, str, int]) -> None
         within = sorted(bounds for bounds, own in limits.items() if own <= limit)
         assert relaxed.splits_within(limit) == within
         assert relaxed.count_within(limit, 10**6) == len(within)
+
+
+def test_gradients_of_weights_fill_the_way_back() -> None:
+    """What a device makes after its last input gradient takes no time beside the way back.
+
+    By hand: 1 s forward, 20 s for each backward, whose half in layer 1 are weights. Of the last
+    one, layer 0 makes its 20 s meanwhile: 1 + 10 + 20 + 20 s.
+    """
+    problem = Problem([1, 0], [20, 20], [0, 0], 2, 2, "never")
+    costs = ScheduleCosts(problem, order_of("zb_h1", 2, 2), (0, 1), [0.0, 0.5])
+    assert costs.makespans([(0, 1, 2)]) == [51.0]
+    assert costs.to_time(costs.relaxed.shared()) <= 51.0
+    assert bound_of(problem, "zb_h1", weight_share=[0.0, 0.5]) <= 51.0
+
+
+def test_time_that_is_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever time is up, all that remains is called tried only if it was."""
+    problem = Problem([5, 1, 1, 7, 2, 6], [1, 9, 2, 2, 8, 1], [0] * 6, 3, 4, "never")
+    simulated: list[Bounds] = []
+    asked: list[float] = []
+    makespans = ScheduleCosts.makespans
+
+    def watch(self: ScheduleCosts, splits: Sequence[Bounds]) -> list[float]:
+        simulated.extend(splits)
+        return makespans(self, splits)
+
+    monkeypatch.setattr(ScheduleCosts, "makespans", watch)
+    assert search(problem, "1f1b").method == "schedule enumeration"
+    needed = set(simulated)
+    methods = set()
+    for n_in_time in range(40):
+        simulated.clear()
+        asked.clear()
+
+        def clock(n_in_time: int = n_in_time) -> float:
+            asked.append(0.0)
+            return 0.0 if len(asked) <= n_in_time else 100.0
+
+        monkeypatch.setattr(schedules.time, "monotonic", clock)
+        found = search(problem, "1f1b", time_limit=1.0)
+        methods.add(found.method)
+        assert found.method == "schedule search" or set(simulated) == needed
+    assert methods == {"schedule search", "schedule enumeration"}
 
 
 @settings(max_examples=examples(80), deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from gpipebal.errors import BalanceError, InfeasibleError, UnsupportedPlanError
 from gpipebal.planner import evaluate, select_method, solve, top_plans
 from gpipebal.planner.times import Surroundings, durations
 from gpipebal.problem import Device, Link, Rules, to_bounds
+from gpipebal.profile import TieProfile
 from gpipebal.schedule import ALL_SCHEDULES, make_schedule
 from gpipebal.simulator import place
 
@@ -341,8 +343,6 @@ def test_a_tighter_limit_and_a_slower_link_never_help() -> None:
 
 def test_texts_are_sizes_and_a_gpu_keeps_a_reserve() -> None:
     """'16 GiB' is read; of a GPU's memory a part is kept free, and the plan says how much."""
-    from dataclasses import replace
-
     profile = gb.Profile.from_costs([1.0, 1.0])
     gpu = replace(profile, provenance={"device_type": "cuda"})
     assert solve(profile, 2, memory_limit="16 GiB").partitions[0].memory_limit == 16 * 2**30
@@ -357,8 +357,6 @@ def test_texts_are_sizes_and_a_gpu_keeps_a_reserve() -> None:
 
 def test_an_upper_quantile_moves_layers_away_from_shaky_ones() -> None:
     """A layer whose time varies counts for more, and the plan says that it did."""
-    from dataclasses import replace
-
     profile = gb.Profile.from_costs([2.0, 2.0, 2.0, 2.0], [0.0] * 4, recompute=[0.0] * 4)
     shaky = replace(profile.layers[3], forward_spread=4.0)
     shaky_profile = replace(profile, layers=(*profile.layers[:3], shaky))
@@ -389,6 +387,10 @@ def test_an_upper_quantile_moves_layers_away_from_shaky_ones() -> None:
         ({"checkpoint": ["never"]}, r"len\(checkpoint\)=1 \(expected 2"),
         ({"cost": lambda *_: 1, "checkpoint": "auto"}, "cost of runs leaves nothing else open"),
         ({"cost": lambda *_: -1}, "cost of a run is negative"),
+        ({"cost": "makespan"}, "cost cannot be called: cost='makespan'.*\n.*objective='makespan'"),
+        ({"cost": lambda layer: 1}, "cost cannot be called: too many positional arguments"),
+        ({"devices": 2}, r"devices are no list: devices=2.*\n.*devices=\[1\] \* 2"),
+        ({"devices": "cuda"}, "devices are no list: devices='cuda'"),
         ({"quantile": "high"}, "quantile is out of range"),
     ],
 )
@@ -397,6 +399,49 @@ def test_what_makes_no_sense_is_refused(options: Any, message: str | None) -> No
     with pytest.raises(gb.GpipebalError, match=message) as raised:
         solve(gb.Profile.from_costs([1.0, 1.0]), 2, **options)
     assert "\nFix: " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        ({"keep_together": ("b", "d")}, {"keep_together": [("b", "d")]}),
+        ({"keep_together": ["b", "d"]}, {"keep_together": [("b", "d")]}),
+        ({"keep_together": (1, 3)}, {"keep_together": [(1, 3)]}),
+        ({"keep_together": "bd"}, {"keep_together": [("a", "b")]}),
+        ({"keep_together": [("b", "d"), "c"]}, {"keep_together": [("a", "b")]}),
+        ({"keep_together": 3}, {"keep_together": [("a", "b")]}),
+        ({"no_cut": "d"}, {"no_cut": ["d"]}),
+        ({"no_cut": 2}, {"no_cut": [2]}),
+        ({"pin": [("b", 1)]}, {"pin": {"a": 0}}),
+    ],
+    ids=repr,
+)
+def test_one_layer_is_not_read_as_a_list(options: Any, right: dict[str, Any]) -> None:
+    """A rule in the wrong form is refused, not read letter by letter; the fix is accepted."""
+    profile = gb.Profile.from_costs([3, 1, 4, 1, 5], names=list("abcde"))
+    with pytest.raises(BalanceError, match="has the wrong form") as raised:
+        solve(profile, 2, **options)
+    (name, value), fix = *right.items(), str(raised.value).partition("\nFix: ")[2]
+    assert fix == f"{name}={value!r}."
+    assert solve(profile, 2, **right).n_partitions == 2
+
+
+def test_more_partitions_than_layers_name_the_argument() -> None:
+    """The fix has the argument as it is called here."""
+    profile = gb.Profile.from_costs([1.0] * 7)
+    for verb in (solve, lambda profile, n: top_plans(profile, 1, n), select_method):
+        with pytest.raises(BalanceError, match=r" partitions=8 .*\n?.*\nFix: partitions=7, or"):
+            verb(profile, 8)
+
+
+def test_tied_layers_that_fill_the_chain_have_another_way() -> None:
+    """Where tied parameters span all layers, the advice is not just to drop the rule."""
+    profile = gb.Profile.from_costs([1.0] * 4, parameter_bytes=[8] * 4)
+    tied = replace(profile, ties=(TieProfile((0, 3), 8, 8),))
+    for one, is_tied in ((profile, False), (tied, True)):
+        with pytest.raises(InfeasibleError, match="without keep_together") as raised:
+            solve(one, 2, keep_together=[(0, 3)])
+        assert ("may be on one device" in str(raised.value)) == is_tied
 
 
 def test_link_and_device_are_checked_where_they_are_made() -> None:
@@ -418,10 +463,23 @@ def test_explain_says_what_limits_the_plan() -> None:
         "Partition 0 is the slowest",
         "below",
         "may need 1000 B",
-        "The most decisive is",
+        "To move the cut behind partition 0 costs at least: one layer to the",
     ):
         assert part in text
     assert "The balance was given" in evaluate(profile, [2, 2]).explain()
+
+
+def test_explain_tells_cuts_apart() -> None:
+    """A cut is as decisive as its cheaper move, so no cut is both the least and the most."""
+    profile = gb.Profile.from_costs([1.0] * 6)
+    plan = replace(
+        solve(profile, 3), value=10.0, lower_bound=10.0, sensitivity=((1.0, 100.0), (50.0, None))
+    )
+    assert plan.explain().splitlines()[-1] == (
+        "Of all cuts, the one behind partition 0 is the least decisive: one layer to the left adds "
+        "1.00 s (10.0 %). The most decisive is the one behind partition 1: one layer to the left "
+        "adds 50.0 s (500.0 %)."
+    )
 
 
 def test_durations_know_devices_and_links() -> None:

@@ -96,6 +96,47 @@ def test_rules_that_stand_in_the_way_are_named() -> None:
     assert "without no_cut" in pieces
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"partitions": 3, "no_cut": [1, 2]}, ["without no_cut", "partitions=2"]),
+        ({"partitions": 2, "max_layers": 1}, ["without max_layers", "max_layers=2"]),
+        ({"partitions": 3, "pin": {0: 0, 1: 2}}, ["without pin"]),
+    ],
+)
+def test_rules_alone_are_loosened_or_dropped(options: Any, expected: list[str]) -> None:
+    """Where no memory would help, the advice is in the words of `solve`, and works."""
+    profile = gb.Profile.from_costs([1.0] * 4)
+    assert follow_all(profile, options) == expected
+
+
+def test_advice_keeps_to_the_method() -> None:
+    """A mode that the method cannot solve is not advised."""
+    profile = sized([1.0] * 6, [1.0] * 6)
+    options = {"partitions": 2, "memory_limit": 3000, "checkpoint": "never"}
+    assert "checkpoint='always'" in follow_all(profile, options)
+    pieces = follow_all(profile, {**options, "method": "set sweep"})
+    assert "checkpoint='always'" not in pieces
+    assert "checkpoint='except_last'" in pieces
+
+
+def test_of_several_numbers_the_one_that_lacks_least_is_explained() -> None:
+    """The order in which micro-batches are listed does not matter."""
+    profile = sized([1.0] * 6, [1.0] * 6)
+    texts = set()
+    for chunks in ([2, 4, 8], [8, 4, 2], [4, 8, 2]):
+        with pytest.raises(InfeasibleError) as raised:
+            solve(profile, 2, chunks=chunks, memory_limit=1000)
+        texts.add(str(raised.value))
+        lacks = []
+        for one in chunks:
+            with pytest.raises(InfeasibleError) as alone:
+                solve(profile, 2, chunks=one, memory_limit=1000)
+            lacks.append(alone.value.shortage)
+        assert raised.value.shortage == min(lacks)
+    assert len(texts) == 1
+
+
 def test_limits_of_devices_grow_by_what_is_missing() -> None:
     """Different limits all get what the worst one lacks."""
     profile = gb.Profile.from_costs([1.0] * 3, parameter_bytes=[100] * 3)

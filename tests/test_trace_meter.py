@@ -46,6 +46,22 @@ def test_trace_sees_every_action_in_schedule_order(checkpoint: CheckpointMode) -
     assert timeline.source == "measured"
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_trace_tells_what_ran_as_a_simulation_does(schedule: str) -> None:
+    """Balance, schedule, chunks and modes of a measurement stand where a prediction has them."""
+    model, sample = linear_chain(), torch.ones(6, WIDTH)
+    profile = gb.Profile.from_costs([1.0] * 4, rows=2, chunks=3)
+    plan = gb.solve(profile, 2, checkpoint=["always", "never"], schedule=schedule)
+    pipe = GPipe.from_plan(model, plan)
+    with trace(pipe) as recorder:
+        pipe.step(sample, loss_fn=torch.sum, schedule=schedule)
+    predicted = gb.simulate(plan).provenance
+    told = recorder.timeline.provenance
+    assert told == {
+        name: predicted[name] for name in ("schedule", "balance", "chunks", "checkpoint")
+    }
+
+
 def test_partitions_work_at_the_same_time() -> None:
     """Cells of two partitions are in progress at once, in the forward and in the backward."""
     meetings = {"forward": 0, "backward": 0}

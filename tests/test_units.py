@@ -64,6 +64,7 @@ def test_format_percent_has_one_decimal() -> None:
     """A fraction of one is shown as a percentage."""
     assert format_percent(0.1234) == "12.3 %"
     assert format_percent(-0.05) == "-5.0 %"
+    assert format_percent(-1e-17) == "0.0 %"
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,9 @@ def with_blocking_layer() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.Linear(2, 2), Blocking()), torch.randn(4, 2)
 
 
-def needing_arguments(width: int) -> None:
-    """Need an argument, which the command line cannot give."""
+def needing_arguments(width: int) -> tuple[nn.Sequential, Tensor]:
+    """Return a chain of as wide layers as it is told."""
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU()), torch.randn(ROWS, width)
 
 
 def model_only() -> nn.Sequential:

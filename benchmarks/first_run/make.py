@@ -55,9 +55,6 @@ def make_run(mode: str) -> None:
             path.write_text(json.dumps(report, indent=1) + "\n")
         if mode == MODES[0]:
             shutil.copyfile(Path(folder) / "plan.png", HERE / "plan.png")
-            shutil.copyfile(
-                Path(folder) / "profile.json", ROOT / "profiles" / "resnet101-64px-rows4-cpu.json"
-            )
 
 
 def write_tables() -> None:

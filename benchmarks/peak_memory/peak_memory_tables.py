@@ -54,7 +54,7 @@ def summary(record: dict[str, Any]) -> str:
     ]
     beyond = [row for row in rows if any(abs(error) > GOAL for error in errors_of(row))]
     if beyond:
-        lines += ["", f"Beyond {GOAL:.0%}:"]
+        lines += ["", f"Beyond {GOAL:.0%}:", f"{'model':<13} {_HEADER}"]
         lines += [f"{row['model']:<13} {_cells(row)}".rstrip() for row in beyond]
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpipebal.units import format_seconds
+from gpipebal.units import format_bytes, format_seconds
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -28,6 +28,8 @@ def figures() -> dict[str, str]:
         **_first_run(),
         **_soak(),
         **_solver(),
+        **_speed(),
+        **_memory(),
     }
 
 
@@ -168,4 +170,44 @@ def _soak() -> dict[str, str]:
     return {
         "soak_steps": f"{record['steps']:,}",
         "soak_faults": f"{sum(fault['times'] for fault in record['faults']):,}",
+    }
+
+
+def _speed() -> dict[str, str]:
+    record = _load("speed")
+    from speed_benchmark.tables import against_published, speed_of
+
+    compared = against_published(record).values()
+    errors = [error for of_model, _ in compared for error in of_model]
+    gains = [gain for _, of_model in compared for gain in of_model]
+    of_two = [
+        row["measured"]["plain"][1] / row["measured"]["2"][1] for row in record["measured"].values()
+    ]
+    (fast,) = (row for row in record["simulated"]["resnet101"]["fast"] if row["n"] == 8)
+    return {
+        "speed_runs": str(len(errors)),
+        "speed_error": percent(sum(map(abs, errors)) / len(errors)),
+        "speed_worst": percent(max(errors, key=abs)),
+        "speed_gain": percent(sum(gains) / len(gains)),
+        "speed_gain_most": percent(max(gains)),
+        "speed_recompute_least": times(min(of_two)),
+        "speed_recompute_most": times(max(of_two)),
+        "speed_one_host": percent(1 - speed_of(fast, "host") / speed_of(fast)),
+    }
+
+
+def _memory() -> dict[str, str]:
+    record = _load("memory")
+    from memory_benchmark.tables import GOALS, errors, total
+
+    key = "amoebanetd pipeline-8"
+    largest = record["full"][key]
+    found = [error for row in record["reduced"].values() for error in errors(row)]
+    return {
+        "large_parameters": f"{largest['parameters'] / 1e9:.1f}",
+        "large_reserved": f"{GOALS[key]:.2f} GiB",
+        "large_live": format_bytes(total(largest["balances"]["published"])),
+        "large_live_least": format_bytes(total(largest["balances"]["least total"])),
+        "large_counted": str(len(found)),
+        "large_error": percent(max(map(abs, found))),
     }

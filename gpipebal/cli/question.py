@@ -174,8 +174,13 @@ def question_of(options: argparse.Namespace) -> dict[str, Any]:
     return question
 
 
-def plan_of(profile: Profile, options: argparse.Namespace) -> Plan:
+def plan_of(profile: Profile, options: argparse.Namespace, *, schedule: str | None = None) -> Plan:
     """Find the best plan of a profile, or say what the balance that was given costs.
+
+    Args:
+        profile: Costs of the layers.
+        options: The words of `add_question`.
+        schedule: Order of the work that it is planned for; None: GPipe's.
 
     Raises:
         UsageError: neither partitions nor a balance were given, or a balance with words about
@@ -185,6 +190,8 @@ def plan_of(profile: Profile, options: argparse.Namespace) -> Plan:
     from gpipebal.planner import evaluate, solve
 
     question = question_of(options)
+    if schedule is not None:
+        question["schedule"] = schedule
     if options.balance is not None:
         others = [name for name in asked(options) if name not in _OF_BALANCE]
         chunks = question.get("chunks")

@@ -48,6 +48,9 @@ def add_show(commands: Commands) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    from gpipebal.schedule import check_count
+
+    check_count("layers", options.layers)
     check_plot(options.plot)
     if options.plot is not None and len(options.files) > 1:
         raise UsageError(

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from typing import TYPE_CHECKING
 
 from gpipebal.cli.nouns import check_plot, load_noun, save_plot
 from gpipebal.cli.question import add_question, asked, plan_of
 from gpipebal.cli.words import Commands, add_command, check_output
 from gpipebal.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpipebal.plan import Plan
+    from gpipebal.profile import Profile
+    from gpipebal.simulator import MemoryTrack
+    from gpipebal.timeline import Timeline
 
 __all__ = ["add_simulate"]
 
@@ -32,7 +39,8 @@ def add_simulate(commands: Commands) -> None:
         gpipebal simulate profile.json -n 4 --chunks 16 --schedule 1f1b --checkpoint never
         gpipebal simulate profile.json --balance 100,270 --json
         """,
-        "A file written with --output opens in https://ui.perfetto.dev.",
+        "A file written with --output opens in https://ui.perfetto.dev; from a profile, with what\n"
+        "every device holds over time.",
     )
     simulate.set_defaults(command=_simulate)
     simulate.add_argument(
@@ -54,7 +62,7 @@ def add_simulate(commands: Commands) -> None:
         "--width",
         type=int,
         metavar="N",
-        help="columns of the drawing (default: those of the terminal)",
+        help="columns of the drawing, 20 or more (default: those of the terminal)",
     )
     simulate.add_argument(
         "--output", "-o", metavar="FILE", help="write the timeline to this file, a Chrome trace"
@@ -89,7 +97,7 @@ def _simulate(options: argparse.Namespace) -> None:
     pause = plan.pause_time if phases and not options.no_loss else None
     timeline = simulate(plan, schedule, pause=pause)
     if options.output is not None:
-        timeline.save(options.output)
+        timeline.save(options.output, memory=_memory(noun, plan, timeline))
     if options.plot is not None:
         from gpipebal.plots import plot_timeline
 
@@ -104,3 +112,15 @@ def _simulate(options: argparse.Namespace) -> None:
     for path in (options.output, options.plot):
         if path is not None:
             print(f"Written to {path}")
+
+
+def _memory(noun: Profile | Plan, plan: Plan, timeline: Timeline) -> list[tuple[MemoryTrack, ...]]:
+    """Return what the devices hold over time, which a profile tells, and a plan alone does not."""
+    from gpipebal.problem import to_bounds
+    from gpipebal.profile import Profile
+    from gpipebal.simulator import held_of, memory_over_time
+
+    if not isinstance(noun, Profile):
+        return []
+    held = held_of(noun.at_rows(plan.rows), to_bounds(plan.balance))
+    return [memory_over_time(timeline, held)]

@@ -25,6 +25,7 @@ def add_solve(commands: Commands) -> None:
         gpipebal solve profile.json -n 8 --chunks 32 --checkpoint always -o plan.json
         gpipebal solve profile.json -n 4 --memory-limit 16GiB --checkpoint auto --chunks auto
         gpipebal solve profile.json -n 4 --speeds 1,1,2,2 --any-order --bandwidth 12GB
+        gpipebal solve profile.json -n 4 --schedule 1f1b --checkpoint never
         gpipebal solve profile.json -n 4 --explain --plot plan.png
         gpipebal solve profile.json --balance 120,250
         gpipebal solve profile.json -n 4 --json | jq .makespan
@@ -33,6 +34,12 @@ def add_solve(commands: Commands) -> None:
     solve.set_defaults(command=_solve)
     solve.add_argument("profile", metavar="PROFILE", help="a file that gpipebal profile wrote")
     add_question(solve)
+    solve.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="order of the work to plan for: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b (with "
+        "two partitions on each device) or zb_h1 (default: gpipe)",
+    )
     solve.add_argument("--output", "-o", metavar="FILE", help="write the plan to this file")
     solve.add_argument(
         "--plot", metavar="FILE", help="draw layers, partitions and timeline: .png, .svg or .pdf"
@@ -48,7 +55,7 @@ def _solve(options: argparse.Namespace) -> None:
     check_plot(options.plot)
     profile = load_noun(options.profile, "profile")
     assert isinstance(profile, Profile)
-    plan = plan_of(profile, options)
+    plan = plan_of(profile, options, schedule=options.schedule)
     if options.output is not None:
         plan.save(options.output)
     if options.plot is not None:

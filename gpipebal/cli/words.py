@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, TypeAlias
 
 from gpipebal.errors import UsageError
+from gpipebal.files import why_not_writable
 from gpipebal.models.catalogue import CATALOGUE
 
 __all__ = [
@@ -73,7 +73,7 @@ def add_command(
         help=text,
         # The examples keep their lines, so nobody else breaks these.
         description=textwrap.fill(description, WIDTH),
-        epilog=f"{epilog}\n\n{more}".rstrip(),
+        epilog=f"{epilog}\n\n{more}".rstrip() + "\n\nexit status: gpipebal --help lists them all.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -134,7 +134,8 @@ def add_model(command: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an argument of a built-in model, listed below; may be given several times",
+        help="an argument of the model: of a built-in one, as listed below, or a keyword argument "
+        "of your function; may be given several times",
     )
     for name, default, text in (
         ("--chunks", 8, "micro-batches per mini-batch (default: %(default)s)"),
@@ -160,10 +161,10 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
                 "Fix: --set layers=2, say."
             )
         words[name] = value
-    if options.model not in CATALOGUE:
-        return words
-    from gpipebal.models.arguments import read_arguments
+    from gpipebal.models.arguments import read_arguments, read_word
 
+    if options.model not in CATALOGUE:
+        return {name: read_word(word) for name, word in words.items()}
     return read_arguments(options.model, words)
 
 
@@ -175,14 +176,7 @@ def check_output(path: str | None, option: str = "--output") -> None:
     """
     if path is None:
         return
-    folder = os.path.dirname(os.path.abspath(path))
-    reason = None
-    if os.path.isdir(path):
-        reason = "it is a folder"
-    elif not os.path.isdir(folder):
-        reason = "its folder does not exist"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = "no permission to write into its folder"
+    reason = why_not_writable(path)
     if reason is not None:
         raise UsageError(
             f"file cannot be written: {option} {path} ({reason}).\n"
@@ -205,7 +199,8 @@ def _models() -> str:
 
 #: What a MODEL can be, for the help of commands.
 MAKE_MODEL = (
-    "make_model takes nothing and returns (model, sample), or a mapping with 'model' and\n"
-    "'sample' and, if wanted, 'loss_fn', 'target', 'optimizer'. The model is an nn.Sequential\n"
-    "of its layers, the sample is a mini-batch.\n\n" + _models()
+    "make_model takes what --set gives it: numbers, yes or no, texts. It returns\n"
+    "(model, sample), or a mapping with 'model' and 'sample' and, if wanted, 'loss_fn',\n"
+    "'target', 'optimizer'. The model is an nn.Sequential of its layers, the sample is a\n"
+    "mini-batch.\n\n" + _models()
 )

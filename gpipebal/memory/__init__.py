@@ -25,8 +25,16 @@ takes it; then it is the receiver's. So what waits for a busy neighbour, outputs
 gradients on the way down, is charged to who made it, and so is a skip connection on its way past
 the partitions in between; how many wait at once a timeline tells, simulated or measured. Where two
 neighbours share one memory (partitions on one CPU) the tensor at their cut exists once. It is
-charged to the receiver from its forward on, and as long as the sender's graph still holds it,
-also when the receiver is through with it; what a sender makes anew in a recompute is its own.
+charged to the receiver from its forward on, and as long as the sender's graph or kept input still
+holds it, also when the receiver is through with it; what a sender makes anew in a recompute is its
+own. The mini-batch stays with the first partition, also where it is handed through to others.
+
+**What has no gradient** (integers, constants, what comes before the first layer that is trained)
+makes none, and is held until a backward only where a layer saves it or a recompute needs it. A
+partition to which no gradient comes keeps nothing.
+
+**Tied parameters** belong to the first partition that has them. Each partition that uses them has
+gradients of its own until the end of the step, when all are added up for the first.
 
 **Upper bounds.** A layer's peak is that of the layer alone, with its output and that output's
 gradient held beside it. In a chain both may be freed while its backward still runs, and gradients
@@ -37,8 +45,9 @@ layer's inputs.
 **The optimizer's step** comes behind it all: parameters, gradients and state, and what the step
 itself needs for a moment. It is the peak where layers have many parameters and small outputs.
 
-Read in this order: `cell` (one micro-batch in one partition), `loss` (what the caller adds),
-`waiting` (what is on its way), `partitions` (the walk through the schedule).
+Read in this order: `cell` (one micro-batch in one partition), `ties` (shared parameters), `loss`
+(what the caller adds), `waiting` (what is on its way), `partitions` (the walk through the
+schedule).
 """
 
 from gpipebal.memory.partitions import partition_memory

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from gpipebal.memory.ties import Ties
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 
-__all__ = ["Cell", "Moment", "Storages", "height"]
+__all__ = ["Cell", "Moment", "Storages", "backward_peak", "copied", "height", "uncopied_peak"]
 
 #: Storages, as indices into `Profile.storages`.
 Storages = frozenset[int]
@@ -94,8 +95,41 @@ class Cell:
 
     @cached_property
     def callers(self) -> Storages:
-        """Storages of a cell's input that are the caller's, and there all the time."""
-        return frozenset() if self.first else self.value
+        """Storages that are the caller's, and there all the time: the first partition's.
+
+        In memory of their own later partitions have copies, where they are handed that far.
+        """
+        return frozenset(self.profile.inputs if self.shared_memory or not self.first else ())
+
+    @cached_property
+    def goes_back(self) -> bool:
+        """Whether a gradient comes to it; a cell without one keeps nothing for its backward."""
+        given = self.outputs.union(*(skip.storages for skip in self.outgoing))
+        return self.loss is not None or not given or bool(self.profile.with_gradient(given))
+
+    @cached_property
+    def handed_again(self) -> Storages:
+        """Storages that a cell keeps for its recompute, and a later partition is charged with."""
+        return self.handed & self.kept_input
+
+    @cached_property
+    def kept_input(self) -> Storages:
+        """Storages of its input that a cell holds until it is recomputed."""
+        return self.received if self.goes_back else frozenset()
+
+    @cached_property
+    def entering(self) -> Storages:
+        """Storages of its input that are its own until the backward, whatever its layers save.
+
+        Its graph holds those with a gradient. In one memory it is charged with others too, as long
+        as a graph before it holds them.
+        """
+        found = self.profile.with_gradient(self.received)
+        others = self.received - found
+        if others and self.shared_memory:
+            before = self.profile.layers[: self.first]
+            found = found.union(*(others.intersection(layer.saved) for layer in before))
+        return found
 
     @cached_property
     def graph(self) -> Storages:
@@ -103,13 +137,52 @@ class Cell:
 
         Without those of a loss inside, which stays until the end of the step.
         """
-        found = self.received.union(*(layer.saved for layer in self.layers))
+        if not self.goes_back:
+            return frozenset()
+        found = self.entering.union(*(layer.saved for layer in self.layers))
         return found if self.loss is None else found - self.outputs
 
     @cached_property
+    def ties(self) -> Ties:
+        """What its layers share of their parameters, with each other and with other partitions."""
+        return Ties(self.profile, self.first, self.end)
+
+    @cached_property
+    def alive(self) -> Sequence[Storages]:
+        """Storages that live while each layer's forward runs, even if nothing saves them.
+
+        Its input, and, for longer, what layers before it have stashed.
+        """
+        found: list[Storages] = []
+        given: Storages = self.received
+        stashed: set[int] = set()
+        for k, layer in enumerate(self.layers):
+            found.append(given | stashed)
+            given = frozenset(layer.outputs)
+            stashed.difference_update(*self._popped.get(k, ()))
+            stashed.update(*self._stashed.get(k, ()))
+        return found
+
+    @cached_property
+    def handed_through(self) -> Sequence[Storages]:
+        """Storages that are handed through from each layer on to the end; then those of the end.
+
+        Those of a loss inside do not count: its gradient is a number's.
+        """
+        found = [self.outputs if self.loss is None else frozenset()]
+        for layer in reversed(self.layers):
+            found.append(found[-1].intersection(layer.handed_through))
+        return found[::-1]
+
+    @cached_property
     def all_gradients(self) -> int:
-        """Bytes of the gradients of all its parameters."""
-        return sum(layer.gradient_bytes for layer in self.layers)
+        """Bytes of the gradients of all its parameters, while backwards run."""
+        return sum(layer.gradient_bytes for layer in self.layers) - self.ties.counted_again
+
+    @cached_property
+    def gradients_of_step(self) -> int:
+        """Bytes of them when the optimizer steps."""
+        return self.all_gradients - self.ties.others
 
     @cached_property
     def input_gradient(self) -> int:
@@ -117,8 +190,8 @@ class Cell:
         return self.gradient_of(self.value) if self.wants_gradient(self.first) else 0
 
     def gradient_of(self, storages: Storages) -> int:
-        """Bytes of the gradients of tensors, which are as large as they."""
-        return self.profile.bytes_of(storages)
+        """Bytes of the gradients of tensors."""
+        return self.profile.gradient_bytes_of(storages)
 
     def wants_gradient(self, layer: int) -> bool:
         """Whether anything before this layer of the chain can be trained."""
@@ -130,33 +203,43 @@ class Cell:
 
     def held(self, *, again: bool) -> int:
         """Bytes that a cell holds from its forward on; `again`: it is recomputed later."""
-        return self.bytes_of(self.received if again else self.graph - self.handed)
+        if again:
+            return self.bytes_of(self.kept_input - self.handed_again)
+        return self.bytes_of(self.graph - self.handed)
+
+    def recompute(self, *, gradients_exist: bool) -> Iterator[Moment]:
+        """Walk through a recompute."""
+        if self.goes_back:
+            elsewhere = self.bytes_of(self.handed_again)
+            for moment in self.forward(records=True, gradients_exist=gradients_exist):
+                yield moment._replace(activations=moment.activations - elsewhere)
+        else:
+            yield self._idle(gradients_exist)
+
+    def _idle(self, gradients_exist: bool) -> Moment:
+        return Moment(0, self.all_gradients if gradients_exist else 0)
 
     def forward(self, *, records: bool, gradients_exist: bool) -> Iterator[Moment]:
-        """Walk through a forward or a recompute; `records`: it makes a graph."""
+        """Walk through a forward; `records`: it makes a graph."""
         gradients = self.all_gradients if gradients_exist else 0
         seen = set(self.received)
         held = self.bytes_of(self.received)
-        given: Storages = self.received
-        stashed: set[int] = set()
-        for k, layer in enumerate(self.layers):
-            # The input of a layer lives while it runs, even if nothing saves it; a stash longer.
-            live = self.bytes_of((given | stashed) - seen)
+        for layer, alive in zip(self.layers, self.alive, strict=True):
+            live = self.bytes_of(alive - seen)
             yield Moment(held, gradients, live + _forward_peak(layer, records))
             if records:
                 held += self.bytes_of(frozenset(layer.saved) - seen)
                 seen.update(layer.saved)
-            given = frozenset(layer.outputs)
-            stashed.difference_update(*self._popped.get(k, ()))
-            stashed.update(*self._stashed.get(k, ()))
 
     def backward(self, *, again: bool, gradients_exist: bool) -> Iterator[Moment]:
         """Walk through a backward; `again`: of a graph that a recompute made."""
-        gradients = self.all_gradients if gradients_exist else 0
-        # A recompute makes its output anew, and nobody else holds that.
-        elsewhere: Storages = frozenset() if again else self.handed
-        seen = set(self.received | elsewhere)
-        held = self.bytes_of(self.received - elsewhere)
+        if not self.goes_back:
+            yield self._idle(gradients_exist)
+            return
+        # What a recompute makes anew nobody else holds.
+        elsewhere = self.handed_again if again else self.handed
+        seen = set(self.entering | elsewhere)
+        held = self.bytes_of(self.entering - elsewhere)
         held_up_to = []
         for layer in self.layers:
             held += self.bytes_of(frozenset(layer.saved) - seen)
@@ -164,21 +247,34 @@ class Cell:
             held_up_to.append(held)
         # The gradient of the last partition's output is the caller's, or that of the loss, a
         # number.
-        started_from = 0 if self.is_last else self.gradient_of(self.outputs)
+        started_with = self.handed_through[-1]
+        started_from = 0 if self.is_last else self.gradient_of(started_with)
         started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
+        gradients = self.all_gradients if gradients_exist else 0
         flowing = waits = 0
         for k in reversed(range(len(self.layers))):
             layer = self.layers[k]
-            transient = started_from + flowing + waits + _backward_peak(layer, gradients_exist)
-            yield Moment(held_up_to[k], gradients, transient)
+            transient = started_from + flowing + waits
+            transient += self.backward_peak(k, layer, gradients_exist)
+            summed, waiting = self.ties.beside(k, gradients_exist)
+            yield Moment(held_up_to[k], gradients + waiting, transient + summed)
             if not gradients_exist:
-                gradients += layer.gradient_bytes
+                gradients += layer.gradient_bytes - self.ties.counted_before(k)
             # The gradient of what a layer pops waits for the layer that stashed it, or, if that is
             # in another partition, for the end. That of a skip to a later partition is one of
             # those that the backward started from.
             waits -= sum(self.gradient_of(skip) for skip in self._stashed_within.get(k, ()))
             waits += sum(self.gradient_of(skip) for skip in self._popped.get(k, ()))
-            flowing = self.gradient_of(frozenset(self.layers[k - 1].outputs)) if k else 0
+            # What is handed through to the end comes back as what the backward started from.
+            into = frozenset(self.layers[k - 1].outputs) if k else frozenset()
+            flowing = self.gradient_of(into - self.handed_through[k])
+
+    def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
+        """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
+        # What is handed through is copied only where it is the whole cell's way in and out.
+        if not k and self.handed_through[0]:
+            return backward_peak(layer, gradients_exist)
+        return uncopied_peak(layer, gradients_exist)
 
     @cached_property
     def _popped(self) -> Mapping[int, list[Storages]]:
@@ -222,7 +318,7 @@ def _forward_peak(layer: LayerProfile, records: bool) -> int:
     return layer.no_grad_forward_peak_bytes
 
 
-def _backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
+def backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
     """Return the largest memory of a layer's backward beyond what was there at its start.
 
     Where gradients exist and that was not measured, this is an upper bound: of a layer with several
@@ -231,3 +327,13 @@ def _backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
     if gradients_exist and layer.accumulating_peak_bytes is not None:
         return layer.accumulating_peak_bytes
     return layer.backward_peak_bytes
+
+
+def copied(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return how much of that is copies of gradients that are handed through."""
+    return min(layer.copied_bytes, backward_peak(layer, gradients_exist))
+
+
+def uncopied_peak(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return the largest memory of a layer's backward that makes no such copies."""
+    return backward_peak(layer, gradients_exist) - copied(layer, gradients_exist)

@@ -59,7 +59,7 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
         outputs: Bytes of the outputs of all micro-batches that no graph holds.
     """
     profile = cell.profile
-    whole, joined = _whole_loss(profile, chunks)
+    whole, joined, gradient = _whole_loss(profile, chunks)
     # One micro-batch is the mini-batch; several are copied into one piece.
     gathered = outputs if chunks == 1 else joined
     gather = outputs + (gathered if chunks > 1 else 0)
@@ -68,24 +68,30 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
     backward = saved + whole.output_bytes + whole.backward_peak_bytes
     # The output, which a caller has given a name; its gradient; and the loss, whose number may have
     # a large storage.
-    stays = gathered + joined + whole.output_bytes
+    stays = gathered + gradient + whole.output_bytes
     return AroundLoss(max(gather, forward, backward), stays, whole.buffer_bytes)
 
 
-def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int]:
-    """Return the loss over a mini-batch of so many micro-batches, and the bytes of its input."""
+def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
+    """Return the loss over a mini-batch of so many micro-batches, and its input and gradient.
+
+    Returns:
+        The loss; the bytes of its input in one piece; the bytes of the gradient of that.
+    """
     step, last = profile.step, profile.layers[-1]
+    joined = profile.chunks * last.output_bytes
+    gradient = profile.chunks * profile.gradient_bytes_of(last.outputs)
     if step.whole_loss is not None:
-        joined = profile.bytes_of(step.gathered) if step.gathered else None
-        if joined is None:
-            joined = profile.chunks * last.output_bytes
-        return _times(step.whole_loss, chunks, profile.chunks), -(
-            -joined * chunks // profile.chunks
-        )
-    joined = chunks * last.output_bytes
-    if step.loss is not None:
-        return _times(step.loss, chunks, 1), joined
-    return _unknown(last, last.outputs, joined), joined
+        if step.gathered:
+            joined = profile.bytes_of(step.gathered)
+            gradient = profile.gradient_bytes_of(step.gathered)
+        loss = _times(step.whole_loss, chunks, profile.chunks)
+    elif step.loss is not None:
+        loss = _times(step.loss, chunks, 1)
+    else:
+        loss = _unknown(last, last.outputs, chunks * last.output_bytes)
+    n, m = chunks, profile.chunks
+    return loss, -(-joined * n // m), -(-gradient * n // m)
 
 
 def _bytes_of_saved(profile: Profile, whole: LayerProfile, gathered: int, chunks: int) -> int:

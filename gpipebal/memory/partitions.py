@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.loss import around_loss, loss_of_micro_batch
-from gpipebal.memory.waiting import Waiting
+from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
 from gpipebal.profile import Profile
-from gpipebal.schedule import Action, Checkpoint, make_schedule
+from gpipebal.schedule import Checkpoint, check_schedule, order_of
+from gpipebal.schedule.actions import KINDS
 from gpipebal.timeline import Timeline
 
-__all__ = ["partition_memory"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["optimizer_peak", "partition_memory"]
+
+_F, _R, _B = (KINDS.index(kind) for kind in "FRB")
 
 
 def partition_memory(
@@ -66,7 +75,7 @@ def partition_memory(
         [800, 800]
         [200, 100]
     """
-    order = make_schedule(schedule, len(bounds) - 1, chunks, checkpoint)
+    order = order_of(check_schedule(schedule), len(bounds) - 1, chunks, checkpoint)
     inside = schedule != "gpipe" if loss_inside is None else loss_inside
     loss = loss_of_micro_batch(profile) if inside else None
     cells = [
@@ -78,9 +87,9 @@ def partition_memory(
         waiting = Waiting(cells, order, None if latest else timeline)
     peaks = []
     for j, cell in enumerate(cells):
-        row = order.rows[j]
-        waits = [0] * len(row) if waiting is None else waiting.of_row(j)
-        highest = _highest(cell, row, waits, chunks)
+        own = slice(*order.offsets[j : j + 2].tolist())
+        row = order.kinds[own], order.micro_batches[own]
+        highest = _highest(cell, *row, None if waiting is None else waiting.of_row(j), chunks)
         layers = profile.layers[cell.first : cell.end]
         states = [layer.optimizer_bytes for layer in layers]
         peaks.append(
@@ -98,18 +107,27 @@ def partition_memory(
     return tuple(peaks)
 
 
-def _highest(cell: Cell, row: Sequence[Action], waits: Sequence[int], chunks: int) -> Moment:
+def _highest(
+    cell: Cell,
+    kinds: NDArray[np.integer],
+    micro_batches: NDArray[np.integer],
+    waits: Sequence[int] | None,
+    chunks: int,
+) -> Moment:
     """Walk through a row of the schedule, and return the moment with the most memory.
 
     Args:
         cell: What its cells hold and need.
-        row: The actions of the partition.
-        waits: What waits while each of them runs.
+        kinds: The actions of the partition, as places in `KINDS`.
+        micro_batches: Their micro-batches.
+        waits: What waits while each of them runs; None: nothing.
         chunks: Micro-batches of a mini-batch.
     """
-    recomputed = {action.micro_batch for action in row if action.kind == "R"}
-    of_new_graph = cell.bytes_of(cell.graph)
-    in_flight = chunks * cell.profile.bytes_of(cell.callers)
+    recomputed = np.zeros(chunks, dtype=bool)
+    recomputed[micro_batches[kinds == _R]] = True
+    again = recomputed[micro_batches]
+    of_new_graph = cell.bytes_of(cell.graph - cell.handed_again)
+    callers = 0 if cell.first else chunks * cell.profile.bytes_of(cell.callers)
     # The last partition's outputs are kept for the caller; of losses only the numbers.
     keeps = cell.is_last and cell.loss is None
     of_output = cell.profile.bytes_of(cell.outputs) if keeps else 0
@@ -117,45 +135,75 @@ def _highest(cell: Cell, row: Sequence[Action], waits: Sequence[int], chunks: in
     target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
     around = None
     if cell.is_last and cell.loss is None:
-        n_recorded = chunks - len(recomputed)
+        n_recorded = chunks - int(recomputed.sum())
         around = around_loss(cell, chunks, chunks * of_output - n_recorded * in_graph)
         target = around.target
-    outputs = 0
-    moments: list[Moment] = []
-    found: dict[tuple[str, bool, bool], Moment] = {}
-    n_forwards = 0
-    gradients_exist = False
-    for (_, kind, i), waiting in zip(row, waits, strict=True):
-        again = i in recomputed
-        before, after = {
-            "F": (0, cell.held(again=again)),
-            "R": (cell.held(again=True), of_new_graph),
-            "B": (of_new_graph if again else cell.held(again=False), 0),
-        }[kind]
-        key = (kind, again, gradients_exist)
-        if key not in found:
-            # Cells are alike, so one of each kind is walked through.
-            found[key] = max(_moments(cell, *key), key=height)
-        own = found[key]
-        others = in_flight - before
-        moments.append(
-            own._replace(
-                activations=others + own.activations, outputs=target + outputs, waiting=waiting
+    # Cells are alike, so one of each kind is walked through.
+    backward = kinds == _B
+    exist = np.cumsum(backward) - backward > 0
+    codes = kinds.astype(np.int64) * 4 + again * 2 + exist
+    own = {
+        code: max(_moments(cell, "FRB"[code // 4], bool(code & 2), bool(code & 1)), key=height)
+        for code in np.unique(codes).tolist()
+    }
+    held = {flag: cell.held(again=flag) for flag in (False, True)}
+    largest = max([*held.values(), of_new_graph, of_output, *map(sum, own.values())])
+    beside = target + callers + max(waits or (0,)) + (around.stays if around else 0)
+    numbers = number_type(largest * (chunks + 2) + beside)
+
+    def of_each(value_of: Callable[[int], int]) -> NDArray[Any]:
+        """Look a number up for each action, by its code."""
+        table: NDArray[Any] = np.zeros(12, dtype=numbers)
+        for code in own:
+            table[code] = value_of(code)
+        return table[codes]
+
+    def before(code: int) -> int:
+        if code // 4 == _F:
+            return 0
+        return of_new_graph if code // 4 == _B and code & 2 else held[bool(code & 2)]
+
+    def after(code: int) -> int:
+        return (held[bool(code & 2)], of_new_graph, 0)[code // 4]
+
+    # What the other micro-batches hold while an action runs, and what is there behind it.
+    less = of_each(before)
+    in_flight = callers + np.cumsum(of_each(after) - less)
+    activations = in_flight - of_each(after) + of_each(lambda code: own[code].activations)
+    made = of_each(lambda code: 0 if code // 4 != _F else of_output - (0 if code & 2 else in_graph))
+    outputs = target + np.cumsum(made) - made
+    n_forwards = np.cumsum(kinds == _F)
+    turn = int(np.searchsorted(n_forwards, chunks)) + 1  # behind the last forward
+    if around is not None:
+        outputs[turn:] = target + around.stays
+    passing: NDArray[Any] = np.zeros(len(kinds), dtype=numbers)
+    if waits is not None:
+        passing += np.array(waits, dtype=numbers)
+    total = of_each(lambda code: sum(own[code]) - own[code].activations)
+    total = total + activations + outputs + passing
+
+    def highest(first: int, last: int) -> list[Moment]:
+        """Return the first of the highest moments of a stretch, if it has any."""
+        if first >= last:
+            return []
+        most = np.flatnonzero(total[first:last] == total[first:last].max()) + first
+        k = int(most[activations[most].argmax()])
+        moment = own[int(codes[k])]
+        return [
+            moment._replace(
+                activations=int(activations[k]), outputs=int(outputs[k]), waiting=int(passing[k])
             )
-        )
-        in_flight = others + after
-        gradients_exist = gradients_exist or kind == "B"
-        if kind == "F":
-            n_forwards += 1
-            outputs += of_output if again else of_output - in_graph
-            if around is not None and n_forwards == chunks:
-                moments.append(Moment(in_flight, outputs=target + around.most))
-                outputs = around.stays
-    moments.append(Moment(in_flight, cell.all_gradients, _optimizer_peak(cell), outputs=target))
+        ]
+
+    moments = highest(0, turn)
+    if around is not None:
+        moments.append(Moment(int(in_flight[turn - 1]), outputs=target + around.most))
+    moments += highest(turn, len(kinds))
+    moments.append(Moment(callers, cell.gradients_of_step, optimizer_peak(cell), outputs=target))
     return max(moments, key=height)
 
 
-def _optimizer_peak(cell: Cell) -> int:
+def optimizer_peak(cell: Cell) -> int:
     """Return the bytes that the optimizer's step needs for a moment; 0 if it is not known."""
     peaks = [
         layer.optimizer_peak_bytes or 0 for layer in cell.profile.layers[cell.first : cell.end]
@@ -167,5 +215,6 @@ def _moments(cell: Cell, kind: str, again: bool, gradients_exist: bool) -> list[
     """Walk through one action of one cell, with what this cell holds alone."""
     if kind == "B":
         return list(cell.backward(again=again, gradients_exist=gradients_exist))
-    records = kind == "R" or not again
-    return list(cell.forward(records=records, gradients_exist=gradients_exist))
+    if kind == "R":
+        return list(cell.recompute(gradients_exist=gradients_exist))
+    return list(cell.forward(records=not again, gradients_exist=gradients_exist))

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gpipebal.memory.cell import Cell
-from gpipebal.schedule import Action, Kind, Schedule
+from gpipebal.schedule import Kind, Order, Schedule
+from gpipebal.schedule.actions import KINDS
 from gpipebal.timeline import Timeline
 
-__all__ = ["Waiting"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Waiting", "number_type"]
 
 #: Who takes something less than this share of the makespan before an action may as well be late.
 AT_ONCE = 1e-9
 
-#: An action as a plain tuple: equal to it, and faster to make.
-_Action = tuple[int, str, int]
+_F, _R, _B = (KINDS.index(kind) for kind in "FRB")
+
+
+def number_type(largest: int) -> type:
+    """Return a type of numbers for arrays in which no sum exceeds a number of bytes."""
+    return np.int64 if largest < 2**60 else object
 
 
 @dataclass(frozen=True)
@@ -29,14 +39,15 @@ class _Stream:
         taker: The partition that takes it.
         n_bytes: Its bytes if the maker's cell is not recomputed.
         n_bytes_again: Its bytes if it is.
-        unless_recomputed: Whether there is none for micro-batches that the taker recomputes.
+        only_if_recomputed: Whether there is one only for micro-batches that the taker recomputes,
+            or only for those that it does not; None: for all.
     """
 
     kind: Kind
     taker: int
     n_bytes: int
     n_bytes_again: int
-    unless_recomputed: bool = False
+    only_if_recomputed: bool | None = None
 
 
 class Waiting:
@@ -44,64 +55,87 @@ class Waiting:
 
     Args:
         cells: One per partition.
-        schedule: Order of the actions.
+        schedule: Order of the actions, one partition on each device.
         timeline: When they start; None: everything waits as long as the order of the actions lets
             it, whatever the clock.
     """
 
     def __init__(
-        self, cells: Sequence[Cell], schedule: Schedule, timeline: Timeline | None
+        self, cells: Sequence[Cell], schedule: Schedule | Order, timeline: Timeline | None
     ) -> None:
-        self._cells = cells
-        self._schedule = schedule
-        self._recomputed = {
-            (j, action.micro_batch)
-            for j, row in enumerate(schedule.rows)
-            for action in row
-            if action.kind == "R"
-        }
-        self._start: dict[_Action, float] = {}
-        self._late = 0.0
-        self._ended: dict[_Action, tuple[int, ...]] = {}
-        if timeline is None:
-            self._ended = _ended_before(schedule)
-        else:
-            self._start = {(e.partition, e.kind, e.micro_batch): e.start for e in timeline.events}
+        order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
+        self._cells, self._order = cells, order
+        self._ends = [cell.end for cell in cells]
+        shape = (order.n_partitions, 1 + int(order.micro_batches.max(initial=-1)))
+        self._chunks = shape[1]
+        again = order.kinds == _R
+        self._recomputed = np.zeros(shape, dtype=bool)
+        self._recomputed[order.partitions[again], order.micro_batches[again]] = True
+        # Of each kind, partition and micro-batch: where in its row it stands, and when it starts.
+        self._places = np.zeros((len(KINDS), *shape), dtype=np.int64)
+        self._starts: NDArray[np.float64] | None = None
+        self._ended: NDArray[np.int32] | None = None
+        shortest = np.inf
+        if timeline is not None:
+            table = timeline.table
             self._late = AT_ONCE * timeline.makespan
+            self._starts = np.zeros(self._places.shape)
+            for kind in (_F, _R, _B):
+                own = table.of_kind(KINDS[kind])
+                where = table.partitions[own], table.micro_batches[own]
+                self._starts[kind][where] = table.starts[own]
+                shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
+        if timeline is None or shortest <= self._late:
+            # Of actions that take no time the clock says less than their order.
+            lengths = np.diff(order.offsets)
+            places = np.arange(order.n_actions) - np.repeat(order.offsets[:-1], lengths)
+            self._places[order.kinds, order.partitions, order.micro_batches] = places
+            self._ended = _ended_before(order, self._places)
 
     def of_row(self, j: int) -> list[int]:
         """Return the bytes that wait in partition j while each action of its row runs."""
-        row = self._schedule.rows[j]
-        # changes[k]: what is added before action k, in bytes.
-        changes = [0] * (len(row) + 1)
-        for stream in self._streams(j):
-            until = self._until(row, stream)
-            for k, action in enumerate(row):
-                if action.kind == stream.kind:
-                    n_bytes = self._bytes(stream, action)
-                    changes[k + 1] += n_bytes
-                    changes[max(k + 1, until(action))] -= n_bytes
-        return list(accumulate(changes[:-1]))
+        first, last = self._order.offsets[j : j + 2].tolist()
+        kinds = self._order.kinds[first:last]
+        micro_batches = self._order.micro_batches[first:last]
+        streams = self._streams(j)
+        most = sum(max(stream.n_bytes, stream.n_bytes_again) for stream in streams)
+        waits: NDArray[Any] = np.zeros(last - first, dtype=number_type(most * self._chunks))
+        for stream in streams:
+            kind = KINDS.index(stream.kind)
+            made = np.flatnonzero(kinds == kind)
+            i = micro_batches[made]
+            # It waits from the next action on, until the taker has it.
+            since = made + 1
+            until = np.maximum(since, self._until(j, stream.taker, kind)[i])
+            again = self._recomputed[j, i]
+            exists = np.ones(len(i), dtype=bool)
+            if stream.only_if_recomputed is not None:
+                exists = self._recomputed[stream.taker, i] == stream.only_if_recomputed
+            for n_bytes, which in (
+                (stream.n_bytes, exists & ~again),
+                (stream.n_bytes_again, exists & again),
+            ):
+                if n_bytes and which.any():
+                    changes = np.bincount(since[which], minlength=len(kinds) + 1)
+                    changes -= np.bincount(until[which], minlength=len(kinds) + 1)
+                    waits += n_bytes * np.cumsum(changes)[:-1].astype(waits.dtype)
+        found: list[int] = waits.tolist()
+        return found
 
-    def _until(self, row: Sequence[Action], stream: _Stream) -> Callable[[Action], int]:
-        """Return what tells at which action of a row the taker has what an action made."""
-        if self._start:
-            starts = [self._start[action] for action in row]
-            return lambda action: bisect_right(
-                starts, self._start[stream.taker, stream.kind, action.micro_batch] + self._late
-            )
-        takers = self._schedule.rows[stream.taker]
-        place = {(action.kind, action.micro_batch): k for k, action in enumerate(takers)}
-        # How far the taker must have come before each action of the row; it never goes back.
-        ended = [self._ended[action][stream.taker] for action in row]
-        return lambda action: bisect_right(ended, place[stream.kind, action.micro_batch])
-
-    def _bytes(self, stream: _Stream, action: Action) -> int:
-        i = action.micro_batch
-        if stream.unless_recomputed and (stream.taker, i) in self._recomputed:
-            return 0
-        again = (action.partition, i) in self._recomputed
-        return stream.n_bytes_again if again else stream.n_bytes
+    def _until(self, j: int, taker: int, kind: int) -> NDArray[np.int64]:
+        """Return at which action of row j the taker has what it takes, by micro-batch."""
+        first, last = self._order.offsets[j : j + 2].tolist()
+        until: NDArray[np.int64] = np.full(self._chunks, last - first)
+        if self._ended is not None:
+            # How far the taker must have come before each action of the row; it never goes back.
+            ended = self._ended[first:last, taker]
+            until = np.searchsorted(ended, self._places[kind, taker], side="right")
+        if self._starts is not None:
+            columns = self._order.kinds[first:last], j, self._order.micro_batches[first:last]
+            taken = self._starts[kind, taker] + self._late
+            by_clock = np.searchsorted(self._starts[columns], taken, side="right")
+            until = np.minimum(until, by_clock)
+        return until
 
     def _streams(self, j: int) -> list[_Stream]:
         cells = self._cells
@@ -113,7 +147,7 @@ class Waiting:
         for storages, taker in ways:
             recorded, again = (
                 cell.bytes_of(storages - held),
-                cell.bytes_of(storages - cell.received),
+                cell.bytes_of(storages - (cell.kept_input - cell.handed_again)),
             )
             found.append(_Stream("F", taker, recorded, again))
         back = [(cell.value, j - 1)] if j else []
@@ -123,40 +157,45 @@ class Waiting:
                 gradient = cell.gradient_of(storages)
                 found.append(_Stream("B", taker, gradient, gradient))
             # The tensor itself, as long as the graph that it came from needs it.
-            kept = cell.bytes_of(storages & cells[taker].graph & cells[taker].handed)
-            if kept:
-                found.append(_Stream("B", taker, kept, kept, unless_recomputed=True))
+            handed = storages & cells[taker].handed
+            for again, holds in ((False, cells[taker].graph), (True, cells[taker].kept_input)):
+                kept = cell.bytes_of(handed & holds)
+                found.append(_Stream("B", taker, kept, kept, only_if_recomputed=again))
         return [stream for stream in found if stream.n_bytes or stream.n_bytes_again]
 
     def _partition_of(self, layer: int) -> int:
-        return next(j for j, cell in enumerate(self._cells) if layer < cell.end)
+        return bisect_right(self._ends, layer)
 
 
-def _ended_before(schedule: Schedule) -> dict[_Action, tuple[int, ...]]:
-    """Tell how many actions of every partition must have ended before each action starts."""
-    rows = schedule.rows
-    found: dict[_Action, tuple[int, ...]] = {}
-    position = [0] * len(rows)
+def _ended_before(order: Order, places: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Tell how many actions of every partition must have ended before each action starts.
+
+    Args:
+        order: An order with one partition on each device.
+        places: Where in its row the action of a kind, partition and micro-batch stands.
+    """
+    n_partitions = order.n_partitions
+    found = np.zeros((order.n_actions, n_partitions), dtype=np.int32)
+    kinds, micro_batches = order.kinds.tolist(), order.micro_batches.tolist()
+    offsets = order.offsets.tolist()
+    position = offsets[:-1]
     moved = True
     while moved:
         moved = False
-        for j, row in enumerate(rows):
-            while position[j] < len(row):
+        for j in range(n_partitions):
+            while position[j] < offsets[j + 1]:
                 k = position[j]
-                action = row[k]
-                needs = [(j, k - 1)] if k else []
-                beside = j - 1 if action.kind == "F" else j + 1 if action.kind == "B" else j
-                if beside != j and 0 <= beside < len(rows):
-                    needed = (beside, action.kind, action.micro_batch)
-                    if needed not in found:
+                clock = found[k]
+                if k > offsets[j]:
+                    clock[:] = found[k - 1]
+                    clock[j] = k - offsets[j]
+                beside = j + {_F: -1, _B: 1}.get(kinds[k], 0)
+                if beside != j and 0 <= beside < n_partitions:
+                    place = int(places[kinds[k], beside, micro_batches[k]])
+                    if offsets[beside] + place >= position[beside]:
                         break
-                    needs.append((beside, rows[beside].index(Action(*needed))))
-                clock = [0] * len(rows)
-                for partition, place in needs:
-                    before = found[rows[partition][place]]
-                    clock = [max(pair) for pair in zip(clock, before, strict=True)]
-                    clock[partition] = max(clock[partition], place + 1)
-                found[action] = tuple(clock)
+                    np.maximum(clock, found[offsets[beside] + place], out=clock)
+                    clock[beside] = max(int(clock[beside]), place + 1)
                 position[j] += 1
                 moved = True
     return found

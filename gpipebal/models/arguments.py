@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from gpipebal.errors import UsageError
 from gpipebal.models.catalogue import CATALOGUE, Argument
 
-__all__ = ["check_argument", "check_arguments", "read_arguments"]
+__all__ = ["check_argument", "check_arguments", "read_arguments", "read_word"]
 
 _WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -52,6 +52,23 @@ def check_arguments(model: str, values: Mapping[str, object]) -> None:
                 f"Fix: {first}={argument.default}, or leave {name} out."
             )
         check_argument(model, name, value, known[name])
+
+
+def read_word(word: str) -> bool | int | float | str:
+    """Read a word as what it looks like: yes or no, a number, or else a text.
+
+    Example:
+        >>> read_word("2"), read_word("0.5"), read_word("yes"), read_word("gelu")
+        (2, 0.5, True, 'gelu')
+    """
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
 
 
 def read_arguments(model: str, words: Mapping[str, str]) -> dict[str, int | bool]:

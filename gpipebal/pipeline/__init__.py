@@ -10,6 +10,7 @@ from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
 from gpipebal.pipeline.parting import gather, scatter
+from gpipebal.pipeline.recomputed import with_recompute
 from gpipebal.pipeline.recorder import Recorder
 from gpipebal.pipeline.trace import trace
 
@@ -25,4 +26,5 @@ __all__ = [
     "measure_memory",
     "scatter",
     "trace",
+    "with_recompute",
 ]

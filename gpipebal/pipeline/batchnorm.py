@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipebal.errors import ModelError
 from gpipebal.pipeline.checkpoint import is_recomputing
+from gpipebal.pipeline.recomputed import Recomputed
 
 __all__ = [
     "DeferredBatchNorm",
@@ -161,14 +163,15 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or not self.track_running_stats:
             return super().forward(input)
         self._check_input_dim(input)
-        if is_recomputing():
-            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         # With a momentum of 1 torch puts the batch's own mean and unbiased variance into the
         # buffers it is given: no second pass over the input.
         assert self.running_mean is not None and self.running_var is not None
         mean = torch.zeros_like(self.running_mean)
         variance = torch.zeros_like(self.running_var)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        # A recompute does all the same up to here: its graph must be that of the forward.
+        if is_recomputing():
+            return output
         count = input.numel() // input.shape[1]
         if _current.statistics is None:
             self.update(count, mean, variance)
@@ -242,11 +245,30 @@ def convert_deferred_batch_norm(
 
     Warns:
         UserWarning: a SyncBatchNorm is left as it is.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> converted = convert_deferred_batch_norm(model)
+        >>> type(converted[1]).__name__, converted[1].weight is model[1].weight
+        ('DeferredBatchNorm1d', True)
     """
     memo = {} if memo is None else memo
     if module not in memo:
         memo[module] = _converted(module, memo)
     return memo[module]
+
+
+def _check_converted(layer: Recomputed) -> None:
+    """Refuse a layer that is recomputed by itself, if it runs what would have to be replaced."""
+    if any(
+        isinstance(inside, _PLAIN) and not isinstance(inside, DeferredBatchNorm)
+        for inside in layer.stands_for.modules()
+    ):
+        raise ModelError(
+            "batch normalisation of a layer that is recomputed by itself cannot be deferred any "
+            f"more: {type(layer.stands_for).__name__} runs it as it is.\n"
+            "Fix: with_recompute(convert_deferred_batch_norm(model), runs)."
+        )
 
 
 def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -262,6 +284,9 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
             "micro-batch.",
             stacklevel=4,
         )
+        return module
+    if isinstance(module, Recomputed):
+        _check_converted(module)
         return module
     children = {
         name: convert_deferred_batch_norm(child, memo)

@@ -11,11 +11,13 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from gpipebal.errors import BalanceError, ModelError, PipelineError, UnsupportedPlanError
+from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.kinds import check_kind
 from gpipebal.pipeline.container import Container
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
 from gpipebal.schedule import check_count, check_schedule
+from gpipebal.units import count
 
 __all__ = [
     "check_balance",
@@ -193,13 +195,10 @@ def check_plan_schedule(plan: Plan) -> None:
     """Make sure that the executor can run a plan's schedule.
 
     Raises:
+        KindError: it is no plan.
         UnsupportedPlanError: it cannot; the error names what can.
     """
-    if not isinstance(plan, Plan):
-        raise UnsupportedPlanError(
-            f"plan is no plan: type(plan)={type(plan).__name__} (expected Plan).\n"
-            "Fix: plan = solve(profile, partitions), or GPipe(model, balance) with a balance."
-        )
+    check_kind("plan", plan, Plan)
     check_schedule(plan.schedule)
 
 
@@ -215,8 +214,9 @@ def plan_warnings(
     ]
     if changed:
         yield (
-            f"{len(changed)} layers are not as they were profiled (the first is {changed[0]!r}): "
-            "the plan's times and memory may be wrong. Fix: profile the model again."
+            f"{count(len(changed), 'layer')} changed since the profile (the first is "
+            f"{changed[0]!r}): the plan's times and memory may be wrong. Fix: profile the model "
+            "again."
         )
     profiled = plan.provenance.get("threads")
     if profiled is not None and profiled != threads_per_partition:

@@ -19,6 +19,19 @@ def is_checkpointing() -> bool:
 
     Returns:
         True inside the first pass of a checkpointed micro-batch, else False.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from gpipebal import GPipe, is_checkpointing
+        >>> class Look(nn.Module):
+        ...     def forward(self, x):
+        ...         print("first pass" if is_checkpointing() else "recompute")
+        ...         return 2 * x
+        >>> pipe = GPipe(nn.Sequential(Look()), [1], checkpoint="always")
+        >>> pipe(torch.ones(1, 1, requires_grad=True)).sum().backward()
+        first pass
+        recompute
     """
     return _checkpointing.get()
 
@@ -30,6 +43,21 @@ def is_recomputing() -> bool:
 
     Returns:
         True inside the recompute of a checkpointed micro-batch, else False.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from gpipebal import GPipe, is_recomputing
+        >>> class Count(nn.Module):
+        ...     calls = 0
+        ...     def forward(self, x):
+        ...         self.calls += not is_recomputing()
+        ...         return 2 * x
+        >>> count = Count()
+        >>> pipe = GPipe(nn.Sequential(count), [1], chunks=2, checkpoint="always")
+        >>> pipe(torch.ones(2, 1, requires_grad=True)).sum().backward()
+        >>> count.calls
+        2
     """
     return _recomputing.get()
 

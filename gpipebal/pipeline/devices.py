@@ -120,7 +120,7 @@ def choose_devices(
         raise DeviceError(
             f"there are too few devices: {len(parsed)} for {n_partitions} partitions.\n"
             "Fix: give one device per partition (one device may be named several times), or a "
-            f"balance of {max(1, len(parsed))} partitions."
+            "balance with fewer partitions."
         )
     return parsed[:n_partitions], streams[:n_partitions]
 

@@ -35,7 +35,7 @@ from gpipebal.pipeline.devices import (
     move_layer,
     share_of_cores,
 )
-from gpipebal.pipeline.inputs import Inputs, check_no_tangents, part_inputs
+from gpipebal.pipeline.inputs import Inputs, charge_inputs, check_no_tangents, part_inputs
 from gpipebal.pipeline.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch import MiniBatch, Watchers
 from gpipebal.pipeline.parting import join_gradients
@@ -358,6 +358,7 @@ class GPipe(Container):
         return {**super().__getstate__(), "_runtime": None, "_streams": streams}
 
     def _parted(self, input: Any, keywords: Mapping[str, Any]) -> tuple[list[Any], Inputs]:
+        charge_inputs(self._ledger, (input, keywords), self.devices)
         parted = part_inputs(input, keywords, self.in_dims, self.keyword_dims, self.chunks)
         check_no_tangents(chain(parted[0], self.parameters()))
         return parted
@@ -366,9 +367,8 @@ class GPipe(Container):
         """Make a mini-batch that is ready to run."""
         runtime = self._started()
         checkpoint = self.checkpoint if self.training else "never"
-        n_partitions = len(self.balance)
-        order = make_schedule(schedule, n_partitions, len(inputs.micro_batches), checkpoint)
-        record = self._recorder.begin(n_partitions) if self._recorder else None
+        order = make_schedule(schedule, len(self.balance), len(inputs.micro_batches), checkpoint)
+        record = self._recorder.begin(order, self.balance, checkpoint) if self._recorder else None
         watchers = Watchers(record, self._ledger, self.timeout)
         return MiniBatch(runtime, inputs, order, loss=loss, watchers=watchers)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gpipebal.errors import PipelineError
+from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import Call, check_nothing_hidden, flatten
 from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
 
-__all__ = ["Inputs", "check_no_tangents", "part_inputs"]
+__all__ = ["Inputs", "charge_inputs", "check_no_tangents", "part_inputs"]
 
 
 @dataclass
@@ -74,6 +75,20 @@ def part_inputs(
     grad = torch.is_grad_enabled()
     needs = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return leaves, Inputs(scatter_leaves(detached, rows, dims), structure, dims, rows, needs)
+
+
+def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.device]) -> None:
+    """Charge the first partition with the mini-batch, however far it is handed through.
+
+    Args:
+        ledger: Where live memory is counted; None when nobody meters.
+        inputs: All that the pipeline was called with.
+        devices: Those of the partitions. What is not on the first is copied, and the copies are
+            charged.
+    """
+    if ledger is not None and devices:
+        leaves = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
+        ledger.hold([leaf for leaf in leaves if leaf.device == devices[0]], 0, keep=True)
 
 
 def check_no_tangents(values: Iterable[Any]) -> None:

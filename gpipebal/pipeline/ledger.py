@@ -45,15 +45,25 @@ class Ledger:
         self.peaks = [0] * n_owners
         self.total_peak = 0
         self._entries: dict[int, tuple[int, int]] = {}
+        self._kept: set[int] = set()
         self._finalizers: dict[int, weakref.finalize[..., Any]] = {}
         # Storages die in any thread and at any allocation, also inside these methods.
         self._lock = threading.RLock()
 
-    def hold(self, tensors: Iterable[Any], owner: int) -> None:
-        """Charge tensors to an owner, taking them over from whoever held them."""
+    def hold(self, tensors: Iterable[Any], owner: int, *, keep: bool = False) -> None:
+        """Charge tensors to an owner, taking them over from whoever held them.
+
+        Args:
+            tensors: The tensors; what is none is passed over.
+            owner: Whoever that is.
+            keep: Whether they stay with this owner from now on, whoever holds them later.
+        """
         for tensor in tensors:
             if has_storage(tensor):
                 self._enter(tensor, owner, take_over=True)
+                if keep:
+                    with self._lock:
+                        self._kept.add(storage_key(tensor))
 
     def bytes_of(self, key: int) -> int | None:
         """Return the bytes of a live storage, None if it is not in the ledger."""
@@ -97,7 +107,7 @@ class Ledger:
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
-                if not take_over or entry[0] == owner:
+                if not take_over or entry[0] == owner or key in self._kept:
                     return
                 n_bytes = entry[1]
                 self.live[entry[0]] -= n_bytes
@@ -117,6 +127,7 @@ class Ledger:
     def _leave(self, key: int) -> None:
         with self._lock:
             self._finalizers.pop(key, None)
+            self._kept.discard(key)
             entry = self._entries.pop(key, None)
             if entry is not None:
                 self.live[entry[0]] -= entry[1]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from gpipebal.kinds import check_kind
 from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.ledger import Ledger
@@ -32,9 +33,11 @@ class MemoryMeter:
         """The most that each partition held at one time.
 
         A partition holds its parameters, gradients, buffers and optimizer state, what its worker
-        allocates, and what it has received from its neighbours. What the caller makes of a tensor
-        belongs to whoever holds that: an optimizer's intermediate results are with the parameter.
-        The rest, gathered outputs, the loss and their gradients, the last partition holds.
+        allocates, and what it has received from its neighbours. What several partitions have
+        belongs to the first of them: a parameter, or the mini-batch where it is handed through.
+        What the caller makes of a tensor belongs to whoever holds that: an optimizer's intermediate
+        results are with the parameter. The rest, gathered outputs, the loss and their gradients,
+        the last partition holds.
         """
         return tuple(self.ledger.peaks)
 
@@ -62,19 +65,31 @@ def measure_memory(
         A meter whose figures are final when the block ends.
 
     Raises:
+        KindError: it is no pipeline.
         PipelineError: the pipeline is metered already.
 
     Complexity:
         A few microseconds per operation and per freed storage.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from gpipebal import GPipe
+        >>> pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), [1, 1], chunks=2)
+        >>> with measure_memory(pipe) as meter:
+        ...     pipe(torch.ones(4, 2)).sum().backward()
+        >>> len(meter.peak_bytes), meter.total_peak_bytes > 0
+        (2, True)
     """
+    check_kind("pipe", pipe, GPipe, "pipe = GPipe(model, balance)")
     meter = MemoryMeter(len(pipe.balance))
     ledger = meter.ledger
     for j, partition in enumerate(pipe.partitions):
         for parameter in partition.parameters():
-            ledger.hold([parameter, parameter.grad], j)
+            ledger.hold([parameter, parameter.grad], j, keep=True)
             if optimizer is not None:
-                ledger.hold(optimizer.state.get(parameter, {}).values(), j)
-        ledger.hold(partition.buffers(), j)
+                ledger.hold(optimizer.state.get(parameter, {}).values(), j, keep=True)
+        ledger.hold(partition.buffers(), j, keep=True)
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)

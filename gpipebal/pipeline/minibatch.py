@@ -343,6 +343,8 @@ class MiniBatch:
                 gradients = [loss.gradient(i, self.losses[i])]
             started = self._start(action)
             received = cell.backward(gradients)
+            # They may be in the same memory, which is the receiver's from now on.
+            del gradients
             self._end(action, started)
             if loss is not None:
                 loss.keep_gradients(i)

@@ -28,7 +28,15 @@ from torch import Tensor
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.random_ops import catch_random_operations, current_draw
 
-__all__ = ["MiniBatchSeed", "OwnRandomness", "States", "cell_seed", "draw_seed"]
+__all__ = [
+    "MiniBatchSeed",
+    "OwnRandomness",
+    "Repeatable",
+    "States",
+    "cell_seed",
+    "current_randomness",
+    "draw_seed",
+]
 
 #: The generators that layers brought along and their states, one for each of their draws in order.
 States = list[tuple[torch.Generator, Tensor]]
@@ -62,8 +70,8 @@ class MiniBatchSeed:
     def __init__(self) -> None:
         self._value: int | None = None
         self._drawing = threading.Lock()
-        outer = getattr(current_draw(), "__self__", None)
-        self._make = outer.seed_inside() if isinstance(outer, OwnRandomness) else draw_seed
+        outer = current_randomness()
+        self._make = draw_seed if outer is None else outer.seed_inside()
 
     def __int__(self) -> int:
         with self._drawing:
@@ -125,6 +133,20 @@ class OwnRandomness:
         if self._generators:
             self._generators = {}
 
+    @property
+    def layer(self) -> int | str:
+        """The layer whose generators these are."""
+        return self._layer
+
+    def repeatable(self) -> Repeatable:
+        """Return the same random numbers from a layer's beginning, to be drawn a second time."""
+        states: States = []
+        seed, micro_batch = self._seed, self._micro_batch
+        return Repeatable(
+            OwnRandomness(seed, micro_batch, states),
+            lambda: OwnRandomness(seed, micro_batch, states, again=True),
+        )
+
     def enter_backward(self, partition: int) -> None:
         """Turn to the generators of a cell's backward."""
         self._backward_of = partition
@@ -185,8 +207,8 @@ class OwnRandomness:
                 f"a layer of partition {self._backward_of} draws random numbers while it is run "
                 "again in a backward, by torch.utils.checkpoint or the like, which could not make "
                 "them those of the forward.\n"
-                "Fix: let the pipeline recompute, GPipe(..., checkpoint='always'), and not the "
-                "layer itself."
+                "Fix: let the pipeline recompute, GPipe(..., checkpoint='always') or "
+                "gpipebal.pipeline.with_recompute, and not the layer itself."
             )
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -196,6 +218,24 @@ class OwnRandomness:
             generator.manual_seed(cell_seed(int(self._seed), self._layer, self._micro_batch))
             self._generators[device] = generator
         return generator
+
+
+class Repeatable(NamedTuple):
+    """Random numbers that are drawn more than once, of no layer yet.
+
+    Attributes:
+        first: For the first time.
+        again: Makes the same once more.
+    """
+
+    first: OwnRandomness
+    again: Callable[[], OwnRandomness]
+
+
+def current_randomness() -> OwnRandomness | None:
+    """Return whose random numbers this thread draws; None: those of torch's generators."""
+    owner = getattr(current_draw(), "__self__", None)
+    return owner if isinstance(owner, OwnRandomness) else None
 
 
 class _Way(NamedTuple):

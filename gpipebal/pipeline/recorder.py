@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gpipebal.errors import PipelineError
+from gpipebal.schedule import Checkpoint, Schedule
 from gpipebal.timeline import Event, Timeline
 
 __all__ = ["MiniBatchRecord", "Recorder"]
 
 
 class MiniBatchRecord:
-    """Raw times of the actions of one mini-batch, as the workers' lanes gave them."""
+    """Raw times of the actions of one mini-batch, as the workers' lanes gave them.
 
-    def __init__(self, n_partitions: int) -> None:
+    Args:
+        n_partitions: Number of partitions.
+        provenance: What ran, for the timeline to tell; JSON values.
+    """
+
+    def __init__(self, n_partitions: int, provenance: Mapping[str, Any] | None = None) -> None:
         self._n_partitions = n_partitions
+        self._provenance = dict(provenance or {})
         self._actions: list[tuple[int, str, int, Any, Any]] = []
         self._adding = threading.Lock()
         self._timeline: Timeline | None = None
@@ -46,7 +54,7 @@ class MiniBatchRecord:
             start, end = seconds[2 * k], seconds[2 * k + 1]
             events.append(Event(partition, kind, micro_batch, start, max(start, end)))
         events.sort(key=lambda event: (event.start, event.partition))
-        return Timeline(tuple(events), self._n_partitions, "measured")
+        return Timeline(tuple(events), self._n_partitions, "measured", self._provenance)
 
 
 def _common_clock(points: list[Any]) -> list[float]:
@@ -91,9 +99,18 @@ class Recorder:
     def __init__(self) -> None:
         self._records: list[MiniBatchRecord] = []
 
-    def begin(self, n_partitions: int) -> MiniBatchRecord:
+    def begin(
+        self, order: Schedule, balance: Sequence[int], checkpoint: Checkpoint
+    ) -> MiniBatchRecord:
         """Start the record of another mini-batch."""
-        record = MiniBatchRecord(n_partitions)
+        # By the names that a simulated timeline has for them.
+        provenance = {
+            "schedule": order.name,
+            "balance": list(balance),
+            "chunks": order.chunks,
+            "checkpoint": checkpoint if isinstance(checkpoint, str) else list(checkpoint),
+        }
+        record = MiniBatchRecord(order.n_partitions, provenance)
         self._records.append(record)
         return record
 

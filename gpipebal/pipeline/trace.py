@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gpipebal.kinds import check_kind
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.recorder import Recorder
 
@@ -26,6 +27,7 @@ def trace(pipe: GPipe) -> Iterator[Recorder]:
         recompute and backward of every cell in seconds since its first action.
 
     Raises:
+        KindError: it is no pipeline.
         PipelineError: the pipeline is traced already.
 
     Example:
@@ -37,6 +39,7 @@ def trace(pipe: GPipe) -> Iterator[Recorder]:
         >>> len(recorder.timeline.events)
         10
     """
+    check_kind("pipe", pipe, GPipe, "pipe = GPipe(model, balance)")
     recorder = Recorder()
     pipe.start_recording(recorder)
     try:

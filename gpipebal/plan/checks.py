@@ -20,7 +20,9 @@ __all__ = ["check_plan"]
 MOST_CHUNKS = 2**20
 
 #: Quantities that may be unknown.
-_OPTIONAL = ("optimizer", "step_time", "pause_time", "equal_split_value", "memory_limit")
+_OPTIONAL = (
+    *("optimizer", "step_time", "pause_time", "equal_split_value", "memory_limit", "weight_time"),
+)
 #: Quantities that are whole numbers, beside those of `PeakMemory`.
 _WHOLE = ("rows", "memory_limit")
 #: What has numbers in it and is none.

@@ -54,6 +54,8 @@ class PartitionPlan:
         memory_limit: Bytes that it may need, what is kept in reserve taken off; None: no limit.
         receive_time: Seconds to bring a micro-batch into it from the partition before.
         return_time: Seconds to bring a gradient into it from the partition behind.
+        weight_time: Seconds of its backward that are gradients of weights, which no other
+            partition waits for; None: half of it.
     """
 
     layers: tuple[str, ...]
@@ -65,3 +67,4 @@ class PartitionPlan:
     memory_limit: int | None = None
     receive_time: float = 0.0
     return_time: float = 0.0
+    weight_time: float | None = None

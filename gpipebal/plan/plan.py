@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import FileFormatError
 from gpipebal.files import read_noun, text_of, tuple_of, without_header, write_record
@@ -15,19 +15,23 @@ from gpipebal.plan.checks import check_plan
 from gpipebal.plan.parts import PartitionPlan, PeakMemory
 from gpipebal.plan.text import explanation, plan_text
 from gpipebal.schedule import (
-    SCHEDULES,
+    ALL_SCHEDULES,
     Checkpoint,
     CheckpointMode,
     is_checkpointed,
-    make_schedule,
     modes_of,
+    recomputes_of,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Plan"]
 
 FORMAT = "gpipebal-plan"
-#: Versions 1 and 2, which knew no links, limits, orders of devices and notes, are still read.
-VERSION = 3
+#: Versions 1 and 2, which knew no links, limits, orders of devices and notes, are still read; and
+#: version 3, which knew no parts of backwards.
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Plan:
         makespan: Predicted seconds from the first forward to the last backward, without the
             loss.
         bottleneck: The largest time of a partition for one micro-batch, in seconds: forward,
-            plus recompute under its mode, plus backward.
+            plus recompute under its mode, plus backward, plus copies that keep its device busy;
+            or of a link there and back, if that takes longer and copies overlap.
         step_time: Predicted seconds of a training step: forwards, gather, loss, backwards,
             optimizer; None when a part of it was not measured. It counts on shorter forwards
             where no graph is recorded, if they were measured; the makespan does not.
@@ -67,9 +72,22 @@ class Plan:
         overlaps: Whether transfers between partitions run beside the devices' work.
         sensitivity: For each cut, how much the value grows if it is moved by one layer to the
             left, and to the right, with the same modes and devices; None: there is no such plan,
-            or it breaks a limit or a rule. Empty: not worked out.
+            or it breaks a limit or a rule. Memory counts without what waits for busy neighbours,
+            which depends on the clock. Empty: not worked out.
         notes: What a reader should know about how the plan was made, in sentences.
         provenance: Where the costs come from: the profile's own provenance.
+
+    Raises:
+        BalanceError: counts or checkpoint modes that make no sense.
+        ProfileError: a time, a size or a text that is none.
+
+    Example:
+        >>> from gpipebal import Profile, solve
+        >>> plan = solve(Profile.from_costs([3, 1, 4], chunks=4), 2, checkpoint="never")
+        >>> plan.balance, plan.makespan, plan.status
+        ((2, 1), 60.0, 'optimal')
+        >>> [part.forward_time for part in plan.partitions]
+        [4.0, 4.0]
     """
 
     partitions: tuple[PartitionPlan, ...]
@@ -148,11 +166,14 @@ class Plan:
 
         It is the schedule that says so: ``'1f1b'`` leaves some recomputes out.
         """
-        if self.schedule in SCHEDULES:
-            rows = make_schedule(
-                self.schedule, self.n_partitions, self.chunks, self.checkpoint
-            ).rows
-            return tuple(sum(action.kind == "R" for action in row) for row in rows)
+        if self.schedule in ALL_SCHEDULES:
+            return recomputes_of(
+                self.schedule,
+                self.n_devices,
+                self.chunks,
+                self.checkpoint,
+                partitions_per_device=self.n_partitions // self.n_devices,
+            )
         return tuple(
             sum(is_checkpointed(mode, i, self.chunks) for i in range(self.chunks))
             for mode in self.modes
@@ -197,6 +218,37 @@ class Plan:
     def explain(self) -> str:
         """Say in plain words what the plan is, why, how sure that is, and where it is tight."""
         return explanation(self)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per partition: times in seconds for one micro-batch, sizes in bytes.
+
+        ``layers`` is their number, ``first`` and ``last`` are names. ``time`` is that of
+        `micro_batch_time`; ``recomputed`` counts micro-batches. Each part of the peak memory has a
+        column that ends with ``_bytes``, and ``peak_bytes`` is their sum.
+        """
+        import pandas as pd
+
+        lines = []
+        for j, part in enumerate(self.partitions):
+            own = asdict(part)
+            del own["fingerprints"]
+            names, parts = own.pop("layers"), own.pop("memory")
+            lines.append(
+                {
+                    "partition": j,
+                    "device": self.devices[j],
+                    "layers": len(names),
+                    "first": names[0],
+                    "last": names[-1],
+                    "checkpoint": self.modes[j],
+                    "recomputed": self.recomputed[j],
+                    "time": self.micro_batch_time(j),
+                    **own,
+                    **{f"{name}_bytes": size for name, size in parts.items()},
+                    "peak_bytes": part.memory.total,
+                }
+            )
+        return pd.DataFrame(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""

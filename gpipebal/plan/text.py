@@ -211,19 +211,24 @@ def _order(plan: Plan) -> list[str]:
 
 
 def _moves(plan: Plan) -> list[str]:
+    ways = ("left", "right")
+    # A cut is as decisive as its cheaper move.
     moves = [
-        (more, j, way)
+        min((more, j, way) for more, way in zip(pair, ways, strict=True) if more is not None)
         for j, pair in enumerate(plan.sensitivity)
-        for more, way in zip(pair, ("left", "right"), strict=True)
-        if more is not None
+        if pair != (None, None)
     ]
     if not moves:
         return []
     cheap, costly = min(moves), max(moves)
-    share = f" ({format_percent(costly[0] / plan.value)})" if plan.value else ""
+
+    def adds(move: tuple[float, int, str]) -> str:
+        share = f" ({format_percent(move[0] / plan.value)})" if plan.value else ""
+        return f"one layer to the {move[2]} adds {format_value(plan, move[0])}{share}"
+
+    if len(moves) == 1:
+        return [f"To move the cut behind partition {cheap[1]} costs at least: {adds(cheap)}."]
     return [
-        f"Of all cuts, the one behind partition {cheap[1]} is the least decisive: one layer to "
-        f"the {cheap[2]} adds {format_value(plan, cheap[0])}. The most decisive is the one behind "
-        f"partition {costly[1]}: one layer to the {costly[2]} adds "
-        f"{format_value(plan, costly[0])}{share}."
+        f"Of all cuts, the one behind partition {cheap[1]} is the least decisive: {adds(cheap)}. "
+        f"The most decisive is the one behind partition {costly[1]}: {adds(costly)}."
     ]

@@ -11,21 +11,27 @@ from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.problem import Problem
 from gpipebal.solvers import explain_infeasible, find
+from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.levels import MOST_STATES, Levels, count_states, memory_limits
 from gpipebal.solvers.peak import least_shortage, peaks_of
+from gpipebal.solvers.reachability import Path
 from gpipebal.units import format_bytes
 
-__all__ = ["explain"]
+__all__ = ["explain", "with_more"]
 
 #: Most partitions that are advised, as a multiple of those that were asked for.
 _MOST_TIMES = 4
 
 
-def explain(posed: Posed) -> InfeasibleError:
+#: What keeps tied parameters possible where their layers are not in one partition.
+_TIED = " (partitions that share a parameter may be on one device; or untie it)"
+
+
+def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     """Say which partition lacks how much memory, and what would help.
 
     Args:
-        posed: A question without an answer, at one number of micro-batches.
+        all_posed: A question without an answer, at each number of micro-batches.
 
     Returns:
         An error whose text names the partition that lacks most, in the split that lacks least,
@@ -34,19 +40,20 @@ def explain(posed: Posed) -> InfeasibleError:
     Complexity:
         That of the least shortage, and a search for each thing that might help.
     """
-    question = posed.question
+    question = all_posed[0].question
     if question.cost is not None:
         return InfeasibleError(
             "no split is allowed: cost is None or infinite for a partition of every split, or "
             f"limits and rules forbid it (expected {question.n_partitions} runs that are allowed)."
             "\nFix: another number of partitions, or allow more runs."
         )
-    problem = posed.cautious if posed.is_limited else posed.problem
-    problem = replace(problem, any_order=False) if _is_large(problem) else problem
-    short = least_shortage(problem) if posed.is_limited else None
-    if short is None or short[0] <= 0:
-        return _without_shortage(posed, short is not None)
-    lack, path = short
+    shortages = [(_shortage(posed), k) for k, posed in enumerate(all_posed)]
+    known = [(short[0], k, short[1]) for short, k in shortages if short is not None]
+    if not known:
+        return _without_shortage(all_posed[0])
+    lack, k, path = min(known, key=lambda one: one[:2])
+    posed = all_posed[k]
+    problem = _to_explain(posed)
     peaks = peaks_of(problem, path)
     limits = memory_limits(problem)
     order = Levels(problem).devices_of(path.groups)
@@ -64,18 +71,36 @@ def explain(posed: Posed) -> InfeasibleError:
     helps = [text for text, other in _changes(question, lack) if _has_plan(other)]
     if not helps:
         helps = ["a smaller model, or fewer rows in a mini-batch"]
+    # What waits depends on the clock, and not every plan was tried that might fit by it.
+    waits = "" if find(_in_order_if_large(posed.problem), "bottleneck") is None else _WAITS
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
         f"(expected {format_bytes(lack)} more, in the split that lacks least: layers {start} to "
-        f"{end - 1}, {run}, need {format_bytes(peaks[j])}, and {format_bytes(limit)} may be used)."
-        f"\nFix: {'; or '.join(helps)}.",
+        f"{end - 1}, {run}, need {format_bytes(peaks[j])}, and {format_bytes(limit)} may be used"
+        f"{waits}).\nFix: {'; or '.join(helps)}.",
         partition=j,
         shortage=lack,
     )
 
 
-def _is_large(problem: Problem) -> bool:
-    return count_states(problem) > MOST_STATES
+_WAITS = (
+    ", counting all that can wait for busy neighbours: without that some splits fit, but those "
+    "that were tried do not in their own timelines"
+)
+
+
+def _to_explain(posed: Posed) -> Problem:
+    return _in_order_if_large(posed.cautious if posed.is_limited else posed.problem)
+
+
+def _shortage(posed: Posed) -> tuple[int, Path] | None:
+    """Return the least that is lacking, with its split; None if no memory would help."""
+    return least_shortage(_to_explain(posed)) if posed.is_limited else None
+
+
+def _in_order_if_large(problem: Problem) -> Problem:
+    """Keep the order of devices of too many kinds: what fits in it fits where any may be taken."""
+    return replace(problem, any_order=False) if count_states(problem) > MOST_STATES else problem
 
 
 def _given(question: Question, device: int, limit: int) -> int:
@@ -85,14 +110,13 @@ def _given(question: Question, device: int, limit: int) -> int:
     return limit if of_device is None else of_device
 
 
-def _without_shortage(posed: Posed, waits: bool) -> InfeasibleError:
-    if not waits:
-        return explain_infeasible(posed.problem)
-    # Everything fits with the most that can wait, so a plan was found: not reached.
-    return InfeasibleError(
-        "no plan was found: memory_limit is kept by some split only for some clocks (expected a "
-        "larger limit).\nFix: checkpoint='auto', or a little more memory."
-    )
+def _without_shortage(posed: Posed) -> InfeasibleError:
+    """Say which rules leave no split, in the words of `solve`."""
+    question = posed.question
+    what = str(explain_infeasible(posed.problem)).partition("\nFix: ")[0]
+    changes = [*_looser(question), *_fewer_partitions(question)]
+    helps = [text for text, other in changes if _has_plan(other)]
+    return InfeasibleError(f"{what}\nFix: {'; or '.join(helps or ['fewer rules'])}.")
 
 
 def _has_plan(question: Question) -> bool:
@@ -101,9 +125,9 @@ def _has_plan(question: Question) -> bool:
         try:
             posed = pose(question, chunks)
             problem = posed.cautious if posed.is_limited else posed.problem
-            if _is_large(problem):
-                problem = replace(problem, any_order=False)
-            if find(problem, "bottleneck") is not None:
+            if not question.is_searched:
+                check_method(problem, question.objective, question.method)
+            if find(_in_order_if_large(problem), "bottleneck") is not None:
                 return True
         except (BalanceError, ProfileError):
             continue
@@ -118,17 +142,40 @@ def _changes(question: Question, lack: int) -> Iterator[tuple[str, Question]]:
     yield from _more_chunks(question)
     yield from _more_partitions(question)
     yield from _more_memory(question, lack)
+    yield from _looser(question)
+
+
+def _looser(question: Question) -> Iterator[tuple[str, Question]]:
+    """Drop one rule, or loosen it as little as possible."""
     rules = question.rules
-    if rules is not None:
-        looser = {
-            "no_cut": replace(rules, no_cut=()),
-            "keep_together": replace(rules, keep_together=()),
-            "pin": replace(rules, pin=()),
-            "max_layers": replace(rules, max_layers=None),
-        }
-        for name, fewer in looser.items():
-            if fewer != rules:
-                yield f"without {name}", replace(question, rules=fewer)
+    if rules is None:
+        return
+    without = {
+        "no_cut": replace(rules, no_cut=()),
+        "keep_together": replace(rules, keep_together=()),
+        "pin": replace(rules, pin=()),
+        "max_layers": replace(rules, max_layers=None),
+    }
+    for name, fewer in without.items():
+        if fewer != rules:
+            tied = name == "keep_together" and bool(question.profile.ties)
+            yield f"without {name}{_TIED * tied}", replace(question, rules=fewer)
+    if rules.max_layers is not None:
+        for longest in range(rules.max_layers + 1, question.profile.n_layers):
+            looser = replace(question, rules=replace(rules, max_layers=longest))
+            if _has_plan(looser):
+                yield f"max_layers={longest}", looser
+                return
+
+
+def _fewer_partitions(question: Question) -> Iterator[tuple[str, Question]]:
+    """Find the most partitions, fewer than were asked for, that rules leave a split into."""
+    if question.devices is None and not isinstance(question.limits, tuple):
+        for n in range(question.n_partitions - 1, 0, -1):
+            fewer = replace(question, n_partitions=n)
+            if isinstance(question.checkpoint, str) and _has_plan(fewer):
+                yield f"partitions={n}", fewer
+                return
 
 
 def _more_chunks(question: Question) -> Iterator[tuple[str, Question]]:
@@ -183,16 +230,15 @@ def _more_memory(question: Question, lack: int) -> Iterator[tuple[str, Question]
         reserve = question.reserve_of(limits)
         if reserve >= lack:
             yield f"reserve={reserve - lack}", replace(question, reserve=reserve - lack)
-        more = _with_more(question, limits, lack)
+        more = with_more(question, limits, lack)
         yield f"memory_limit={more}", replace(question, limits=more)
     elif limits is not None:
-        more_each = tuple(
-            None if one is None else _with_more(question, one, lack) for one in limits
-        )
+        more_each = tuple(None if one is None else with_more(question, one, lack) for one in limits)
         yield f"memory_limit={list(more_each)}", replace(question, limits=more_each)
 
 
-def _with_more(question: Question, limit: int, lack: int) -> int:
+def with_more(question: Question, limit: int, lack: int) -> int:
+    """Return a memory limit that leaves so many bytes more when the reserve is taken off."""
     needed = limit - question.reserve_of(limit) + lack
     while limit - question.reserve_of(limit) < needed:
         limit += needed - (limit - question.reserve_of(limit))

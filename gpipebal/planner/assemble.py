@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from gpipebal.memory import partition_memory
@@ -18,8 +17,9 @@ from gpipebal.planner.times import (
 )
 from gpipebal.profile import Profile
 from gpipebal.schedule import SCHEDULES, Checkpoint
+from gpipebal.timeline import Timeline
 
-__all__ = ["assemble", "equal_split"]
+__all__ = ["assemble", "equal_split", "peaks_in_time"]
 
 
 def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
@@ -31,6 +31,40 @@ def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
     """
     small, n_large = divmod(n_layers, n_partitions)
     return tuple(j * small + min(j, n_large) for j in range(n_partitions + 1))
+
+
+def peaks_in_time(
+    profile: Profile,
+    bounds: Sequence[int],
+    *,
+    chunks: int,
+    checkpoint: Checkpoint,
+    schedule: str,
+    loss_inside: bool,
+    shared_memory: bool,
+    around: Surroundings | None = None,
+) -> tuple[tuple[PeakMemory, ...], Timeline]:
+    """Predict the peak memory of every partition in its own timeline, and that timeline.
+
+    Under schedules that only torch runs, what each partition holds whatever the schedule.
+    """
+    pause = None if loss_inside else pause_time(profile, chunks)
+    timeline = step_timeline(
+        profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
+    )
+    if schedule not in SCHEDULES:
+        return _what_stays(profile, bounds), timeline
+    memory = partition_memory(
+        profile,
+        bounds,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        loss_inside=loss_inside,
+        shared_memory=shared_memory,
+        timeline=timeline,
+    )
+    return memory, timeline
 
 
 def assemble(
@@ -47,9 +81,9 @@ def assemble(
     status: str,
     method: str,
     makespan: float,
+    bottleneck: float,
     equal_split_value: float | None,
-    shared_memory: bool | None,
-    bottleneck: float | None = None,
+    shared_memory: bool,
     around: Surroundings | None = None,
     limits: Sequence[int | None] | None = None,
     device_order: tuple[int, ...] = (),
@@ -59,29 +93,20 @@ def assemble(
 
     `profile` is that at the rows of the plan's micro-batches. `around` has the devices, partition
     by partition, and the links, and `limits` the memory limit of each partition; None: nothing
-    special. `bottleneck` is that of the partitions' times, and `shared_memory` whether the profile
-    was taken on a CPU, if they are None. All else is as in `Plan`.
+    special. All else is as in `Plan`.
     """
     around = around or Surroundings()
-    if shared_memory is None:
-        shared_memory = profile.provenance.get("device_type") == "cpu"
-    pause = None if loss_inside else pause_time(profile, chunks)
-    timeline = step_timeline(
-        profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
+    memory, timeline = peaks_in_time(
+        profile,
+        bounds,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        loss_inside=loss_inside,
+        shared_memory=shared_memory,
+        around=around,
     )
-    if schedule in SCHEDULES:
-        memory = partition_memory(
-            profile,
-            bounds,
-            chunks=chunks,
-            checkpoint=checkpoint,
-            schedule=schedule,
-            loss_inside=loss_inside,
-            shared_memory=shared_memory,
-            timeline=timeline,
-        )
-    else:
-        memory = _what_stays(profile, bounds)
+    if schedule not in SCHEDULES:
         notes = (*notes, f"Memory is that of the model: under {schedule!r} no more is predicted.")
     times = durations(profile, bounds, around=around)
     partitions = []
@@ -98,12 +123,14 @@ def assemble(
                 memory_limit=None if limits is None else limits[j],
                 receive_time=times.forward_transfer[j] if times.forward_transfer else 0.0,
                 return_time=times.backward_transfer[j] if times.backward_transfer else 0.0,
+                weight_time=times.weight_gradients[j],
             )
         )
+    pause = None if loss_inside else pause_time(profile, chunks)
     loss_known = pause is not None or (loss_inside and loss_of_micro_batch(profile) is not None)
     beside = time_beside(profile, loss_inside)
     step_time = None if not loss_known or beside is None else timeline.makespan + beside
-    plan = Plan(
+    return Plan(
         partitions=tuple(partitions),
         chunks=chunks,
         rows=profile.rows,
@@ -115,7 +142,7 @@ def assemble(
         status=status,
         method=method,
         makespan=makespan,
-        bottleneck=0.0,
+        bottleneck=bottleneck,
         step_time=step_time,
         pause_time=pause,
         loss_inside=loss_inside,
@@ -126,9 +153,6 @@ def assemble(
         notes=notes,
         provenance=dict(profile.provenance),
     )
-    if bottleneck is None:
-        bottleneck = max(plan.micro_batch_time(j) for j in range(plan.n_partitions))
-    return replace(plan, bottleneck=bottleneck)
 
 
 def _what_stays(profile: Profile, bounds: Sequence[int]) -> tuple[PeakMemory, ...]:

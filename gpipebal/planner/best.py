@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Literal
+from numbers import Real
+from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.plan import Plan
-from gpipebal.planner.assemble import assemble, equal_split
+from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.schedules import search, weight_shares
-from gpipebal.planner.sensitivity import sensitivity
-from gpipebal.planner.times import Surroundings, durations, order_for
-from gpipebal.problem import Problem, to_bounds
-from gpipebal.schedule import Checkpoint, CheckpointMode
-from gpipebal.simulator import place
+from gpipebal.planner.schedules import bound_of, search
+from gpipebal.problem import Problem
+from gpipebal.schedule import CheckpointMode
+from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, iter_best_splits, split_any_cost
 
-__all__ = [
-    "best_of",
-    "best_of_all",
-    "fits",
-    "lower_bound_of",
-    "plan_of_split",
-    "solved",
-    "with_sensitivity",
-]
+__all__ = ["Best", "best_of", "best_of_all", "lower_bound_of", "roomier", "solved"]
 
-#: How many of the best splits are tried where the best one has too much waiting.
-_MOST_TRIED = 16
+#: How many of the best splits are tried where the best one has too much waiting; and with how many
+#: layers times partitions that is done only to be sure that there is no better one.
+_MOST_TRIED, _FEW = 16, 400
+
+
+class Best(NamedTuple):
+    """What was found for one number of micro-batches.
+
+    Attributes:
+        plan: The best plan that fits; None: none was found.
+        lower_bound: No plan that fits has a smaller value; infinity: there is none.
+    """
+
+    plan: Plan | None
+    lower_bound: float
 
 
 def lower_bound_of(problem: Problem, objective: str) -> float:
-    """Bound the makespan of every split from below, in no time; 0 for another objective.
+    """Bound the makespan of every split under GPipe, in no time; 0 for another objective.
 
     All micro-batches go through all layers once, and then again and again through the largest
     layer, or an even share, on the fastest device there is for it.
@@ -67,42 +72,119 @@ def _modes_of(problem: Problem) -> Sequence[str]:
     return [checkpoint] if isinstance(checkpoint, str) else list(checkpoint)
 
 
-def best_of(posed: Posed) -> Plan | None:
-    """Find the best plan at one number of micro-batches; None if nothing fits.
+def _quick_bound(posed: Posed) -> float:
+    question = posed.question
+    if question.is_searched:
+        shares = weight_shares(posed.profile)
+        return bound_of(posed.problem, question.schedule, weight_share=shares)
+    return lower_bound_of(posed.problem, question.objective)
+
+
+def best_of(posed: Posed) -> Best:
+    """Find the best plan at one number of micro-batches.
 
     Limits are first compared without what waits for busy neighbours. If the plan that is found
-    exceeds one of them in its own timeline, the search is done again with the most that can wait,
-    and the gap tells between which values the best plan is.
+    exceeds one of them in its own timeline, more is recomputed, where that is open; the search is
+    done again with the most that can wait; and the next best splits are tried. The gap tells
+    between which values the best plan is.
     """
     question = posed.question
     found = solved(posed, posed.problem)
     if found is None:
-        return None
+        return Best(None, math.inf)
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
         plan = _least_waiting(posed, plan)
     if fits(plan):
-        return plan
+        return Best(plan, plan.lower_bound)
+    bound = found.lower_bound
     careful = solved(posed, posed.cautious)
-    others = [] if careful is None else [careful]
-    for other in (*others, *_next_best(posed)):
-        plan = plan_of_split(posed, _bounded(other, found.lower_bound))
+    tried = [roomier(posed, found, plan)]
+    tried += [] if careful is None else [plan_of_split(posed, careful)]
+    best = _least([one for one in tried if fits(one)])
+    n_places = posed.problem.n_layers * posed.problem.n_partitions
+    if best is None or (best.value > bound and n_places <= _FEW):
+        best, bound = _among_next(posed, best, bound)
+    if best is None:
+        return Best(None, bound)
+    bound = min(bound, best.value)
+    status: Literal["optimal", "feasible"] = "optimal" if best.value <= bound else "feasible"
+    best = replace(best, lower_bound=bound, status=status)
+    if best.gap:
+        note = (
+            "A split that is better without what waits for busy neighbours exceeds a limit with it."
+        )
+        best = replace(best, notes=(*best.notes, note))
+    return Best(best, bound)
+
+
+def _among_next(posed: Posed, best: Plan | None, bound: float) -> tuple[Plan | None, float]:
+    """Try the next best splits; return the best plan that fits, and a bound on all."""
+    # Then one split is one plan, and what comes behind a split in the ranking is no better.
+    is_given = not posed.is_open
+    n_tried = 0
+    for other in _next_best(posed):
+        if is_given:
+            bound = max(bound, other.lower_bound)
+        if best is not None and other.lower_bound >= best.value:
+            return best, bound
+        n_tried += 1
+        plan = roomier(posed, other, plan_of_split(posed, other))
         if fits(plan):
-            note = (
-                "A split that is better without what waits for busy neighbours exceeds a limit "
-                "with it."
-            )
-            return replace(plan, notes=(*plan.notes, note)) if plan.gap else plan
-    return None
+            best = _least([plan, *([] if best is None else [best])])
+            if is_given:
+                return best, bound
+    if is_given and 0 < n_tried < _MOST_TRIED:
+        # All of them were tried: whatever fits was found.
+        return best, math.inf if best is None else best.value
+    return best, bound
 
 
-def _bounded(split: Split, lower_bound: float) -> Split:
-    optimal = split.value <= lower_bound
-    return replace(
-        split,
-        lower_bound=min(lower_bound, split.value),
-        status="optimal" if optimal else "feasible",
-    )
+def _least(plans: Sequence[Plan]) -> Plan | None:
+    return min(plans, key=lambda plan: plan.value, default=None)
+
+
+#: What a partition does that lacks memory for a mode.
+_SLOWER: dict[CheckpointMode, CheckpointMode] = {"never": "except_last", "except_last": "always"}
+
+
+def roomier(posed: Posed, found: Split, plan: Plan) -> Plan:
+    """Let partitions that exceed their limits recompute more, where modes are open.
+
+    Args:
+        posed: The question.
+        found: A split.
+        plan: The plan of it.
+
+    Returns:
+        A plan that fits, if there is one with the same cuts and devices; else one that does not.
+    """
+    while posed.question.checkpoint == "auto" and not fits(plan):
+        modes = _slower(plan)
+        value = value_of(posed, found.bounds, modes, found.order)
+        if modes == plan.modes or value is None:
+            break
+        bound = min(found.lower_bound, value)
+        status: Literal["optimal", "feasible"] = "optimal" if bound >= value else "feasible"
+        found = replace(found, modes=modes, value=value, lower_bound=bound, status=status)
+        plan = plan_of_split(posed, found)
+    return plan
+
+
+def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
+    """Return the modes of a plan with the next slower one where memory lacks, or beside that.
+
+    What waits in a partition waits for its neighbours, so their modes count too.
+    """
+    lacks = {j for j, part in enumerate(plan.partitions) if not keeps_limit(part)}
+    beside = {j + step for j in lacks for step in (-1, 1)}
+    for which in (lacks, beside, set(range(plan.n_partitions))):
+        modes = tuple(
+            _SLOWER.get(mode, mode) if j in which else mode for j, mode in enumerate(plan.modes)
+        )
+        if modes != plan.modes:
+            return modes
+    return plan.modes
 
 
 def _least_waiting(posed: Posed, plan: Plan) -> Plan:
@@ -118,8 +200,7 @@ def _least_waiting(posed: Posed, plan: Plan) -> Plan:
 
 def _next_best(posed: Posed) -> Iterator[Split]:
     question = posed.question
-    other = question.schedule != "gpipe" and question.objective == "makespan"
-    if question.cost is not None or question.objective == "peak_memory" or other:
+    if question.cost is not None or question.objective == "peak_memory" or question.is_searched:
         return iter(())
     try:
         return islice(iter_best_splits(posed.problem, question.objective), _MOST_TRIED)
@@ -130,7 +211,7 @@ def _next_best(posed: Posed) -> Iterator[Split]:
 def solved(posed: Posed, problem: Problem) -> Split | None:
     """Run the solver that the question asks for; None if nothing fits."""
     question = posed.question
-    if question.schedule != "gpipe" and question.objective == "makespan" and not question.cost:
+    if question.is_searched:
         try:
             return search(
                 problem,
@@ -163,7 +244,16 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
             if end - start > len(peaks) or peaks[end - start - 1] > limit:
                 return None
         found = cost(start, end, j)
-        if found is not None and found < 0:
+        if found is None:
+            return None
+        is_number = isinstance(found, Real) and not isinstance(found, bool)
+        if not is_number or sys.float_info.max < found < math.inf:
+            raise BalanceError(
+                f"cost of a run is no number: cost({start}, {end}, {j})={found!r:.40} (expected a "
+                f"number up to {sys.float_info.max:.3g}, infinity or None).\n"
+                "Fix: return None for what is not allowed."
+            )
+        if found < 0:
             raise BalanceError(
                 f"cost of a run is negative: cost({start}, {end}, {j})={found!r} (expected 0 or "
                 "more).\nFix: return None for what is not allowed."
@@ -179,131 +269,24 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
     return Split(bounds, value, value, "optimal", "dense table", modes, tuple(range(n_partitions)))
 
 
-def fits(plan: Plan) -> bool:
-    """Whether every partition of a plan keeps its limit."""
-    return all(
-        part.memory_limit is None or part.memory.total <= part.memory_limit
-        for part in plan.partitions
-    )
-
-
-def plan_of_split(posed: Posed, found: Split) -> Plan:
-    """Put a split into a plan."""
-    problem, question = posed.problem, posed.question
-    bounds, modes, order = found.bounds, found.modes, found.order
-    n = problem.n_partitions
-    in_order = order == tuple(range(n))
-    equal = equal_split(problem.n_layers, n)
-    objective = "cost" if question.cost is not None else question.objective
-    plan = assemble(
-        posed.profile,
-        bounds,
-        chunks=posed.chunks,
-        checkpoint=_checkpoint_of(modes),
-        schedule=question.schedule,
-        loss_inside=question.loss_inside,
-        objective=objective,
-        value=float(found.value),
-        lower_bound=float(found.lower_bound),
-        status=found.status,
-        method=found.method,
-        makespan=_makespan_of(posed, bounds, modes, order),
-        bottleneck=float(problem.bottleneck(bounds, modes, order)),
-        equal_split_value=_value_of(posed, equal, modes, order),
-        shared_memory=question.shared_memory,
-        around=_around(posed, order),
-        limits=[posed.limits[k] for k in order] if posed.is_limited else None,
-        device_order=() if in_order else order,
-        notes=posed.notes,
-    )
-    if objective == "peak_memory":
-        peak = max(part.memory.total for part in plan.partitions)
-        status = "optimal" if peak <= found.lower_bound else "feasible"
-        plan = replace(plan, value=peak, lower_bound=found.lower_bound, status=status)
-    return plan
-
-
-def _checkpoint_of(modes: Sequence[CheckpointMode]) -> Checkpoint:
-    return modes[0] if len(set(modes)) == 1 else tuple(modes)
-
-
-def _value_of(
-    posed: Posed,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int],
-) -> float | None:
-    """Return the objective's value of a split, whether or not it keeps limits and rules."""
-    question, problem = posed.question, posed.problem
-    runs = list(enumerate(pairwise(bounds)))
-    if question.cost is not None:
-        costs = [question.cost(a, b, j) for j, (a, b) in runs]
-        known = [cost for cost in costs if cost is not None and math.isfinite(cost)]
-        return float(max(known)) if len(known) == len(costs) else None
-    if question.objective == "peak_memory":
-        assert problem.memory is not None
-        rows = problem.memory.rows
-        return float(max(int(rows(a, j, modes[j])[b - a - 1]) for j, (a, b) in runs))
-    if question.objective == "makespan":
-        return _makespan_of(posed, bounds, modes, order)
-    return float(problem.bottleneck(bounds, modes, order))
-
-
-def _around(posed: Posed, order: Sequence[int]) -> Surroundings:
-    devices = posed.problem.devices
-    return Surroundings(
-        None if devices is None else [devices[k] for k in order], posed.problem.links
-    )
-
-
-def _makespan_of(
-    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
-) -> float:
-    """Return the makespan of a split: GPipe's formula, or a simulation."""
-    schedule = posed.question.schedule
-    if schedule == "gpipe":
-        return float(posed.problem.makespan(bounds, modes, order))
-    around = _around(posed, order)
-    times = durations(posed.profile, bounds, around=around)
-    actions = order_for(schedule, len(bounds) - 1, posed.chunks, _checkpoint_of(modes))
-    return place(actions, times, overlap=around.overlaps).makespan
-
-
-def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
-    """Add how decisive each cut is."""
-    question = posed.question
-    if question.schedule != "gpipe" and question.objective == "makespan" and not question.cost:
-        return plan  # each moved cut would be a simulation
-    moves = sensitivity(
-        posed.problem,
-        to_bounds(plan.balance),
-        plan.modes,
-        plan.devices,
-        "cost" if question.cost is not None else question.objective,
-        question.cost,
-    )
-    return replace(plan, sensitivity=moves)
-
-
 def best_of_all(posed: Sequence[Posed]) -> tuple[Posed, Plan] | None:
-    """Find the best plan among numbers of micro-batches; None if nothing fits.
+    """Find the best plan among numbers of micro-batches; None if none was found.
 
     The most promising are solved first; what is bounded above the best one found is left out.
     """
     if len(posed) == 1:
-        plan = best_of(posed[0])
+        plan = best_of(posed[0]).plan
         return None if plan is None else (posed[0], plan)
-    bounds = [lower_bound_of(one.problem, one.question.objective) for one in posed]
+    bounds = [_quick_bound(one) for one in posed]
     best: tuple[Posed, Plan] | None = None
     proven = math.inf
     for k in sorted(range(len(posed)), key=bounds.__getitem__):
         if best is not None and bounds[k] >= best[1].value:
             break
-        plan = best_of(posed[k])
-        if plan is not None:
-            proven = min(proven, plan.lower_bound)
-            if best is None or plan.value < best[1].value:
-                best = posed[k], plan
+        plan, bound = best_of(posed[k])
+        proven = min(proven, bound)
+        if plan is not None and (best is None or plan.value < best[1].value):
+            best = posed[k], plan
     if best is None:
         return None
     lower_bound = min(proven, best[1].value)

@@ -7,22 +7,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
-from gpipebal.planner.assemble import assemble, equal_split
-from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.assemble import equal_split
+from gpipebal.planner.plans import plan_of_balance
+from gpipebal.planner.posing import pose
 from gpipebal.planner.question import Options, Place, Size, ask
-from gpipebal.planner.times import Surroundings, durations
 from gpipebal.problem import Link, to_bounds
 from gpipebal.profile import Profile
-from gpipebal.schedule import (
-    Checkpoint,
-    CheckpointMode,
-    check_count,
-    check_schedule,
-    make_schedule,
-    modes_of,
-)
-from gpipebal.simulator import place
+from gpipebal.schedule import Checkpoint, check_count, check_schedule, modes_of
 
 __all__ = ["evaluate"]
 
@@ -43,8 +36,8 @@ def evaluate(
 ) -> Plan:
     """Predict what a given balance costs, under any schedule and checkpoint modes.
 
-    The makespan comes from the closed form where there is one (``'gpipe'`` with one mode), and
-    from a simulation of the schedule otherwise.
+    The makespan comes from the closed form where there is one (``'gpipe'``), and from a simulation
+    of the schedule otherwise.
 
     The makespan is that of the layers alone, with every forward as long as one that records a
     graph. The step's time is the best prediction: it has the loss, inside the last partition or
@@ -76,6 +69,7 @@ def evaluate(
         BalanceError: a balance that does not add up to the number of layers, a count that is not
             1 or more, an unknown checkpoint mode, or not one per partition; or the caller's loss
             under a schedule that has no moment for it.
+        KindError: `profile` is no Profile.
         UnsupportedPlanError: an unknown schedule.
 
     Complexity:
@@ -87,23 +81,17 @@ def evaluate(
         >>> plan.makespan, plan.lower_bound, plan.recomputed
         (96.0, 96.0, (4, 0))
     """
+    check_kind("profile", profile, Profile)
     bounds = _bounds_of(balance, profile.n_layers)
     n_partitions = len(bounds) - 1
     if chunks is not None:
         check_count("chunks", chunks)
     modes = modes_of(checkpoint, n_partitions)
     check_schedule(schedule)
-    inside = schedule != "gpipe" if loss_inside is None else bool(loss_inside)
-    if not inside and schedule != "gpipe":
-        raise BalanceError(
-            f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
-            "loss_inside=False (expected loss_inside=True: a micro-batch goes back before the last "
-            "one has come out).\nFix: loss_inside=None."
-        )
     options = Options(
         checkpoint=modes,
         schedule=schedule,
-        loss_inside=inside,
+        loss_inside=loss_inside,
         shared_memory=shared_memory,
         devices=devices,
         link=link,
@@ -111,43 +99,9 @@ def evaluate(
         reserve=reserve,
     )
     posed = pose(ask(profile, n_partitions, options), chunks)
-    makespan = _makespan(posed, bounds, modes)
-    equal = equal_split(profile.n_layers, n_partitions)
-    plan = assemble(
-        posed.profile,
-        bounds,
-        chunks=posed.chunks,
-        checkpoint=checkpoint if isinstance(checkpoint, str) else modes,
-        schedule=schedule,
-        loss_inside=inside,
-        objective="makespan",
-        value=makespan,
-        lower_bound=0.0,
-        status="feasible",
-        method="given",
-        makespan=makespan,
-        equal_split_value=_makespan(posed, equal, modes),
-        shared_memory=shared_memory,
-        around=_around(posed),
-        limits=posed.limits if posed.is_limited else None,
-        notes=posed.notes,
-    )
+    plan = plan_of_balance(posed, bounds, modes)
     # Added up in another order the bound may be higher by a rounding error.
-    return replace(plan, lower_bound=min(makespan, _least_makespan(plan)))
-
-
-def _around(posed: Posed) -> Surroundings:
-    return Surroundings(posed.problem.devices, posed.problem.links)
-
-
-def _makespan(posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode]) -> float:
-    schedule = posed.question.schedule
-    if schedule == "gpipe" and len(set(modes)) == 1:
-        return float(posed.problem.makespan(bounds))
-    order = make_schedule(schedule, len(bounds) - 1, posed.chunks, modes)
-    around = _around(posed)
-    times = durations(posed.profile, bounds, around=around)
-    return place(order, times, overlap=around.overlaps).makespan
+    return replace(plan, lower_bound=min(plan.makespan, _least_makespan(plan)))
 
 
 def _least_makespan(plan: Plan) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import BalanceError, GpipebalError
+from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.planner.question import Options
 from gpipebal.planner.solve import solve
@@ -35,6 +36,8 @@ __all__ = ["GridRow", "GridTable", "all_reduce_time", "solve_grid"]
 _MOST_CANDIDATES = 20
 #: Options of `solve` that are about single partitions, of which there is another number each time.
 _REFUSED = ("devices", "any_order", "pin", "cost", "rules")
+#: Options that are one for all partitions.
+_ONE_FOR_ALL = ("memory_limit", "checkpoint")
 #: Options that have to be what they are by default.
 _FIXED = {"schedule": "gpipe", "objective": "makespan"}
 
@@ -191,6 +194,7 @@ def solve_grid(
 
     Raises:
         BalanceError: a count that is not 1 or more, an option that does not apply, or nothing fits.
+        KindError: `profile` is no Profile.
         ProfileError: the profile does not tell what is asked for.
 
     Complexity:
@@ -207,6 +211,7 @@ def solve_grid(
         >>> [(row.replicas, row.partitions, row.time) for row in table.rows]
         [(4, 1, 30.0), (2, 2, 32.0), (1, 4, 33.0)]
     """
+    check_kind("profile", profile, Profile)
     n_devices = check_count("devices", n_devices)
     given: dict[str, Any] = {**options}
     for name in _REFUSED:
@@ -215,6 +220,13 @@ def solve_grid(
                 f"option does not apply to a grid: {name}={given[name]!r} (expected none: the "
                 "number of partitions is another one each time).\n"
                 f"Fix: leave it out, or solve(profile, partitions, {name}=...) for one number."
+            )
+    for name in _ONE_FOR_ALL:
+        if isinstance(given.get(name), (list, tuple)):
+            raise BalanceError(
+                f"option is one for all partitions of a grid: {name}={given[name]!r} (expected one "
+                "value: the number of partitions is another one each time).\n"
+                f"Fix: {name}={given[name][0] if given[name] else None!r}."
             )
     for name, value in _FIXED.items():
         if given.get(name, value) != value:

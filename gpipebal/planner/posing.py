@@ -11,8 +11,10 @@ from gpipebal.errors import BalanceError
 from gpipebal.planner.chunking import at_chunks
 from gpipebal.planner.question import Place, Question
 from gpipebal.planner.run_memory import memory_of
+from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Link, Links, Memory, Problem
 from gpipebal.profile import Profile
+from gpipebal.schedule import CheckpointMode, counted_modes, modes_of
 from gpipebal.units import format_bytes
 
 __all__ = ["Posed", "links_of", "pose"]
@@ -45,6 +47,10 @@ class Posed:
     def _memory(self) -> Memory:
         return _memory_of(self.question, self.profile, self.chunks, cautious=True)
 
+    def counted(self, modes: Sequence[CheckpointMode]) -> tuple[CheckpointMode, ...]:
+        """Return the modes of partitions as they count under the schedule."""
+        return _counted(self.question, self.chunks, modes)
+
     @property
     def limits(self) -> tuple[int | None, ...]:
         """What each device has to give, in the order in which devices were given."""
@@ -52,6 +58,11 @@ class Posed:
         if devices is None:
             return (None,) * self.problem.n_partitions
         return tuple(device.memory_limit for device in devices)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the same cuts can be run in several ways: modes or the order are open."""
+        return self.question.checkpoint == "auto" or self.question.any_order
 
     @property
     def is_limited(self) -> bool:
@@ -71,19 +82,23 @@ def pose(question: Question, chunks: int | None = None) -> Posed:
     """
     profile, notes = at_chunks(question.profile, chunks)
     chunks = profile.chunks if chunks is None else chunks
-    devices = _devices_of(question, chunks)
+    devices = _devices_of(question, profile.rows)
     limited = any(device.memory_limit is not None for device in devices or ())
     memory = None
     if limited or question.objective == "peak_memory":
         memory = _memory_of(question, profile, chunks, cautious=False)
     layers = profile.layers
+    checkpoint = question.checkpoint
+    if checkpoint != "auto" and question.schedule != "gpipe" and question.objective != "makespan":
+        # Orders of actions know by themselves which recomputes they leave out; bottlenecks do not.
+        checkpoint = _counted(question, chunks, modes_of(checkpoint, question.n_partitions))
     problem = Problem(
         forward=[layer.forward_time for layer in layers],
         backward=[layer.backward_time for layer in layers],
         recompute=[layer.recompute_time for layer in layers],
         n_partitions=question.n_partitions,
         chunks=chunks,
-        checkpoint=question.checkpoint,
+        checkpoint=checkpoint,
         devices=devices,
         any_order=question.any_order,
         links=None if question.link is None else links_of(profile, question.link),
@@ -92,6 +107,13 @@ def pose(question: Question, chunks: int | None = None) -> Posed:
     )
     own = (*question.notes, *notes, *_notes_of(question, limited))
     return Posed(question, profile, chunks, problem, own)
+
+
+def _counted(
+    question: Question, chunks: int, modes: Sequence[CheckpointMode]
+) -> tuple[CheckpointMode, ...]:
+    again = recomputes_for(question.schedule, len(modes), chunks, tuple(modes))
+    return counted_modes(modes, again)
 
 
 def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: bool) -> Memory:
@@ -124,8 +146,8 @@ def _notes_of(question: Question, limited: bool) -> list[str]:
     return notes
 
 
-def _devices_of(question: Question, chunks: int) -> tuple[Device, ...] | None:
-    """Return the devices with their times at this number of micro-batches, and their limits."""
+def _devices_of(question: Question, rows: int) -> tuple[Device, ...] | None:
+    """Return the devices with their times for micro-batches of so many rows, and their limits."""
     places: Sequence[Place] | None = question.devices
     if places is None:
         if question.limits is None:
@@ -139,7 +161,7 @@ def _devices_of(question: Question, chunks: int) -> tuple[Device, ...] | None:
         if isinstance(place, Profile):
             # Profiles are large, and the same one mostly stands for many devices.
             if id(place) not in made:
-                made[id(place)] = _device_of(place, chunks)
+                made[id(place)] = _device_of(j, place, rows)
             place = made[id(place)]
         assert isinstance(place, Device)
         if place.memory_limit is None and limit is not None:
@@ -148,8 +170,14 @@ def _devices_of(question: Question, chunks: int) -> tuple[Device, ...] | None:
     return tuple(devices)
 
 
-def _device_of(profile: Profile, chunks: int) -> Device:
-    sized, _ = at_chunks(profile, chunks)
+def _device_of(j: int, profile: Profile, rows: int) -> Device:
+    if profile.rows != rows and not profile.other_sizes:
+        raise BalanceError(
+            f"profile of a device knows other micro-batches only: devices[{j}].rows={profile.rows} "
+            f"(expected {rows}, or several sizes).\n"
+            f"Fix: profile the model with micro-batches of {rows} rows on each type of device."
+        )
+    sized = profile if profile.rows == rows else profile.at_rows(rows)
     return Device(
         forward=[layer.forward_time for layer in sized.layers],
         backward=[layer.backward_time for layer in sized.layers],
@@ -194,7 +222,7 @@ def links_of(profile: Profile, link: Link) -> Links:
                 if trained[skip.source + 1] or not known:
                     backward.update(skip.storages)
         sent.append(profile.bytes_of(forward))
-        returned.append(profile.bytes_of(backward))
+        returned.append(profile.gradient_bytes_of(backward))
     return Links.from_bytes(
         sent, returned, bandwidth=link.bandwidth, latency=link.latency, overlaps=link.overlaps
     )

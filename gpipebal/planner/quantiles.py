@@ -49,7 +49,7 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
     if not number or not 0.5 <= quantile < 1:
         raise BalanceError(
             f"quantile is out of range: quantile={quantile!r} (expected 0.5 <= quantile < 1).\n"
-            "Fix: quantile=0.9, or None for medians."
+            "Fix: quantile=0.9, or quantile=None for medians."
         )
     share = NormalDist().inv_cdf(quantile) / _RANGE
 

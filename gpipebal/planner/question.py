@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
+from gpipebal.kinds import check_kind
 from gpipebal.planner.chunking import chunk_candidates
+from gpipebal.planner.layer_rules import LayerKey, join_rules
+from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.quantiles import at_quantile
+from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
-from gpipebal.problem.checks import check_bytes
+from gpipebal.problem.checks import check_bytes, plain_number
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
     ALL_SCHEDULES,
@@ -24,15 +30,12 @@ from gpipebal.schedule import (
 from gpipebal.solvers import OBJECTIVES, Objective
 from gpipebal.units import parse_bytes
 
-__all__ = ["LayerKey", "Options", "Place", "Question", "Size", "ask", "default_reserve"]
+__all__ = ["AnyCost", "LayerKey", "Options", "Place", "Question", "Size", "ask", "default_reserve"]
 
-#: A layer, by its index or its name.
-LayerKey = int | str
 #: Bytes, or a text such as ``'16 GiB'``.
 Size = int | str
 #: A device: what it is, or how fast beside that of the profile, or its own profile.
 Place = Device | float | Profile
-AnyCost = Callable[[int, int, int], "float | None"]
 
 
 class Options(TypedDict, total=False):
@@ -105,6 +108,11 @@ class Question:
     shared_memory: bool = False
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_searched(self) -> bool:
+        """Whether a simulator has to tell what splits cost: of the makespan, but GPipe's."""
+        return self.schedule != "gpipe" and self.objective == "makespan" and self.cost is None
+
     def reserve_of(self, limit: int) -> int:
         """Return what is kept free on a device of this memory."""
         if self.reserve is not None:
@@ -131,13 +139,21 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
 
     Raises:
         BalanceError: one that makes no sense.
+        KindError: `profile` is no Profile.
         ProfileError: the profile does not tell what they ask for.
     """
+    check_kind("profile", profile, Profile)
     n_partitions = check_count("partitions", partitions)
+    if n_partitions > profile.n_layers:
+        raise BalanceError(
+            f"chain has fewer layers than partitions: partitions={n_partitions} (expected 1 <= "
+            f"partitions <= {profile.n_layers}, the number of layers).\n"
+            f"Fix: partitions={profile.n_layers}, or open nested layers so that there are more."
+        )
     notes: list[str] = []
     quantile = options.get("quantile")
+    profile = _moved(profile, quantile)
     if quantile is not None:
-        profile = at_quantile(profile, quantile)
         notes.append(
             f"Times are upper quantiles ({quantile:g}) of the measured spread, not medians."
         )
@@ -158,7 +174,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
             f"Fix: objective={OBJECTIVES[0]!r}."
         )
-    devices = _devices(options.get("devices"), profile, n_partitions)
+    devices = _devices(options.get("devices"), profile, n_partitions, quantile)
     any_order = bool(options.get("any_order", False))
     if any_order and devices is None:
         raise BalanceError(
@@ -171,16 +187,25 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             f"link is none: link={link!r} (expected a Link).\n"
             "Fix: link=Link(bandwidth=16e9), in bytes per second."
         )
-    cost = options.get("cost")
-    chunks = _chunks(options.get("chunks"), profile, "cost" if cost is not None else objective)
+    cost = check_cost(options.get("cost"))
+    asked = options.get("chunks")
+    chunks = _chunks(asked, profile, "cost" if cost is not None else objective)
+    if chunks is not None and isinstance(asked, str):
+        chunks = runnable(chunks, schedule, n_partitions)
     if cost is not None and (checkpoint == "auto" or any_order):
         raise BalanceError(
             f"a cost of runs leaves nothing else open: checkpoint={checkpoint!r}, "
             f"any_order={any_order} (expected modes and devices that are given, where cost is).\n"
             "Fix: checkpoint='except_last' and any_order=False; the cost may count both."
         )
-    reserve = options.get("reserve")
-    return Question(
+    reserve, limits = options.get("reserve"), _limits(options.get("memory_limit"), n_partitions)
+    if reserve is not None and limits is None:
+        raise BalanceError(
+            f"reserve is taken off a limit, and there is none: reserve={reserve!r}, "
+            "memory_limit=None (expected a limit where a reserve is given; that of a Device has "
+            "none).\nFix: reserve=None, or memory_limit='16 GiB'."
+        )
+    question = Question(
         profile=profile,
         n_partitions=n_partitions,
         chunks=chunks,
@@ -189,17 +214,50 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         objective=objective,
         devices=devices,
         any_order=any_order,
-        limits=_limits(options.get("memory_limit"), n_partitions),
+        limits=limits,
         reserve=None if reserve is None else _size("reserve", reserve),
         link=link,
-        rules=_rules(profile, options),
+        rules=join_rules(
+            profile,
+            options.get("rules"),
+            pin=options.get("pin"),
+            keep_together=options.get("keep_together"),
+            no_cut=options.get("no_cut"),
+            max_layers=options.get("max_layers"),
+        ),
         cost=cost,
         method=options.get("method", "auto"),
-        time_limit=options.get("time_limit"),
+        time_limit=_time_limit(options.get("time_limit")),
         loss_inside=schedule != "gpipe" if loss_inside is None else bool(loss_inside),
         shared_memory=shared,
         notes=tuple(notes),
     )
+    _check_method(question)
+    return question
+
+
+def _check_method(question: Question) -> None:
+    """Refuse a method where there is no choice; solvers say whether others apply."""
+    only = "schedule search" if question.is_searched else "dense table"
+    if question.method not in ("auto", only) and (question.is_searched or question.cost):
+        why = f"schedule={question.schedule!r}" if question.is_searched else "cost"
+        raise BalanceError(
+            f"method does not apply where {why} is given: method={question.method!r} (expected "
+            f"'auto' or {only!r}).\nFix: method='auto'."
+        )
+
+
+def _time_limit(seconds: Any) -> float | None:
+    if seconds is None or plain_number(seconds) >= 0:
+        return None if seconds is None else plain_number(seconds)
+    raise BalanceError(
+        f"time_limit is not a time: time_limit={seconds!r} (expected seconds, 0 or more).\n"
+        "Fix: time_limit=60, or time_limit=None for as long as it takes."
+    )
+
+
+def _moved(profile: Profile, quantile: float | None) -> Profile:
+    return profile if quantile is None else at_quantile(profile, quantile)
 
 
 def _schedule(options: Options) -> str:
@@ -252,11 +310,21 @@ def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | 
 
 
 def _devices(
-    devices: Sequence[Place] | None, profile: Profile, n_partitions: int
+    devices: Sequence[Place] | None,
+    profile: Profile,
+    n_partitions: int,
+    quantile: float | None,
 ) -> tuple[Place, ...] | None:
     if devices is None:
         return None
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise BalanceError(
+            f"devices are no list: devices={devices!r:.60} (expected one for each of "
+            f"{n_partitions} partitions: a Device, a Profile, or its speed).\n"
+            f"Fix: devices=[1] * {n_partitions}, all as fast as the profile's; or devices=None."
+        )
     found: list[Place] = []
+    made: dict[int, Profile] = {}  # the same one mostly stands for many devices
     for j, device in enumerate(devices):
         if isinstance(device, Profile):
             if device.names != profile.names:
@@ -265,11 +333,14 @@ def _devices(
                     f"{device.n_layers} layers (expected the same {profile.n_layers} layers).\n"
                     "Fix: profile the same model on each type of device."
                 )
-            found.append(device)
+            found.append(made.setdefault(id(device), _moved(device, quantile)))
         elif isinstance(device, Device):
             found.append(device)
         elif (
-            isinstance(device, Real) and not isinstance(device, bool) and 0 < device < float("inf")
+            isinstance(device, Real)
+            and not isinstance(device, bool)
+            # One divided by it is a float too.
+            and 1 / sys.float_info.max <= device < math.inf
         ):
             found.append(Device(slowness=1 if device == 1 else 1 / float(device)))
         else:
@@ -312,49 +383,3 @@ def _size(name: str, size: Any) -> int:
         return parse_bytes(size)
     except UsageError as error:
         raise BalanceError(str(error).replace("size", name)) from None
-
-
-def _rules(profile: Profile, options: Options) -> Rules | None:
-    """Join the rules that were given, with layers by their index."""
-    given = options.get("rules")
-    pin = options.get("pin") or {}
-    together = [
-        tuple(_layer(profile, "keep_together", one) for one in pair)
-        for pair in options.get("keep_together") or ()
-    ]
-    no_cut = [_layer(profile, "no_cut", one) for one in options.get("no_cut") or ()]
-    max_layers = options.get("max_layers")
-    if max_layers is not None:
-        max_layers = check_count("max_layers", max_layers)
-    if given is None and not pin and not together and not no_cut and max_layers is None:
-        return None
-    pinned = [(_layer(profile, "pin", one), j) for one, j in pin.items()]
-    for pair in together:
-        if not pair:
-            raise BalanceError(
-                "layers to keep together are none: keep_together has an empty group (expected the "
-                "first and the last layer of each).\nFix: keep_together=[('embed', 'head')]."
-            )
-    spans = [(min(pair), max(pair)) for pair in together]
-    if given is not None:
-        spans += list(given.keep_together)
-        no_cut += list(given.no_cut)
-        pinned += list(given.pinned)
-        if given.max_layers is not None:
-            max_layers = min(given.max_layers, max_layers or given.max_layers)
-    return Rules(no_cut=no_cut, keep_together=spans, pin=pinned, max_layers=max_layers)
-
-
-def _layer(profile: Profile, rule: str, key: LayerKey) -> int:
-    """Return the index of a layer that is given by index or name."""
-    if isinstance(key, str):
-        if key in profile.names:
-            return profile.names.index(key)
-    elif isinstance(key, int) and not isinstance(key, bool) and 0 <= key < profile.n_layers:
-        return key
-    raise BalanceError(
-        f"rule is about a layer that does not exist: {rule} has {key!r} (expected 0 <= index < "
-        f"{profile.n_layers}, or one of the names {', '.join(map(repr, profile.names[:5]))}"
-        f"{', ...' if profile.n_layers > 5 else ''}).\n"
-        "Fix: profile.names lists all layers; count from 0."
-    )

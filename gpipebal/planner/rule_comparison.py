@@ -8,18 +8,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
-from gpipebal.planner.best import plan_of_split
-from gpipebal.planner.evaluate import evaluate
-from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.plans import plan_of_balance
+from gpipebal.planner.posing import pose
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options, ask
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
 from gpipebal.planner.times import problem_of
 from gpipebal.problem import to_balance, to_bounds
 from gpipebal.profile import Profile
-from gpipebal.solvers import Split, split
+from gpipebal.schedule import counted_modes
+from gpipebal.solvers import split
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ def compare_rules(
     Raises:
         ProfileError: the profile is of another chain than the plan, or the plan has other costs.
         BalanceError: options that make no sense.
+        KindError: what was given is no Profile, or no Plan.
 
     Example:
         >>> from gpipebal.planner import solve
@@ -167,6 +169,8 @@ def compare_rules(
         >>> [(row.rule, row.balance, row.makespan) for row in table.rows[:2]]
         [('plan', (4, 5, 1), 147.0), ('equal layers', (4, 3, 3), 189.0)]
     """
+    check_kind("profile", profile, Profile)
+    check_kind("plan", plan, Plan)
     if plan.n_layers != profile.n_layers:
         raise ProfileError(
             f"plan is of another chain than the profile: plan.n_layers={plan.n_layers} (expected "
@@ -183,7 +187,8 @@ def compare_rules(
     profile, n_partitions = costs.profile, plan.n_partitions
     times = [layer.forward_time + layer.backward_time for layer in profile.layers]
     problem = replace(
-        problem_of(profile, n_partitions, plan.chunks, "never"), checkpoint=plan.checkpoint
+        problem_of(profile, n_partitions, plan.chunks, "never"),
+        checkpoint=counted_modes(plan.modes, plan.recomputed),
     )
     rules: dict[str, Callable[[], Sequence[int]]] = {
         "equal layers": lambda: equal_split(plan.n_layers, n_partitions),
@@ -219,38 +224,22 @@ class _CostsOf:
         # Of one size: it is the size of the plan's micro-batches, however many there are.
         self.profile = replace(profile, other_sizes=())
         self._plan = plan
-        self._posed: Posed | None = None
-        if plan.schedule == "gpipe":
-            asked: Options = {
-                "checkpoint": plan.checkpoint,
-                "objective": "bottleneck" if plan.objective == "bottleneck" else "makespan",
-                "devices": options.get("devices"),
-                "link": options.get("link"),
-                "loss_inside": plan.loss_inside,
-                "shared_memory": plan.shared_memory,
-            }
-            self._posed = pose(ask(self.profile, plan.n_partitions, asked), plan.chunks)
+        asked: Options = {
+            "checkpoint": plan.checkpoint,
+            "schedule": plan.schedule,
+            "objective": "bottleneck" if plan.objective == "bottleneck" else "makespan",
+            "devices": options.get("devices"),
+            "link": options.get("link"),
+            "loss_inside": plan.loss_inside,
+            "shared_memory": plan.shared_memory,
+        }
+        self._posed = pose(ask(self.profile, plan.n_partitions, asked), plan.chunks)
 
     def plan_of(self, balance: Sequence[int]) -> Plan:
         """Predict what a balance costs."""
-        plan = self._plan
-        if self._posed is None:
-            return evaluate(
-                self.profile,
-                balance,
-                chunks=plan.chunks,
-                checkpoint=plan.checkpoint,
-                schedule=plan.schedule,
-                loss_inside=plan.loss_inside,
-                shared_memory=plan.shared_memory,
-            )
-        order = plan.device_order or tuple(range(plan.n_partitions))
-        bounds = to_bounds(balance)
-        problem = self._posed.problem
-        value_of = problem.bottleneck if plan.objective == "bottleneck" else problem.makespan
-        value = float(value_of(bounds, plan.modes, order))
-        found = Split(bounds, value, 0.0, "feasible", "given", plan.modes, order)
-        return plan_of_split(self._posed, found)
+        return plan_of_balance(
+            self._posed, to_bounds(balance), self._plan.modes, self._plan.devices
+        )
 
 
 def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:

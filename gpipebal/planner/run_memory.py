@@ -100,10 +100,10 @@ class RunMemory:
         ahead: tuple[int, ...] | None,
     ) -> None:
         self._profile, self._chunks = profile, chunks
-        self._shared, self._waiting = shared_memory, waiting == "most"
+        self._waiting = waiting == "most"
         self._ahead = ahead
         loss = loss_of_micro_batch(profile) if loss_inside else None
-        self._chain = Chain(profile, loss)
+        self._chain = Chain(profile, loss, shared_memory)
         self._kind = self._number_type()
         self._tables: list[RunPeaks] | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
@@ -161,7 +161,6 @@ class RunMemory:
             RunPeaks(
                 StorageTables(self._chain, variants[low : low + n_rows], self._kind),
                 self._chunks,
-                self._shared,
             )
             for low in range(0, len(variants), n_rows)
         ]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.memory.cell import Cell
+from gpipebal.memory.cell import Cell, backward_peak, copied
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.moments import Moment
 from gpipebal.planner.storage_tables import StorageTables
+from gpipebal.planner.tie_tables import TieTables
 from gpipebal.profile import LayerProfile
 
 if TYPE_CHECKING:
@@ -30,35 +31,38 @@ class RunPeaks:
     Rows are variants, columns ends from 1 to the number of layers (less one: column 0 is end 1).
     """
 
-    def __init__(self, tables: StorageTables, chunks: int, shared: bool) -> None:
-        self._tables, self._chunks, self._shared = tables, chunks, shared
+    def __init__(self, tables: StorageTables, chunks: int) -> None:
+        self._tables, self._chunks = tables, chunks
         chain = tables.chain
+        self._shared = chain.shared_memory
         self.variants = tables.variants
         self._chain, self._profile = chain, chain.profile
         self._n = chain.profile.n_layers
         #: The column of each end in the tables of storages: with a loss, one more for the last.
         self._ends = np.array([*range(1, self._n), len(chain.layers)])
         self._firsts = np.array(tables.firsts)
+        self._ties = TieTables(self._profile, self._firsts, tables.kind)
         self._gradient_sums = self._column(chain.sums("gradient_bytes"))
         self._all_gradients = (
             self._gradient_sums[self._ends][None, :] - self._gradient_sums[self._firsts][:, None]
-        )
+        ) - self._ties.counted_again
         self._fixed = self._fixed_bytes()
+        outputs = [layer.outputs for layer in self._profile.layers[:-1]]
         self._outgoing = tables.stashed[:, self._ends].copy()
-        self._outgoing[:, :-1] += self._column([self._bytes(k) for k in range(self._n - 1)])
+        self._outgoing[:, :-1] += self._column(list(map(self._profile.bytes_of, outputs)))
+        self._started = tables.stashed_gradients[:, self._ends].copy()
+        self._started[:, :-1] += self._column(list(map(self._profile.gradient_bytes_of, outputs)))
         self._returned = self._returned_bytes()
-        self._graphs = tables.graph[:, self._ends].copy()
+        self._idle = self._idle_runs()
+        self._graphs = tables.kept[:, self._ends].copy()
         if chain.loss is not None:
             self._graphs[:, -1] -= self._in_graph(chain.loss.outputs, full=False)
-        self._handed = tables.handed[:, self._ends].copy() if shared else 0 * self._graphs
+        self._handed = tables.handed[:, self._ends].copy() if self._shared else 0 * self._graphs
         self._handed[:, -1] = 0
         self._known: dict[tuple[str, bool, bool], Table] = {}
 
     def _column(self, numbers: Sequence[int]) -> Table:
         return np.array(numbers, dtype=self._tables.kind)
-
-    def _bytes(self, layer: int) -> int:
-        return self._profile.bytes_of(self._chain.layers[layer].outputs)
 
     def _fixed_bytes(self) -> Table:
         """Return parameters, buffers and optimizer state of each run."""
@@ -73,28 +77,51 @@ class RunPeaks:
 
     def _returned_bytes(self) -> Table:
         """Bound what each micro-batch leaves for the partition before: gradient, and graph."""
-        trained = np.cumsum([0, *(bool(la.gradient_bytes) for la in self._profile.layers)]) > 0
-        values = [
-            self._bytes(one.first - 1) + one.popped if one.first else 0 for one in self.variants
-        ]
-        times = (trained[self._firsts].astype(int) + int(self._shared)).tolist()
-        return self._column([a * b for a, b in zip(values, times, strict=True)])[:, None]
+        profile = self._profile
+        trained = np.cumsum([0, *(bool(la.gradient_bytes) for la in profile.layers)]) > 0
+        found = []
+        for one in self.variants:
+            left = 0
+            if one.first:
+                outputs = profile.layers[one.first - 1].outputs
+                if trained[one.first]:
+                    left += profile.gradient_bytes_of(outputs) + one.popped_gradients
+                if self._shared:
+                    left += profile.bytes_of(outputs) + one.popped
+            found.append(left)
+        return self._column(found)[:, None]
+
+    def _idle_runs(self) -> Table:
+        """Return the runs that no gradient comes to."""
+        chain, idle = self._chain, np.zeros((len(self.variants), self._n), dtype=bool)
+        for end in range(1, self._n + (chain.loss is None)):
+            # The last first layers from which on anything, and a gradient's tensor, is handed on.
+            handed = self._tables.handed_at(end)
+            something = max(handed.values(), default=-1)
+            trained = handed.keys() - chain.without_gradient
+            gradient = max((handed[storage] for storage in trained), default=-1)
+            idle[:, end - 1] = (self._firsts <= something) & (self._firsts > gradient)
+        return idle
 
     def _in_graph(self, storages: Sequence[int], *, full: bool) -> Table:
         """Return the bytes of storages that the runs to the end hold; `full`: the caller's too."""
         tables = self._tables
+        sizes = self._profile.storages if full else tables.bytes
         total = self._column([0] * len(self.variants))
         for storage in set(storages):
             held = tables.comes_in(storage) < tables.n_columns
             if not full and storage in self._profile.inputs:
                 held &= self._firsts > 0
-            total += held * tables.bytes[storage]
+            total += (held & ~self._idle[:, -1]) * sizes[storage]
         return total
 
     def peaks(self, moments: Sequence[Moment]) -> Table:
         """Return the highest of the moments of each run."""
         chain, n_callers = self._chain, self._profile.bytes_of(self._profile.inputs)
-        graphs, inputs = self._graphs - self._handed, self._tables.received[:, None]
+        graphs = np.where(self._idle, 0, self._graphs - self._handed)
+        tables = self._tables
+        received = tables.received[:, None] - tables.passing[:, self._ends]
+        inputs = np.where(self._idle, 0, received)
         outputs = self._outputs(moments)
         highest: Table | None = None
         for moment in moments:
@@ -150,11 +177,16 @@ class RunPeaks:
         key = (kind, again, exist)
         if key not in self._known:
             if kind == "B":
-                self._known[key] = self._backward(again, exist)
+                found = self._backward(again, exist)
             elif kind == "O":
-                self._known[key] = self._all_gradients + self._optimizer_peaks()
+                found = self._all_gradients - self._ties.others + self._optimizer_peaks()
             else:
-                self._known[key] = self._forward(kind == "R" or not again, exist)
+                found = self._forward(kind == "R" or not again, exist)
+                if kind == "R":
+                    found = found - self._tables.passing[:, self._ends]
+            if kind in "BR":
+                found = np.where(self._idle, self._all_gradients if exist else 0, found)
+            self._known[key] = found
         return self._known[key]
 
     def _optimizer_peaks(self) -> Table:
@@ -183,72 +215,105 @@ class RunPeaks:
         return highest + self._all_gradients if exist else highest
 
     def _backward(self, again: bool, exist: bool) -> Table:
-        tables, layers, ends = self._tables, self._chain.layers, self._ends
-        peaks = self._column([_backward_peak(layer, exist) for layer in layers])
-        flowing = self._column([self._bytes(k) for k in range(len(layers))])
+        tables, chain, layers, ends = self._tables, self._chain, self._chain.layers, self._ends
+        peaks = self._column([backward_peak(layer, exist) for layer in layers])
+        flowing = self._column([self._profile.gradient_bytes_of(la.outputs) for la in layers])
         # Gradients of skips that a later layer has popped wait for the layer that stashed them.
-        skip_bytes = self._chain.skip_bytes
-        waits = self._column(
-            [sum(skip_bytes[k] for k in crossing) for crossing in self._chain.crossing[1:]]
-        )
+        skips = chain.skip_gradient_bytes
+        waits = self._column([sum(skips[k] for k in crossing) for crossing in chain.crossing[1:]])
         made = self._gradient_sums
-        inner = tables.graph[:, 1:] + (peaks + flowing + waits)
-        own = tables.graph[:, ends] + peaks[ends - 1]
+        inner = tables.kept[:, 1:] + (peaks + flowing + waits)
+        own = tables.kept[:, ends] + peaks[ends - 1]
+        # What is handed through is copied only where it is the whole run's way in and out.
+        copies_made = self._column([copied(layer, exist) for layer in layers])
+        inner = inner - copies_made
+        passes = np.array([not set(la.outputs).isdisjoint(la.handed_through) for la in layers])
+        passes[self._n :] = False  # the loss
+        is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self._firsts[:, None])
+        own = own - np.where(is_all, 0, copies_made)[:, ends - 1]
         if not exist:
-            inner = inner - made[1:]
-            own = own - made[ends]
+            # Beside the first of a parameter's gradients there is a sum, or a copy.
+            copies = self._ties.copies(len(layers))
+            inner = inner - made[1:] + copies
+            own = own - made[ends] + self._copies_of_last(copies)
         inner = np.where(np.arange(inner.shape[1])[None, :] >= self._firsts[:, None], inner, _NONE)
         # Every layer but the last of the run; in a run of one layer there is none.
         highest = np.maximum.accumulate(inner, axis=1)
         before = np.concatenate([np.full_like(inner[:, :1], _NONE), highest], axis=1)[:, ends - 1]
-        handed = self._shared and not again
-        if handed:
-            own = own - self._handed
-        if handed or self._profile.skips:
-            self._correct(before, inner, highest, handed)
-        highest = np.maximum(before, own) + self._outgoing
+        own = own - (tables.passing_kept[:, ends] if again else self._handed)
+        self._correct(before, inner, highest, again, exist)
+        highest = np.maximum(before, own) + self._started
         return highest + (self._all_gradients if exist else made[ends])
 
-    def _correct(self, before: Table, inner: Table, highest: Table, handed: bool) -> None:
-        """Take off what depends on where a run ends, one end after the other.
-
-        Gradients of skips that go past the end do not wait: a backward starts from them. And
-        what a run hands on is not its own, though an earlier layer than its last one holds it.
-        """
-        tables, chain = self._tables, self._chain
-        for end in range(2, self._n):
-            less: list[Table] = []
-            start = end - 1  # the first layer from which on something is taken off
-            for k in chain.crossing[end]:
-                source = self._profile.skips[k].source
-                if source < end - 1:
-                    start = min(start, source)
-                    less.append((np.arange(end - 1) >= source)[None, :] * chain.skip_bytes[k])
-            for storage, last in tables.handed_at(end).items() if handed else ():
-                comes_in = tables.comes_in(storage)
-                mine = self._firsts <= last
-                if storage in self._profile.inputs:
-                    mine &= self._firsts > 0
-                comes_in = np.where(mine, comes_in, tables.n_columns + 1)
-                first = int(comes_in.min()) - 1
-                if first < end - 1:
-                    start = min(start, max(first, 0))
-                    held = comes_in[:, None] <= np.arange(1, end)[None, :]
-                    less.append(held * tables.bytes[storage])
+    def _correct(
+        self, before: Table, inner: Table, highest: Table, again: bool, exist: bool
+    ) -> None:
+        """Take off what depends on where a run ends, one end after the other."""
+        for end in range(2, self._n + 1):
+            last = int(self._ends[end - 1]) - 1
+            less = [*self._ties.less(end, last, exist)]
+            if end < self._n or self._chain.loss is None:
+                less += self._less_gradients(end, exist)
+            if end < self._n and self._shared:
+                less += self._less_handed(end, again)
             if not less:
                 continue
-            table = inner[:, start : end - 1].copy()
-            for amounts in less:
+            start = min(first for first, _ in less)  # the first layer with something to take off
+            if start >= last:
+                continue
+            table = inner[:, start:last].copy()
+            for _, amounts in less:
                 table -= amounts[:, start:]
             found = table.max(axis=1)
             before[:, end - 1] = np.maximum(found, highest[:, start - 1]) if start else found
+
+    def _less_gradients(self, end: int, exist: bool) -> Iterator[tuple[int, Table]]:
+        """Yield gradients that are among those that the backward of the runs starts from."""
+        layers = np.arange(end - 1)
+        for k in self._chain.crossing[end]:
+            # Those of skips that go past the end do not wait.
+            source = self._profile.skips[k].source
+            if source < end - 1:
+                n_bytes = self._chain.skip_gradient_bytes[k]
+                yield source, (layers >= source)[None, :] * n_bytes
+        profile = self._profile
+        through = set(profile.layers[end - 1].outputs)
+        for k in range(end - 2, -1, -1):
+            # That of what is handed through to the end does not come anew.
+            through &= set(profile.layers[k + 1].handed_through)
+            if not through:
+                return
+            n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
+            less: Table = np.full((len(self.variants), 1), n_bytes, dtype=self._tables.kind)
+            if not through.isdisjoint(profile.layers[k].handed_through):
+                less[self._firsts == k] -= copied(profile.layers[k], exist)
+            yield k, (layers == k)[None, :] * less
+
+    def _less_handed(self, end: int, again: bool) -> Iterator[tuple[int, Table]]:
+        """Yield what the runs hand on, though an earlier layer than their last holds it.
+
+        Where they are run `again`, only what they have received.
+        """
+        tables = self._tables
+        for storage, last in tables.handed_at(end).items():
+            comes_in = tables.comes_in(storage)
+            mine = self._firsts <= last
+            if storage in self._profile.inputs:
+                mine &= self._firsts > 0
+            if again:
+                mine &= tables.is_received(storage)
+            comes_in = np.where(mine, comes_in, tables.n_columns + 1)
+            first = int(comes_in.min()) - 1
+            if first < end - 1:
+                held = comes_in[:, None] <= np.arange(1, end)[None, :]
+                yield max(first, 0), held * tables.bytes[storage]
+
+    def _copies_of_last(self, copies: Table) -> Table:
+        """Return the copies of the last layer of each run."""
+        last = self._ends - 1
+        return np.where(last[None, :] >= self._firsts[:, None], copies[:, last], 0)
 
 
 def _peak_without_graph(layer: LayerProfile) -> int:
     known = layer.no_grad_forward_peak_bytes
     return layer.forward_peak_bytes if known is None else known
-
-
-def _backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
-    known = layer.accumulating_peak_bytes if gradients_exist else None
-    return layer.backward_peak_bytes if known is None else known

@@ -153,9 +153,11 @@ class Relaxed:
         for k in range(4):
             counts = {row.all[k] for row in self.rows}
             work += min(counts) * self.path[k][-1]
-        # The device of partition d waits for at least d layers, there and back.
+        # The device of partition d waits for at least d layers, there and back; but on the way back
+        # it may still have gradients of weights to make.
         waiting = sum(
-            self.path.forward[min(d, n_layers)] + self.path.input[min(d, n_layers)]
+            self.path.forward[min(d, n_layers)]
+            + (0 if self.rows[d].all[3] else self.path.input[min(d, n_layers)])
             for d in range(self.n_devices)
         )
         return -(-(work + waiting) // self.n_devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ class ScheduleCosts:
             rows=rows_of(order, recomputes=problem.checkpoint != "auto"),
             n_devices=order.n_devices,
         )
-        self._trials = Trials(order)
+        self._order = order
         small = max(columns[k][-1] for columns in types for k in range(4)) < 2**62
         self._kind = np.int64 if small and self._scale < 2**62 else object
         self._tables = [
@@ -85,6 +86,10 @@ class ScheduleCosts:
         self._links: tuple[Floats, Floats] | None = None
         if any(costs.send) or any(costs.give_back):
             self._links = self._seconds(costs.send), self._seconds(costs.give_back)
+
+    @cached_property
+    def _trials(self) -> Trials:
+        return Trials(self._order)
 
     def _seconds(self, units: Sequence[int]) -> Floats:
         return np.array([self._problem.to_time(time) for time in units], dtype=np.float64)

@@ -6,7 +6,8 @@ other reasons, moves cuts as long as that helps, and keeps a bound that no split
 the best one found: if they are few, all are tried, and the result is proven. For `solve`::
 
     problem = problem_of(profile, partitions, chunks, checkpoint)  # with devices, links, rules
-    found = search(problem, schedule, weight_share=weight_shares(profile))  # a solvers.Split
+    shares = weight_shares(profile)  # of gpipebal.simulator
+    found = search(problem, schedule, weight_share=shares)  # a solvers.Split
     # found.bounds, .value (the makespan), .lower_bound, .status, .method, .modes, .order
 """
 
@@ -20,12 +21,19 @@ from random import Random
 from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.planner.schedule_costs import ScheduleCosts
 from gpipebal.problem import Problem
-from gpipebal.profile import LayerProfile, Profile
-from gpipebal.schedule import ALL_SCHEDULES, check_count, order_of
+from gpipebal.schedule import (
+    ALL_SCHEDULES,
+    Checkpoint,
+    CheckpointMode,
+    check_count,
+    counted_modes,
+    order_of,
+    recomputes_of,
+)
 from gpipebal.solvers import Split, select_method, split
 from gpipebal.solvers.levels import Levels
 
-__all__ = ["search", "weight_shares"]
+__all__ = ["bound_of", "search"]
 
 #: Splits that are simulated at most, and actions in them, unless told otherwise.
 MOST_TRIALS, MOST_ACTIONS = 20_000, 2 * 10**8
@@ -35,23 +43,6 @@ _ROUNDING = 1e-12
 _MOST_BEGINNINGS = 200
 #: With up to so many partitions, whole runs of neighbouring cuts are moved too.
 MOST_FOR_RUNS = 16
-
-
-def weight_shares(profile: Profile) -> list[float]:
-    """Estimate which share of each layer's backward is the gradient of its weights.
-
-    Half of it in layers that have parameters, or whose times alone were given; else nothing: as
-    `gpipebal.simulator.durations_of` does.
-
-    Example:
-        >>> weight_shares(Profile.from_costs([1.0, 2.0]))
-        [0.5, 0.5]
-    """
-
-    def learns(layer: LayerProfile) -> bool:
-        return bool(layer.parameter_bytes or layer.gradient_bytes) or layer.kind == "Layer"
-
-    return [0.5 if learns(layer) else 0.0 for layer in profile.layers]
 
 
 def search(
@@ -108,31 +99,19 @@ def search(
         >>> found.balance, found.value, found.status
         ((2, 2), 40.0, 'optimal')
     """
-    if schedule not in ALL_SCHEDULES:
-        raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={schedule!r} (expected one of "
-            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='1f1b'."
-        )
-    each = 2 if schedule == "interleaved_1f1b" else 1
-    if partitions_per_device is not None:
-        each = check_count("partitions_per_device", partitions_per_device)
-    n_partitions = problem.n_partitions
-    if n_partitions % each:
-        raise BalanceError(
-            f"partitions cannot be dealt out evenly: {n_partitions} partitions with "
-            f"partitions_per_device={each} (expected a multiple of {each}).\n"
-            f"Fix: partitions={max(each, n_partitions - n_partitions % each)}."
-        )
+    n_devices, each = _dealt_out(problem, schedule, partitions_per_device)
     start = split(problem, "bottleneck")
-    n_devices = n_partitions // each
     order = order_of(schedule, n_devices, problem.chunks, start.modes, partitions_per_device=each)
+    again = recomputes_of(
+        schedule, n_devices, problem.chunks, start.modes, partitions_per_device=each
+    )
     costs = ScheduleCosts(problem, order, start.order, weight_share)
     if most_trials is None:
         most_trials = max(200, min(MOST_TRIALS, MOST_ACTIONS // order.n_actions))
     until = None if time_limit is None else time.monotonic() + time_limit
-    tried = _Tried(problem, start, costs, most_trials, until)
+    tried = _Tried(problem, start, counted_modes(start.modes, again), costs, most_trials, until)
     least, at_bound = costs.relaxed.smallest()
-    tried.add([start.bounds, at_bound, *_other_starts(problem)])
+    tried.add([start.bounds, at_bound, *_other_starts(problem, time_limit)])
     lower_bound = costs.to_time(least)
     enough = lower_bound * (1 + _ROUNDING)
     _descend(tried, tried.bounds)
@@ -150,6 +129,61 @@ def search(
         status="optimal" if proven else "feasible",
         method="schedule enumeration" if exhausted else "schedule search",
     )
+
+
+def bound_of(
+    problem: Problem,
+    schedule: str,
+    *,
+    partitions_per_device: int | None = None,
+    weight_share: Sequence[float] | None = None,
+) -> float:
+    """Bound the makespan of every split under a schedule from below, without a search.
+
+    Args:
+        problem: As for `search`, like the others.
+        schedule: One of `gpipebal.schedule.ALL_SCHEDULES`.
+        partitions_per_device: How many partitions every device has.
+        weight_share: Which share of each layer's backward is the gradient of its weights.
+
+    Raises:
+        UnsupportedPlanError, BalanceError: as `search`.
+
+    Complexity:
+        O(K m + P K log N) for N layers, K partitions, m micro-batches and P probes.
+
+    Example:
+        >>> bound_of(Problem([3, 1, 2, 2], [3, 1, 2, 2], [0] * 4, 2, 4, "never"), "1f1b")
+        40.0
+    """
+    n_devices, each = _dealt_out(problem, schedule, partitions_per_device)
+    # Where modes are open no recompute counts.
+    modes: Checkpoint = "never" if problem.checkpoint == "auto" else problem.checkpoint
+    order = order_of(schedule, n_devices, problem.chunks, modes, partitions_per_device=each)
+    costs = ScheduleCosts(problem, order, range(problem.n_partitions), weight_share)
+    return costs.to_time(costs.relaxed.smallest()[0])
+
+
+def _dealt_out(
+    problem: Problem, schedule: str, partitions_per_device: int | None
+) -> tuple[int, int]:
+    """Return the number of devices, and of partitions on each."""
+    if schedule not in ALL_SCHEDULES:
+        raise UnsupportedPlanError(
+            f"schedule does not exist: schedule={schedule!r} (expected one of "
+            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='1f1b'."
+        )
+    each = 2 if schedule == "interleaved_1f1b" else 1
+    if partitions_per_device is not None:
+        each = check_count("partitions_per_device", partitions_per_device)
+    n_partitions = problem.n_partitions
+    if n_partitions % each:
+        raise BalanceError(
+            f"partitions cannot be dealt out evenly: {n_partitions} partitions with "
+            f"partitions_per_device={each} (expected a multiple of {each}).\n"
+            f"Fix: partitions={max(each, n_partitions - n_partitions % each)}."
+        )
+    return n_partitions // each, each
 
 
 def _descend(tried: _Tried, bounds: tuple[int, ...]) -> None:
@@ -183,11 +217,11 @@ def _look_around(tried: _Tried, enough: float) -> None:
                 _descend(tried, start)
 
 
-def _other_starts(problem: Problem) -> list[tuple[int, ...]]:
+def _other_starts(problem: Problem, time_limit: float | None) -> list[tuple[int, ...]]:
     """Return the best split under GPipe, where it is quickly found."""
     if problem.chunks == 1 or select_method(problem) == "integer program":
         return []
-    return [split(problem).bounds]
+    return [split(problem, time_limit=time_limit).bounds]
 
 
 class _Tried:
@@ -203,11 +237,13 @@ class _Tried:
         self,
         problem: Problem,
         start: Split,
+        modes: Sequence[CheckpointMode],
         costs: ScheduleCosts,
         most_trials: int,
         until: float | None,
     ) -> None:
         self._problem, self._start, self._costs = problem, start, costs
+        self._modes = modes
         self._until = until
         self._left = most_trials
         self.values: dict[tuple[int, ...], float] = {}
@@ -248,7 +284,11 @@ class _Tried:
             self.value, (self._bottleneck, self.bounds) = least, rank
 
     def _bottleneck_of(self, bounds: tuple[int, ...]) -> int:
-        return self._problem.exact_bottleneck(bounds, self._start.modes, self._start.order)
+        return self._problem.exact_bottleneck(bounds, self._modes, self._start.order)
+
+    def is_done(self, bounds: tuple[int, ...]) -> bool:
+        """Whether a split was tried, or need not be: it is not allowed."""
+        return bounds in self.values or not (self._allowed is None or self._allowed(bounds))
 
 
 class _Allowed:
@@ -300,6 +340,6 @@ def _try_all_that_remain(tried: _Tried, costs: ScheduleCosts) -> bool:
     if costs.relaxed.count_within(better, tried.left) > tried.left:
         return False
     remaining = costs.relaxed.splits_within(better)
-    enough = tried.left
     tried.add(remaining)
-    return len(remaining) <= enough
+    # Time may have been up before they were tried.
+    return all(map(tried.is_done, remaining))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import explain
-from gpipebal.planner.assemble import assemble, equal_split
-from gpipebal.planner.best import best_of_all, fits, plan_of_split, with_sensitivity
+from gpipebal.planner.best import best_of_all, roomier
+from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import AnyCost, LayerKey, Options, Place, Size, ask
-from gpipebal.problem import Link, Problem, Rules
+from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count
 from gpipebal.solvers import Objective, iter_best_splits
@@ -21,7 +23,7 @@ from gpipebal.solvers import select_method as method_of
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["make_plan", "select_method", "solve", "top_plans"]
+__all__ = ["select_method", "solve", "top_plans"]
 
 
 def solve(
@@ -75,7 +77,7 @@ def solve(
             ``'peak_memory'``, the largest peak memory of a partition, in bytes.
         devices: The device of each partition: a `Device`; or its speed, 1 for one as fast as the
             profile's and 2 for one twice as fast; or the profile of the same chain taken on it,
-            of which the times count. None: all as the profile's.
+            of which the times for as many rows count. None: all as the profile's.
         any_order: Whether devices may change places; the plan's `devices` tells which runs what.
         memory_limit: Memory of a device, as bytes or as a text such as ``'16 GiB'``: one for all,
             or one for each. A partition may need what `reserve` leaves of it, including what waits
@@ -92,7 +94,8 @@ def solve(
         quantile: Plan with this upper quantile of the measured times, such as 0.9; None: medians.
         cost: Called as ``cost(first, end, partition)``, with `end` one past the last layer: the
             largest of these is minimised instead of `objective`. None or infinity: not allowed.
-        method: Name of an algorithm, or ``'auto'`` for the one that `select_method` tells.
+        method: ``'auto'``, or the name of an algorithm: the one that `select_method` tells, or one
+            that is more general.
         time_limit: Seconds after which a search without an end of its own returns the best that it
             has found, with the gap; for each number of micro-batches.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
@@ -108,6 +111,7 @@ def solve(
     Raises:
         BalanceError: an argument that makes no sense, or does not fit the others.
         InfeasibleError: no plan fits; the text says what would.
+        KindError: `profile` is no Profile.
         ProfileError: the profile does not tell what is asked for.
         UnsupportedPlanError: an unknown schedule, or one under which something is not known.
 
@@ -149,7 +153,7 @@ def solve(
     posed = _posed(profile, partitions, options)
     best = best_of_all(posed)
     if best is None:
-        raise explain(posed[-1])
+        raise explain(posed)
     return with_sensitivity(*best)
 
 
@@ -162,11 +166,12 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
         profile: Costs of the layers for one micro-batch.
         k: How many.
         partitions: As for `solve`.
-        options: As for `solve`, but for `cost`; the objective is makespan or bottleneck.
+        options: As for `solve`, but for `cost`, `method` and `time_limit`; the objective is
+            makespan or bottleneck.
 
     Returns:
         Plans, best first; fewer if there are no more. Each is ``'optimal'`` among those that are
-        left, if the best one can be found exactly.
+        left, if that can be proven; else its bound holds for all of these.
 
     Raises:
         BalanceError: as `solve`; a `k` that is not 1 or more; what has no next best.
@@ -186,21 +191,44 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
             f"schedule={question.schedule!r} (expected an objective under 'gpipe').\n"
             "Fix: cost=None and schedule='gpipe'."
         )
-    found: list[tuple[float, int, Plan]] = []
-    for one in posed:
-        n_found = 0
-        for split in iter_best_splits(one.problem, one.question.objective):
-            if len(found) >= k and split.value >= sorted(found)[k - 1][0]:
+    for name, usual in (("method", "auto"), ("time_limit", None)):
+        if options.get(name, usual) != usual:
+            raise BalanceError(
+                f"option does not apply to the next best plans: {name}={options[name]!r} "  # type: ignore[literal-required]  # two of its keys
+                f"(expected {usual!r}: all of them are ranked by one algorithm).\n"
+                f"Fix: {name}={usual!r}."
+            )
+    found: list[tuple[float, int, Posed, Plan]] = []
+    # No plan that is not in the list has a smaller value.
+    bound = math.inf
+    for at in posed:
+        for split in iter_best_splits(at.problem, question.objective):
+            if len(found) >= k and split.value >= sorted(one[0] for one in found)[k - 1]:
+                bound = min(bound, split.lower_bound)
                 break
-            plan = plan_of_split(one, split)
+            plan = plan_of_split(at, split)
+            if not fits(plan):
+                if at.is_open:
+                    # Others with the same cuts may fit.
+                    bound = min(bound, split.lower_bound)
+                plan = roomier(at, split, plan)
             if fits(plan):
-                found.append((plan.value, len(found), with_sensitivity(one, plan)))
-                n_found += 1
-            if n_found == k:
-                break
+                found.append((plan.value, len(found), at, plan))
     if not found:
-        raise explain(posed[-1])
-    return [plan for _, _, plan in sorted(found)[:k]]
+        raise explain(posed)
+    found.sort(key=lambda one: one[:2])
+    plans = _bounded([plan for *_, plan in found], bound)[:k]
+    return [with_sensitivity(one[2], plan) for one, plan in zip(found, plans, strict=False)]
+
+
+def _bounded(plans: list[Plan], bound: float) -> list[Plan]:
+    """Let each plan know of a bound on those behind it, and on others."""
+    known = []
+    for plan in reversed(plans):
+        bound = min(bound, plan.lower_bound)
+        status = "optimal" if bound >= plan.value else "feasible"
+        known.append(replace(plan, lower_bound=min(bound, plan.value), status=status))
+    return known[::-1]
 
 
 def select_method(profile: Profile, partitions: int, **options: Unpack[Options]) -> str:
@@ -210,6 +238,9 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
         profile: Costs of the layers for one micro-batch.
         partitions: As for `solve`.
         options: As for `solve`.
+
+    Returns:
+        One of `gpipebal.solvers.METHODS`, or ``'schedule search'`` or ``'dense table'``.
 
     Raises:
         BalanceError: as `solve`.
@@ -221,7 +252,7 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
     posed = _posed(profile, partitions, options)[0]
     if posed.question.cost is not None:
         return "dense table"
-    if posed.question.schedule != "gpipe" and posed.question.objective == "makespan":
+    if posed.question.is_searched:
         return "schedule search"
     return method_of(posed.problem, posed.question.objective)
 
@@ -230,56 +261,3 @@ def _posed(profile: Profile, partitions: int, options: Options) -> list[Posed]:
     """Put the question at each number of micro-batches."""
     question = ask(profile, partitions, options)
     return [pose(question, chunks) for chunks in question.chunks or (None,)]
-
-
-def make_plan(
-    profile: Profile,
-    problem: Problem,
-    bounds: Sequence[int],
-    *,
-    objective: Objective = "makespan",
-    lower_bound: float = 0.0,
-    status: str = "feasible",
-    method: str = "given",
-    shared_memory: bool | None = None,
-) -> Plan:
-    """Put a split and what it is predicted to cost into a plan.
-
-    Args:
-        profile: Costs of the layers.
-        problem: The same costs, as the solver sees them.
-        bounds: First layer of each partition, then the number of layers.
-        objective: What `lower_bound` bounds: ``'makespan'`` or ``'bottleneck'``.
-        lower_bound: A proven bound on the objective.
-        status: ``'optimal'`` or ``'feasible'``.
-        method: How the split was found.
-        shared_memory: As for `solve`.
-
-    Raises:
-        BalanceError: `bounds` is no split of the chain.
-        UnsupportedPlanError: the problem leaves the checkpoint modes open.
-    """
-    checkpoint = problem.checkpoint
-    if checkpoint == "auto":
-        raise UnsupportedPlanError(
-            "a plan needs the checkpoint mode of each partition: checkpoint='auto' (expected "
-            "modes).\nFix: pose the problem with the modes that were found."
-        )
-    value_of = problem.makespan if objective == "makespan" else problem.bottleneck
-    return assemble(
-        profile,
-        problem.check_bounds(bounds),
-        chunks=problem.chunks,
-        checkpoint=checkpoint,
-        schedule="gpipe",
-        loss_inside=False,
-        objective=objective,
-        value=float(value_of(bounds)),
-        lower_bound=float(lower_bound),
-        status=status,
-        method=method,
-        makespan=float(problem.makespan(bounds)),
-        bottleneck=float(problem.bottleneck(bounds)),
-        equal_split_value=float(value_of(equal_split(problem.n_layers, problem.n_partitions))),
-        shared_memory=shared_memory,
-    )

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Chain", "StorageTables", "Variant"]
 
+#: Row, column, and number.
+_Entry = tuple[int, int, int]
+
 
 class Variant(NamedTuple):
     """Runs from one first layer with the same input.
@@ -39,12 +42,14 @@ class Variant(NamedTuple):
         first: Index of the first layer.
         received: Storages of the input: the value, and the skips that the run pops.
         popped: Bytes of those skips, each counted by itself.
+        popped_gradients: Bytes of their gradients.
         ends: First and last end of these runs.
     """
 
     first: int
     received: frozenset[int]
     popped: int
+    popped_gradients: int
     ends: tuple[int, int]
 
 
@@ -55,10 +60,12 @@ class Chain:
     Attributes:
         profile: Costs of the layers.
         loss: The loss as a layer behind the last; None: the caller computes it.
+        shared_memory: Whether all partitions live in one memory.
     """
 
     profile: Profile
     loss: LayerProfile | None
+    shared_memory: bool = False
 
     @cached_property
     def layers(self) -> tuple[LayerProfile, ...]:
@@ -75,9 +82,34 @@ class Chain:
         return found
 
     @cached_property
+    def bytes(self) -> Sequence[int]:
+        """Bytes of every storage for those who receive it: in one memory the caller's have none."""
+        sizes = list(self.profile.storages)
+        for storage in self.profile.inputs if self.shared_memory else ():
+            sizes[storage] = 0
+        return sizes
+
+    @cached_property
+    def without_gradient(self) -> frozenset[int]:
+        """Storages that no gradient goes back through."""
+        return frozenset(self.profile.without_gradient)
+
+    def is_kept(self, storage: int, first: int) -> bool:
+        """Tell whether runs from a layer keep a storage of their input until the backward."""
+        if storage not in self.without_gradient:
+            return True
+        places = self.saved_at.get(storage, ())
+        return self.shared_memory and bool(places) and places[0] < first
+
+    @cached_property
     def skip_bytes(self) -> Sequence[int]:
         """Bytes of each skip connection."""
         return [self.profile.bytes_of(skip.storages) for skip in self.profile.skips]
+
+    @cached_property
+    def skip_gradient_bytes(self) -> Sequence[int]:
+        """Bytes of the gradient of each skip connection."""
+        return [self.profile.gradient_bytes_of(skip.storages) for skip in self.profile.skips]
 
     @cached_property
     def crossing(self) -> Sequence[Sequence[int]]:
@@ -114,15 +146,16 @@ class Chain:
         for first in range(n_layers):
             received = frozenset(profile.layers[first - 1].outputs if first else profile.inputs)
             skips = sorted(self.crossing[first], key=lambda k: profile.skips[k].destination)
-            start, popped = first + 1, 0
+            start, popped, gradients = first + 1, 0, 0
             for k in skips:
                 end = profile.skips[k].destination
                 if end >= start:
-                    found.append(Variant(first, received, popped, (start, end)))
+                    found.append(Variant(first, received, popped, gradients, (start, end)))
                     start = end + 1
                 received = received.union(profile.skips[k].storages)
                 popped += self.skip_bytes[k]
-            found.append(Variant(first, received, popped, (start, n_layers)))
+                gradients += self.skip_gradient_bytes[k]
+            found.append(Variant(first, received, popped, gradients, (start, n_layers)))
         return found
 
     def sums(self, name: str) -> list[int]:
@@ -141,9 +174,15 @@ class StorageTables:
     Attributes:
         received: Bytes of each variant's input, without what is the caller's.
         graph: Bytes of input and saved storages of the runs to each end.
+        kept: The same without inputs that have no gradient, where nothing saves them: what is
+            theirs until the backward.
         handed: Of these, bytes that the run hands on: its output, and skips that it stashes for
             later runs.
         stashed: Bytes of skips that the runs to each end stash for later ones, each by itself.
+        stashed_gradients: Bytes of their gradients.
+        passing: Of each input, bytes that the runs to each end hand on as they are; in memory of
+            their own runs hand on copies.
+        passing_kept: Of these, bytes that are in the runs' graphs.
         live: What else lives while each layer runs forward, if a graph is recorded.
         live_without_graph: The same if none is.
     """
@@ -152,24 +191,29 @@ class StorageTables:
         self.chain, self.variants, self.kind = chain, variants, kind
         self.n_columns = len(chain.layers) + 1
         self.firsts = [variant.first for variant in variants]
-        self.bytes = chain.profile.storages
+        self.bytes = chain.bytes
         self._received_by: dict[int, list[int]] = {}
         for v, variant in enumerate(variants):  # v: variant
             for storage in variant.received:
                 self._received_by.setdefault(storage, []).append(v)
         self.received: Table = np.array(
-            [0 if not one.first else chain.profile.bytes_of(one.received) for one in variants],
+            [
+                sum(map(self.bytes.__getitem__, one.received)) if one.first else 0
+                for one in variants
+            ],
             dtype=kind,
         )
         self.graph = self._graph()
-        self.handed, self.stashed = self._handed()
+        self.kept = self._kept()
+        self.handed, self.stashed, self.stashed_gradients = self._handed()
+        self.passing, self.passing_kept = self._passing()
         self.live, self.live_without_graph = self._live()
 
     def _rows(self, first: int, last: int) -> tuple[int, int]:
         """Return the rows of the variants whose first layer is in a range."""
         return bisect_left(self.firsts, first), bisect_right(self.firsts, last)
 
-    def _added(self, entries: list[tuple[int, int, int]]) -> Table:
+    def _added(self, entries: list[_Entry]) -> Table:
         """Make a table of entries (row, column, number), each for its row and all below."""
         table: Table = np.zeros((len(self.variants) + 1, self.n_columns + 1), dtype=self.kind)
         if entries:
@@ -208,10 +252,23 @@ class StorageTables:
                     table[v, saved + 1] -= self.bytes[storage]
         return np.cumsum(table, axis=1, dtype=self.kind)[:, :-1] + self.received[:, None]
 
-    def _handed(self) -> tuple[Table, Table]:
-        """Return what a run's graph shares with what it hands on, and what it stashes."""
+    def _kept(self) -> Table:
+        table = self.graph
+        for storage in self.chain.without_gradient.intersection(self._received_by):
+            table = table.copy() if table is self.graph else table
+            for v in self._received_by[storage]:
+                if self.firsts[v] and not self.chain.is_kept(storage, self.firsts[v]):
+                    saved = self._next_saved(storage, self.firsts[v])
+                    until = None if saved is None else saved + 1
+                    table[v, :until] -= self.bytes[storage]
+        return table
+
+    def _handed(self) -> tuple[Table, Table, Table]:
+        """Return what a run keeps of what it hands on; what it stashes; and gradients of that."""
         chain, profile = self.chain, self.chain.profile
-        entries, stashed = [], []
+        entries: list[_Entry] = []
+        stashed: list[_Entry] = []
+        gradients: list[_Entry] = []
         for end in range(1, profile.n_layers):
             for storage, last in self.handed_at(end).items():
                 saved = min(last, self._last_saved(storage, end))
@@ -221,7 +278,11 @@ class StorageTables:
                     entries += [(low, end, n_bytes), (high, end, -n_bytes)]
             for k in chain.crossing[end]:
                 low, high = self._rows(0, profile.skips[k].source)
-                stashed += [(low, end, chain.skip_bytes[k]), (high, end, -chain.skip_bytes[k])]
+                for found, n_bytes in (
+                    (stashed, chain.skip_bytes[k]),
+                    (gradients, chain.skip_gradient_bytes[k]),
+                ):
+                    found += [(low, end, n_bytes), (high, end, -n_bytes)]
         table = self._added(entries)[:, :-1]
         for end in range(1, profile.n_layers):
             for storage, last in self.handed_at(end).items():
@@ -230,9 +291,21 @@ class StorageTables:
                     first = self.firsts[v]
                     if first == 0 and saved >= 0:
                         table[v, end] -= self.bytes[storage]  # the caller's
-                    elif first and saved < first <= last:
+                    elif first and saved < first <= last and chain.is_kept(storage, first):
                         table[v, end] += self.bytes[storage]
-        return table, self._added(stashed)[:, :-1]
+        return table, self._added(stashed)[:, :-1], self._added(gradients)[:, :-1]
+
+    def _passing(self) -> tuple[Table, Table]:
+        found: Table = np.zeros((2, len(self.variants), self.n_columns), dtype=self.kind)
+        if self.chain.shared_memory:
+            for end in range(1, self.chain.profile.n_layers):
+                for storage, last in self.handed_at(end).items():
+                    for v in self._received_by.get(storage, ()):
+                        if self.firsts[v] <= last:
+                            found[0, v, end] += self.bytes[storage]
+                            if self.comes_in(storage)[v] <= end:
+                                found[1, v, end] += self.bytes[storage]
+        return found[0], found[1]
 
     def handed_at(self, end: int) -> dict[int, int]:
         """Return what runs to an end hand on: storages, and the last first layer that does."""
@@ -269,8 +342,14 @@ class StorageTables:
                             tables[0][v, layer] -= self.bytes[storage]
         return tables
 
+    def is_received(self, storage: int) -> NDArray[np.bool_]:
+        """Tell which variants have a storage in their input."""
+        found = np.zeros(len(self.variants), dtype=bool)
+        found[self._received_by.get(storage, [])] = True
+        return found
+
     def comes_in(self, storage: int) -> NDArray[np.int64]:
-        """Return, for each variant, the first end whose runs hold a storage."""
+        """Return, for each variant, the first end whose runs keep a storage."""
         never = self.n_columns + 1
         places = self.chain.saved_at.get(storage, ())
         found = np.full(len(self.variants), never, dtype=np.int64)
@@ -280,5 +359,6 @@ class StorageTables:
             found[low:high] = place + 1
             before = place
         for v in self._received_by.get(storage, ()):
-            found[v] = self.firsts[v]
+            if self.chain.is_kept(storage, self.firsts[v]):
+                found[v] = self.firsts[v]
         return found

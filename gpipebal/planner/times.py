@@ -6,11 +6,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import mul
 
+from gpipebal.errors import BalanceError
 from gpipebal.problem import Device, Links, Problem
 from gpipebal.profile import LayerProfile, Profile
-from gpipebal.schedule import Checkpoint, CheckpointMode, Order, check_count, order_of
-from gpipebal.simulator import Durations, place
+from gpipebal.schedule import (
+    SCHEDULES,
+    Checkpoint,
+    CheckpointMode,
+    Order,
+    check_count,
+    order_of,
+    recomputes_of,
+)
+from gpipebal.simulator import Durations, place, weight_shares
 from gpipebal.timeline import Timeline
 
 __all__ = [
@@ -20,6 +30,8 @@ __all__ = [
     "order_for",
     "pause_time",
     "problem_of",
+    "recomputes_for",
+    "runnable",
     "step_timeline",
     "time_beside",
 ]
@@ -97,9 +109,36 @@ def step_timeline(
     loss = loss_of_micro_batch(profile) if loss_inside else None
     times = durations(profile, bounds, loss, without_graph=True, around=around)
     times = times.longer_by(profile.step.cell_overhead_time or 0.0)
+    if schedule in SCHEDULES:
+        times = replace(times, **_launches(profile, bounds, loss))
     order = order_for(schedule, len(bounds) - 1, chunks, checkpoint)
     pause = None if loss_inside else pause or 0.0
     return place(order, times, pause=pause, overlap=around.overlaps)
+
+
+def _launches(
+    profile: Profile, bounds: Sequence[int], loss: LayerProfile | None
+) -> dict[str, tuple[float, ...]]:
+    """Add up what the one process of a `GPipe` needs to launch the work of each partition.
+
+    Args:
+        profile: Costs of the layers.
+        bounds: First layer of each partition, then the number of layers.
+        loss: A loss that the last partition computes behind its layers.
+
+    Returns:
+        Fields of `Durations`; none if the profile knows no host, because devices work by
+        themselves, or are the host.
+    """
+    found = {}
+    behind = () if loss is None else (loss,)
+    runs = [profile.layers[start:end] for start, end in pairwise(bounds)]
+    runs[-1] = (*runs[-1], *behind)
+    for kind in ("forward", "backward"):
+        times = [[getattr(layer, f"{kind}_host_time") for layer in run] for run in runs]
+        if any(time is not None for run in times for time in run):
+            found[f"{kind}_launch"] = tuple(math.fsum(time or 0.0 for time in run) for run in times)
+    return found
 
 
 def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:
@@ -109,8 +148,41 @@ def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpo
         UnsupportedPlanError: an unknown schedule.
         BalanceError: partitions that cannot be dealt out evenly.
     """
+    n_devices, each = _dealt_out(schedule, n_partitions)
+    return order_of(schedule, n_devices, chunks, checkpoint, partitions_per_device=each)
+
+
+def recomputes_for(
+    schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint
+) -> tuple[int, ...]:
+    """Count the micro-batches that each partition recomputes in the order of `order_for`."""
+    n_devices, each = _dealt_out(schedule, n_partitions)
+    return recomputes_of(schedule, n_devices, chunks, checkpoint, partitions_per_device=each)
+
+
+def runnable(chunks: Sequence[int], schedule: str, n_partitions: int) -> tuple[int, ...]:
+    """Return the numbers of micro-batches that a schedule can have; all of them if it has none.
+
+    Example:
+        >>> runnable((2, 3, 4, 5), "zb_h1", 2)
+        (2, 3, 4)
+    """
+    if schedule in SCHEDULES:
+        return tuple(chunks)
+    found = []
+    for count in chunks:
+        try:
+            order_for(schedule, n_partitions, count, "never")
+        except BalanceError:
+            continue
+        found.append(count)
+    return tuple(found or chunks)
+
+
+def _dealt_out(schedule: str, n_partitions: int) -> tuple[int, int]:
+    """Return the number of devices, and of partitions on each."""
     each = 2 if schedule == "interleaved_1f1b" and n_partitions % 2 == 0 else 1
-    return order_of(schedule, n_partitions // each, chunks, checkpoint, partitions_per_device=each)
+    return n_partitions // each, each
 
 
 def durations(
@@ -133,16 +205,23 @@ def durations(
     """
     around = around or Surroundings()
     runs = list(pairwise(bounds))
+    shares = weight_shares(profile)
 
-    def add(name: str, time_of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
+    def add(
+        name: str,
+        time_of: Callable[[LayerProfile], float],
+        shares: Sequence[float] | None = None,
+    ) -> tuple[float, ...]:
         sums = []
         for j, (start, end) in enumerate(runs):
             device = None if around.devices is None else around.devices[j]
             own = None if device is None else getattr(device, name)
             layers = profile.layers[start:end]
             times = list(map(time_of, layers)) if own is None else list(own[start:end])
-            if loss is not None and end == bounds[-1]:
-                times.append(time_of(loss))
+            if shares is not None:
+                times = list(map(mul, times, shares[start:end]))
+            elif loss is not None and end == bounds[-1]:
+                times.append(time_of(loss))  # a loss has no weights
             total = math.fsum(times)
             sums.append(total if device is None else total * device.slowness)
         return tuple(sums)
@@ -157,6 +236,7 @@ def durations(
         recompute=add("recompute", lambda layer: layer.recompute_time),
         backward=add("backward", lambda layer: layer.backward_time),
         no_grad_forward=add("forward", _time_without_graph) if without_graph else None,
+        weight_gradient=add("backward", lambda layer: layer.backward_time, shares),
         forward_transfer=to,
         backward_transfer=back,
     )

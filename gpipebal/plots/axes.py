@@ -127,9 +127,11 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
 
 def note(ax: Axes, text: str) -> None:
     """Say in the middle of an axes why it is empty."""
-    ax.text(
+    words = ax.text(
         0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=NEUTRAL, size=10
     )
+    # Lines behind it, such as those between partitions, must not strike it out.
+    words.set_bbox({"facecolor": ax.get_facecolor(), "linewidth": 0.0, "pad": 2.0})
 
 
 def index_step(room: float, n_items: int, need: float) -> int:
@@ -153,10 +155,17 @@ def index_steps() -> Iterator[int]:
         yield from (10**power, 2 * 10**power, 5 * 10**power)
 
 
-def label_layers(ax: Axes, names: Sequence[str]) -> None:
-    """Label layers 0, 1, ... on the x axis: by name if all names fit, else by index."""
+def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
+    """Label layers 0, 1, ... on the x axis: by name if all names fit, else by index.
+
+    Args:
+        ax: The axes.
+        names: Names of the layers.
+        grow: Whether the figure may grow by what upright names take from the axes; else they are
+            cut shorter.
+    """
     room = points(ax)[0] / len(names)
-    short = [_shorten(name) for name in names]
+    short = [_shorten(name, 20 if grow else 16) for name in names]
     if all(fits(name, room - 3) for name in short):
         # A name is no formula, even if it holds a dollar sign.
         ax.set_xticks(range(len(names)), short, parse_math=False)
@@ -164,6 +173,12 @@ def label_layers(ax: Axes, names: Sequence[str]) -> None:
     elif room >= LINE_HEIGHT * FONT_SIZE:
         ax.set_xticks(range(len(names)), short, parse_math=False, rotation=90)
         ax.set_xlabel("layer")
+        figure = ax.figure.get_figure(root=True)
+        if grow and figure is not None:
+            width, height = figure.get_size_inches()
+            upright = max(map(text_width, short)) - LINE_HEIGHT * FONT_SIZE
+            figure.set_size_inches(width, height + max(0.0, upright) / 72)
+            figure.draw_without_rendering()
     else:
         label_indices(ax, len(names))
         ax.set_xlabel("layer (index)")
@@ -175,5 +190,5 @@ def label_indices(ax: Axes, n_items: int) -> None:
     ax.set_xticks(range(0, n_items, index_step(points(ax)[0] / n_items, n_items, need)))
 
 
-def _shorten(name: str, most: int = 16) -> str:
+def _shorten(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: most - 7]}…{name[-6:]}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import UsageError
+from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.plots.axes import (
     CAPTION_SIZE,
@@ -44,13 +45,22 @@ def plot_chunks(
             dashed line along the right axis.
 
     Raises:
+        KindError: what was given is no list of Plans.
         UsageError: there are no plans, or the limit is not readable.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], rows=8, chunks=2)
+        >>> plot_chunks([gb.solve(profile, 2, chunks=m) for m in (2, 4, 8)]).get_ylabel()
+        'time [s]'
     """
+    make = "plans=[solve(profile, 4, chunks=chunks) for chunks in (4, 8, 16)]"
+    check_kind("plans", plans, Iterable, make)
+    plans = list(plans)
     if not plans:
-        raise UsageError(
-            "there is nothing to draw: plans=() (expected 1 or more).\n"
-            "Fix: plans=[solve(profile, 4, chunks=chunks) for chunks in (4, 8, 16)]."
-        )
+        raise UsageError(f"there is nothing to draw: plans=() (expected 1 or more).\nFix: {make}.")
+    for k, plan in enumerate(plans):
+        check_kind(f"plans[{k}]", plan, Plan, make)
     plans = sorted(plans, key=lambda plan: plan.chunks)
     room = None if limit is None else parse_bytes(limit)
     n = len(plans)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from gpipebal.errors import ProfileError, UsageError
+from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.plots.axes import (
     FONT_SIZE,
@@ -55,13 +56,21 @@ def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "ti
             of one micro-batch.
 
     Raises:
+        KindError: `profile` is no Profile.
         UsageError: `by` is neither.
+
+    Example:
+        >>> from gpipebal import Profile
+        >>> plot_profile(Profile.from_costs([3.0, 1.0, 4.0])).get_ylabel()
+        'time [s]'
     """
+    check_kind("profile", profile, Profile)
+    own = ax is None
     ax = new_axes(9.0, 3.6) if ax is None else ax
     kinds = _layer_costs(profile, by, recomputes=False)
     colours = partition_colours(1) * profile.n_layers
     entries = _draw_bars(ax, kinds, colours, by)
-    label_layers(ax, profile.names)
+    label_layers(ax, profile.names, grow=own)
     total = sum(sum(values) for values in kinds.values())
     text = format_seconds(total) if by == "time" else format_bytes(total)
     what = f"{count(profile.n_layers, 'layer')}, micro-batch of {count(profile.rows, 'row')}"
@@ -84,20 +93,31 @@ def plot_balance(
             count more than that, and tensors that layers share only once.
 
     Raises:
+        KindError: what was given is no Profile, or no Plan.
         ProfileError: the plan is of another number of layers.
         UsageError: `by` is neither.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], chunks=4)
+        >>> plan = gb.solve(profile, 2)
+        >>> plot_balance(profile, plan).get_xlabel()
+        'layer'
     """
+    check_kind("profile", profile, Profile)
+    check_kind("plan", plan, Plan)
     if plan.n_layers != profile.n_layers:
         raise ProfileError(
             f"plan and profile are of different models: plan.n_layers={plan.n_layers} "
             f"(expected {profile.n_layers}).\nFix: give the profile that the plan was made from."
         )
+    own = ax is None
     ax = new_axes(10.0, 4.0) if ax is None else ax
     hues = partition_colours(plan.n_partitions)
     colours = [hues[j] for j, n_layers in enumerate(plan.balance) for _ in range(n_layers)]
     kinds = _layer_costs(profile, by, recomputes=plan.recomputes)
     entries = _draw_bars(ax, kinds, colours, by)
-    label_layers(ax, profile.names)
+    label_layers(ax, profile.names, grow=own)
     if by == "time":
         title = "Layers and their partitions: time for one micro-batch"
         totals = [format_seconds(plan.micro_batch_time(j)) for j in range(plan.n_partitions)]
@@ -118,7 +138,18 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     Args:
         plan: Gives the times of the partitions.
         ax: Axes to draw on; None: a new figure.
+
+    Raises:
+        KindError: `plan` is no Plan.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], chunks=4)
+        >>> plan = gb.solve(profile, 2)
+        >>> plot_partitions(plan).get_xlabel()
+        'partition'
     """
+    check_kind("plan", plan, Plan)
     n = plan.n_partitions
     ax = new_axes(min(12.0, max(4.5, 1.5 + 0.5 * n)), 3.6) if ax is None else ax
     kinds = {"F": [part.forward_time for part in plan.partitions]}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpipebal.errors import UsageError
+from gpipebal.kinds import check_kind
 from gpipebal.plots.axes import (
     FONT_SIZE,
     LINE_HEIGHT,
@@ -48,6 +49,10 @@ def plot_memory(
 ) -> Axes:
     """Draw what every device holds over time, on one scale, with its peak and its limit.
 
+    What `gpipebal.simulator.held_of` tells of a profile leaves out a loss behind the pipeline, and
+    the outputs that are gathered for it: on the last device they come on top, and
+    `plan.partitions[-1].memory` counts them.
+
     Args:
         tracks: What `gpipebal.simulator.memory_over_time` returned.
         ax: Axes to draw on; None: a new figure.
@@ -55,14 +60,26 @@ def plot_memory(
             one for each device; drawn as a dashed line in every row.
 
     Raises:
+        KindError: what was given is no list of tracks.
         UsageError: there are no tracks, a limit is not readable, or there is not one per device.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> from gpipebal.simulator import held_of, memory_over_time
+        >>> profile = gb.Profile.from_costs([1.0, 1.0], saved_bytes=[100, 200], chunks=4)
+        >>> timeline = gb.simulate(gb.solve(profile, 2))
+        >>> plot_memory(memory_over_time(timeline, held_of(profile, (0, 1, 2)))).get_xlabel()
+        'time [s]'
     """
+    make = "tracks=memory_over_time(timeline, held_of(profile, bounds))"
+    check_kind("tracks", tracks, Sequence, make)
     n = len(tracks)
     if not n:
         raise UsageError(
-            "there is nothing to draw: tracks=() (expected one track per device).\n"
-            "Fix: tracks=memory_over_time(timeline, sizes)."
+            f"there is nothing to draw: tracks=() (expected one track per device).\nFix: {make}."
         )
+    for j, track in enumerate(tracks):
+        check_kind(f"tracks[{j}]", track, MemoryTrack, make)
     limits = _limits(limit, n)
     ax = new_axes(11.0, min(_MAX_HEIGHT, 1.3 + _ROW * n)) if ax is None else ax
     end = max(float(track.times[-1]) for track in tracks)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpipebal.errors import UsageError
 from gpipebal.files import atomic_path
+from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.plots.costs import plot_balance, plot_partitions
 from gpipebal.plots.timelines import plot_timeline, timeline_height
@@ -40,10 +41,21 @@ def plot_run(
         measured: Timeline that a run of the plan recorded; None: not run.
 
     Raises:
+        KindError: what was given is no Profile, no Plan or no Timeline.
         ProfileError: the plan is of another number of layers than the profile.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], chunks=4)
+        >>> plan = gb.solve(profile, 2)
+        >>> len(plot_run(profile, plan, gb.simulate(plan)).axes)
+        3
     """
     from matplotlib.figure import Figure
 
+    check_kind("profile", profile, Profile)
+    check_kind("plan", plan, Plan)
+    check_kind("predicted", predicted, Timeline)
     timelines = [predicted] if measured is None else [predicted, measured]
     height = timeline_height(*timelines)
     figure = Figure(figsize=(13.0, _BARS_HEIGHT + height + 0.4), layout="constrained")
@@ -78,6 +90,15 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
 
     Raises:
         UsageError: the suffix is none that matplotlib can write.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], chunks=4)
+        >>> plan = gb.solve(profile, 2)
+        >>> import tempfile
+        >>> from gpipebal.plots import plot_balance
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_figure(plot_balance(profile, plan).figure, f"{folder}/balance.svg")
     """
     suffix = Path(path).suffix.removeprefix(".").lower()
     known = figure.canvas.get_supported_filetypes()

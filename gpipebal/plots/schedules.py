@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpipebal.kinds import check_kind
 from gpipebal.plots.axes import FONT_SIZE, add_headline, fits, new_axes, note, points, text_width
 from gpipebal.plots.style import IDLE, NEUTRAL, idle_patch, partition_colours, scale_seconds
 from gpipebal.simulator import ScheduleRow, ScheduleTable
@@ -28,7 +29,17 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
     Args:
         table: What `gpipebal.compare_schedules` returned.
         ax: Axes to draw on; None: a new figure.
+
+    Raises:
+        KindError: `table` is no ScheduleTable.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> table = gb.compare_schedules(gb.Profile.from_costs([1.0] * 8, chunks=8), 4)
+        >>> plot_schedules(table).get_xlabel()
+        'makespan [s]'
     """
+    check_kind("table", table, ScheduleTable, "table = compare_schedules(profile, n_devices)")
     rows = table.rows
     ax = new_axes(9.0, 1.3 + _ROW * len(rows)) if ax is None else ax
     longest = max((row.makespan or 0.0 for row in rows), default=0.0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import UsageError
+from gpipebal.kinds import check_kind
 from gpipebal.plots.axes import (
     CAPTION_SIZE,
     FONT_SIZE,
@@ -65,11 +66,23 @@ def plot_timeline(
         timeline: What to draw.
         ax: Axes to draw on; None: a new figure.
         beside: Another timeline, to compare; a prediction is drawn above a measurement.
+
+    Raises:
+        KindError: what was given is no Timeline.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], chunks=4)
+        >>> plan = gb.solve(profile, 2)
+        >>> plot_timeline(gb.simulate(plan)).get_xlabel()
+        'time since the first start [s]'
     """
-    shown = [timeline] if beside is None else [timeline, beside]
+    shown = {"timeline": timeline} if beside is None else {"timeline": timeline, "beside": beside}
+    for name, item in shown.items():
+        check_kind(name, item, Timeline)
     # Sorting is stable: two of one source keep their order.
-    shown.sort(key=lambda item: item.source == "measured")
-    return _draw([(_NAMES[item.source], item) for item in shown], ax)
+    in_order = sorted(shown.values(), key=lambda item: item.source == "measured")
+    return _draw([(_NAMES[item.source], item) for item in in_order], ax)
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], *, ax: Axes | None = None) -> Axes:
@@ -82,13 +95,25 @@ def plot_timelines(timelines: Mapping[str, Timeline], *, ax: Axes | None = None)
         ax: Axes to draw on; None: a new figure.
 
     Raises:
+        KindError: what was given is no mapping to Timelines.
         UsageError: there is none.
+
+    Example:
+        >>> import gpipebal as gb
+        >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], chunks=4)
+        >>> plan = gb.solve(profile, 2)
+        >>> timelines = {name: gb.simulate(plan, name) for name in ("gpipe", "1f1b")}
+        >>> plot_timelines(timelines).get_xlabel()
+        'time since the first start [s]'
     """
+    make = "timelines={'gpipe': simulate(plan)}"
+    check_kind("timelines", timelines, Mapping, make)
     if not timelines:
         raise UsageError(
-            "there is nothing to draw: timelines={} (expected 1 or more).\n"
-            "Fix: timelines={'gpipe': simulate(plan)}."
+            f"there is nothing to draw: timelines={{}} (expected 1 or more).\nFix: {make}."
         )
+    for name, timeline in timelines.items():
+        check_kind(f"timelines[{name!r}]", timeline, Timeline)
     return _draw(list(timelines.items()), ax)
 
 

@@ -99,7 +99,7 @@ def check_bytes(name: str, value: object) -> int:
     if not (0 <= number < math.inf and number == int(number)):
         raise BalanceError(
             f"{name} is not a number of bytes: {name}={value!r} (expected an int of 0 or more).\n"
-            f"Fix: {name}={2**30} for a GiB, or None for no limit."
+            f"Fix: {name}={2**30} for a GiB, or {name}=None for none."
         )
     return int(number)
 

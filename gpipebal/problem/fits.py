@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from gpipebal.errors import BalanceError
 if TYPE_CHECKING:
     from gpipebal.problem.problem import Problem
 
-__all__ = ["check_lengths", "check_parts"]
+__all__ = ["check_lengths", "check_parts", "check_total"]
 
 
 def check_lengths(problem: Problem) -> None:
@@ -78,6 +79,29 @@ def check_parts(problem: Problem) -> None:
         problem.memory.labels(n_partitions)
     if problem.rules is not None:
         problem.rules.check(n_layers, n_partitions)
+
+
+def check_total(problem: Problem) -> None:
+    """Refuse times whose sums are no floats.
+
+    Raises:
+        BalanceError: there are some.
+    """
+    if problem.devices is None and problem.links is None:
+        most = sum(sums[-1] for sums in problem.layer_sums)
+    else:
+        costs = problem.costs
+        most = max(sum(sums[-1] for sums in one) for one in costs.types)
+        # A copy that does not overlap keeps the sender busy, and then the receiver.
+        most += 2 * (sum(costs.send) + sum(costs.give_back))
+    # More than a mini-batch takes: micro-batches one after the other, and one more.
+    if most * (problem.chunks + 1) > problem.scale * int(sys.float_info.max):
+        largest = max(*problem.forward, *problem.backward, *problem.recompute)
+        raise BalanceError(
+            f"times are too large to be added: largest time={largest!r}, before devices and links "
+            f"(expected a makespan below {sys.float_info.max:.3g}).\n"
+            "Fix: give the times in a larger unit, such as seconds."
+        )
 
 
 def _check_length(name: str, column: Sequence[float], length: int, what: str) -> None:

@@ -37,7 +37,7 @@ class Link:
         if not plain_number(self.bandwidth) > 0:
             raise BalanceError(
                 f"bandwidth is not above 0: bandwidth={self.bandwidth!r} (expected bytes per "
-                "second).\nFix: bandwidth=math.inf for links that cost their latency only."
+                "second).\nFix: bandwidth=12e9 for 12 GB/s, say."
             )
         if not 0 <= plain_number(self.latency) < math.inf:
             raise BalanceError(

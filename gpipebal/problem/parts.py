@@ -151,6 +151,9 @@ class Rules:
         pin: The partition of each pinned layer.
         max_layers: Most layers of a partition; None for no limit.
 
+    Raises:
+        BalanceError: single layers where pairs are expected.
+
     Example:
         >>> Rules(no_cut=[3], keep_together=[(5, 7)]).uncut
         frozenset({3, 6, 7})
@@ -162,11 +165,10 @@ class Rules:
     max_layers: int | None = None
 
     def __post_init__(self) -> None:
-        pairs = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
-        together = (tuple(pair) for pair in self.keep_together)
+        pins = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
         object.__setattr__(self, "no_cut", tuple(sorted(set(self.no_cut))))
-        object.__setattr__(self, "keep_together", tuple(sorted(together)))
-        object.__setattr__(self, "pin", tuple(sorted(tuple(pair) for pair in pairs)))
+        object.__setattr__(self, "keep_together", _pairs("keep_together", self.keep_together))
+        object.__setattr__(self, "pin", _pairs("pin", pins))
 
     @property
     def pinned(self) -> tuple[tuple[int, int], ...]:
@@ -201,8 +203,18 @@ class Rules:
                     f"partition={partition!r} (expected 0 <= partition < {n_partitions}).\n"
                     "Fix: count partitions from 0."
                 )
-        if self.max_layers is not None and self.max_layers < 1:
+        if self.max_layers is not None and not plain_number(self.max_layers) >= 1:
             raise BalanceError(
                 f"max_layers is too small: max_layers={self.max_layers!r} (expected 1 or more).\n"
                 f"Fix: max_layers={-(-n_layers // n_partitions)}, which an equal split keeps."
             )
+
+
+def _pairs(name: str, given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    pairs = tuple(given)
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise BalanceError(
+            f"{name} has the wrong form: {name}={pairs!r:.60} (expected pairs of indices).\n"
+            f"Fix: {name}=[(0, 1)]."
+        )
+    return tuple(sorted((first, second) for first, second in pairs))

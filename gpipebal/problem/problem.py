@@ -15,7 +15,6 @@ of any run of layers in constant time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ from typing import Literal, NamedTuple
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_times, scaled
 from gpipebal.problem.costs import Costs, denominators
-from gpipebal.problem.fits import check_lengths, check_parts
+from gpipebal.problem.fits import check_lengths, check_parts, check_total
 from gpipebal.problem.memory import Memory
 from gpipebal.problem.parts import Device, Links, Rules
 from gpipebal.schedule import Checkpoint, CheckpointMode, check_checkpoint, check_count, modes_of
@@ -104,14 +103,8 @@ class Problem:
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         check_lengths(self)
         self._check_parts()
-        total = self.forward_sums[-1] + self.backward_sums[-1] + self._all_recompute_sums[-1]
-        if not self._whole and total * (self.chunks + 1) > self.scale * int(sys.float_info.max):
-            largest = max(*self.forward, *self.backward, *self.recompute)
-            raise BalanceError(
-                f"times are too large to be added: largest time={largest!r} "
-                f"(expected a makespan below {sys.float_info.max:.3g}).\n"
-                "Fix: give the times in a larger unit, such as seconds."
-            )
+        if not self._whole:
+            check_total(self)
 
     def _check_parts(self) -> None:
         """Normalise what stands beside the times, or refuse it."""

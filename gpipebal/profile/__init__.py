@@ -5,12 +5,13 @@ and keeps what a layer saves for its backward as a *set of storages*: two neighb
 same tensor (the output of one is the input of the other) hold it once, so the memory of a
 partition is the union of the sets of its layers and never their sum.
 
-Read in this order: `layer` (one layer, a skip connection, the terms of a step), `profile` (the
+Read in this order: `layer` (one layer, a skip connection, tied parameters, the
+terms of a step), `profile` (the
 noun), `checks` (what no profile may be), `record` (the same as JSON values), `sizes` and `fit` (the
 costs at other numbers of rows), `fingerprint` and `match` (whether it still fits a model).
 """
 
-from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms
+from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.profile import Profile
 
@@ -20,5 +21,6 @@ __all__ = [
     "ProfileMatch",
     "SkipProfile",
     "StepTerms",
+    "TieProfile",
     "match_profile",
 ]

@@ -7,14 +7,15 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
-from gpipebal.profile.layer import LayerProfile
+from gpipebal.profile.layer import LayerProfile, TieProfile
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
 
-__all__ = ["TEXT_FIELDS", "check_profile"]
+__all__ = ["STORAGE_FIELDS", "TEXT_FIELDS", "check_profile"]
 
 TEXT_FIELDS = ("name", "kind", "fingerprint")
+STORAGE_FIELDS = ("outputs", "saved", "handed_through")
 _STEP_TIMES = (
     "gather_time",
     "optimizer_time",
@@ -57,8 +58,9 @@ def check_profile(profile: Profile) -> None:
             raise _bad_value("storage", str(index), n_bytes)
     for layer in profile.layers:
         _check_layer(layer, f"layer {layer.name!r}", n_storages)
-    for storage in profile.inputs:
-        _check_storage(storage, n_storages, "inputs")
+    for name in ("inputs", "without_gradient"):
+        for storage in getattr(profile, name):
+            _check_storage(storage, n_storages, name)
     _check_step(profile, n_storages)
     for skip in profile.skips:
         for index in (skip.source, skip.destination):
@@ -75,7 +77,40 @@ def check_profile(profile: Profile) -> None:
             )
         for storage in skip.storages:
             _check_storage(storage, n_storages, f"skip connection {skip.name!r}")
+    for tie in profile.ties:
+        _check_tie(tie, profile.n_layers)
+    _check_shares(profile)
     _check_other_sizes(profile)
+
+
+def _check_tie(tie: TieProfile, n_layers: int) -> None:
+    places = tie.layers
+    known = all(type(index) is int and 0 <= index < n_layers for index in places)
+    if not known or len(places) < 2 or list(places) != sorted(set(places)):
+        raise ProfileError(
+            f"tied parameters have impossible layers: layers={list(places)!r} (expected two or "
+            f"more of 0..{n_layers - 1}, ascending).\nFix: profile the model again."
+        )
+    for name in ("parameter_bytes", "gradient_bytes"):
+        if not _is_quantity(getattr(tie, name), whole=True):
+            raise _bad_value("tied parameters", name, getattr(tie, name))
+
+
+def _check_shares(profile: Profile) -> None:
+    """Refuse ties of more bytes than their layers have."""
+    parameters, gradients = [0] * profile.n_layers, [0] * profile.n_layers
+    for tie in profile.ties:
+        parameters[tie.layers[0]] += tie.parameter_bytes
+        for k in tie.layers:
+            gradients[k] += tie.gradient_bytes
+    for k, layer in enumerate(profile.layers):
+        for name, tied in (("parameter_bytes", parameters[k]), ("gradient_bytes", gradients[k])):
+            if tied > getattr(layer, name):
+                raise ProfileError(
+                    f"layer {layer.name!r} has less than what is tied to others: "
+                    f"{name}={getattr(layer, name)} (expected {tied} or more).\n"
+                    "Fix: profile the model again."
+                )
 
 
 def _check_other_sizes(profile: Profile) -> None:
@@ -115,12 +150,13 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
         whole = name == "flops" or name.endswith("_bytes")
         if not _is_quantity(value, whole=whole):
             raise _bad_value(where, name, value)
-    for storage in (*layer.saved, *layer.outputs):
-        _check_storage(storage, n_storages, where)
+    for name in STORAGE_FIELDS:
+        for storage in getattr(layer, name):
+            _check_storage(storage, n_storages, where)
 
 
 def _quantities(layer: LayerProfile) -> list[tuple[str, Any]]:
-    skipped = (*TEXT_FIELDS, "saved", "outputs")
+    skipped = (*TEXT_FIELDS, *STORAGE_FIELDS)
     values = [(f, getattr(layer, f.name)) for f in fields(layer) if f.name not in skipped]
     return [(f.name, v) for f, v in values if v is not None or f.default is not None]
 

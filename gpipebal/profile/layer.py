@@ -1,10 +1,10 @@
-"""The parts of a profile: a layer, a skip connection, and what a step costs beside the layers."""
+"""The parts of a profile: layers, what connects them, and what a step costs beside them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LayerProfile", "SkipProfile", "StepTerms"]
+__all__ = ["LayerProfile", "SkipProfile", "StepTerms", "TieProfile"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class LayerProfile:
         outputs: Storages (indices into `Profile.storages`) that the layer hands on.
         saved: Storages that it keeps from its forward until its backward, without parameters
             and buffers.
+        handed_through: Storages of its input that it hands on as they are: the gradient that its
+            backward is given is the one that it returns, in the same memory.
         output_bytes: Bytes of the storages in `outputs`.
         forward_peak_bytes: Largest memory during its forward beyond what was there at its
             start, so with its outputs and what it saves.
@@ -42,6 +44,8 @@ class LayerProfile:
             start, so with the gradients that it makes.
         accumulating_peak_bytes: The same of a backward that adds to gradients which exist
             already; None: not known, take `backward_peak_bytes`.
+        copied_bytes: How much of both peaks is copies of gradients that are handed through: only
+            the first layer of a partition makes them.
         optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
             was there at its start, without state that is made only once; None: not known.
         fingerprint: Short hash of its class, options, and parameter shapes.
@@ -64,11 +68,13 @@ class LayerProfile:
     optimizer_bytes: int | None = None
     outputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
+    handed_through: tuple[int, ...] = ()
     output_bytes: int = 0
     forward_peak_bytes: int = 0
     no_grad_forward_peak_bytes: int | None = None
     backward_peak_bytes: int = 0
     accumulating_peak_bytes: int | None = None
+    copied_bytes: int = 0
     optimizer_peak_bytes: int | None = None
     fingerprint: str = ""
 
@@ -93,6 +99,22 @@ class SkipProfile:
     source: int
     destination: int
     storages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TieProfile:
+    """Parameters that the same layers share.
+
+    Attributes:
+        layers: Indices of the layers that have them, in ascending order; two or more.
+        parameter_bytes: Bytes of the parameters; the first layer's `parameter_bytes` has them too.
+        gradient_bytes: Bytes of their gradients, those of one use; every layer's `gradient_bytes`
+            has them too.
+    """
+
+    layers: tuple[int, ...]
+    parameter_bytes: int
+    gradient_bytes: int
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ModelError
+from gpipebal.kinds import check_kind
 from gpipebal.profile.fingerprint import is_same_layer
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
         A `ProfileMatch`: true if the profile fits, else its text has one line per difference.
 
     Raises:
+        KindError: `profile` is no Profile.
         ModelError: `module` has no children, as no `torch.nn.Module` lacks them.
 
     Complexity:
@@ -81,6 +83,9 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
         >>> print(match_profile(profile, nn.Sequential(nn.Linear(4, 5), nn.ReLU())))
         layer '0' has changed: another class, other options or parameters
     """
+    from gpipebal.profile.profile import Profile  # which imports this module
+
+    check_kind("profile", profile, Profile)
     children = getattr(module, "_modules", None)
     if not isinstance(children, dict):
         raise ModelError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
-from gpipebal.profile.checks import check_profile
-from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms
+from gpipebal.profile.checks import STORAGE_FIELDS, check_profile
+from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
 from gpipebal.profile.sizes import at_rows
@@ -31,25 +32,40 @@ class Profile:
         layers: One `LayerProfile` per layer, in the order of the chain.
         storages: Bytes of every storage that `LayerProfile.saved` and `.outputs` name.
         inputs: Storages of the chain's own input.
+        without_gradient: Storages between layers that no gradient goes back through: integers,
+            constants, and what comes before the first layer that is trained.
         rows: Rows of the micro-batch that was measured.
         mini_batch_rows: Rows of the sample, that is of the mini-batch.
         chunks: Micro-batches that the sample was parted into.
         step: Costs of a step beside the layers.
         skips: Skip connections between layers.
+        ties: Parameters that several layers share.
         other_sizes: The same chain measured at other numbers of rows, in ascending order; these
             profiles have no other sizes themselves.
         provenance: How it was measured: ``method``, ``device``, ``threads``, ``rounds``,
             ``torch``, ``gpipebal``, ``date`` and more; JSON values.
+
+    Raises:
+        ProfileError: a cost that is none, or a storage that does not exist.
+
+    Example:
+        >>> profile = Profile.from_costs([3.0, 1.0], names=["a", "b"], saved_bytes=[64, 0])
+        >>> profile.names, profile.layers[0].backward_time
+        (('a', 'b'), 6.0)
+        >>> profile.bytes_of(profile.layers[0].saved)
+        64
     """
 
     layers: tuple[LayerProfile, ...]
     storages: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
+    without_gradient: tuple[int, ...] = ()
     rows: int = 1
     mini_batch_rows: int = 1
     chunks: int = 1
     step: StepTerms = field(default_factory=StepTerms)
     skips: tuple[SkipProfile, ...] = ()
+    ties: tuple[TieProfile, ...] = ()
     other_sizes: tuple[Profile, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -161,6 +177,18 @@ class Profile:
         """Add up the bytes of storages, each counted once."""
         return sum(self.storages[index] for index in set(storages))
 
+    def gradient_bytes_of(self, storages: Iterable[int]) -> int:
+        """Add up the bytes of the gradients of storages, which are as large as they."""
+        return self.bytes_of(self.with_gradient(storages))
+
+    def with_gradient(self, storages: Iterable[int]) -> frozenset[int]:
+        """Return those of some storages that a gradient goes back through."""
+        return frozenset(storages) - self._without_gradient
+
+    @cached_property
+    def _without_gradient(self) -> frozenset[int]:
+        return frozenset(self.without_gradient)
+
     def at_rows(self, rows: int, *, mini_batch_rows: int | None = None) -> Profile:
         """Say what the chain costs for micro-batches of another number of rows.
 
@@ -216,7 +244,7 @@ class Profile:
             for index, layer in enumerate(size.layers):
                 line: dict[str, Any] = {"layer": index}
                 for item in fields(layer):
-                    if item.name not in ("saved", "outputs"):
+                    if item.name not in STORAGE_FIELDS:
                         line[item.name] = getattr(layer, item.name)
                 line["saved_bytes"] = size.bytes_of(layer.saved)
                 line["rows"] = size.rows

@@ -1,8 +1,9 @@
 """Profiles as JSON values.
 
-Records of version 1 (before the loss was a layer, and without skip connections and other sizes)
-and version 2 (without what a trial as a pipeline tells) are still read; what they do not tell is
-unknown.
+Records of version 1 (before the loss was a layer, and without skip connections and other sizes),
+version 2 (without what a trial as a pipeline tells) and version 3 (without tied parameters, and
+what has no gradient or is handed through) are still read; what they do not tell is unknown, so
+that everything between layers is taken to have a gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpipebal.errors import FileFormatError
 from gpipebal.files import text_of, tuple_of, without_header
 from gpipebal.profile.checks import TEXT_FIELDS
-from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms
+from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 3
+VERSION = 4
 
 _FIELDS = frozenset(
     {
@@ -36,6 +37,8 @@ _FIELDS = frozenset(
         "skips",
         "step",
         "storages",
+        "ties",
+        "without_gradient",
     }
 )
 
@@ -53,7 +56,9 @@ def record_of(profile: Profile) -> dict[str, Any]:
         "provenance": dict(profile.provenance),
         "step": asdict(profile.step),
         "skips": [asdict(skip) for skip in profile.skips],
+        "ties": [asdict(tie) for tie in profile.ties],
         "inputs": list(profile.inputs),
+        "without_gradient": list(profile.without_gradient),
         "storages": list(profile.storages),
         "layers": [asdict(layer) for layer in profile.layers],
         "other_sizes": [record_of(other) for other in profile.other_sizes],
@@ -72,6 +77,8 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
             content = _of_version_1(content)
         if record.get("version") in (1, 2):
             content = _of_version_2(content)
+        if record.get("version") in (1, 2, 3):
+            content = _of_version_3(content)
         _check_fields("a profile", content, _FIELDS)
         step = _fields_of(content["step"], "step")
         _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
@@ -86,11 +93,13 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
             layers=tuple(_layer(layer) for layer in tuple_of(content["layers"], "layers")),
             storages=tuple_of(content["storages"], "storages"),
             inputs=tuple_of(content["inputs"], "inputs"),
+            without_gradient=tuple_of(content["without_gradient"], "without_gradient"),
             rows=content["rows"],
             mini_batch_rows=content["mini_batch_rows"],
             chunks=content["chunks"],
             step=StepTerms(**step),
             skips=tuple(_skip(skip) for skip in tuple_of(content["skips"], "skips")),
+            ties=tuple(_tie(tie) for tie in tuple_of(content["ties"], "ties")),
             other_sizes=tuple(parts_of(other, kind, depth + 1) for other in others),
             provenance=_fields_of(content["provenance"], "provenance"),
         )
@@ -120,6 +129,7 @@ def _layer(record: Any) -> LayerProfile:
     content = _fields_of(record, "a layer")
     for name in ("saved", "outputs"):
         content[name] = tuple_of(content[name], name)
+    content["handed_through"] = tuple_of(content.get("handed_through", ()), "handed_through")
     for name in TEXT_FIELDS:
         text_of(content.get(name, ""), name)
     return LayerProfile(**content)
@@ -129,6 +139,11 @@ def _skip(record: Any) -> SkipProfile:
     content = _fields_of(record, "a skip connection")
     text_of(content["name"], "name")
     return SkipProfile(**{**content, "storages": tuple_of(content["storages"], "storages")})
+
+
+def _tie(record: Any) -> TieProfile:
+    content = _fields_of(record, "tied parameters")
+    return TieProfile(**{**content, "layers": tuple_of(content["layers"], "layers")})
 
 
 def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
@@ -156,3 +171,11 @@ def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
         if name in step:
             raise TypeError(f"step has an unknown field: {name!r}")
     return {**content, "step": {**step, **{name: getattr(later, name) for name in names}}}
+
+
+def _of_version_3(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 3 up to date: all has a gradient, and no parameters are tied."""
+    for name in ("without_gradient", "ties"):
+        if name in content:
+            raise TypeError(f"a profile has an unknown field: {name!r}")
+    return {**content, "without_gradient": (), "ties": ()}

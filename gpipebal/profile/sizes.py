@@ -55,6 +55,7 @@ _COUNTS = (
     "no_grad_forward_peak_bytes",
     "backward_peak_bytes",
     "accumulating_peak_bytes",
+    "copied_bytes",
 )
 #: A measured size of a layer: its rows, and what it costs.
 _Size = tuple[int, LayerProfile]
@@ -72,10 +73,11 @@ def at_rows(profile: Profile, rows: int, mini_batch_rows: int | None = None) -> 
     # Of two that are equally near the larger: its bytes are the safer guess.
     nearest = min(sizes, key=lambda size: (abs(size.rows - rows), -size.rows))
     made, about = (nearest, None) if nearest.rows == rows else _between(sizes, nearest, rows)
-    step, storages = _with_whole_terms(made, profile, of_mini_batch)
+    step, storages, without_gradient = _with_whole_terms(made, profile, of_mini_batch)
     return replace(
         made,
         storages=storages,
+        without_gradient=without_gradient,
         rows=rows,
         mini_batch_rows=of_mini_batch,
         chunks=max(1, -(-of_mini_batch // rows)),
@@ -165,11 +167,12 @@ def _layer_at(
 
 def _with_whole_terms(
     made: Profile, profile: Profile, mini_batch_rows: int
-) -> tuple[StepTerms, tuple[int, ...]]:
+) -> tuple[StepTerms, tuple[int, ...], tuple[int, ...]]:
     """Give a size the terms of the mini-batch: its own, or those of the profile.
 
     Returns:
-        The terms, and the size's storages with those of the terms behind them.
+        The terms; the size's storages with those of the terms behind them; and which of all have
+        no gradient.
     """
     own = made.step
     known = [size for size in (profile, made) if size.step.whole_loss is not None]
@@ -206,7 +209,9 @@ def _with_whole_terms(
         whole_loss=whole,
         gathered=gathered,
     )
-    return terms, tuple(storages)
+    without = [number[index] for index in source.without_gradient if index in number]
+    without_gradient = dict.fromkeys((*made.without_gradient, *without))
+    return terms, tuple(storages), tuple(without_gradient)
 
 
 def _scaled(whole: LayerProfile, rows: int, to_rows: int) -> LayerProfile:

@@ -29,6 +29,7 @@ from gpipebal.profiler.storages import (
     Numbers,
     distinct_numbers,
     measure_layer_memory,
+    needs_gradient,
 )
 from gpipebal.profiler.survey import Survey, describe_skips, flops_of
 from gpipebal.profiler.value import Routes, Value, as_leaves
@@ -260,16 +261,19 @@ def _repeat(walk: Walk, twin: _Twin) -> None:
         LayerMemory(
             outputs=distinct_numbers(handed),
             saved=distinct_numbers([own(number) for number in memory.saved]),
+            handed_through=distinct_numbers([own(number) for number in memory.handed_through]),
             output_bytes=memory.output_bytes,
             forward_peak_bytes=memory.forward_peak_bytes,
             no_grad_forward_peak_bytes=memory.no_grad_forward_peak_bytes,
             backward_peak_bytes=memory.backward_peak_bytes,
             accumulating_peak_bytes=memory.accumulating_peak_bytes,
+            copied_bytes=memory.copied_bytes,
         )
     )
     walk.flops.append(walk.flops[twin.index])
     walk.times.append(walk.times[twin.index])
     value = twin.outputs.value
+    walk.numbers.note(handed, map(needs_gradient, value.leaves))
     walk.arrived = Arrived(
         Value(value.leaves, value.structure, walk.arrived.value.skips), handed, walk.arrived.skips
     )

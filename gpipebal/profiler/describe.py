@@ -18,7 +18,7 @@ from gpipebal.pipeline.devices import visible_cores
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.replica import layer_of_tensors, own_bytes, summed_bytes
+from gpipebal.profiler.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.rounds import Times
 from gpipebal.profiler.settle import Settled, settle_rounds, whole_again
 from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
@@ -58,7 +58,7 @@ def describe_layers(
     # Layers that were measured alone have not all the same number of rounds.
     host_forward = np.nanmedian(times.host_forward, axis=0) if times.host_forward else None
     host_backward = np.nanmedian(times.host_backward, axis=0) if times.host_backward else None
-    owner, summed = layer_of_tensors(modules), summed_bytes(modules)
+    owner = layer_of_tensors(modules)
     layers = tuple(
         LayerProfile(
             name=names[k],
@@ -76,11 +76,13 @@ def describe_layers(
             optimizer_peak_bytes=optimizer.peak_of(k),
             outputs=found.memory[k].outputs,
             saved=found.memory[k].saved,
+            handed_through=found.memory[k].handed_through,
             output_bytes=found.memory[k].output_bytes,
             forward_peak_bytes=found.memory[k].forward_peak_bytes,
             no_grad_forward_peak_bytes=found.memory[k].no_grad_forward_peak_bytes,
-            backward_peak_bytes=found.memory[k].backward_peak_bytes + summed[k],
-            accumulating_peak_bytes=found.memory[k].accumulating_peak_bytes + summed[k],
+            backward_peak_bytes=found.memory[k].backward_peak_bytes,
+            accumulating_peak_bytes=found.memory[k].accumulating_peak_bytes,
+            copied_bytes=found.memory[k].copied_bytes,
             fingerprint=fingerprint(module),
             **own_bytes(modules, k, owner),
         )

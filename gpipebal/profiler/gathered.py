@@ -14,7 +14,7 @@ from gpipebal.profile import LayerProfile
 from gpipebal.profiler.loss import measure_whole_loss
 from gpipebal.profiler.replica import parameter_bytes
 from gpipebal.profiler.step import measure_gather
-from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers
+from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, needs_gradient
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered"]
 
@@ -94,6 +94,8 @@ def scaled_gathered(
         return math.ceil((n_bytes or 0) * share)
 
     grown = {n: numbers.new(larger(numbers.bytes[n])) for n in (*outputs.storages, *loss.saved)}
+    of_leaves = [None if number is None else grown[number] for number in outputs.numbers]
+    numbers.note(of_leaves, map(needs_gradient, outputs.value.leaves))
     scaled: dict[str, Any] = {name: getattr(loss, name) * share for name in _TIMES}
     scaled |= {name: larger(getattr(loss, name)) for name in _BYTES}
     if loss.no_grad_forward_time is not None:

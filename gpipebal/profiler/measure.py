@@ -22,6 +22,7 @@ from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.rounds import Pace
 from gpipebal.profiler.setting import (
     check_timeout,
+    check_values,
     choose_rows,
     current_device,
     device_for,
@@ -122,15 +123,16 @@ def profile_model(
 
     Raises:
         ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be parted.
-        ProfileError: a layer, the loss or the optimizer failed; the error names it.
+        ProfileError: a layer, the loss or the optimizer failed, or has no values to measure with;
+            the error names it.
         DeviceError: `device` does not exist.
 
     Complexity:
         Each round costs five forwards and three backwards of one micro-batch, and every third as
         much of the other sizes; before them come as many to warm up, and five forwards and two
-        backwards at each size to look; behind them, on the CPU, about ten training steps as a
-        pipeline. Memory, once per measuring thread: gradients and buffers of the model, and what
-        one micro-batch saves.
+        backwards at each size to look; behind them, on the CPU, nine training steps as a pipeline,
+        or six with ``timeout=0``. Memory, once per measuring thread: gradients and buffers of the
+        model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -176,6 +178,7 @@ def profile_model(
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     started = time.perf_counter()
     layers = layers_of(module)
+    check_values(layers, sample, target)
     n_chunks = check_count("chunks", chunks)
     where = device_for(device)
     n_side_by_side = check_count("partitions", partitions)

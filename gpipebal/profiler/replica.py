@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gpipebal.errors import ProfileError
+from gpipebal.profile import TieProfile
 from gpipebal.profiler.compiled import compile_alike
 from gpipebal.profiler.copying import copy_layer
 
-__all__ = ["layer_of_tensors", "own_bytes", "parameter_bytes", "replicate", "summed_bytes"]
+__all__ = ["find_ties", "layer_of_tensors", "own_bytes", "parameter_bytes", "replicate"]
 
 
 def replicate(
@@ -90,7 +91,7 @@ def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
 def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) -> dict[str, int]:
     """Count the bytes of parameters and buffers that no earlier layer has, and of all gradients.
 
-    Each use of a parameter makes a gradient of its own; autograd adds them up behind the last.
+    Each use of a parameter makes a gradient of its own; see `find_ties` for which are added up.
     """
 
     def mine(tensor: Tensor) -> bool:
@@ -104,19 +105,23 @@ def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) ->
     }
 
 
-def summed_bytes(layers: Sequence[nn.Module]) -> list[int]:
-    """Count, for each layer, the bytes of gradients that are sums with those of later layers.
-
-    Such a sum exists beside its terms for a moment, in the backward of the first layer that has
-    the parameter.
-    """
-    seen: set[int] = set()
-    first: dict[int, int] = {}
-    found = [0] * len(layers)
+def find_ties(layers: Sequence[nn.Module]) -> tuple[TieProfile, ...]:
+    """Find the parameters that several layers have, and which layers those are."""
+    users: dict[int, list[int]] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
-            key = id(parameter)
-            if first.setdefault(key, index) != index and key not in seen:
-                seen.add(key)
-                found[first[key]] += parameter.nbytes if parameter.requires_grad else 0
-    return found
+            users.setdefault(id(parameter), []).append(index)
+            parameters[id(parameter)] = parameter
+    by_layers: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for key, indices in users.items():
+        if len(indices) > 1:
+            by_layers.setdefault(tuple(indices), []).append(parameters[key])
+    return tuple(
+        TieProfile(
+            indices,
+            parameter_bytes=sum(p.nbytes for p in tied),
+            gradient_bytes=sum(p.nbytes for p in tied if p.requires_grad),
+        )
+        for indices, tied in by_layers.items()
+    )

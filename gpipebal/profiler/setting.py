@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from gpipebal.profile import Profile
 __all__ = [
     "available_memory",
     "check_timeout",
+    "check_values",
     "choose_rows",
     "chunks_that_fit",
     "current_device",
@@ -48,6 +49,23 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
             "Fix: profile a module with at least one layer."
         )
     return layers
+
+
+def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
+    """Refuse layers and data that cannot run, because they are on the meta device.
+
+    Raises:
+        ProfileError: a parameter, a buffer or a tensor has a shape only.
+    """
+    of_layers = {
+        f"layer {name!r}": [*layer.parameters(), *layer.buffers()] for name, layer in layers.items()
+    }
+    for what, tensors in (of_layers | {"sample or target": flatten(data)[0]}).items():
+        if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+            raise ProfileError(
+                f"{what} has no values to measure with: device='meta' (expected a device with "
+                "memory).\nFix: profile_model(model, sample, method='estimate') needs shapes only."
+            )
 
 
 def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:

@@ -31,7 +31,7 @@ from gpipebal.profiler.gathered import (
 )
 from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
-from gpipebal.profiler.replica import parameter_bytes, replicate
+from gpipebal.profiler.replica import find_ties, parameter_bytes, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.setting import first_rows, repeated_rows, to_device
 from gpipebal.profiler.step import measure_optimizer
@@ -328,6 +328,7 @@ class Study:
             layers=layers,
             storages=tuple(size.found.numbers.bytes),
             inputs=size.found.inputs,
+            without_gradient=size.found.numbers.without_gradient,
             rows=size.rows,
             mini_batch_rows=(
                 sum(self.micro_batches) if is_main else size.rows * len(self.micro_batches)
@@ -335,6 +336,7 @@ class Study:
             chunks=len(self.micro_batches),
             step=step,
             skips=size.found.skips,
+            ties=find_ties(self.modules),
             other_sizes=others,
             provenance={**provenance, "rows": size.rows, **described},
         )

@@ -9,7 +9,8 @@ with the values, so that what two layers share has one number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,14 @@ from gpipebal.profiler.value import (
 )
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Arrived", "LayerMemory", "Numbers", "distinct_numbers", "measure_layer_memory"]
+__all__ = [
+    "Arrived",
+    "LayerMemory",
+    "Numbers",
+    "distinct_numbers",
+    "measure_layer_memory",
+    "needs_gradient",
+]
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,13 @@ class LayerMemory:
 
     outputs: tuple[int, ...]
     saved: tuple[int, ...]
+    handed_through: tuple[int, ...]
     output_bytes: int
     forward_peak_bytes: int
     no_grad_forward_peak_bytes: int
     backward_peak_bytes: int
     accumulating_peak_bytes: int
+    copied_bytes: int
 
 
 class Numbers:
@@ -52,11 +62,29 @@ class Numbers:
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
+        # Of storages between layers, whether a gradient goes back through them anywhere.
+        self._gradients: dict[int, bool] = {}
 
     def new(self, n_bytes: int) -> int:
         """Give a storage its number."""
         self.bytes.append(n_bytes)
         return len(self.bytes) - 1
+
+    def note(self, numbers: Iterable[int | None], needs_gradient: Iterable[bool]) -> None:
+        """Note which tensors between two layers need a gradient, by the numbers of their storages.
+
+        Args:
+            numbers: One per tensor; None: it has no storage of its own.
+            needs_gradient: Whether it does.
+        """
+        for number, needs in zip(numbers, needs_gradient, strict=True):
+            if number is not None:
+                self._gradients[number] = self._gradients.get(number, False) or needs
+
+    @property
+    def without_gradient(self) -> tuple[int, ...]:
+        """Storages between layers that no gradient goes back through."""
+        return tuple(sorted(number for number, has in self._gradients.items() if not has))
 
 
 @dataclass
@@ -76,8 +104,7 @@ class Arrived:
     @classmethod
     def first(cls, value: Value, numbers: Numbers) -> Arrived:
         """Number the storages of what goes into a chain."""
-        known: dict[int, int] = {}
-        return cls(value, [_number(leaf, known, numbers) for leaf in value.leaves], {})
+        return cls._of(value, {}, numbers)
 
     @classmethod
     def behind(cls, earlier: Arrived, value: Value, numbers: Numbers) -> Arrived:
@@ -87,7 +114,13 @@ class Arrived:
             for leaf, number in zip(earlier.value.leaves, earlier.numbers, strict=True)
             if number is not None
         }
-        return cls(value, [_number(leaf, known, numbers) for leaf in value.leaves], {})
+        return cls._of(value, known, numbers)
+
+    @classmethod
+    def _of(cls, value: Value, known: dict[int, int], numbers: Numbers) -> Arrived:
+        found = [_number(leaf, known, numbers) for leaf in value.leaves]
+        numbers.note(found, map(needs_gradient, value.leaves))
+        return cls(value, found, {})
 
     @property
     def storages(self) -> tuple[int, ...]:
@@ -119,17 +152,21 @@ def measure_layer_memory(
         parameter.grad = None
     without_graph = _forward_without_graph(chain, k, value, ledger)
     forward, backward, found = _forward_and_backward(chain, k, value, ledger, constants)
-    outputs, passed, saved = found
+    outputs, passed, saved, through = found
     hands_on = Arrived(
         passed,
         [_number(leaf, known, numbers) for leaf in passed.leaves],
         {key: held for key, held in arrived.skips.items() if key in passed.skips},
     )
     for key in chain.stashed(k):
-        hands_on.skips[key] = [_number(leaf, known, numbers) for leaf in passed.skips[key][0]]
+        leaves = passed.skips[key][0]
+        hands_on.skips[key] = [_number(leaf, known, numbers) for leaf in leaves]
+        numbers.note(hands_on.skips[key], map(needs_gradient, leaves))
+    numbers.note(hands_on.numbers, map(needs_gradient, passed.leaves))
     for key_, n_bytes in saved.items():
         if key_ not in known:
             known[key_] = numbers.new(n_bytes)
+    handed_through = distinct_numbers(known[key] for key in through)
     saved_numbers = distinct_numbers(known[key] for key in saved)
     # Their keys are used up: they may be given to new storages from now on.
     del outputs, found, known, passed
@@ -137,14 +174,23 @@ def measure_layer_memory(
     _, accumulating, _ = _forward_and_backward(chain, k, value, ledger, constants)
     for parameter in layer.parameters():
         parameter.grad = None
+    without_copies = backward
+    if through:
+        _, without_copies, _ = _forward_and_backward(
+            chain, k, value, ledger, constants, unwanted=through
+        )
+        for parameter in layer.parameters():
+            parameter.grad = None
     memory = LayerMemory(
         outputs=hands_on.storages,
         saved=saved_numbers,
+        handed_through=handed_through,
         output_bytes=sum(numbers.bytes[number] for number in hands_on.storages),
         forward_peak_bytes=forward,
         no_grad_forward_peak_bytes=without_graph,
         backward_peak_bytes=backward,
         accumulating_peak_bytes=accumulating,
+        copied_bytes=max(0, backward - without_copies),
     )
     return memory, hands_on
 
@@ -183,9 +229,19 @@ def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -
 
 
 def _forward_and_backward(
-    chain: Chain, k: int, value: Value, ledger: Ledger, constants: Iterable[Tensor]
-) -> tuple[int, int, tuple[list[Any], Value, dict[int, int]]]:
-    """Return the peaks of a forward and its backward, and what the forward made and kept."""
+    chain: Chain,
+    k: int,
+    value: Value,
+    ledger: Ledger,
+    constants: Iterable[Tensor],
+    unwanted: Sequence[int] = (),
+) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], list[int]]]:
+    """Run forward and backward of a layer; the gradients of `unwanted` inputs are left out.
+
+    Returns:
+        The peaks of both; what came out, what of it goes on, which storages were saved, and which
+        were handed through, by their keys.
+    """
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -196,6 +252,9 @@ def _forward_and_backward(
 
     with ledger.watch(0):
         inputs, given = chain.prepare(k, value, wants=True)
+        for leaf in inputs:
+            if unwanted and has_storage(leaf) and storage_key(leaf) in unwanted:
+                leaf.requires_grad_(False)
         before, peak = ledger.live_keys(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
@@ -209,10 +268,48 @@ def _forward_and_backward(
         live = ledger.live_keys() - {storage_key(tensor) for tensor in constants}
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
         roots = roots_of(outputs, random_gradients(outputs))
-        peak = _Peak(ledger, chain.device)
-        chain.run_backward(roots, inputs, chain.names[k])
+        through: list[int] = []
+        with _handed_through(inputs, roots, through):
+            peak = _Peak(ledger, chain.device)
+            chain.run_backward(roots, inputs, chain.names[k])
         backward = peak.bytes
-    return forward, backward, (outputs, passed, saved)
+    return forward, backward, (outputs, passed, saved, through)
+
+
+@contextmanager
+def _handed_through(
+    inputs: Iterable[Any], roots: Sequence[tuple[Tensor, Tensor]], found: list[int]
+) -> Iterator[None]:
+    """Find the inputs that are outputs too, and whose gradient in a block's backward is theirs.
+
+    Args:
+        inputs: Leaves of autograd.
+        roots: Outputs, with the gradients that the backward starts from.
+        found: Takes the keys of the storages.
+    """
+    given = {
+        (storage_key(output), storage_key(gradient))
+        for output, gradient in roots
+        if has_storage(output) and has_storage(gradient)
+    }
+
+    def look_at(key: int) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            if has_storage(gradient) and (key, storage_key(gradient)) in given:
+                found.append(key)
+
+        return look
+
+    hooks = [
+        leaf.register_hook(look_at(storage_key(leaf)))
+        for leaf in inputs
+        if has_storage(leaf) and needs_gradient(leaf)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
@@ -244,6 +341,11 @@ def _number(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
     if key not in known:
         known[key] = numbers.new(leaf.untyped_storage().nbytes())
     return known[key]
+
+
+def needs_gradient(leaf: Any) -> bool:
+    """Tell whether a leaf of a value is a tensor that requires a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def distinct_numbers(numbers: Iterable[int | None]) -> tuple[int, ...]:

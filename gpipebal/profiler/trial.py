@@ -39,7 +39,8 @@ from gpipebal.timeline import Timeline
 
 __all__ = ["MOST_CHUNKS", "Setting", "Trial", "run_trial"]
 
-#: Rounds, after each way of running has warmed up: one alone would tell of a chance.
+#: Rounds, after each way of running has warmed up: one alone would tell of a chance. Where there
+#: are no seconds at all it has to do.
 LEAST_ROUNDS = 2
 MOST_ROUNDS = 8
 #: Steps of the pipeline that does next to nothing.
@@ -131,7 +132,8 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     Args:
         profile: What was measured, layer by layer.
         setting: What to run.
-        seconds: How long, about; every way of running warms up, and has its turn twice at least.
+        seconds: How long, about; every way of running warms up, and has its turn twice at least;
+            once with 0 seconds.
 
     Returns:
         What it told. Whatever a layer or the loss raises is raised on.
@@ -160,7 +162,8 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             way.steps.clear()
         deadline = time.perf_counter() + seconds
         rounds = 0
-        while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
+        least = LEAST_ROUNDS if seconds else 1
+        while rounds < least or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
             for way in ways:
                 way.run(setting)
             rounds += 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from gpipebal.errors import UsageError
+from gpipebal.files import why_not_writable
 
 __all__ = ["FILES", "Folder"]
 
@@ -28,8 +28,9 @@ class Folder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _bad_folder(path, error.strerror or str(error)) from error
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise _bad_folder(path, "no permission to write into it")
+        reasons = [reason for name in FILES if (reason := why_not_writable(path / name))]
+        if reasons:
+            raise _bad_folder(path, reasons[0])
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
         """Let `save` write a file, and remember it once it is whole."""

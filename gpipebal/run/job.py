@@ -66,7 +66,8 @@ def run(
         chunks: Micro-batches per mini-batch.
         rows: Rows of the mini-batch of a built-in model; None: 32.
         image_size: Pixels of the side of its images; None: the model's own default.
-        arguments: What a built-in model is built from, by name; see `gpipebal.models.CATALOGUE`.
+        arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`),
+            or keyword arguments of a function of your own.
         checkpoint: Which micro-batches are recomputed.
         steps: Training steps that are timed, after one that is not.
         attempts: How many of the best plans to run for a moment; the fastest is taken.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
@@ -67,7 +68,7 @@ def load_workload(
     image_size: int | None = None,
     seed: int = 0,
     chunks: int = 1,
-    arguments: Mapping[str, int | bool] | None = None,
+    arguments: Mapping[str, Any] | None = None,
     with_values: bool = True,
 ) -> Workload:
     """Find a built-in model, or call the user's function, and complete it with defaults.
@@ -79,30 +80,32 @@ def load_workload(
         image_size: Height and width of the images; only for built-in models.
         seed: Seed of parameters and data.
         chunks: Micro-batches that the mini-batch will be parted into.
-        arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`);
-            None, and what is left out: the defaults.
+        arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`),
+            or keyword arguments of the user's function; None, and what is left out: the defaults.
         with_values: Whether a built-in model's parameters get memory and values; else they are on
             the meta device, which is enough for an estimate, of any size.
 
     Raises:
-        UsageError: no such model, module or function, or the function returned something else
-            than ``(model, sample)`` or a mapping with them; or a built-in model cannot be
+        UsageError: no such model, module, function or argument, or the function returned something
+            else than ``(model, sample)`` or a mapping with them; or a built-in model cannot be
             trained on so little data. What the user's own code raises comes through as it is.
+
+    Example:
+        >>> workload = load_workload("resnet101", rows=2, with_values=False)
+        >>> len(workload.model), workload.sample.shape
+        (370, torch.Size([2, 3, 64, 64]))
     """
     torch.manual_seed(seed)
     if ":" in name:
         _refuse_sizes(name, rows=rows, image_size=image_size)
-        if arguments:
-            raise UsageError(
-                f"arguments are for built-in models: arguments={dict(arguments)} with "
-                f"model={name!r} (expected none).\nFix: leave them out; the function decides."
-            )
-        return _users_own(name, _find_function(name))
+        function = _find_function(name)
+        _check_arguments(name, function, arguments or {})
+        return _users_own(name, function(**(arguments or {})))
     if name not in MODELS:
-        known = ", ".join(sorted(MODELS))
+        nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)
         raise UsageError(
-            f"model is not known: model={name!r} (expected {known}, or package.module:function).\n"
-            f"Fix: gpipebal run {sorted(MODELS)[0]}, or name a function of your own that returns "
+            f"model is not known: model={name!r} (expected {', '.join(sorted(MODELS))}, or "
+            f"package.module:function).\nFix: {nearest[0]}, or a function of your own that returns "
             "(model, sample)."
         )
     entry = MODELS[name].configure(**(arguments or {}))
@@ -172,7 +175,7 @@ def _refuse_sizes(name: str, **sizes: int | None) -> None:
             )
 
 
-def _find_function(name: str) -> Callable[[], Any]:
+def _find_function(name: str) -> Callable[..., Any]:
     """Import ``package.module:function``; an exception inside the user's module is not ours."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -189,6 +192,8 @@ def _find_function(name: str) -> Callable[[], Any]:
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(missing + "."):
             raise
+        if module_name.endswith(".py") or os.sep in module_name:
+            raise _no_path(module_name, attribute) from error
         raise UsageError(
             f"module cannot be imported: module={module_name!r} (no module named {missing!r} in "
             f"{os.getcwd()} or on the path).\nFix: run the command from the module's folder, or "
@@ -197,34 +202,44 @@ def _find_function(name: str) -> Callable[[], Any]:
     except (TypeError, ValueError) as error:
         if all(part.isidentifier() for part in module_name.split(".")):
             raise
-        raise UsageError(
-            f"module is not readable: module={module_name!r} (expected names with dots).\n"
-            "Fix: write package.module:function, not a path."
-        ) from error
+        raise _no_path(module_name, attribute) from error
     function: Any = module
     for part in attribute.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        found = "no such function" if function is None else f"a {type(function).__name__}"
+        found = "does not exist" if function is None else f"is of type {type(function).__name__}"
         raise UsageError(
-            f"function cannot be called: function={attribute!r} of module {module_name!r} is "
+            f"function cannot be called: function={attribute!r} of module {module_name!r} "
             f"{found} (expected a function).\nFix: name a function that returns (model, sample)."
         )
+    return function
+
+
+def _no_path(module_name: str, attribute: str) -> UsageError:
+    """Say how a module is named that was given as the path of its file."""
+    name = os.path.basename(module_name.removesuffix(".py"))
+    return UsageError(
+        f"module is named by a path: module={module_name!r} (expected names with dots, as import "
+        f"has them).\nFix: {name or 'package.module'}:{attribute}, in the folder of that file."
+    )
+
+
+def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse arguments that the user's function does not take, or lacks."""
     try:
-        inspect.signature(function).bind()
+        inspect.signature(function).bind(**given)
     except TypeError as error:
         raise UsageError(
-            f"function takes arguments: {name!r} ({error}; expected none).\n"
-            "Fix: give every argument a default."
+            f"function cannot be called with these arguments: {name!r} with {dict(given)} "
+            f"({error}).\nFix: --set NAME=VALUE for each argument without a default, and only for "
+            "arguments that it has."
         ) from error
     except ValueError:
         # Some builtins have no readable signature; calling them will tell.
         pass
-    return function
 
 
-def _users_own(name: str, function: Callable[[], Any]) -> Workload:
-    found = function()
+def _users_own(name: str, found: Any) -> Workload:
     if isinstance(found, tuple) and len(found) == 2:
         found = {"model": found[0], "sample": found[1]}
     if not isinstance(found, Mapping) or not {"model", "sample"} <= set(found):

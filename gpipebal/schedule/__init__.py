@@ -33,7 +33,7 @@ from gpipebal.schedule.executed import (
     one_f_one_b_schedule,
 )
 from gpipebal.schedule.order import Order
-from gpipebal.schedule.orders import ALL_SCHEDULES, order_of
+from gpipebal.schedule.orders import ALL_SCHEDULES, counted_modes, order_of, recomputes_of
 from gpipebal.schedule.studied import (
     RUN_BY_TORCH,
     STUDIED,
@@ -59,6 +59,7 @@ __all__ = [
     "check_checkpoint",
     "check_count",
     "check_schedule",
+    "counted_modes",
     "gpipe_in_order_schedule",
     "gpipe_schedule",
     "interleaved_schedule",
@@ -68,6 +69,7 @@ __all__ = [
     "one_f_one_b_schedule",
     "order_of",
     "read_torch_csv",
+    "recomputes_of",
     "study_schedule",
     "with_recomputes",
     "write_torch_csv",

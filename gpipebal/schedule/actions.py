@@ -39,6 +39,12 @@ class Schedule:
         rows: One tuple of actions per device, in the order in which it runs them.
         devices: For each partition the device (row) that runs it; None: every device has one
             partition, in order.
+
+    Example:
+        >>> rows = (Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))
+        >>> print(Schedule("one micro-batch", rows))
+        0F0 0B0
+        1F0 1B0
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.integer]
 
-__all__ = ["ALL_SCHEDULES", "order_of"]
+__all__ = ["ALL_SCHEDULES", "counted_modes", "order_of", "recomputes_of"]
 
 #: Every schedule that can be simulated: those that `GPipe` runs, then the others.
 ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
@@ -99,6 +100,67 @@ def order_of(
         devices=np.arange(n_devices, dtype=np.int32),
         modes=modes,
     )
+
+
+def recomputes_of(
+    name: str,
+    n_devices: int,
+    chunks: int,
+    checkpoint: Checkpoint,
+    *,
+    partitions_per_device: int | None = None,
+) -> tuple[int, ...]:
+    """Count the micro-batches that each partition recomputes.
+
+    The schedule has a say in it: a recompute that would follow its own forward is left out.
+
+    Args:
+        name: As for `order_of`, like the others.
+        n_devices: Number of devices.
+        chunks: Number of micro-batches.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+        partitions_per_device: How many partitions every device has.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name.
+        BalanceError: counts or a mode that the schedule cannot have.
+
+    Complexity:
+        O(n_devices) for schedules that `GPipe` runs, else that of `order_of`.
+
+    Example:
+        >>> recomputes_of("gpipe", 2, 3, "except_last"), recomputes_of("1f1b", 2, 3, "always")
+        ((2, 2), (3, 0))
+    """
+    if name in SCHEDULES and partitions_per_device in (None, 1):
+        check_count("chunks", chunks)
+        of_mode = {"never": 0, "except_last": chunks - 1, "always": chunks}
+        found = [of_mode[mode] for mode in modes_of(checkpoint, n_devices)]
+        if name == "1f1b":
+            # Its last partition turns back at once, and with one micro-batch all of them do.
+            found = [n * (chunks > 1) for n in found[:-1]] + [0]
+        return tuple(found)
+    order = order_of(
+        name, n_devices, chunks, checkpoint, partitions_per_device=partitions_per_device
+    )
+    again = order.partitions[order.kinds == _R]
+    return tuple(np.bincount(again, minlength=order.n_partitions).tolist())
+
+
+def counted_modes(
+    modes: Sequence[CheckpointMode], recomputes: Sequence[int]
+) -> tuple[CheckpointMode, ...]:
+    """Return modes as a schedule lets them count: ``'never'`` where it recomputes nothing.
+
+    Args:
+        modes: Mode of each partition.
+        recomputes: What `recomputes_of` says of each.
+
+    Example:
+        >>> counted_modes(("always", "always"), (3, 0))
+        ('always', 'never')
+    """
+    return tuple(mode if count else "never" for mode, count in zip(modes, recomputes, strict=True))
 
 
 def _gpipe_row(chunks: int, mode: CheckpointMode, *, last_first: bool) -> tuple[Ints, Ints]:

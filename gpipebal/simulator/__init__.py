@@ -23,7 +23,7 @@ a schedule can never finish), `held` (memory over time) and `comparison` (schedu
 from gpipebal.simulator.comparison import ScheduleRow, ScheduleTable, compare_durations
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.held import HeldBytes, MemoryTrack, memory_over_time
-from gpipebal.simulator.of_profile import durations_of, held_of
+from gpipebal.simulator.of_profile import durations_of, held_of, weight_shares
 from gpipebal.simulator.place import place
 from gpipebal.simulator.simulate import simulate
 
@@ -39,4 +39,5 @@ __all__ = [
     "memory_over_time",
     "place",
     "simulate",
+    "weight_shares",
 ]

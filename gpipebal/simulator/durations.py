@@ -131,10 +131,12 @@ class Durations:
         parts = plan.partitions
         receive = tuple(part.receive_time for part in parts)
         back = tuple(part.return_time for part in parts)
+        weights = tuple(part.weight_time for part in parts if part.weight_time is not None)
         return cls(
             forward=tuple(part.forward_time for part in parts),
             recompute=tuple(part.recompute_time for part in parts),
             backward=tuple(part.backward_time for part in parts),
+            weight_gradient=weights if len(weights) == len(parts) else None,
             forward_transfer=receive if any(receive) else None,
             backward_transfer=back if any(back) else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from gpipebal.profile import LayerProfile, Profile
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.held import HeldBytes
 
-__all__ = ["durations_of", "held_of"]
+__all__ = ["durations_of", "held_of", "weight_shares"]
 
 
 def _runs(profile: Profile, bounds: Sequence[int]) -> list[tuple[LayerProfile, ...]]:
@@ -38,7 +39,7 @@ def durations_of(
         latency: Seconds of every transfer, on top.
 
     Raises:
-        BalanceError: a bandwidth that is none.
+        BalanceError: a bandwidth or a latency that is none.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 2.0, 3.0], output_bytes=[10, 20, 30])
@@ -51,7 +52,13 @@ def durations_of(
             f"bandwidth is not above 0: bandwidth={bandwidth!r} (expected bytes per second).\n"
             "Fix: bandwidth=None for transfers that take no time."
         )
+    if not 0 <= latency < math.inf:
+        raise BalanceError(
+            f"latency is not a time: latency={latency!r} (expected seconds, 0 or more).\n"
+            "Fix: latency=0.0."
+        )
     runs = _runs(profile, bounds)
+    shares = weight_shares(profile)
     again = None
     if any(layer.no_grad_forward_time is not None for layer in profile.layers):
         again = tuple(
@@ -74,16 +81,20 @@ def durations_of(
     )
     transfer = None
     if bandwidth is not None or latency:
-        sizes = [profile.bytes_of(_crossing(profile, cut)) for cut in bounds[1:-1]]
-        seconds = [latency + (size / bandwidth if bandwidth else 0.0) for size in sizes]
-        transfer = (0.0, *seconds), (*seconds, 0.0)
+        crossing = [_crossing(profile, cut) for cut in bounds[1:-1]]
+        there, back = (
+            [latency + (size_of(one) / bandwidth if bandwidth else 0.0) for one in crossing]
+            for size_of in (profile.bytes_of, profile.gradient_bytes_of)
+        )
+        transfer = (0.0, *there), (*back, 0.0)
     return Durations(
         forward=tuple(sum(layer.forward_time for layer in run) for run in runs),
         recompute=tuple(sum(layer.recompute_time for layer in run) for run in runs),
         backward=tuple(sum(layer.backward_time for layer in run) for run in runs),
         no_grad_forward=again,
         weight_gradient=tuple(
-            sum(layer.backward_time / 2 for layer in run if _learns(layer)) for run in runs
+            sum(profile.layers[k].backward_time * shares[k] for k in range(a, b))
+            for a, b in pairwise(bounds)
         ),
         forward_transfer=None if transfer is None else transfer[0],
         backward_transfer=None if transfer is None else transfer[1],
@@ -92,10 +103,20 @@ def durations_of(
     )
 
 
-def _learns(layer: LayerProfile) -> bool:
-    """Whether a layer has gradients of its own; a profile of given times alone does not tell."""
-    known = layer.parameter_bytes or layer.gradient_bytes
-    return bool(known) or layer.kind == "Layer"
+def weight_shares(profile: Profile) -> list[float]:
+    """Estimate which share of each layer's backward is the gradient of its weights.
+
+    Half of it in layers that have parameters, or whose times alone were given; else nothing.
+
+    Example:
+        >>> weight_shares(Profile.from_costs([1.0, 2.0]))
+        [0.5, 0.5]
+    """
+
+    def learns(layer: LayerProfile) -> bool:
+        return bool(layer.parameter_bytes or layer.gradient_bytes) or layer.kind == "Layer"
+
+    return [0.5 if learns(layer) else 0.0 for layer in profile.layers]
 
 
 def _crossing(profile: Profile, cut: int) -> set[int]:
@@ -137,7 +158,7 @@ def held_of(profile: Profile, bounds: Sequence[int]) -> list[HeldBytes]:
                 ),
                 input=profile.bytes_of(received),
                 saved=profile.bytes_of(saved),
-                gradient=run[-1].output_bytes,
+                gradient=profile.gradient_bytes_of(run[-1].outputs),
                 forward_transient=max(
                     max(0, layer.forward_peak_bytes - profile.bytes_of(layer.saved))
                     for layer in run

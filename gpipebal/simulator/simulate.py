@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.schedule import ALL_SCHEDULES, Order, Schedule, order_of
 from gpipebal.simulator.durations import Durations
@@ -44,6 +45,7 @@ def simulate(
         A Timeline with source ``'simulated'``.
 
     Raises:
+        KindError: `plan` is no Plan.
         UnsupportedPlanError: the schedule is none that can be built here.
         BalanceError: the schedule does not fit the plan, or can never finish (with a pause).
         ProfileError: `pause` is negative or not finite.
@@ -63,6 +65,7 @@ def simulate(
         partition 1  .0123...DDCCBBAA..
         partition 2  ..0123DDCCBBAA....
     """
+    check_kind("plan", plan, Plan)
     order: Schedule | Order
     if isinstance(schedule, Schedule):
         order = schedule

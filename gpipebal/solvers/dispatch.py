@@ -27,6 +27,7 @@ __all__ = [
     "OBJECTIVES",
     "Objective",
     "Split",
+    "check_method",
     "find",
     "select_method",
     "split",
@@ -149,17 +150,7 @@ def find(
     time_limit: float | None = None,
 ) -> Split | None:
     """Do what `split` does, and return None if no split fits the devices and keeps the rules."""
-    selected = select_method(problem, objective)
-    applies = applicable(problem, objective, selected)
-    if method not in ("auto", *applies):
-        raise BalanceError(
-            f"method does not solve this problem: method={method!r} (expected 'auto' or "
-            f"{' or '.join(map(repr, applies))} for objective={objective!r}, "
-            f"checkpoint={problem.checkpoint!r}; "
-            f"all methods: {', '.join(map(repr, METHODS))}).\n"
-            "Fix: method='auto'."
-        )
-    used = selected if method == "auto" else method
+    used = check_method(problem, objective, method)
     if used in ("bisection", "two-threshold sweep", "pareto program"):
         return _plain(problem, objective, used)
     if used == "peak bisection":
@@ -199,6 +190,25 @@ def find(
     return split_of(problem, levels, path, *numbers, used)
 
 
+def check_method(problem: Problem, objective: Objective, method: str) -> str:
+    """Return the algorithm that a method stands for.
+
+    Raises:
+        BalanceError: it does not exist, or does not solve the problem.
+    """
+    selected = select_method(problem, objective)
+    applies = applicable(problem, objective, selected)
+    if method not in ("auto", *applies):
+        raise BalanceError(
+            f"method does not solve this problem: method={method!r} (expected 'auto' or "
+            f"{' or '.join(map(repr, applies))} for objective={objective!r}, "
+            f"checkpoint={problem.checkpoint!r}; "
+            f"all methods: {', '.join(map(repr, METHODS))}).\n"
+            "Fix: method='auto'."
+        )
+    return selected if method == "auto" else method
+
+
 def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     """Name the algorithm that `split` runs for a problem.
 
@@ -232,6 +242,12 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
             raise BalanceError(
                 "peak memory of partitions is not known: memory=None (expected a Memory where "
                 "objective='peak_memory').\nFix: memory=layer_memory(...)."
+            )
+        if count_states(problem) > MOST_STATES:
+            raise BalanceError(
+                "devices are of too many kinds to be put into any order: any_order=True with "
+                f"{count_states(problem)} states (expected {MOST_STATES} or fewer where "
+                "objective='peak_memory').\nFix: any_order=False, or equal limits and speeds."
             )
         return "peak bisection"
     if problem.is_plain:

@@ -37,6 +37,9 @@ _TOLERANCE = Fraction(1, 10**6)
 #: The value of the split that is known, as HiGHS sees it: its tolerances are absolute.
 _SCALE = 1000
 
+#: What `scipy.optimize.milp` says of a program without a solution.
+_INFEASIBLE = 2
+
 
 class ProgramResult(NamedTuple):
     """The best value found, the proven bound, and the split; all exact but the bound."""
@@ -71,7 +74,7 @@ def solve_integer_program(
         value by the solver's tolerance, 1e-6 of it.
 
     Raises:
-        BalanceError: there are more than `MOST_RUNS` runs.
+        BalanceError: there are more than `MOST_RUNS` runs; or time is up, and no split known.
 
     Complexity:
         Exponential at worst; 0.1 to some seconds for 20 layers in 4 partitions.
@@ -107,13 +110,19 @@ def solve_integer_program(
     unit = max(max(most) if value is None else value, 1)
     while True:
         left = None if time_limit is None else time_limit - (time.monotonic() - started)
-        path, dual = _solve(problem, levels, runs, objective, unit, left)
+        path, dual, is_sure = _solve(problem, levels, runs, objective, unit, left)
         if path is not None:
             exact = _exact(problem, levels, path, objective)
             if value is None or exact <= value:
                 known, value = path, exact
         if known is None or value is None:
-            return None
+            if is_sure:
+                return None
+            raise BalanceError(
+                f"no split was found in time: time_limit={time_limit} (expected enough for HiGHS "
+                "to find a first one, or to prove that there is none).\n"
+                "Fix: a larger time_limit, or any_order=False."
+            )
         if 2 * value >= unit or value == 0 or (left is not None and left <= 0):
             break
         # What was small beside the first value, HiGHS took for nothing: once more, enlarged.
@@ -176,8 +185,12 @@ def _solve(
     objective: str,
     unit: int,
     time_limit: float | None,
-) -> tuple[Path | None, Fraction]:
-    """Hand the program to HiGHS; return the path it found, if any, and its bound."""
+) -> tuple[Path | None, Fraction, bool]:
+    """Hand the program to HiGHS.
+
+    Returns:
+        The path it found, if any; its bound; and where there is no path, whether there is none.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
     from scipy.sparse import csr_matrix
 
@@ -259,12 +272,12 @@ def _solve(
     usable = dual is not None and np.isfinite(dual)
     bound = Fraction(float(dual)) * unit / _SCALE if usable else Fraction(0)
     if result.x is None:
-        return None, bound
+        return None, bound, result.status == _INFEASIBLE
     chosen = [runs[int(v)] for v in np.flatnonzero(result.x[:n_runs] > 0.5)]
     chosen.sort(key=lambda run: run.level)
     bounds = (0, *(run.end for run in chosen))
     groups = tuple(run.step.group for run in chosen)
-    return Path(bounds, groups, tuple(run.option for run in chosen)), bound
+    return Path(bounds, groups, tuple(run.option for run in chosen)), bound, True
 
 
 def _negative(entries: dict[int, float]) -> dict[int, float]:

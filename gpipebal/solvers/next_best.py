@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import chain, count, islice
+from typing import Literal
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem
@@ -29,14 +32,14 @@ def best_splits(problem: Problem, k: int, objective: Objective = "makespan") -> 
     """Find the k best splits, no two with the same bounds; fewer if there are no more.
 
     Args:
-        problem: As for `split`. With ``checkpoint='auto'`` and the makespan, no partition
-            recomputes every micro-batch unless nothing else fits.
+        problem: As for `split`.
         k: How many.
         objective: ``'makespan'`` or ``'bottleneck'``.
 
     Returns:
         Splits, best first. Each is ``'optimal'`` among those that are left: its lower bound is
-        its value.
+        its value. But with ``checkpoint='auto'`` and devices in any order the makespan may leave a
+        gap, where a partition has to recompute every micro-batch.
 
     Raises:
         BalanceError: a `k` that is not 1 or more; an objective, or a problem, whose solver cannot
@@ -72,15 +75,10 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
             f"{', '.join(map(repr, GENERAL))} solves).\n"
             "Fix: objective='bottleneck', or checkpoint='except_last'."
         )
+    found = _splits(problem, used, Levels(problem))
     if problem.checkpoint != "auto" or objective != "makespan":
-        return _splits(problem, used, Levels(problem))
-    without = Levels(problem)
-    modes = [tuple(mode for mode in of if mode != "always") for of in without.modes]
-    without = Levels(problem, known=without, modes=modes)
-    first = next(found := _splits(problem, used, without), None)
-    if first is not None:
-        return chain([first], found)
-    return _splits(problem, used, Levels(problem, known=without), exact=False)
+        return found
+    return _in_order(problem, found)
 
 
 def _always(problem: Problem) -> bool:
@@ -88,16 +86,32 @@ def _always(problem: Problem) -> bool:
     return checkpoint != "auto" and "always" in modes_of(checkpoint, problem.n_partitions)
 
 
-def _splits(problem: Problem, used: str, levels: Levels, exact: bool = True) -> Iterator[Split]:
+def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
     def solve(levels: Levels) -> tuple[int, Path] | None:
         found = search(problem, used, levels, lambda: False)
         return None if found is None else (found[0], found[2])
 
     for value, path in ranked(levels, solve):
         bound = problem.to_time(value)
-        number = bound
-        if not exact:
-            # A recompute of the last micro-batch may show; see `gpipebal.solvers.any_mode`.
-            modes = [option.mode for option in path.options]
-            number = problem.makespan(path.bounds, modes, levels.devices_of(path.groups))
-        yield split_of(problem, levels, path, number, bound, used)
+        yield split_of(problem, levels, path, bound, bound, used)
+
+
+def _in_order(problem: Problem, found: Iterator[Split]) -> Iterator[Split]:
+    """Put splits in the order of what they take in truth.
+
+    They come in the order of what they take if no recompute of a last micro-batch shows (see
+    `gpipebal.solvers.any_mode`), which is a bound: a split waits until no other can be before it.
+    """
+    tickets = count()
+    waiting: list[tuple[float, int, Split]] = []
+    for one in chain(found, [None]):
+        while waiting and (one is None or waiting[0][0] <= one.value):
+            value, _, best = heapq.heappop(waiting)
+            # With other devices the same cuts might take less, down to their bound.
+            least = [best, *(split for _, _, split in waiting)] if problem.any_order else []
+            bound = min([value, *(split.lower_bound for split in least)])
+            status: Literal["optimal", "feasible"] = "optimal" if bound >= value else "feasible"
+            yield replace(best, value=value, lower_bound=bound, status=status)
+        if one is not None:
+            value = problem.makespan(one.bounds, one.modes, one.order)
+            heapq.heappush(waiting, (value, next(tickets), one))

@@ -27,9 +27,6 @@ from gpipebal.schedule import CheckpointMode, modes_of
 
 __all__ = ["Cost", "Option", "behind", "modes_to_try", "options_of", "set_of"]
 
-#: What a device may be limited in, for one micro-batch: forward; backward and recompute; all.
-DIMENSIONS = ("forward", "again", "load")
-
 
 class Cost:
     """One cost of every run: ``max(ends[end] - starts[start], floor[start])``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from oracles import brute_force
 from solvers.test_pareto import problems
 
-from gpipebal.errors import BalanceError
+from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
 from gpipebal.solvers import best_splits, paths, select_method, split
 from gpipebal.solvers.always import solve_makespan_always
@@ -98,6 +99,24 @@ def test_integer_program_keeps_its_time_limit() -> None:
     found = split(problem, time_limit=0.2)
     assert found.method == "integer program"
     assert found.lower_bound <= found.value == problem.makespan(found.bounds, found.modes)
+
+
+def test_an_integer_program_without_time_does_not_call_a_problem_infeasible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where HiGHS ends before it has any split, nobody knows whether there is one."""
+    devices = [Device(memory_limit=10), Device(memory_limit=100)]
+    memory = layer_memory([60, 1], [0, 0], [0, 0], chunks=2)
+    problem = Problem(
+        [1, 1], [1, 1], [0, 0], 2, 2, "never", devices=devices, any_order=True, memory=memory
+    )
+    assert split(problem, method="integer program").order == (1, 0)
+    late = SimpleNamespace(x=None, status=1, get=lambda name: None)
+    monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: late)
+    with pytest.raises(BalanceError, match="no split was found in time: time_limit=0") as raised:
+        split(problem, method="integer program", time_limit=0)
+    assert not isinstance(raised.value, InfeasibleError)
+    assert "\nFix: a larger time_limit" in str(raised.value)
 
 
 @pytest.mark.parametrize("largest", [10**9, 1e9])

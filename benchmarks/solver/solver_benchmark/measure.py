@@ -10,6 +10,7 @@ from typing import Any
 
 from gpipebal.problem import Problem
 from gpipebal.solvers import split
+from gpipebal.solvers.bisection import largest_layer, smallest_limit
 from solver_benchmark.chains import RANDOM, Chain, draw
 from solver_benchmark.peers import Peer, TooSlowError, limited
 
@@ -72,8 +73,10 @@ def _time_one(
     both = chain.both
     problem = make_problem(chain, n_partitions)
     best = split(problem, "bottleneck")
+    sums = problem.load_sums
     ours: dict[str, Callable[[], object]] = {
         "problem": lambda: make_problem(chain, n_partitions),
+        "value": lambda: least_bottleneck(sums, n_partitions),
         "bottleneck": lambda: split(problem, "bottleneck"),
         "makespan": lambda: split(problem, "makespan"),
     }
@@ -100,6 +103,7 @@ def _time_one(
     row: Row = {"kind": kind, "n_layers": n_layers, "n_partitions": n_partitions, "peers": {}}
     for name in ours:
         row[name] = {"seconds": min(seconds[name]), "median": median(seconds[name])}
+    assert least_bottleneck(sums, n_partitions) == best.value
     row["bottleneck"]["gap"] = best.gap
     row["makespan"]["gap"] = split(problem, "makespan").gap
     for name in peers:
@@ -110,6 +114,12 @@ def _time_one(
             "excess": None if found is None else _excess(both, found, best.value),
         }
     return row
+
+
+def least_bottleneck(sums: Sequence[int], n_partitions: int) -> int:
+    """Return the least bottleneck, proven, of whichever split has it."""
+    at_least = max(largest_layer(sums, sums), -(-sums[-1] // n_partitions))
+    return smallest_limit(sums, sums, n_partitions, at_least=at_least).value
 
 
 def make_problem(chain: Chain, n_partitions: int) -> Problem:

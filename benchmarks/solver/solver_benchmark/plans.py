@@ -12,9 +12,10 @@ from typing import Any
 from gpipebal.planner import solve
 from gpipebal.planner.question import Options
 from gpipebal.planner.rule_comparison import compare_rules
-from gpipebal.planner.schedules import search, weight_shares
+from gpipebal.planner.schedules import search
 from gpipebal.planner.times import problem_of
 from gpipebal.profile import Profile
+from gpipebal.simulator import weight_shares
 from solver_benchmark.chains import draw
 
 __all__ = ["PARTITIONS", "SCHEDULES", "joint", "plans", "searches"]

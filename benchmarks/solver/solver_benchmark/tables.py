@@ -11,6 +11,8 @@ from solver_benchmark.figures import Row
 
 __all__ = ["blocks", "summary"]
 
+#: What is timed of ours.
+_TIMED = ("problem", "value", "bottleneck", "makespan")
 _RULES = ("equal layers", "equal parameters", "torchgpipe", "least bottleneck")
 
 
@@ -68,7 +70,7 @@ def _times(record: dict[str, Any]) -> str:
     lines = []
     for row in record["times"]:
         line = [row["kind"], f"{row['n_layers']:,}", str(row["n_partitions"])]
-        line += [_ms(row[name]["seconds"]) for name in ("problem", "bottleneck", "makespan")]
+        line += [_ms(row[name]["seconds"]) for name in _TIMED]
         for name in names:
             peer = row["peers"][name]
             line += [_peer_time(peer, record["provenance"]["limit"]), _above(peer)]
@@ -77,7 +79,7 @@ def _times(record: dict[str, Any]) -> str:
                 ratio = peer["seconds"] / row["bottleneck"]["seconds"]
             line.append(_times_faster(ratio))
         lines.append(line)
-    header = ["chain", "N", "K", "problem", "bottleneck", "makespan"]
+    header = ["chain", "N", "K", *_TIMED]
     for name in names:
         header += [name, "above", "slower"]
     return _table(header, lines, left=(0,))
@@ -100,13 +102,10 @@ def _growth(record: dict[str, Any]) -> str:
     lines = []
     for kind in kinds:
         for n_partitions in sorted({row["n_partitions"] for row in record["times"]}):
-            found = [
-                figures.growth(record, name, kind, n_partitions)
-                for name in ("problem", "bottleneck", "makespan")
-            ]
+            found = [figures.growth(record, name, kind, n_partitions) for name in _TIMED]
             if None not in found:
                 lines.append([kind, str(n_partitions), *(f"{power:.2f}" for power in found)])
-    return _table(["p of c * N ** p", "K", "problem", "bottleneck", "makespan"], lines, left=(0,))
+    return _table(["p of c * N ** p", "K", *_TIMED], lines, left=(0,))
 
 
 def _gaps(record: dict[str, Any]) -> str:

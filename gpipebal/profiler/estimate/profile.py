@@ -26,7 +26,7 @@ from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.loss import target_of
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.progress import progress_bar
-from gpipebal.profiler.replica import layer_of_tensors, own_bytes, summed_bytes
+from gpipebal.profiler.replica import find_ties, layer_of_tensors, own_bytes
 from gpipebal.profiler.setting import choose_rows, layers_of, random_numbers_kept
 from gpipebal.profiler.storages import Arrived, Numbers
 from gpipebal.profiler.survey import describe_skips
@@ -230,6 +230,7 @@ class _Work:
             layers=layers,
             storages=tuple(numbers.bytes),
             inputs=inputs,
+            without_gradient=numbers.without_gradient,
             rows=sizes[0],
             mini_batch_rows=sum(sizes),
             chunks=len(sizes),
@@ -242,6 +243,7 @@ class _Work:
                 optimizer_together=self._memory.together,
             ),
             skips=describe_skips(self.walk.routes, skips),
+            ties=find_ties(self.modules),
         )
 
     def _loss(
@@ -260,7 +262,7 @@ class _Work:
         return loss
 
     def _layers(self, estimates: Sequence[Estimate], numbers: Numbers) -> tuple[LayerProfile, ...]:
-        owner, summed = layer_of_tensors(self.modules), summed_bytes(self.modules)
+        owner = layer_of_tensors(self.modules)
         return tuple(
             LayerProfile(
                 name=self.names[k],
@@ -276,11 +278,13 @@ class _Work:
                 optimizer_peak_bytes=self._memory.peak_of(k),
                 outputs=found.memory.outputs,
                 saved=found.memory.saved,
+                handed_through=found.memory.handed_through,
                 output_bytes=sum(numbers.bytes[number] for number in found.memory.outputs),
                 forward_peak_bytes=found.memory.forward_peak_bytes,
                 no_grad_forward_peak_bytes=found.memory.no_grad_forward_peak_bytes,
-                backward_peak_bytes=found.memory.backward_peak_bytes + summed[k],
-                accumulating_peak_bytes=found.memory.accumulating_peak_bytes + summed[k],
+                backward_peak_bytes=found.memory.backward_peak_bytes,
+                accumulating_peak_bytes=found.memory.accumulating_peak_bytes,
+                copied_bytes=found.memory.copied_bytes,
                 fingerprint=fingerprint(module),
                 **own_bytes(self.modules, k, owner),
             )

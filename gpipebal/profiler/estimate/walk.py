@@ -126,8 +126,10 @@ class Walk:
         for k in range(len(self._layers)):
             estimate, arrived = self._layer(k, arrived, numbers)
             estimates.append(estimate)
+            _note(arrived.leaves, numbers)
             for name, (source, _) in self.routes.items():
                 if source == k and name in arrived.skips:
+                    _note(arrived.skips[name][0], numbers)
                     skips[name] = _storages_of(arrived.skips[name][0])
             self._told()
         made: dict[int, Any] = {}
@@ -165,6 +167,7 @@ class Walk:
                 memory,
                 outputs=tuple(outer[number] for number in memory.outputs),
                 saved=tuple(outer[number] for number in memory.saved),
+                handed_through=tuple(outer[number] for number in memory.handed_through),
             ),
         )
         passed = _OnItsWay(_up(found.outputs, outer), found.structure)
@@ -310,6 +313,11 @@ def _make(leaves: _Leaves, made: dict[int, Any]) -> list[Any]:
 
 def _numbers_of(leaves: _Leaves) -> list[int | None]:
     return [leaf.storage if isinstance(leaf, Leaf) else None for leaf in leaves]
+
+
+def _note(leaves: _Leaves, numbers: Numbers) -> None:
+    needs = [isinstance(leaf, Leaf) and leaf.needs_gradient for leaf in leaves]
+    numbers.note(_numbers_of(leaves), needs)
 
 
 def _storages_of(leaves: _Leaves) -> tuple[int, ...]:

@@ -1,0 +1,298 @@
+"""Runs of layers that are recomputed by themselves, inside a partition that keeps other graphs.
+
+The first layer of a run stands for all of it: it takes what comes in through all of the run's
+layers, by `torch.utils.checkpoint`, and the others pass on what they are given::
+
+    embed   block0          block1          head
+    embed   block0+block1   ─ as it is ─▶   head        run: block0, block1
+
+So the chain has as many layers as before, with their names, parameters and buffers, and every
+balance that keeps a run in one partition can be used. A recompute is as one of the pipeline's own:
+it draws the same random numbers, starts from the same buffers and leaves no trace in them, and
+`is_recomputing` tells layers of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipebal.errors import BalanceError, ModelError
+from gpipebal.pipeline.buffers import Buffers, Kept
+from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing, phase
+from gpipebal.pipeline.randomness import Repeatable, current_randomness
+from gpipebal.skip.skippable import is_skippable
+
+__all__ = ["Recomputed", "with_recompute"]
+
+#: What a stand-in has in common with its layer: what changes in one changes in the other.
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
+    """Return the same chain of layers with some runs of them recomputed in the backward.
+
+    The layers themselves are the module's own, which is not changed. Nothing of a run is kept for
+    the backward but its input, whenever a graph is recorded: also without a pipeline, where the
+    random numbers of the recompute are restored by `torch.utils.checkpoint`. A micro-batch that the
+    pipeline recomputes anyway is recomputed once, as a whole.
+
+    Args:
+        module: The layers.
+        runs: Layers that are recomputed together: consecutive ones, by places or names. In a
+            pipeline all of a run must be in one partition. `gpipebal.planner.recompute_layers`
+            chooses them.
+
+    Returns:
+        An `nn.Sequential` with the names, parameters and state dict of `module`.
+
+    Raises:
+        BalanceError: layers that do not exist, are not consecutive, or are in two runs.
+        ModelError: `module` is no `nn.Sequential`; or a layer stashes or pops a skip connection.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+        >>> again = with_recompute(model, [range(1, 3)])
+        >>> list(again.state_dict()) == list(model.state_dict()), again[0] is model[0]
+        (True, True)
+        >>> x = torch.ones(2, 4)
+        >>> torch.equal(model(x), again(x))
+        True
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ModelError(
+            f"module is no chain: type(module)={type(module).__name__} (expected nn.Sequential).\n"
+            "Fix: give the layers of the pipeline as an nn.Sequential."
+        )
+    layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+    changed = OrderedDict(layers)
+    taken: set[int] = set()
+    for run in runs:
+        places = _places(run, [name for name, _ in layers], taken)
+        taken.update(places)
+        inside = [layers[k] for k in places]
+        for name, layer in inside:
+            _check_no_skips(name, layer)
+        for (name, layer), is_first in zip(inside, [True, *[False] * len(inside)], strict=False):
+            changed[name] = Recomputed(layer, inside if is_first else ())
+    found = nn.Sequential(changed)
+    found.training = module.training
+    return found
+
+
+def _places(run: Sequence[int | str], names: Sequence[str], taken: set[int]) -> list[int]:
+    places = []
+    for key in run:
+        place = names.index(key) if isinstance(key, str) and key in names else key
+        if not isinstance(place, int) or not 0 <= place < len(names):
+            raise BalanceError(
+                f"a run has a layer that does not exist: {key!r} (expected a place from 0 to "
+                f"{len(names) - 1}, or the name of a layer).\n"
+                "Fix: give the model that the runs were chosen for."
+            )
+        places.append(place)
+    if not places or places != list(range(places[0], places[0] + len(places))):
+        raise BalanceError(
+            f"layers of a run are not consecutive: {list(run)} (expected one layer or more, each "
+            "behind the one before).\nFix: give every part by itself: runs=[...], [...]."
+        )
+    both = taken.intersection(places)
+    if both:
+        raise BalanceError(
+            f"a layer is in two runs: {names[min(both)]!r} (expected one at most).\n"
+            "Fix: recompute both runs as one, or take the layer out of one of them."
+        )
+    return places
+
+
+def _check_no_skips(name: str, layer: nn.Module) -> None:
+    if any(is_skippable(inside) for inside in layer.modules()):
+        raise ModelError(
+            f"a layer with skip connections cannot be recomputed by itself: {name!r} would stash "
+            "or pop twice.\n"
+            "Fix: leave it out of the runs, or checkpoint='always' for its partition."
+        )
+
+
+class Recomputed(nn.Module):
+    """A layer's place in a chain: for the first layer of a run the run, for others nothing.
+
+    Args:
+        layer: The layer, of which it has the names, parameters and buffers.
+        run: Names and layers that the forward goes through; none: it hands its input on.
+    """
+
+    _layer: nn.Module
+    _run: tuple[tuple[str, nn.Module], ...]
+    _of_run: _BuffersOfRun | None
+
+    def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        # Not registered: they would appear in names.
+        self.__dict__.update(_layer=layer, _run=tuple(run), _of_run=None, _version=layer._version)
+        for name in _SHARED:
+            self.__dict__[name] = layer.__dict__[name]
+        self.training = layer.training
+
+    @property
+    def stands_for(self) -> nn.Module:
+        """The layer whose place it has."""
+        return self._layer
+
+    def extra_repr(self) -> str:
+        """Say which layer it is, and which are recomputed with it."""
+        kind = type(self.stands_for).__name__
+        names = ", ".join(name for name, _ in self._run)
+        return f"{kind}, recomputes {names}" if names else f"{kind}, recomputed by an earlier layer"
+
+    def forward(self, *values: Any, **keywords: Any) -> Any:
+        """Take a value through the run, and keep nothing of it but the value."""
+        if not self._run:
+            return values[0]
+        outer = current_randomness()
+        first = None if outer is None else outer.layer
+        if not torch.is_grad_enabled() or is_checkpointing() or is_recomputing():
+            return self._through(first, *values, **keywords)
+        buffers = self._of_run
+        if buffers is None:
+            buffers = self._of_run = _BuffersOfRun([layer for _, layer in self._run])
+        repeatable = None if outer is None else outer.repeatable()
+        again = _Again(buffers, repeatable)
+        before = _versions(values)
+        look = buffers.copies()
+        contexts = (nullcontext() if repeatable is None else repeatable.first.watching(), again)
+        result = checkpoint(
+            self._through,
+            first,
+            *values,
+            use_reentrant=False,
+            # In a pipeline no worker may touch the process's generator.
+            preserve_rng_state=outer is None,
+            context_fn=lambda: contexts,
+            **keywords,
+        )
+        again.kept = buffers.looked(again.kept, look)
+        if _versions(values) != before:
+            raise ModelError(
+                f"a run of layers writes to its own input, which its recompute needs: "
+                f"{[name for name, _ in self._run]}.\n"
+                "Fix: let the run begin one layer earlier, or one that writes to its input later; "
+                "or do without inplace=True in its first layers."
+            )
+        return result
+
+    def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
+        """Run the layers, with the random numbers that they have without the run.
+
+        Args:
+            first: The first one's place in the chain of the pipeline; None: there is none.
+            values: Its input.
+            keywords: Its keyword arguments.
+        """
+        randomness = current_randomness()
+        value: Any = None
+        for k, (name, layer) in enumerate(self._run):
+            if randomness is not None and first is not None:
+                randomness.enter_layer(first + k if isinstance(first, int) else f"{first} + {k}")
+            try:
+                value = layer(value) if k else layer(*values, **keywords)
+            except Exception as error:
+                error.add_note(f"in layer {name!r}, which is recomputed by itself")
+                raise
+        return value
+
+    def train(self, mode: bool = True) -> Recomputed:
+        """Set the mode of the layer."""
+        self.stands_for.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Recomputed:
+        self.stands_for._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        self.stands_for._save_to_state_dict(*arguments)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.stands_for._load_from_state_dict(*arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is known of the buffers is found out anew by a copy.
+        return {**self.__dict__, "_of_run": None}
+
+
+class _BuffersOfRun(Buffers):
+    """The buffers of a run's layers, and in which modes it has been looked which are written to."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+        super().__init__(modules, frozenset())
+        self._all = modules
+        self._seen: set[tuple[bool, ...]] = set()
+
+    def copies(self, *, alone: bool = False) -> dict[Any, tuple[Tensor, Tensor]]:
+        """Copy the large buffers, if it has not been looked yet which of them are written to."""
+        return {} if self._mode() in self._seen else super().copies(alone=alone)
+
+    def looked(self, kept: Kept, before: dict[Any, tuple[Tensor, Tensor]]) -> Kept:
+        """Return what is kept, with those that turned out to be written to."""
+        self._seen.add(self._mode())
+        return kept.with_copies(self.look(before))
+
+    def _mode(self) -> tuple[bool, ...]:
+        return tuple([module.training for module in self._all])
+
+
+class _Again(AbstractContextManager[None]):
+    """The context of a recompute, which may be entered several times.
+
+    Args:
+        buffers: The buffers of the run.
+        repeatable: Random numbers of the forward; None: torch restores its generators.
+
+    Attributes:
+        kept: The buffers as they were before the forward.
+    """
+
+    def __init__(self, buffers: _BuffersOfRun, repeatable: Repeatable | None) -> None:
+        self._buffers, self._repeatable = buffers, repeatable
+        self.kept = buffers.keep()
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        self._buffers.check(self.kept)
+        with ExitStack() as stack:
+            stack.enter_context(phase(recomputing=True))
+            # Copies of the copies: a graph that is retained is gone through again.
+            stack.enter_context(self._buffers.replaced(self.kept.again()))
+            if self._repeatable is not None:
+                stack.enter_context(self._repeatable.again().watching())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    return [
+        leaf._version
+        for leaf in pytree.tree_leaves(values)
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]

@@ -1,0 +1,106 @@
+"""Rules about layers, as a caller gives them: by index or name, in several arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
+from gpipebal.problem import Rules
+from gpipebal.profile import Profile
+from gpipebal.schedule import check_count
+
+__all__ = ["LayerKey", "join_rules"]
+
+#: A layer, by its index or its name.
+LayerKey = int | str
+
+
+def join_rules(
+    profile: Profile,
+    given: Rules | None = None,
+    *,
+    pin: Mapping[LayerKey, int] | None = None,
+    keep_together: Iterable[tuple[LayerKey, LayerKey]] | None = None,
+    no_cut: Iterable[LayerKey] | None = None,
+    max_layers: int | None = None,
+) -> Rules | None:
+    """Join the rules that were given, with layers by their index; None if there are none.
+
+    Raises:
+        BalanceError: a rule about a layer that does not exist, or about none; a single layer
+            where a list is expected.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0] * 4, names=["a", "b", "c", "d"])
+        >>> join_rules(profile, no_cut=["c"], keep_together=[("d", "b")]).uncut
+        frozenset({2, 3})
+    """
+    if given is not None:
+        check_kind("rules", given, Rules, "rules=Rules(no_cut=[2]), say")
+    groups = _groups(profile, keep_together)
+    together = [tuple(_layer(profile, "keep_together", one) for one in group) for group in groups]
+    if _is_one(no_cut):
+        raise _wrong_form("no_cut", no_cut, "list of layers", [no_cut])
+    uncut = [_layer(profile, "no_cut", one) for one in no_cut or ()]
+    if pin is not None and not isinstance(pin, Mapping):
+        raise _wrong_form("pin", pin, "mapping from layers to partitions", {profile.names[0]: 0})
+    if max_layers is not None:
+        max_layers = check_count("max_layers", max_layers)
+    pins = pin or {}
+    if given is None and not pins and not together and not uncut and max_layers is None:
+        return None
+    pinned = [(_layer(profile, "pin", one), j) for one, j in pins.items()]
+    for pair in together:
+        if not pair:
+            raise BalanceError(
+                "layers to keep together are none: keep_together has an empty group (expected the "
+                "first and the last layer of each).\nFix: keep_together=[('embed', 'head')]."
+            )
+    spans = [(min(pair), max(pair)) for pair in together]
+    if given is not None:
+        spans += list(given.keep_together)
+        uncut += list(given.no_cut)
+        pinned += list(given.pinned)
+        if given.max_layers is not None:
+            max_layers = min(given.max_layers, max_layers or given.max_layers)
+    return Rules(no_cut=uncut, keep_together=spans, pin=pinned, max_layers=max_layers)
+
+
+def _groups(profile: Profile, given: Any) -> list[Any]:
+    """Return the groups of layers to keep together; one layer is no group."""
+    groups = [given] if _is_one(given) else list(given or ())
+    if any(map(_is_one, groups)):
+        ends = (profile.names[0], profile.names[min(1, profile.n_layers - 1)])
+        if len(groups) > 1 and all(isinstance(one, LayerKey) for one in groups):
+            ends = tuple(groups)  # one flat list is mostly meant as one group
+        raise _wrong_form("keep_together", given, "list of groups of layers", [ends])
+    return groups
+
+
+def _is_one(value: object) -> bool:
+    """Whether this is one layer, or anything else that is no list; a text is as iterable as one."""
+    return isinstance(value, str) or (value is not None and not isinstance(value, Iterable))
+
+
+def _wrong_form(rule: str, given: object, expected: str, example: object) -> BalanceError:
+    return BalanceError(
+        f"{rule} has the wrong form: {rule}={given!r:.60} (expected a {expected}).\n"
+        f"Fix: {rule}={example!r}."
+    )
+
+
+def _layer(profile: Profile, rule: str, key: LayerKey) -> int:
+    """Return the index of a layer that is given by index or name."""
+    if isinstance(key, str):
+        if key in profile.names:
+            return profile.names.index(key)
+    elif isinstance(key, int) and not isinstance(key, bool) and 0 <= key < profile.n_layers:
+        return key
+    raise BalanceError(
+        f"rule is about a layer that does not exist: {rule} has {key!r} (expected 0 <= index < "
+        f"{profile.n_layers}, or one of the names {', '.join(map(repr, profile.names[:5]))}"
+        f"{', ...' if profile.n_layers > 5 else ''}).\n"
+        "Fix: profile.names lists all layers; count from 0."
+    )

@@ -1,0 +1,167 @@
+"""A split put into a plan, with what it costs under the schedule that was asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from gpipebal.plan import PartitionPlan, Plan
+from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
+from gpipebal.planner.posing import Posed
+from gpipebal.planner.sensitivity import sensitivity
+from gpipebal.planner.times import Surroundings, durations, order_for
+from gpipebal.problem import to_bounds
+from gpipebal.schedule import Checkpoint, CheckpointMode, modes_of
+from gpipebal.simulator import place
+from gpipebal.solvers import Split
+
+__all__ = [
+    "fits",
+    "keeps_limit",
+    "plan_of_balance",
+    "plan_of_split",
+    "value_of",
+    "with_sensitivity",
+]
+
+
+def fits(plan: Plan) -> bool:
+    """Whether every partition of a plan keeps its limit."""
+    return all(map(keeps_limit, plan.partitions))
+
+
+def keeps_limit(part: PartitionPlan) -> bool:
+    """Whether a partition needs no more memory than it may."""
+    return part.memory_limit is None or part.memory.total <= part.memory_limit
+
+
+def plan_of_split(posed: Posed, found: Split) -> Plan:
+    """Put a split into a plan."""
+    problem, question = posed.problem, posed.question
+    bounds, order = found.bounds, found.order
+    modes = found.modes
+    if question.checkpoint != "auto":
+        # As they were asked for: solvers see those that count under the schedule.
+        modes = modes_of(question.checkpoint, problem.n_partitions)
+    n = problem.n_partitions
+    objective = "cost" if question.cost is not None else question.objective
+    plan = assemble(
+        posed.profile,
+        bounds,
+        chunks=posed.chunks,
+        checkpoint=_checkpoint_of(modes),
+        schedule=question.schedule,
+        loss_inside=question.loss_inside,
+        objective=objective,
+        value=float(found.value),
+        lower_bound=float(found.lower_bound),
+        status=found.status,
+        method=found.method,
+        makespan=_makespan_of(posed, bounds, modes, order),
+        bottleneck=_bottleneck_of(posed, bounds, modes, order),
+        equal_split_value=value_of(posed, equal_split(problem.n_layers, n), modes, order),
+        shared_memory=question.shared_memory,
+        around=_around(posed, order),
+        limits=[posed.limits[k] for k in order] if posed.is_limited else None,
+        device_order=() if order == tuple(range(n)) else order,
+        notes=posed.notes,
+    )
+    if objective == "peak_memory":
+        peak = max(part.memory.total for part in plan.partitions)
+        status = "optimal" if peak <= found.lower_bound else "feasible"
+        plan = replace(plan, value=peak, lower_bound=found.lower_bound, status=status)
+    return plan
+
+
+def plan_of_balance(
+    posed: Posed,
+    bounds: Sequence[int],
+    modes: Sequence[CheckpointMode],
+    order: Sequence[int] | None = None,
+) -> Plan:
+    """Put a split that was given into a plan, whose value is that of the question's objective."""
+    order = tuple(range(len(bounds) - 1)) if order is None else tuple(order)
+    value = value_of(posed, bounds, modes, order)
+    assert value is not None
+    given = Split(tuple(bounds), value, 0.0, "feasible", "given", tuple(modes), order)
+    return plan_of_split(posed, given)
+
+
+def value_of(
+    posed: Posed,
+    bounds: Sequence[int],
+    modes: Sequence[CheckpointMode],
+    order: Sequence[int],
+) -> float | None:
+    """Return the objective's value of a split, whether or not it keeps limits and rules.
+
+    None where a cost of runs was given that does not allow it.
+    """
+    question = posed.question
+    if question.cost is not None:
+        costs = [question.cost(a, b, j) for j, (a, b) in enumerate(pairwise(bounds))]
+        known = [cost for cost in costs if cost is not None and math.isfinite(cost)]
+        return float(max(known)) if len(known) == len(costs) else None
+    if question.objective == "peak_memory":
+        memory, _ = peaks_in_time(
+            posed.profile,
+            bounds,
+            chunks=posed.chunks,
+            checkpoint=_checkpoint_of(modes),
+            schedule=question.schedule,
+            loss_inside=question.loss_inside,
+            shared_memory=question.shared_memory,
+            around=_around(posed, order),
+        )
+        return float(max(peak.total for peak in memory))
+    if question.objective == "makespan":
+        return _makespan_of(posed, bounds, modes, order)
+    return _bottleneck_of(posed, bounds, modes, order)
+
+
+def _checkpoint_of(modes: Sequence[CheckpointMode]) -> Checkpoint:
+    return modes[0] if len(set(modes)) == 1 else tuple(modes)
+
+
+def _around(posed: Posed, order: Sequence[int]) -> Surroundings:
+    devices = posed.problem.devices
+    return Surroundings(
+        None if devices is None else [devices[k] for k in order], posed.problem.links
+    )
+
+
+def _makespan_of(
+    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
+) -> float:
+    """Return the makespan of a split: GPipe's formula, or a simulation."""
+    schedule = posed.question.schedule
+    if schedule == "gpipe":
+        return float(posed.problem.makespan(bounds, modes, order))
+    around = _around(posed, order)
+    times = durations(posed.profile, bounds, around=around)
+    actions = order_for(schedule, len(bounds) - 1, posed.chunks, _checkpoint_of(modes))
+    return place(actions, times, overlap=around.overlaps).makespan
+
+
+def _bottleneck_of(
+    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
+) -> float:
+    return float(posed.problem.bottleneck(bounds, posed.counted(modes), order))
+
+
+def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
+    """Add how decisive each cut is."""
+    question = posed.question
+    if question.is_searched:
+        return plan  # each moved cut would be a simulation
+    moves = sensitivity(
+        posed.problem,
+        to_bounds(plan.balance),
+        posed.counted(plan.modes),
+        plan.devices,
+        "cost" if question.cost is not None else question.objective,
+        question.cost,
+    )
+    return replace(plan, sensitivity=moves)

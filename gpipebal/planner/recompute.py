@@ -1,0 +1,354 @@
+"""Recompute only some layers inside the partitions of a plan, where memory demands it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.memory.cell import Cell
+from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.plan import Plan
+from gpipebal.planner.advice import with_more
+from gpipebal.planner.evaluate import evaluate
+from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.question import Options, Place, Question, Size, ask
+from gpipebal.planner.recompute_choice import LayerRecompute
+from gpipebal.planner.recompute_costs import with_nothing_saved_before, with_runs
+from gpipebal.planner.recompute_network import partition_network
+from gpipebal.problem import Device, Link, to_bounds
+from gpipebal.problem.checks import largest_denominator, scaled
+from gpipebal.profile import Profile
+from gpipebal.schedule import CheckpointMode, make_schedule
+from gpipebal.solvers.knapsack import Network, Way, cheapest, lowest
+from gpipebal.units import format_bytes
+
+__all__ = ["recompute_layers"]
+
+#: How often the limits are tightened by what only a whole choice tells.
+_MOST_ROUNDS = 12
+
+
+def recompute_layers(
+    profile: Profile,
+    plan: Plan,
+    *,
+    memory_limit: Size | Sequence[Size | None] | None = None,
+    reserve: Size | None = None,
+    devices: Sequence[Place] | None = None,
+    link: Link | None = None,
+    time_limit: float | None = None,
+) -> LayerRecompute:
+    """Choose which layers of a plan's partitions to recompute, so that they fit at the least cost.
+
+    For every partition that exceeds its limit, minimises the seconds of recomputing layers, over
+    all ways to recompute some *runs* of its layers: a run keeps nothing but its input, and is gone
+    through again, for every micro-batch, when the backward comes to it. The graphs of all other
+    layers are kept. A partition that the plan recomputes as a whole, by ``checkpoint``, is left as
+    it is if it fits, and else gets runs instead. Less time in one partition makes no makespan
+    longer, so no other choice for the same plan has a smaller one.
+
+    What waits for busy neighbours is known only of a whole choice, and so is what has no gradient
+    and is held, in one memory, because a partition before saves it. Bounds are without both; where
+    they decide, the limit is tightened by them, and the status is ``'feasible'``.
+
+    Layers that stash or pop skip connections are in no run, and no run begins with a layer whose
+    output lies in the memory of its input.
+
+    Args:
+        profile: The profile that the plan was made from.
+        plan: Balance, micro-batches, checkpoint modes and schedule, ``'gpipe'`` or ``'1f1b'``.
+        memory_limit: As for `solve`; None: the plan's limits.
+        reserve: As for `solve`, if a memory limit is given.
+        devices: Those that the plan was made for, in the order in which `solve` was given them.
+        link: As for `solve`.
+        time_limit: Seconds to search for each partition; None: as long as it takes.
+
+    Returns:
+        A `LayerRecompute`: the runs, and a `Plan` with the predicted times and memory. How to run
+        it: `gpipebal.pipeline.with_recompute`.
+
+    Raises:
+        BalanceError: there is no limit, or the profile is not the plan's.
+        InfeasibleError: a partition exceeds its limit whatever is recomputed; the text says which
+            limit would do. Where what waits for busy neighbours decides, a limit slightly below
+            that one may do too.
+        UnsupportedPlanError: a schedule whose memory is not known.
+
+    Complexity:
+        That of `gpipebal.solvers.knapsack.cheapest` for each partition; a partition of n layers has
+        O(n^2) runs for each set of shared storages that can be held.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 2.0, 1.0], saved_bytes=[40, 90, 20], chunks=4)
+        >>> plan = evaluate(profile, [3], checkpoint="never")
+        >>> chosen = recompute_layers(profile, plan, memory_limit=400)
+        >>> chosen.runs, chosen.recompute_times, chosen.status
+        ((range(1, 2),), (2.0,), 'optimal')
+    """
+    posed = _posed(profile, plan, memory_limit, reserve, devices, link)
+    found = _Search(posed, plan, time_limit, posed.limits).answer()
+    if isinstance(found, int):
+        raise _infeasible(posed, plan, found, time_limit)
+    return found
+
+
+def _posed(
+    profile: Profile,
+    plan: Plan,
+    memory_limit: Size | Sequence[Size | None] | None,
+    reserve: Size | None,
+    devices: Sequence[Place] | None,
+    link: Link | None,
+) -> Posed:
+    """Put the plan as a question, with devices and limits in the order of its partitions."""
+    names = tuple(name for part in plan.partitions for name in part.layers)
+    prints = tuple(one for part in plan.partitions for one in part.fingerprints)
+    if names != profile.names or prints != tuple(layer.fingerprint for layer in profile.layers):
+        raise BalanceError(
+            f"plan is of another chain than the profile: it has {len(names)} layers (expected the "
+            f"same {profile.n_layers} layers).\nFix: give the profile that the plan was made from."
+        )
+    if memory_limit is None:
+        memory_limit = [part.memory_limit for part in plan.partitions]
+        reserve = 0
+    elif isinstance(memory_limit, list | tuple) and len(memory_limit) == plan.n_partitions:
+        memory_limit = [memory_limit[k] for k in plan.devices]
+    if devices is not None and len(devices) == plan.n_partitions:
+        devices = [devices[k] for k in plan.devices]
+    options = Options(
+        checkpoint=plan.modes,
+        schedule=plan.schedule,
+        loss_inside=plan.loss_inside,
+        shared_memory=plan.shared_memory,
+        devices=devices,
+        link=link,
+        memory_limit=memory_limit,
+        reserve=reserve,
+    )
+    posed = pose(ask(profile, plan.n_partitions, options), plan.chunks)
+    if not posed.is_limited:
+        raise BalanceError(
+            "nothing limits the memory: memory_limit=None, and the plan has no limits (expected "
+            "bytes).\nFix: memory_limit='16 GiB', or whatever a device has."
+        )
+    return posed
+
+
+class _Search:
+    """The choice for all partitions of one plan, and what it comes to.
+
+    Args:
+        posed: The plan as a question.
+        plan: The plan.
+        time_limit: Seconds for each partition.
+        limits: Bytes that each partition may need.
+    """
+
+    def __init__(
+        self,
+        posed: Posed,
+        plan: Plan,
+        time_limit: float | None,
+        limits: Sequence[int | None],
+    ) -> None:
+        self._posed, self._plan, self._time_limit = posed, plan, time_limit
+        self._limits = limits
+        self._bounds = to_bounds(plan.balance)
+        self._networks: dict[int, Network] = {}
+        # What a partition may need as its network knows: its limit, until that is too much.
+        self._rooms: dict[int, int] = {}
+        self._ways: dict[int, Way] = {}
+        self._lower_bounds: dict[int, int] = {}
+        self._seconds_used: dict[int, float] = {}
+
+    def answer(self) -> LayerRecompute | int:
+        """Return the choice; if there is none, the partition that does not fit."""
+        before = found = self._evaluated()
+        for _ in range(_MOST_ROUNDS):
+            over = self._over(found)
+            if not over:
+                return self._result(before, found)
+            for j, shortage in over.items():
+                way = self._solved(j, shortage)
+                if way is None:
+                    return j
+                self._ways[j] = way
+            found = self._evaluated()
+        over = self._over(found)
+        return next(iter(over)) if over else self._result(before, found)
+
+    def needed(self) -> tuple[int, ...]:
+        """Return what each partition needs at least, if those that exceed their limits do all."""
+        for j in self._over(self._evaluated()):
+            network = self._network(j)
+            if network is not None:
+                self._ways[j] = lowest(network)
+        return tuple(part.memory.total for part in self._evaluated().partitions)
+
+    def _over(self, plan: Plan) -> dict[int, int]:
+        """Return by how much partitions exceed their limits."""
+        needs = [part.memory.total for part in plan.partitions]
+        return {
+            j: need - limit
+            for j, (need, limit) in enumerate(zip(needs, self._limits, strict=True))
+            if limit is not None and need > limit
+        }
+
+    def _solved(self, j: int, shortage: int) -> Way | None:
+        """Find the runs of a partition that exceeds its limit."""
+        network, limit = self._network(j), self._limits[j]
+        if network is None or limit is None:
+            return None
+        before = self._ways.get(j)
+        if before is None:
+            way = self._cheapest(j, network, limit)
+            if way is not None:
+                self._rooms[j], self._lower_bounds[j] = limit, way.lower_bound
+            return way
+        # It fits but for what waits, or a partition before saves: there must be room for that.
+        least = lowest(network).peak
+        if before.peak == least:
+            return None
+        room = min(self._rooms[j] - shortage, before.peak - 1)
+        self._rooms[j] = max(least, room)
+        return self._cheapest(j, network, self._rooms[j])
+
+    def _cheapest(self, j: int, network: Network, limit: int) -> Way | None:
+        started, used = time.monotonic(), self._seconds_used.get(j, 0.0)
+        left = None if self._time_limit is None else max(0.0, self._time_limit - used)
+        way = cheapest(network, limit, left)
+        self._seconds_used[j] = used + time.monotonic() - started
+        return way
+
+    def _network(self, j: int) -> Network | None:
+        """Return all ways to recompute layers of a partition; None: it keeps nothing at all."""
+        if j not in self._networks:
+            question, profile = self._posed.question, self._posed.profile
+            first, end = self._bounds[j : j + 2]
+            inside = question.loss_inside and end == profile.n_layers
+            loss = loss_of_micro_batch(profile) if inside else None
+            # Partitions before it may come to save less, which can be more room in one memory.
+            profile = with_nothing_saved_before(profile, first)
+            cell = Cell(profile, first, end, loss, question.shared_memory)
+            if not cell.goes_back:
+                return None
+            row = make_schedule(
+                question.schedule, question.n_partitions, self._posed.chunks, self._modes_with(j)
+            ).rows[j]
+            costs = [*scaled(self._times(j), self._scale(j)), 0]
+            # Of ways that take as long, one that recomputes fewer layers.
+            n_layers = end - first + 1
+            costs = [n_layers * cost + 1 for cost in costs]
+            self._networks[j] = partition_network(cell, row, self._posed.chunks, costs)
+        return self._networks[j]
+
+    def _times(self, j: int) -> list[float]:
+        """Return the seconds of recomputing each layer of a partition, on the profile's device."""
+        devices = self._posed.problem.devices
+        own = None if devices is None else devices[j].recompute
+        if own is None:
+            own = [layer.recompute_time for layer in self._posed.profile.layers]
+        return list(own[self._bounds[j] : self._bounds[j + 1]])
+
+    def _scale(self, j: int) -> int:
+        return largest_denominator(self._times(j))
+
+    def _seconds(self, j: int, cost: int) -> float:
+        """Return the seconds that a cost of the network stands for."""
+        n_layers = self._plan.balance[j] + 1
+        devices = self._posed.problem.devices
+        slowness = 1 if devices is None else devices[j].slowness
+        return slowness * (cost // n_layers) / self._scale(j)
+
+    def _modes_with(self, *partitions: int) -> tuple[CheckpointMode, ...]:
+        """Return the plan's modes, with these partitions recomputing no micro-batch as a whole."""
+        return tuple(
+            "never" if j in partitions else mode for j, mode in enumerate(self._plan.modes)
+        )
+
+    def _runs(self) -> list[range]:
+        return [arc.name for j in sorted(self._ways) for arc in self._ways[j].arcs if arc.name]
+
+    def _evaluated(self) -> Plan:
+        """Predict what the plan costs with the runs found so far."""
+        question, runs = self._posed.question, self._runs()
+        modes = self._modes_with(*self._ways)
+        return evaluate(
+            with_runs(self._posed.profile, runs),
+            self._plan.balance,
+            chunks=self._posed.chunks,
+            checkpoint=modes[0] if len(set(modes)) == 1 else modes,
+            schedule=question.schedule,
+            loss_inside=question.loss_inside,
+            shared_memory=question.shared_memory,
+            devices=self._devices(runs),
+            link=question.link,
+        )
+
+    def _devices(self, runs: Sequence[range]) -> list[Device] | None:
+        devices = self._posed.problem.devices
+        if devices is None:
+            return None
+        again = {k for run in runs for k in run}
+        return [
+            device
+            if device.backward is None or device.recompute is None
+            else replace(
+                device,
+                backward=[
+                    b + (r if k in again else 0)
+                    for k, (b, r) in enumerate(zip(device.backward, device.recompute, strict=True))
+                ],
+            )
+            for device in devices
+        ]
+
+    def _result(self, before: Plan, found: Plan) -> LayerRecompute:
+        costs = {j: way.cost for j, way in self._ways.items()}
+        partitions = range(found.n_partitions)
+        return LayerRecompute(
+            runs=tuple(self._runs()),
+            plan=found,
+            before=before,
+            recompute_times=tuple(self._seconds(j, costs.get(j, 0)) for j in partitions),
+            lower_bounds=tuple(self._seconds(j, self._lower_bounds.get(j, 0)) for j in partitions),
+        )
+
+
+def _infeasible(posed: Posed, plan: Plan, j: int, time_limit: float | None) -> InfeasibleError:
+    """Say which partition lacks how much whatever is recomputed, and which limit would do."""
+    limit = posed.limits[j]
+    assert limit is not None
+    search = _Search(posed, plan, time_limit, posed.limits)
+    needs = search.needed()
+    first = sum(plan.balance[:j])
+    names = posed.profile.names[first : first + plan.balance[j]]
+    shortage = max(1, needs[j] - limit)
+    fix = "a plan with more partitions, or more and smaller micro-batches"
+    pairs = list(zip(needs, posed.limits, strict=True))
+    lacks = [0 if one is None else max(0, n - one) for n, one in pairs]
+    enough = [None if one is None else max(n, one) for n, one in pairs]
+    if not isinstance(_Search(posed, plan, time_limit, enough).answer(), int):
+        fix = _limit_text(posed.question, plan, lacks)
+    return InfeasibleError(
+        f"partition {j} does not fit its device, whichever of its layers are recomputed: it may "
+        f"need {format_bytes(limit)} (expected {format_bytes(shortage)} more: layers "
+        f"{first} to {first + len(names) - 1}, {names[0]} .. {names[-1]}, need "
+        f"{format_bytes(needs[j])} at least).\nFix: {fix}.",
+        j,
+        shortage,
+    )
+
+
+def _limit_text(question: Question, plan: Plan, lacks: Sequence[int]) -> str:
+    """Write the memory limit with which there is a choice, as it is given to `recompute_layers`."""
+    limits = question.limits
+    if isinstance(limits, int):
+        return f"memory_limit={with_more(question, limits, max(lacks))}"
+    given: list[int | None] = [None] * plan.n_partitions
+    for k, limit, lack in zip(plan.devices, limits or (), lacks, strict=False):
+        given[k] = None if limit is None else with_more(question, limit, lack)
+    reserve = "" if question.reserve is None else f", reserve={question.reserve}"
+    return f"memory_limit={given}{reserve}"

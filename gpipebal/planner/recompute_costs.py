@@ -1,0 +1,132 @@
+"""What layers cost that are recomputed in runs, inside a partition that keeps its other graphs.
+
+A *run* is a row of consecutive layers of one partition. Its forward keeps nothing but its input.
+When the backward arrives behind its last layer, the run is gone through again, and its graph made,
+which the backward then uses up. Of two ways to recompute neighbours, one after the other or
+together, the first keeps what is between them for every micro-batch in flight, the second makes
+both graphs at once: which needs less depends on the chain and on how many are in flight.
+
+What a run's layers make again lies in memory of its own, even if their first outputs are still
+there: only the run's input is not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from gpipebal.memory.cell import backward_peak, uncopied_peak
+from gpipebal.profile import LayerProfile, Profile
+
+__all__ = [
+    "InRun",
+    "given_to",
+    "may_be_first",
+    "recomputed_from",
+    "uses_skips",
+    "with_nothing_saved_before",
+    "with_runs",
+]
+
+
+class InRun(NamedTuple):
+    """What a layer of a run costs.
+
+    Attributes:
+        before_others: If layers of the run come behind it.
+        as_last: If it is the last one, whose backward the recompute of the run belongs to.
+    """
+
+    before_others: LayerProfile
+    as_last: LayerProfile
+
+
+def given_to(profile: Profile, layer: int) -> frozenset[int]:
+    """Return the storages of a layer's input."""
+    return frozenset(profile.layers[layer - 1].outputs if layer else profile.inputs)
+
+
+def uses_skips(profile: Profile) -> frozenset[int]:
+    """Return the layers that cannot be in a run: what they stash or pop would be so twice."""
+    return frozenset(layer for s in profile.skips for layer in (s.source, s.destination))
+
+
+def may_be_first(profile: Profile, layer: int) -> bool:
+    """Whether a run may begin with a layer.
+
+    One whose output lies in the memory of its input may have written to it, and a view of the input
+    invites the next layer to do so; then it could not be used again.
+    """
+    return not given_to(profile, layer) & frozenset(profile.layers[layer].outputs)
+
+
+def recomputed_from(profile: Profile, first: int) -> Iterator[InRun]:
+    """Tell of each layer from `first` on what it costs in a run that begins there."""
+    given = given_to(profile, first)
+    made: set[int] = set()
+    # What exists again when a layer's recompute is done, and the most since the run's began.
+    remade = peak = 0
+    for k in range(first, profile.n_layers):
+        layer = profile.layers[k]
+        live = profile.bytes_of(given_to(profile, k) - given - made)
+        peak = max(peak, remade + live + layer.forward_peak_bytes)
+        new = frozenset(layer.saved) - given - made
+        remade += profile.bytes_of(new)
+        made |= new
+        saved = tuple(given) if k == first else ()
+        yield InRun(_in_run(layer, saved, remade, 0), _in_run(layer, saved, remade, peak))
+
+
+def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int) -> LayerProfile:
+    """Describe a layer whose backward finds `remade` bytes more, and needs `least` before it."""
+    launch = layer.backward_host_time
+    without = layer.no_grad_forward_peak_bytes
+    peaks = [max(least, remade + backward_peak(layer, exist)) for exist in (False, True)]
+    # What the recompute itself needs has no copies that could be spared.
+    uncopied = [max(least, remade + uncopied_peak(layer, exist)) for exist in (False, True)]
+    return replace(
+        layer,
+        backward_time=layer.backward_time + layer.recompute_time,
+        backward_host_time=None if launch is None else launch + (layer.forward_host_time or 0.0),
+        saved=saved,
+        forward_peak_bytes=layer.forward_peak_bytes if without is None else without,
+        backward_peak_bytes=peaks[0],
+        accumulating_peak_bytes=None if layer.accumulating_peak_bytes is None else peaks[1],
+        copied_bytes=min(one - other for one, other in zip(peaks, uncopied, strict=True)),
+    )
+
+
+def with_runs(profile: Profile, runs: Iterable[range]) -> Profile:
+    """Return the profile of the same chain with some runs of layers recomputed.
+
+    The recompute is part of the backward, and its memory that of the run's last layer, whose
+    backward is the first.
+
+    Args:
+        profile: Costs of the layers.
+        runs: Places of their layers in the chain.
+
+    Returns:
+        A `Profile` without other sizes.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0] * 3, saved_bytes=[50, 70, 5], output_bytes=[1, 2, 4])
+        >>> changed = with_runs(profile, [range(1, 3)])
+        >>> [(changed.bytes_of(layer.saved), layer.backward_time) for layer in changed.layers]
+        [(50, 2.0), (1, 3.0), (0, 3.0)]
+    """
+    layers = list(profile.layers)
+    for run in runs:
+        for k, costs in zip(run, recomputed_from(profile, run.start), strict=False):
+            layers[k] = costs.as_last if k == run[-1] else costs.before_others
+    return replace(profile, layers=tuple(layers), other_sizes=())
+
+
+def with_nothing_saved_before(profile: Profile, layer: int) -> Profile:
+    """Return the profile of the same chain in which the layers before one save nothing.
+
+    In one memory, partitions behind them need no more with it than with any runs there.
+    """
+    before = [replace(one, saved=()) for one in profile.layers[:layer]]
+    return replace(profile, layers=(*before, *profile.layers[layer:]), other_sizes=())

@@ -1,0 +1,243 @@
+"""A partition as a network: which of its layers to recompute, as the knapsack's question.
+
+Nodes are places between layers. What a step adds to what is held depends on what is held already,
+because layers share storages, so a node also knows which storages are held of those that matter
+behind it. Steps are a layer whose graph is kept, and runs of layers that are recomputed.
+
+`gpipebal.memory` walks through a partition in four ways: forwards and backwards, with and without
+gradients that exist. What a moment of them needs is what is held up to there, what the layer itself
+needs, and a rest that does not depend on what is recomputed; it is taken from a walk through the
+partition as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
+
+from gpipebal.memory.cell import Cell, Storages
+from gpipebal.memory.loss import around_loss
+from gpipebal.memory.partitions import optimizer_peak
+from gpipebal.planner.recompute_costs import (
+    InRun,
+    given_to,
+    may_be_first,
+    recomputed_from,
+    uses_skips,
+)
+from gpipebal.profile import LayerProfile
+from gpipebal.schedule import Action
+from gpipebal.solvers.knapsack import Arc, Ceiling, Network
+
+__all__ = ["partition_network"]
+
+#: Walks: a kind of action, and whether gradients exist.
+_WALKS = (("F", False), ("F", True), ("B", False), ("B", True))
+_Node = tuple[int, Storages]
+
+
+def partition_network(
+    cell: Cell, row: Sequence[Action], chunks: int, costs: Sequence[int]
+) -> Network:
+    """List all ways to recompute layers of one partition.
+
+    Args:
+        cell: What the cells of the partition hold and need, if nothing is recomputed.
+        row: The actions of the partition, without recomputes.
+        chunks: Micro-batches of a mini-batch.
+        costs: For each layer of the partition what it costs to recompute it, a whole number.
+
+    Returns:
+        The network; a step's name is the run that it recomputes, or None. Nothing waits for busy
+        neighbours in its peaks.
+
+    Complexity:
+        O(n^2 s) for n layers and s sets of shared storages that can be held at one place.
+    """
+    parts = _Parts(cell, costs)
+    n_layers = len(cell.layers)
+    arcs: dict[Hashable, list[Arc]] = {}
+    nodes: list[dict[_Node, None]] = [{} for _ in range(n_layers + 1)]
+    nodes[0][0, frozenset()] = None
+    for place in range(n_layers):
+        for node in nodes[place]:
+            arcs[node] = []
+            for end, arc in parts.steps(node):
+                arcs[node].append(arc)
+                nodes[end[0]][end] = None
+    return Network(
+        arcs,
+        {end: _ceilings(cell, row, chunks, parts.held(end)) for end in nodes[n_layers]},
+        held=cell.bytes_of(cell.entering - cell.handed),
+        n_walks=len(_WALKS),
+    )
+
+
+class _Parts:
+    """The steps through one partition; see `partition_network`."""
+
+    def __init__(self, cell: Cell, costs: Sequence[int]) -> None:
+        self._cell, self._costs = cell, costs
+        self._rests = [self._rest(*walk) for walk in _WALKS]
+        self._given = [given_to(cell.profile, cell.first + k) for k in range(len(cell.layers))]
+        self._runs = self._find_runs()
+        self._matters = self._what_matters()
+
+    def _rest(self, kind: str, gradients_exist: bool) -> list[int]:
+        """Return for each layer what a moment needs beside what is held and the layer's own."""
+        cell = self._cell
+        if kind == "F":
+            moments = list(cell.forward(records=True, gradients_exist=gradients_exist))
+            return [moment.gradients for moment in moments]
+        moments = list(cell.backward(again=False, gradients_exist=gradients_exist))[::-1]
+        return [
+            sum(moment) - moment.activations - cell.backward_peak(k, layer, gradients_exist)
+            for k, (moment, layer) in enumerate(zip(moments, cell.layers, strict=True))
+        ]
+
+    def _find_runs(self) -> list[list[InRun]]:
+        """Tell for each place of the layers that may be in a run that begins there."""
+        cell = self._cell
+        barred = uses_skips(cell.profile)
+        found: list[list[InRun]] = []
+        for first in range(cell.first, cell.end):
+            end = next((n for n in range(first, cell.end) if n in barred), cell.end)
+            longest = end - first if may_be_first(cell.profile, first) else 0
+            found.append(list(islice(recomputed_from(cell.profile, first), longest)))
+        return [*found, *([] for _ in cell.layers[len(found) :])]
+
+    def _what_matters(self) -> list[Storages]:
+        """Return for each place the storages for which it matters whether they are held."""
+        cell = self._cell
+        matters = (cell.received - cell.entering) | cell.handed | cell.outputs
+        found = [matters]
+        for k in reversed(range(len(cell.layers))):
+            matters = matters.union(cell.layers[k].saved, self._given[k], cell.alive[k])
+            found.append(matters)
+        return found[::-1]
+
+    def held(self, node: _Node) -> Storages:
+        """Return the storages that are known to be held at a node."""
+        return self._cell.entering | node[1]
+
+    def steps(self, node: _Node) -> Iterator[tuple[_Node, Arc]]:
+        """Return what a node's steps lead to, and the steps."""
+        place, _ = node
+        cell = self._cell
+        layer = cell.layers[place]
+        held = self.held(node)
+        saved = frozenset(layer.saved)
+        forward = self._forward(place, layer, held)
+        backward = self._backward(place, layer, self._bytes(saved - held))
+        yield self._step(node, place + 1, saved, 0, (*forward, *backward))
+        forward = backward = (0, 0)
+        cost = 0
+        given = self._given[place]
+        added = self._bytes(given - held)
+        before, more = held, 0
+        for k, costs in enumerate(self._runs[place], start=place):
+            forward = _higher(forward, self._forward(k, costs.as_last, before, more))
+            # The backward of the run's last layer is the first.
+            last = _higher(backward, self._backward(k, costs.as_last, added))
+            backward = _higher(backward, self._backward(k, costs.before_others, added))
+            before, more = held | given, added
+            cost += self._costs[k]
+            run = range(cell.first + place, cell.first + k + 1)
+            yield self._step(node, k + 1, given, cost, (*forward, *last), run)
+
+    def _forward(
+        self, k: int, layer: LayerProfile, held: Storages, added: int = 0
+    ) -> tuple[int, int]:
+        """Return what a forward needs at one layer beyond what the step finds.
+
+        Args:
+            k: The layer's place.
+            layer: Its costs.
+            held: Storages that are held before it.
+            added: Bytes of those that the step added.
+        """
+        cell, (without, exist) = self._cell, self._rests[:2]
+        needed = added + self._beyond(held) + layer.forward_peak_bytes
+        needed += cell.bytes_of(cell.alive[k] - (cell.received | held))
+        return without[k] + needed, exist[k] + needed
+
+    def _backward(self, k: int, layer: LayerProfile, added: int) -> tuple[int, int]:
+        """Return the same of a backward, where so many bytes were added up to this layer."""
+        without, exist = (
+            rest[k] + added + self._cell.backward_peak(k, layer, gradients_exist)
+            for rest, (_, gradients_exist) in zip(self._rests[2:], _WALKS[2:], strict=True)
+        )
+        return without, exist
+
+    def _beyond(self, held: Storages) -> int:
+        """Return what a forward holds that the cell does not hold, or is not charged with."""
+        cell = self._cell
+        return cell.bytes_of((cell.received - held) | (cell.handed & held))
+
+    def _bytes(self, storages: Storages) -> int:
+        """Add up storages that a cell is charged with."""
+        return self._cell.bytes_of(storages - self._cell.handed)
+
+    def _step(
+        self,
+        node: _Node,
+        end: int,
+        saved: Storages,
+        cost: int,
+        peaks: Sequence[int],
+        run: range | None = None,
+    ) -> tuple[_Node, Arc]:
+        held = self.held(node)
+        known = (held | saved) - self._cell.entering
+        there = (end, known & self._matters[end])
+        return there, Arc(there, cost, self._bytes(saved - held), tuple(peaks), run)
+
+
+def _ceilings(cell: Cell, row: Sequence[Action], chunks: int, held: Storages) -> list[Ceiling]:
+    """Return the peaks of a step whose cells hold these storages at their ends.
+
+    As in `gpipebal.memory.partitions`, action by action.
+    """
+    profile = cell.profile
+    layers = profile.layers[cell.first : cell.end]
+    states = [layer.optimizer_bytes for layer in layers]
+    # As everywhere: optimizer state counts if it is known of all layers.
+    fixed = 0 if None in states else sum(state or 0 for state in states)
+    fixed += sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
+    callers = 0 if cell.first else chunks * profile.bytes_of(cell.callers)
+    fixed += callers
+    # A loss inside hands nothing on, and what it gives is not counted while it waits.
+    less = 0 if cell.loss is None else cell.bytes_of((cell.outputs & held) - cell.handed)
+    output = 0
+    target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
+    around = None
+    if cell.is_last and cell.loss is None:
+        output = profile.bytes_of(cell.outputs) - profile.bytes_of(cell.outputs & held)
+        around = around_loss(cell, chunks, chunks * output)
+        target = around.target
+    found: dict[tuple[int | None, int], int] = {}
+
+    def add(walk: int | None, times: int, beside: int) -> None:
+        value = fixed + beside - times * less
+        found[walk, times] = max(value, found.get((walk, times), value))
+
+    in_flight = n_forwards = outputs = 0
+    gradients_exist = False
+    for action in row:
+        walk = _WALKS.index((action.kind, gradients_exist))
+        others = in_flight - (action.kind == "B")
+        add(walk, others, target + outputs)
+        in_flight += 1 if action.kind == "F" else -1
+        gradients_exist = gradients_exist or action.kind == "B"
+        if action.kind == "F":
+            n_forwards += 1
+            outputs += output
+            if around is not None and n_forwards == chunks:
+                add(None, in_flight, target + around.most)
+                outputs = around.stays
+    add(None, 0, cell.gradients_of_step + optimizer_peak(cell) + target)
+    return [Ceiling(walk, times, beside) for (walk, times), beside in found.items()]
+
+
+def _higher(one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
+    return max(one[0], other[0]), max(one[1], other[1])

@@ -1,0 +1,362 @@
+"""Which layers to recompute inside partitions, against trying all runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from plan_oracle import profiles
+
+import gpipebal as gb
+from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.memory import partition_memory
+from gpipebal.memory.cell import Cell
+from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.planner import recompute_layers
+from gpipebal.planner.recompute_costs import with_runs
+from gpipebal.planner.recompute_network import partition_network
+from gpipebal.problem import to_bounds
+from gpipebal.profile import LayerProfile, SkipProfile
+from gpipebal.schedule import make_schedule
+from gpipebal.solvers.knapsack import cheapest, lowest
+
+MiB = 2**20
+
+
+def all_runs(profile: gb.Profile, first: int, end: int) -> Iterator[tuple[range, ...]]:
+    """Enumerate all ways to recompute runs of a partition's layers."""
+    skipping = {layer for skip in profile.skips for layer in (skip.source, skip.destination)}
+    if first == end:
+        yield ()
+        return
+    for rest in all_runs(profile, first + 1, end):
+        yield rest
+    inputs = profile.layers[first - 1].outputs if first else profile.inputs
+    if set(inputs) & set(profile.layers[first].outputs):
+        return
+    for last in range(first, end):
+        if last in skipping:
+            return
+        for rest in all_runs(profile, last + 1, end):
+            yield (range(first, last + 1), *rest)
+
+
+@settings(max_examples=120, deadline=None)
+@given(profiles(), st.data())
+def test_runs_of_a_partition_equal_brute_force(profile: gb.Profile, data: st.DataObject) -> None:
+    """Under every limit the runs cost as little as any, and need what `gpipebal.memory` says."""
+    n = profile.n_layers
+    cuts = data.draw(st.sets(st.integers(1, n - 1)) if n > 1 else st.just(set()))
+    bounds = (0, *sorted(cuts), n)
+    j = data.draw(st.integers(0, len(cuts)))
+    first, end = bounds[j : j + 2]
+    chunks, shared = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b"]))
+    inside = schedule == "1f1b" or data.draw(st.booleans())
+    without = data.draw(st.sets(st.integers(0, len(profile.storages) - 1)))
+    profile = replace(profile, without_gradient=tuple(sorted(without)))
+    loss = loss_of_micro_batch(profile) if inside and end == n else None
+    cell = Cell(profile, first, end, loss, shared)
+    assume(cell.goes_back)
+    times = [int(layer.recompute_time) for layer in profile.layers]
+    row = make_schedule(schedule, len(bounds) - 1, chunks, "never").rows[j]
+    network = partition_network(cell, row, chunks, [*times[first:end], 0])
+    peaks = {
+        runs: partition_memory(
+            with_runs(profile, runs),
+            bounds,
+            chunks=chunks,
+            checkpoint="never",
+            schedule=schedule,
+            loss_inside=inside,
+            shared_memory=shared,
+        )[j].total
+        for runs in all_runs(profile, first, end)
+    }
+    least = min(peaks.values())
+    assert lowest(network).peak == least
+    assert cheapest(network, least - 1) is None
+    for limit in sorted(set(peaks.values()))[:6]:
+        found = cheapest(network, limit)
+        assert found is not None
+        runs = tuple(arc.name for arc in found.arcs if arc.name)
+        cost = {one: sum(times[k] for run in one for k in run) for one in peaks}
+        assert found.cost == found.lower_bound == cost[runs]
+        assert found.cost == min(cost[one] for one, peak in peaks.items() if peak <= limit)
+        assert found.peak == peaks[runs] <= limit
+
+
+def chain(**changes: Any) -> gb.Profile:
+    """Return a profile of eight layers that differ in time and memory."""
+    given: dict[str, Any] = {
+        "forward": [3.0, 1.0, 4.0, 1.0, 5.0, 2.0, 6.0, 2.0],
+        "saved_bytes": [n * MiB for n in (50, 10, 70, 5, 60, 30, 20, 10)],
+        "output_bytes": [5 * MiB] * 8,
+        "parameter_bytes": [10 * MiB] * 8,
+        "chunks": 4,
+        **changes,
+    }
+    return gb.Profile.from_costs(given.pop("forward"), **given)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("limit", [600, 400, 300, 240])
+@pytest.mark.parametrize("width", [0, 5])
+def test_the_plan_keeps_the_limit_and_the_bound_is_true(
+    schedule: str, limit: int, width: int
+) -> None:
+    """Each partition fits, and no runs with which it fits take less time than its bound.
+
+    What waits for busy neighbours is known of a plan only: where it decides, there is a gap.
+    """
+    profile = chain(output_bytes=[width * MiB] * 8)
+    plan = gb.evaluate(profile, [5, 3], checkpoint="never", schedule=schedule)
+    chosen = recompute_layers(profile, plan, memory_limit=f"{limit} MiB")
+    for j, (first, end) in enumerate(pairwise(to_bounds(plan.balance))):
+        times = []
+        for runs in all_runs(profile, first, end):
+            other = gb.evaluate(
+                with_runs(profile, runs), [5, 3], checkpoint="never", schedule=schedule
+            )
+            if other.partitions[j].memory.total <= limit * MiB:
+                times.append(sum(profile.layers[k].recompute_time for run in runs for k in run))
+        assert chosen.lower_bounds[j] <= min(times) <= chosen.recompute_times[j]
+        part, before = chosen.plan.partitions[j], chosen.before.partitions[j]
+        assert part.memory.total <= part.memory_limit == limit * MiB
+        assert part.backward_time == before.backward_time + chosen.recompute_times[j]
+        assert before.memory == plan.partitions[j].memory
+    assert chosen.status == "optimal" or width
+
+
+@settings(max_examples=60, deadline=None)
+@given(profiles(largest=4), st.data())
+def test_a_bound_holds_whatever_else_is_recomputed(
+    profile: gb.Profile, data: st.DataObject
+) -> None:
+    """No runs take less time than a partition's bound, whichever runs other partitions have."""
+    assume(profile.n_layers > 1)
+    cut = data.draw(st.integers(1, profile.n_layers - 1))
+    balance = [cut, profile.n_layers - cut]
+    given = {"checkpoint": "never", "shared_memory": data.draw(st.booleans())}
+    plan = gb.evaluate(profile, balance, **given)
+    tried = [
+        (runs, [part.memory.total for part in changed.partitions])
+        for one in all_runs(profile, 0, cut)
+        for other in all_runs(profile, cut, profile.n_layers)
+        for runs in [(*one, *other)]
+        for changed in [gb.evaluate(with_runs(profile, runs), balance, **given)]
+    ]
+    limits = data.draw(st.sampled_from([needs for _, needs in tried]))
+    try:
+        chosen = recompute_layers(profile, plan, memory_limit=limits)
+    except InfeasibleError:
+        # What waits for the neighbour leaves less room than a limit says.
+        assume(False)
+    for j, part in enumerate(chosen.plan.partitions):
+        assert part.memory.total <= limits[j]
+        layers = range(cut) if j == 0 else range(cut, profile.n_layers)
+        for runs, needs in tried:
+            seconds = sum(
+                profile.layers[k].recompute_time for run in runs for k in run if k in layers
+            )
+            assert needs[j] > limits[j] or chosen.lower_bounds[j] <= seconds
+
+
+def test_a_partition_fits_once_the_one_before_it_saves_less() -> None:
+    """In one memory, what has no gradient is held behind a cut as long as a graph before it is."""
+    layers = [
+        LayerProfile(name, "Layer", 1.0, 1.0, 1.0, outputs=outputs, saved=saved)
+        for name, outputs, saved in (
+            ("a", (1,), (2,)),
+            ("b", (3, 4), (4, 5)),  # hands on a mask that it saves
+            ("c", (6,), (7,)),
+            ("d", (8,), (9,)),
+        )
+    ]
+    sizes = (10, 10, 40, 10, 100, 100, 10, 40, 10, 40)
+    profile = gb.Profile(tuple(layers), sizes, (0,), rows=1, chunks=4, without_gradient=(4,))
+    plan = gb.evaluate(profile, [2, 2], checkpoint="never", shared_memory=True)
+    without_mask = gb.evaluate(
+        with_runs(profile, [range(1, 2)]), [2, 2], checkpoint="never", shared_memory=True
+    )
+    needs = [part.memory.total for part in plan.partitions]
+    fewer = [part.memory.total for part in without_mask.partitions]
+    assert all(less < more for less, more in zip(fewer, needs, strict=True))
+    chosen = recompute_layers(profile, plan, memory_limit=fewer)
+    assert chosen.runs == (range(1, 2),)
+    assert chosen.lower_bounds == (1.0, 0.0)
+
+
+def test_a_recompute_has_no_copies_to_spare() -> None:
+    """Copies of gradients are spared in a layer's own backward, not in a recompute before it."""
+    own = {"backward_peak_bytes": 100, "copied_bytes": 80, "forward_peak_bytes": 150}
+    layers = (
+        LayerProfile("a", "Layer", 1.0, 1.0, 1.0, outputs=(1,), saved=(2,), **own),
+        LayerProfile("b", "Layer", 1.0, 1.0, 1.0, outputs=(3,), saved=(1,), **own),
+    )
+    profile = gb.Profile(layers, (10, 10, 60, 10), (0,), rows=1, chunks=1)
+    a, b = with_runs(profile, [range(2)]).layers
+    assert (a.backward_peak_bytes, a.copied_bytes) == (60 + 100, 80)
+    # The forward of `b` has the graph and the output of `a` beside it: more than its backward.
+    assert (b.backward_peak_bytes, b.copied_bytes) == (60 + 10 + 150, 0)
+
+
+def test_where_much_waits_the_lowest_runs_are_tried_before_it_is_given_up() -> None:
+    """A run that is dearer and lower is found if with the cheapest ones too much would wait."""
+    profile = gb.Profile(
+        (
+            LayerProfile("a", "Layer", 1.0, 1.0, 5.0, outputs=(1,), saved=(1, 2)),
+            LayerProfile("in no run", "Layer", 1.0, 1.0, 1.0, outputs=(1,)),
+            # Without a run its graph holds what else would wait for the slow layer behind it.
+            LayerProfile(
+                "b", "Layer", 1.0, 1.0, 1.0, outputs=(3,), saved=(3,), forward_peak_bytes=1000
+            ),
+            LayerProfile("slow", "Layer", 20.0, 1.0, 1.0, outputs=(4,)),
+        ),
+        (10, 110, 10, 100, 10),
+        (0,),
+        rows=1,
+        chunks=8,
+        skips=(SkipProfile("own", 1, 1),),
+    )
+    plan = gb.evaluate(profile, [3, 1], checkpoint="never")
+    chosen = recompute_layers(profile, plan, memory_limit=[2140, None])
+    assert chosen.runs == (range(1),)
+    assert (chosen.lower_bounds[0], chosen.status) == (1.0, "feasible")
+    assert chosen.plan.partitions[0].memory.total <= 2140
+
+
+def test_what_fits_in_the_last_round_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that were tightened as often as may be are looked at once more."""
+    profile = chain()
+    plan = gb.evaluate(profile, [8], checkpoint="never")
+    expected = recompute_layers(profile, plan, memory_limit=500 * MiB)
+    monkeypatch.setattr("gpipebal.planner.recompute._MOST_ROUNDS", 1)
+    assert recompute_layers(profile, plan, memory_limit=500 * MiB).runs == expected.runs != ()
+
+
+def test_single_layers_take_less_time_than_whole_partitions() -> None:
+    """Under one limit, runs beat the best plan that recomputes whole partitions."""
+    profile = chain()
+    whole = gb.solve(profile, 2, checkpoint="auto", memory_limit="300 MiB")
+    single = recompute_layers(
+        profile, gb.solve(profile, 2, checkpoint="never"), memory_limit=300 * MiB
+    )
+    assert single.plan.makespan < whole.makespan
+    assert max(part.memory.total for part in single.plan.partitions) <= 300 * MiB
+
+
+def test_a_partition_in_another_mode_is_left_if_it_fits() -> None:
+    """What recomputes whole partitions stays, unless it exceeds the limit."""
+    profile = chain()
+    plan = gb.evaluate(profile, [5, 3], checkpoint=["except_last", "never"])
+    needs = [part.memory.total for part in plan.partitions]
+    chosen = recompute_layers(profile, plan, memory_limit=[needs[0], needs[1] - 1])
+    assert chosen.plan.modes == ("except_last", "never")
+    assert chosen.runs_of(0) == ()
+    assert chosen.runs_of(1)
+    tighter = recompute_layers(profile, plan, memory_limit=[needs[0] - 1, None])
+    assert tighter.plan.modes == ("never", "never")
+    assert tighter.runs_of(0)
+    assert tighter.runs_of(1) == ()
+
+
+def test_what_fits_is_left_as_it_is() -> None:
+    """Without need nothing is recomputed, and the plan says the same as before."""
+    profile = chain()
+    plan = gb.solve(profile, 2, checkpoint="never", memory_limit="1 GiB")
+    chosen = recompute_layers(profile, plan)
+    assert (chosen.runs, chosen.value, chosen.status) == ((), 0, "optimal")
+    assert chosen.plan == chosen.before
+    assert "Nothing has to be recomputed" in chosen.explain()
+
+
+@pytest.mark.parametrize("limit", ["100 MiB", ["100 MiB", None], [None, "90 MiB"]])
+@pytest.mark.parametrize("reserve", [None, "7 MiB"])
+def test_an_error_says_what_would_fit(limit: Any, reserve: Any) -> None:
+    """With the limit that the error names there are runs; with a byte less there are none."""
+    profile = chain()
+    plan = gb.evaluate(profile, [5, 3], checkpoint="never")
+    with pytest.raises(InfeasibleError) as caught:
+        recompute_layers(profile, plan, memory_limit=limit, reserve=reserve)
+    assert caught.value.partition == (1 if limit[0] is None else 0)
+    (fix,) = re.findall(r"Fix: memory_limit=(\[.*?\]|\d+)", str(caught.value))
+    enough = eval(fix)
+    chosen = recompute_layers(profile, plan, memory_limit=enough, reserve=reserve)
+    assert chosen.runs
+    less = [n and n - 1 for n in enough] if isinstance(enough, list) else enough - 1
+    with pytest.raises(InfeasibleError):
+        recompute_layers(profile, plan, memory_limit=less, reserve=reserve)
+
+
+def test_devices_of_their_own() -> None:
+    """Other devices recompute in their own time, in any order, under their own limits."""
+    profile = chain()
+    slow = chain(forward=[9.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0, 9.0])
+    devices = [slow, gb.Device(slowness=2, memory_limit=300 * MiB)]
+    plan = gb.solve(profile, 2, checkpoint="never", devices=[slow, gb.Device(slowness=2)])
+    moved = replace(plan, device_order=(1, 0))
+    for one, j in ((plan, 1), (moved, 0)):
+        chosen = recompute_layers(
+            profile, one, devices=devices, memory_limit=["2 GiB", None], reserve=0
+        )
+        places = [k for run in chosen.runs for k in run]
+        assert places
+        assert chosen.recompute_times[1 - j] == 0
+        assert chosen.recompute_times[j] == 2 * sum(
+            profile.layers[k].recompute_time for k in places
+        )
+        extra = chosen.plan.partitions[j].backward_time - chosen.before.partitions[j].backward_time
+        assert extra == pytest.approx(chosen.recompute_times[j])
+    own = recompute_layers(profile, plan, devices=devices[:1] * 2, memory_limit=["300 MiB", None])
+    again = sum(slow.layers[k].recompute_time for run in own.runs for k in run)
+    assert own.recompute_times == (again, 0.0)
+    assert again > 0
+
+
+def test_out_of_time_a_choice_that_fits_is_returned() -> None:
+    """Without time the partitions fit all the same, and the bound is one on the best choice."""
+    profile = chain(forward=[3.0, 2.5, 4.1, 1.7, 5.3, 2.2, 6.4, 2.9])
+    plan = gb.evaluate(profile, [8], checkpoint="never")
+    for limit in (900, 500, 400):
+        settings = {"memory_limit": limit * MiB}
+        best = recompute_layers(profile, plan, **settings)
+        hurried = recompute_layers(profile, plan, **settings, time_limit=0)
+        assert hurried.lower_bound <= best.value <= hurried.value
+        assert hurried.plan.partitions[0].memory.total <= limit * MiB
+
+
+def test_the_text_says_what_is_recomputed() -> None:
+    """The table and the explanation name layers, times and memory."""
+    profile = chain()
+    plan = gb.evaluate(profile, [5, 3], checkpoint="never")
+    chosen = recompute_layers(profile, plan, memory_limit="300 MiB")
+    assert chosen.layer_names == (("0",), ("2",), ("4",), ("5",))
+    assert str(chosen) == (
+        "4 layers recomputed in 4 runs: 14.0 s for each micro-batch (proven least); "
+        "makespan 248 s, 198 s without\n"
+        "partition     recomputed             time  peak memory    limit\n"
+        "        0  3 of 5 layers  0, 2, 4  12.0 s      250 MiB  300 MiB\n"
+        "        1  1 of 3 layers  5        2.00 s      240 MiB  300 MiB"
+    )
+    assert chosen.explain().splitlines()[0] == (
+        "Partition 0 needs 845 MiB and may need 300 MiB: it recomputes 0, 2, 4, needs 250 MiB, and "
+        "takes 12.0 s more for each micro-batch."
+    )
+
+
+def test_questions_that_make_no_sense_are_refused() -> None:
+    """A limit, and the profile of the plan, are needed."""
+    profile = chain()
+    plan = gb.evaluate(profile, [5, 3], checkpoint="never")
+    with pytest.raises(BalanceError, match="nothing limits the memory"):
+        recompute_layers(profile, plan)
+    other = chain(names=list("abcdefgh"))
+    with pytest.raises(BalanceError, match="another chain"):
+        recompute_layers(other, plan, memory_limit=300)
