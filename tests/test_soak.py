@@ -177,7 +177,7 @@ def test_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_a_hang_ends_the_process() -> None:
     """A step that does not end is shown with the stacks of all threads, and the status is not 0."""
     program = (
-        f"import sys, threading; sys.path.insert(0, {str(FOLDER)!r})\n"
+        f"import sys, threading; sys.path[:0] = {[str(FOLDER), str(FOLDER.parent)]!r}\n"
         "from soak_benchmark import layers, slots, soak\n"
         "layers.Dense.work = lambda self, value: threading.Event().wait()\n"
         "slots.Slot.warm_up = lambda self: None\n"
