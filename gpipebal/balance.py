@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
 from gpipebal.planner import solve
 from gpipebal.planner.run_sizes import sizes_of
 from gpipebal.problem import Problem
@@ -55,6 +57,7 @@ def balance_by_time(
         ProfileError: a layer failed.
         BalanceError: more partitions than layers, or a count below 1.
         DeviceError: `device` does not exist.
+        KindError: `partitions` is no number.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -158,6 +161,10 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
 
 def _partitions_for(partitions: int | None, module: nn.Module) -> int:
     if partitions is not None:
+        if not isinstance(partitions, Real):
+            # As in other libraries, where it comes first.
+            order = "give them in this order: module, sample, partitions"
+            check_kind("partitions", partitions, int, order)
         if isinstance(module, nn.Sequential):
             # Said before minutes are spent on measuring.
             Problem.from_costs([0] * len(module), partitions)

@@ -18,9 +18,15 @@ __all__ = ["Bar", "plan_html", "profile_html", "table", "timeline_html"]
 #: Rows of a table at most: what a cell of a notebook can hold, and still be looked at.
 _MOST_ROWS = 24
 
-#: Colours of the parts of a bar, in their order; told apart with any colour vision.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
-_REST = "#00000018"
+#: Colours of the parts of a bar, in their order, the same in every table; told apart with any
+#: colour vision, on white and on black.
+_COLOURS = {
+    "forward": "#0072B2",
+    "recompute": "#E69F00",
+    "backward": "#009E73",
+    "optimizer": "#CC79A7",
+}
+_REST = "#8080803c"
 
 #: Width of a whole bar in pixels.
 _WIDTH = 160
@@ -32,7 +38,8 @@ class Bar(NamedTuple):
     """A cell that is a bar.
 
     Attributes:
-        parts: Length of each part, as a fraction of the whole width; together at most 1.
+        parts: Length of forward, recompute, backward and optimizer, as fractions of the whole
+            width; together at most 1. Those at the end may be left out.
         title: What a pointer that rests on the bar is told.
         rest: Whether what is left of the width is tinted, as idle time is.
     """
@@ -58,7 +65,7 @@ def table(
         header: Headings of the columns.
         rows: Their cells.
         left: Columns of text, which begin at the left; numbers end at the right.
-        legend: What the parts of the bars are.
+        legend: Which parts of the bars to explain.
         footer: Lines below it.
 
     Example:
@@ -70,11 +77,14 @@ def table(
     if legend:
         named = "&ensp;".join(
             f'<span style="color:{colour}">&#9632;</span> {escape(name)}'
-            for name, colour in zip(legend, _COLOURS, strict=False)
+            for name, colour in _COLOURS.items()
+            if name in legend
         )
         pieces.append(f"<div>{named}</div>")
+    bars = [k for k in range(len(header)) if any(isinstance(row[k], Bar) for row in rows)]
     heads = "".join(
-        f'<th style="{_CELL}{_side(k, left)}">{escape(text)}</th>' for k, text in enumerate(header)
+        f'<th style="{_CELL}{_side(k, (*left, *bars))}">{escape(text)}</th>'
+        for k, text in enumerate(header)
     )
     pieces.append(f'<table style="border-collapse:collapse;margin:2px 0"><tr>{heads}</tr>')
     for row in rows:
@@ -99,7 +109,7 @@ def profile_html(profile: Any) -> str:
             str(k),
             layers[k].name,
             layers[k].kind,
-            Bar((layers[k].forward_time / longest, layers[k].backward_time / longest)),
+            Bar((layers[k].forward_time / longest, 0.0, layers[k].backward_time / longest)),
             format_seconds(layers[k].forward_time),
             format_seconds(layers[k].backward_time),
             format_bytes(layers[k].parameter_bytes),
@@ -209,7 +219,7 @@ def _content(cell: str | Bar) -> str:
     # Lengths come from files too: a bar never leaves its cell.
     room = 1.0
     spans = []
-    for part, colour in zip(cell.parts, _COLOURS, strict=False):
+    for part, colour in zip(cell.parts, _COLOURS.values(), strict=False):
         length = min(max(part, 0.0), room)
         room -= length
         spans.append(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
+from gpipebal.planner.chunking import at_chunks
 from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.schedule import ALL_SCHEDULES, CheckpointMode, check_count
@@ -46,7 +47,9 @@ def compare_schedules(
     Args:
         profile: Costs of the layers for one micro-batch.
         n_devices: Number of devices, 1 to the number of layers.
-        chunks: Micro-batches per mini-batch; None: the profile's.
+        chunks: Micro-batches per mini-batch; None: the profile's. As in `solve`, the mini-batch is
+            the same whatever their number if the profile was taken at several numbers of rows; if
+            at one, every micro-batch has these, and a note says so.
         checkpoint: Which micro-batches are recomputed.
         schedules: Names of the schedules; see `gpipebal.schedule.ALL_SCHEDULES`.
         partitions_per_device: Numbers to try with schedules that go round several times.
@@ -55,12 +58,12 @@ def compare_schedules(
         overlap: Whether transfers run beside the devices' work; see `gpipebal.simulator.place`.
 
     Returns:
-        A table, the fastest first. Its peaks count parameters, gradients, buffers, optimizer
-        state if known, what micro-batches in flight hold, and the largest passing need; for what
-        `GPipe` runs, `gpipebal.memory.partition_memory` tells it more closely.
+        A table, the fastest first. Its peaks count all that a plan counts but for the optimizer's
+        step, with the loss inside the last partition, micro-batch by micro-batch: the one way that
+        all schedules have.
 
     Raises:
-        BalanceError: a count below 1, or more devices than layers.
+        BalanceError: a count below 1, more devices than layers, or more micro-batches than rows.
         KindError: `profile` is no Profile.
         UnsupportedPlanError: an unknown schedule.
 
@@ -73,6 +76,7 @@ def compare_schedules(
     check_kind("profile", profile, Profile)
     check_count("n_devices", n_devices)
     chunks = profile.chunks if chunks is None else check_count("chunks", chunks)
+    profile, notes = at_chunks(profile, chunks)
     if n_devices > profile.n_layers:
         raise BalanceError(
             f"devices are more than layers: n_devices={n_devices} (expected at most "
@@ -88,7 +92,10 @@ def compare_schedules(
             continue
         bounds = _bounds(profile, each * n_devices, chunks, checkpoint)
         durations[each] = durations_of(profile, bounds, bandwidth=bandwidth, latency=latency)
-        held[each] = held_of(profile, bounds)
+        # Every schedule can compute the loss inside, and most can do nothing else.
+        held[each] = held_of(
+            profile, bounds, chunks=chunks, checkpoint=checkpoint, loss_inside=True
+        )
     table = compare_durations(
         durations,
         chunks,
@@ -111,7 +118,7 @@ def compare_schedules(
         for each in too_many
         if "interleaved_1f1b" in schedules
     ]
-    return replace(table, rows=(*table.rows, *refused))
+    return replace(table, rows=(*table.rows, *refused), notes=notes)
 
 
 def _bounds(

@@ -62,8 +62,9 @@ profile
 plot_profile(profile).figure
 
 # %% [markdown]
-# Two lessons for cutting. Layers differ widely, so *equally many layers* is a poor rule. And a backward usually takes
-# about twice as long as its forward, but not in every layer, so counting forwards only is a poor rule as well.
+# Two lessons for cutting. Layers differ widely, so *equally many layers* is a poor rule. And how
+# long a backward takes beside its forward differs from layer to layer: often about twice as long in large ones, less in
+# small ones. So counting forwards only is a poor rule as well.
 #
 # Memory looks different again. What stays for the whole step (parameters, their gradients, the optimizer's state)
 # grows towards the end of this model; what is saved for the backward shrinks, because images get smaller:

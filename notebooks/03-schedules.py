@@ -78,11 +78,11 @@ plot_chunks(candidates).figure
 #
 # ## Checkpointing
 #
-# Until its backward comes, every micro-batch keeps what its layers saved. GPipe holds all of them at the same time:
+# Until its backward comes, every micro-batch keeps what its layers saved. GPipe holds all of them at the same time. (The last
+# partition has the outputs besides, which are gathered for the loss: the narrow hatched band.)
 
 # %%
-sizes = held_of(profile, (0, 4, 8, 12, 16))
-plot_memory(memory_over_time(timeline, sizes), limit="120 MiB").figure
+plot_memory(memory_over_time(timeline, held_of(profile, plan)), limit="120 MiB").figure
 
 # %% [markdown]
 # **Checkpointing** keeps only the *input* of each partition, and computes the rest again right before the backward. That
@@ -95,12 +95,12 @@ again = gb.simulate(checkpointed)
 plot_timeline(again).figure
 
 # %%
-plot_memory(memory_over_time(again, sizes), limit="120 MiB").figure
+plot_memory(memory_over_time(again, held_of(profile, checkpointed)), limit="120 MiB").figure
 
 # %%
 for mode in ("never", "except_last", "always"):
     found = gb.solve(profile, 4, checkpoint=mode)
-    peak = max(track.peak for track in memory_over_time(gb.simulate(found), sizes))
+    peak = max(part.memory.total for part in found.partitions)
     print(f"{mode:12} {1e3 * found.makespan:6.1f} ms, highest peak {peak / MIB:6.1f} MiB")
 
 # %% [markdown]

@@ -113,17 +113,15 @@ measured
 #
 # ## Memory
 #
-# What each partition should hold over time by the profile. The outputs that are gathered for the loss are not in this picture:
-# they come on top in the last partition, between the phases. The plan's own peaks count them, as kept until the step is over,
-# and stand below beside what a step was measured to hold:
+# What each partition should hold over time by the profile, in the step that was measured. Where the last partition turns from
+# forwards to backwards, the outputs of all micro-batches are gathered and the loss takes what it needs; the gathered output, its
+# gradient and the loss stay until the step is over. Below, the plan's own peaks stand beside what a step was measured to hold:
 
 # %%
 from gpipebal.pipeline import measure_memory
-from gpipebal.problem import to_bounds
 from gpipebal.simulator import held_of, memory_over_time
 
-held = held_of(profile, to_bounds(plan.balance))
-plot_memory(memory_over_time(measured, held)).figure
+plot_memory(memory_over_time(measured, held_of(profile, plan))).figure
 
 # %%
 with measure_memory(pipe, optimizer) as meter:

@@ -50,6 +50,8 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             parameter_bytes=draw(few),
             gradient_bytes=draw(few),
             buffer_bytes=draw(few),
+            kept_buffer_bytes=draw(few),
+            saved_buffer_bytes=draw(few),
             optimizer_bytes=draw(st.sampled_from([None, 7, 7, 0])),
             outputs=draw(some(2)),
             saved=draw(some(3)),

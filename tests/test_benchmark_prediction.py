@@ -30,9 +30,11 @@ sys.path.insert(0, str(FOLDER))
 
 from prediction_benchmark import (  # noqa: E402
     figures,
+    floor,
     measure,
     models,
     parts,
+    repeats,
     settings,
     steps,
     tables,
@@ -315,19 +317,88 @@ def test_bars_have_the_figures_of_the_rows() -> None:
     values = {name: (bar.value, bar.reached) for name, bar in found.items()}
     assert values == {
         "step time, mean absolute error": (pytest.approx(0.045), True),
+        "mean of a perfect prediction": (pytest.approx(0.1 / 3.9 / 5), None),
         "step time, farthest off": (pytest.approx(0.125), False),
+        "farthest of a perfect prediction": (pytest.approx(0.1 / 3.9), None),
         "mean, by a profile of some minutes before": (pytest.approx(0.0), None),
         "mean, of steps at the first quartile": (pytest.approx(first_quartile), None),
         "peak memory, mean absolute error": (pytest.approx(0.006), True),
         "peak memory, farthest under": (pytest.approx(-0.02), False),
         "peak memory, farthest over": (pytest.approx(0.03), None),
         "rank correlation, lowest of a model": (pytest.approx(0.9), False),
+        "rank of a perfect prediction": (pytest.approx(1.0), None),
         "chosen plan over best measured, worst model": (pytest.approx(0.25), False),
+        "plan chosen by half of the steps": (pytest.approx(0.0), None),
+        "chosen plan over best of a half, in the other": (pytest.approx(0.25), None),
         "planner's balance over best measured, mean": (pytest.approx(0.25), None),
         "planner's balance over best measured, worst": (pytest.approx(0.25), None),
     }
     worst = found["step time, farthest off"].where
     assert worst == "mlp, loss(pipe(x)), chunks=4, never, [2, 4]"
+
+
+def test_halves_are_the_even_and_the_odd_turns() -> None:
+    """Their medians say what a perfect prediction is off by; one turn, or none, says nothing."""
+    row = {"turns": [[1.0, 3.0], [4.0], [2.0], [6.0]]}
+    assert floor.halves(row) == (2.0, 5.0)
+    assert floor.unavoidable(row) == pytest.approx(3 / 7)
+    for turns in ({}, {"turns": [[1.0, 2.0]]}):
+        assert floor.halves(turns) is None and floor.unavoidable(turns) is None
+        assert floor.best_rank([turns]) is None
+        assert floor.regret_between_halves([turns]) is None
+        assert floor.regret_in_halves(turns, [turns]) is None
+
+
+def test_the_floor_of_ranks_and_choices_by_hand() -> None:
+    """Four plans in two halves that disagree about the first two."""
+    pairs = [(1.0, 1.2), (1.1, 1.0), (2.0, 2.0), (3.0, 3.0)]
+    rows = [{"turns": [[first], [second]]} for first, second in pairs]
+    # One change of neighbours among four: r = 0.8, and of the whole with the truth more.
+    assert floor.best_rank(rows) == pytest.approx((2 * 0.8 / 1.8) ** 0.5)
+    assert floor.regret_between_halves(rows) == pytest.approx((0.2 + 0.1) / 2)
+    # The best of the first half in the second, and the other way.
+    assert floor.regret_in_halves(rows[0], rows) == pytest.approx((0.0 + (1 / 1.1 - 1)) / 2)
+    assert floor.regret_in_halves(rows[2], rows) > 0.5
+
+
+def test_repeated_profiles_are_taken_in_turns() -> None:
+    """Every model has its times by turn and partition, and the work beside them."""
+    lines: list[str] = []
+    subjects = [measure.Subject(model, model.make()) for model in TINY[:2]]
+    found = repeats.measure_repeats(subjects, 2, 0.0, work_seconds=0.0, told=lines.append)
+    assert lines == ["repeats: turn 1 of 2", "repeats: turn 2 of 2"]
+    assert list(found) == [model.name for model in TINY[:2]]
+    for subject in subjects:
+        about = found[subject.model.name]
+        assert sum(about["balance"]) == len(subject.layers)
+        assert len(about["partitions"]) == settings.N_PARTITIONS
+        for partition in about["partitions"]:
+            assert {kind: len(times) for kind, times in partition.items()} == dict.fromkeys(
+                repeats.KINDS, 2
+            )
+        assert set(about["work"]) == set(repeats.WORK)
+        assert all(seconds > 0 for times in about["work"].values() for seconds in times)
+    record = {**_record(), "repeats": {"provenance": {}, "models": found}}
+    names = {bar.name.strip() for bar in figures.bars(record)}
+    assert "repeated profiles, farthest from their median" in names
+    assert "matrix product in the same turns" in names
+    assert "### 2 profiles of each model" in tables.blocks(record)["result"]
+
+
+def test_how_far_repeats_are_apart_by_hand() -> None:
+    """The farthest of a partition's sums counts, and that of the work beside them."""
+    times = {"forward": [1.0, 1.0, 1.0], "backward": [1.0, 1.1, 0.9], "recompute": [9.0] * 3}
+    about = {
+        "balance": [1, 1],
+        "partitions": [times, {**times, "backward": [1.0, 1.0, 1.2]}],
+        "work": {"sums": [1.0, 1.0, 1.5]},
+    }
+    record = {**_record(), "repeats": {"provenance": {}, "models": {"mlp": about}}}
+    found = {bar.name.strip(): bar for bar in figures.bars(record)}
+    bar = found["repeated profiles, farthest from their median"]
+    assert (bar.value, bar.where) == (pytest.approx(0.1), "mlp, partition 1")
+    assert bar.reached is False
+    assert found["sums in the same turns"].value == pytest.approx(0.5)
 
 
 def test_verdict_is_on_the_right_side() -> None:
@@ -460,6 +531,7 @@ def _record() -> dict[str, Any]:
                 "one profile": predicted,
             },
             "seconds": {"median": measured, "q1": measured - 0.01, "q3": measured + 0.01},
+            "turns": [[measured], [measured - (0.1 if measured == 2.0 else 0.0)]],
             "parts": {"cells": 0.1, "pause": 0.05, "gaps": 0.0, "around": 0.0},
             "traced": measured,
             "cells": {"forward": [[0.1, 0.2], [0.1, 0.1]], "recompute": [None, [0.0, 0.1]]},

@@ -200,14 +200,13 @@ def test_interrupts_at_any_moment_leave_a_working_pipe(
     expected = pipe(torch.ones(4, 2))
     submit = WorkerPool.submit
 
-    def interrupted(pool: WorkerPool, tasks: Any, n_submitted: list[int]) -> None:
+    def interrupted(pool: WorkerPool, tasks: Any) -> None:
         # Hand out only some of the tasks, then stop as Ctrl-C would.
         if after < 3:
             for queue, task in list(zip(pool._queues, tasks, strict=True))[:after]:
                 queue.put(task)
-                n_submitted[0] += 1
         else:
-            submit(pool, tasks, n_submitted)
+            submit(pool, tasks)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

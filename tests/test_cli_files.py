@@ -155,7 +155,7 @@ def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         env=_environment(),
     ) as process:
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().startswith(b"Profile of 5000 layers")
+        assert process.stdout.readline().startswith(b"Profile of 5,000 layers")
         process.stdout.close()
         err = process.stderr.read()
         assert (process.wait(WATCHDOG), err) == (141, b"")

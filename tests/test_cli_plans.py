@@ -13,7 +13,7 @@ from test_cli import _python
 
 from gpipebal.cli import main
 from gpipebal.plan import Plan
-from gpipebal.planner import evaluate, solve
+from gpipebal.planner import evaluate, recompute_layers, solve
 from gpipebal.problem import Link
 from gpipebal.profile import Profile
 from gpipebal.schedule_comparison import compare_schedules
@@ -100,6 +100,71 @@ def test_words_are_arguments_of_solve(
     plan = solve(profile, 2, **options)
     said = _said(["solve", str(tmp_path / "profile.json"), "-n", "2", "--json", *words], capsys)
     assert Plan.from_dict(json.loads(said)) == plan
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "limits"),
+    [
+        ([], {}, {}),
+        (["--checkpoint", "always,never"], {"checkpoint": ["always", "never"]}, {}),
+        (["--reserve", "500"], {}, {"reserve": "500"}),
+        (["--schedule", "1f1b"], {"schedule": "1f1b"}, {}),
+        (["--speeds", "1,2"], {"devices": [1.0, 2.0]}, {"devices": [1.0, 2.0]}),
+        (["--bandwidth", "1e3"], {"link": Link(1000.0)}, {"link": Link(1000.0)}),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, list) else "",
+)
+def test_solve_recomputes_single_layers(
+    words: list[str],
+    options: dict[str, Any],
+    limits: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The balance is the best without a limit; under it runs of layers are recomputed."""
+    profile = Profile.from_costs([1.0, 2.0, 3.0, 2.5, 1.0, 1.0], saved_bytes=[1000] * 6, chunks=4)
+    profile.save(tmp_path / "profile.json")
+    plan = solve(profile, 2, **{"checkpoint": "never", **options})
+    chosen = recompute_layers(profile, plan, memory_limit="5 KiB", **limits)
+    assert chosen.runs
+    words = ["solve", str(tmp_path / "profile.json"), "-n", "2", "--memory-limit", "5KiB", *words]
+    words.append("--recompute-layers")
+    said = _said([*words, "--explain"], capsys)
+    assert said == f"{chosen}\n\n{chosen.explain()}\n"
+    record = json.loads(_said([*words, "--json"], capsys))
+    assert Plan.from_dict(record["plan"]) == chosen.plan
+    assert Plan.from_dict(record["before"]) == chosen.before
+    assert chosen.before.balance == plan.balance
+    assert [range(*run) for run in record["runs"]] == list(chosen.runs)
+    assert tuple(map(tuple, record["layer_names"])) == chosen.layer_names
+
+
+def test_solve_recomputes_layers_of_a_balance(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A balance may be given instead of a number of partitions."""
+    words = ["solve", str(folder / "profile.json"), "--memory-limit", "1MiB", "--recompute-layers"]
+    plan = evaluate(PROFILE, [1, 5], checkpoint="never")
+    chosen = recompute_layers(PROFILE, plan, memory_limit="1MiB")
+    assert _said([*words, "--balance", "1,5"], capsys) == f"{chosen}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing limits the memory"),
+        (["--memory-limit", "1GiB", "-o", "plan.json"], "no room for layers"),
+        (["--memory-limit", "1GiB", "--schedule", "zb_h1"], "memory is not known"),
+    ],
+)
+def test_solve_says_what_single_layers_need(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a limit there is nothing to do, and a plan's file cannot hold runs."""
+    asked = ["solve", str(folder / "profile.json"), "-n", "2", "--recompute-layers", *words]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Fix: " in said
 
 
 def test_solve_explains_in_plain_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +361,8 @@ def test_pictures_are_written(
         (["simulate", "measured.json"], "file is no plan or profile"),
         (["simulate", "plan.json", "-n", "2"], "the plan is made already: --partitions"),
         (["simulate", "plan.json", "--schedule", "zz"], "cannot be built: --schedule zz"),
+        (["simulate", "plan.json", "--width", "0"], "too narrow: --width 0 (expected 20 or more)"),
+        (["simulate", "plan.json", "--width", "19", "--json"], "too narrow: --width 19"),
         (["compare", "plan.json"], "there is nothing to compare with"),
         (["compare", "profile.json"], "number of devices is not given"),
         (["compare", "profile.json", "-n", "0"], "too small: --partitions 0"),

@@ -19,7 +19,7 @@ from gpipebal.compat.torchgpipe import GPipe
 from gpipebal.compat.torchgpipe.balance import balance_by_size, balance_by_time, balance_cost
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from gpipebal.compat.torchgpipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from gpipebal.errors import GpipebalError
+from gpipebal.errors import GpipebalError, KindError
 
 MIGRATION = Path(gb.__file__).parent.parent / "docs" / "migration.md"
 
@@ -117,9 +117,18 @@ def test_errors_are_of_torchgpipes_types(case: str) -> None:
     assert "Fix: " in str(caught.value)
 
 
+def test_arguments_in_the_other_order_are_told() -> None:
+    """Gpipebal's own functions take the number of partitions last."""
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2)
+    for wrong in ((2, model, x), (model, 2, x)):
+        for balance_by in (gb.balance_by_time, gb.balance_by_size):
+            with pytest.raises(KindError, match=r"(?s)partitions is no int.*module, sample, part"):
+                balance_by(*wrong)
+
+
 def test_two_inputs_are_a_type_error() -> None:
     """The pipeline takes one positional argument, as torchgpipe's."""
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(TypeError, match="takes one input"):
         GPipe(chain(), [3])(inputs(), inputs())
 
 

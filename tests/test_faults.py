@@ -5,6 +5,7 @@ Every test runs under a watchdog: a hang is a failure, not a long test.
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -279,3 +280,110 @@ def test_random_faults_leave_no_trace() -> None:
         fault.where = ""
     assert n_failed > 50
     assert threading.active_count() <= threads
+
+
+def test_an_interrupt_while_workers_start_leaves_no_thread_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when it comes right after the workers have met, and wait for their first task."""
+    main, interrupts = threading.current_thread(), [KeyboardInterrupt("now")]
+
+    class Barrier(threading.Barrier):
+        def wait(self, timeout: float | None = None) -> int:
+            place = super().wait(timeout)
+            if threading.current_thread() is main and interrupts:
+                while self._count:  # type: ignore[attr-defined]
+                    time.sleep(0.001)  # until all have left
+                raise interrupts.pop()
+            return place
+
+    monkeypatch.setattr(threading, "Barrier", Barrier)
+    gc.collect()
+    before = set(threading.enumerate())
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        pipe(torch.ones(2, 2))
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+    assert pipe(torch.ones(2, 2)).shape == (2, 2)
+    pipe.close()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_interrupt_while_tasks_are_handed_out_waits_for_the_one_that_runs(
+    backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has its task already may work on it before the caller knows of that."""
+    runs, ended = threading.Event(), threading.Event()
+
+    class Slow(nn.Module):
+        slow = False
+
+        def work(self, *_: Tensor) -> None:
+            if self.slow:
+                runs.set()
+                time.sleep(0.3)
+                ended.set()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = 2 * x
+            if y.requires_grad and backward:
+                y.register_hook(self.work)
+            else:
+                self.work()
+            return y
+
+    slow = Slow()
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), slow), [2], checkpoint="never")
+    output = pipe(torch.ones(4, 2))
+    assert pipe._runtime is not None
+    pool = pipe._runtime.pool
+
+    class Queue:
+        """Hands a task out, and is interrupted when the worker has begun with it."""
+
+        def __init__(self, queue: Any) -> None:
+            self.put_before = queue.put
+
+        def put(self, task: Any) -> None:
+            self.put_before(task)
+            assert runs.wait(30)
+            raise KeyboardInterrupt
+
+    slow.slow = True
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_queues", [Queue(queue) for queue in pool._queues])
+        with pytest.raises(KeyboardInterrupt):
+            if backward:
+                output.sum().backward()
+            else:
+                pipe(torch.ones(4, 2))
+    assert ended.is_set()
+    slow.slow = False
+    torch.testing.assert_close(pipe(torch.ones(4, 2)), output)
+    pipe.close()
+
+
+def test_an_interrupt_while_a_pipeline_is_closed_leaves_no_thread_behind() -> None:
+    """Every worker is told to end, also if the first of them is when the interrupt comes."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    pipe(torch.ones(2, 2))
+    assert pipe._runtime is not None
+    pool = pipe._runtime.pool
+    first, interrupts = pool._queues[0], [KeyboardInterrupt("now")]
+
+    class Queue:
+        def put(self, task: Any) -> None:
+            first.put(task)
+            if interrupts:
+                raise interrupts.pop()
+
+    pool._queues[0] = Queue()  # type: ignore[call-overload]
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        pipe.close()
+    for thread in pool.threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert pipe(torch.ones(2, 2)).shape == (2, 2)
+    pipe.close()

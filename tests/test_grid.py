@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from collections.abc import Iterator
+from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_oracle import MODES
+from solvers.whole_cases import whole_problems
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError
-from gpipebal.planner import evaluate, solve
-from gpipebal.planner.grid import all_reduce_time, solve_grid
-from gpipebal.problem import Link
+from gpipebal.planner import equal_split, evaluate, solve
+from gpipebal.planner.grid import GridRow, solve_grid
+from gpipebal.planner.replicated import all_reduce_time, last_ends
+from gpipebal.problem import Link, Problem
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 def profile_of(costs: list[int], sizes: list[int], rows: int = 2, chunks: int = 8) -> gb.Profile:
@@ -32,22 +39,55 @@ def test_a_ring_sends_every_part_twice() -> None:
     assert all_reduce_time(0, 3, link) == 0.0
 
 
-@settings(max_examples=40, deadline=None)
+def time_of(plan: gb.Plan, sizes: list[int], replicas: int, ring: Link | None) -> float:
+    """Add gradients up behind the last backward of every partition in the plan's own timeline."""
+    table = gb.simulate(plan).table
+    return max(
+        float(table.ends[(table.partitions == j) & table.of_kind("FRB")].max())
+        + all_reduce_time(sum(sizes[a:b]), replicas, ring)
+        for j, (a, b) in enumerate(pairwise([0, *accumulate(plan.balance)]))
+    )
+
+
+def balances(n_layers: int, n_partitions: int) -> Iterator[list[int]]:
+    """Enumerate all balances."""
+    for cuts in combinations(range(1, n_layers), n_partitions - 1):
+        yield [b - a for a, b in pairwise([0, *cuts, n_layers])]
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)
 @given(
-    costs=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    costs=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     data=st.data(),
     n_devices=st.integers(1, 6),
-    bandwidth=st.sampled_from([0.5, 10.0, 1e6]),
+    bandwidth=st.sampled_from([0.5, 3.0, 10.0, 1e6]),
+    checkpoint=st.sampled_from(["never", "except_last", "always", "auto"]),
 )
-def test_the_grid_has_the_best_of_every_factorisation(
-    costs: list[int], data: st.DataObject, n_devices: int, bandwidth: float
+def test_each_row_is_the_best_of_all_balances(
+    costs: list[int], data: st.DataObject, n_devices: int, bandwidth: float, checkpoint: Any
 ) -> None:
-    """Each row is the plan that `solve` finds for it, with the ring behind its last backwards."""
+    """No balance adds its gradients up before a row's bound; a row that is optimal is the best."""
     n_layers = len(costs)
-    sizes = data.draw(st.lists(st.integers(0, 50), min_size=n_layers, max_size=n_layers))
-    profile = profile_of(costs, sizes)
-    link = Link(bandwidth=bandwidth)
-    table = solve_grid(profile, n_devices, replica_link=link, checkpoint="never")
+    numbers = st.lists(st.integers(0, 50), min_size=n_layers, max_size=n_layers)
+    sizes = data.draw(numbers)
+    profile = gb.Profile.from_costs(
+        [float(cost) for cost in costs],
+        parameter_bytes=sizes,
+        saved_bytes=data.draw(numbers),
+        output_bytes=data.draw(numbers),
+        rows=2,
+        chunks=data.draw(st.sampled_from([1, 2, 8])),
+    )
+    ring = Link(bandwidth, data.draw(st.sampled_from([0.0, 0.5])))
+    limit = data.draw(st.none() | st.integers(100, 1000))
+    options: dict[str, Any] = {"memory_limit": limit}
+    if data.draw(st.booleans()):
+        options["link"] = Link(20.0, overlaps=data.draw(st.booleans()))
+    try:
+        table = solve_grid(profile, n_devices, replica_link=ring, checkpoint=checkpoint, **options)
+    except BalanceError:
+        assert limit is not None or n_layers < n_devices
+        return
     assert sorted(row.replicas for row in table.rows) == [
         d for d in range(1, n_devices + 1) if n_devices % d == 0
     ]
@@ -56,26 +96,80 @@ def test_the_grid_has_the_best_of_every_factorisation(
     for row in table.rows:
         assert row.replicas * row.partitions == n_devices
         if row.plan is None:
-            assert row.partitions > n_layers and "layers for" in row.refusal
+            assert row.partitions > n_layers or row.replicas > profile.mini_batch_rows or limit
+            assert (row.status, row.gap) == (None, None)
             continue
-        share = -(-16 // row.replicas)
-        assert row.plan.rows == 2 and row.plan.chunks == -(-share // 2)
-        alone = solve(profile, row.partitions, chunks=row.plan.chunks, checkpoint="never")
-        assert (row.plan.balance, row.plan.makespan) == (alone.balance, alone.makespan)
-        # Micro-batches end last in partition 0; one with more parameters may still be later.
-        assert row.time is not None and row.all_reduce_time is not None
-        assert row.plan.makespan <= row.time <= row.plan.makespan + row.all_reduce_time
-        runs = list(pairwise([0, *accumulated(row.plan.balance)]))
-        longest = max(all_reduce_time(sum(sizes[a:b]), row.replicas, link) for a, b in runs)
-        assert row.all_reduce_time == longest
-        first = all_reduce_time(sum(sizes[: runs[0][1]]), row.replicas, link)
-        assert row.time >= row.plan.makespan + first
-        assert row.waiting_time == pytest.approx(row.time - row.plan.makespan)
+        share = -(-profile.mini_batch_rows // row.replicas)
+        chunks = row.plan.chunks
+        assert row.plan.rows == min(2, share) and chunks == -(-share // row.plan.rows)
+        sized = profile.at_rows(row.plan.rows, mini_batch_rows=share)
+        modes = [checkpoint]
+        if checkpoint == "auto":
+            # Without a limit nothing is recomputed.
+            modes = list(product(MODES, repeat=row.partitions)) if limit else ["never"]
+        least = min(
+            time_of(plan, sizes, row.replicas, ring)
+            for balance in balances(n_layers, row.partitions)
+            for mode in modes
+            for plan in [evaluate(sized, balance, checkpoint=mode, **options)]
+            if all(part.memory.total <= (limit or 1e9) for part in plan.partitions)
+        )
+        check_row(row, sizes, ring, least)
+        assert all(part.memory.total <= (limit or 1e9) for part in row.plan.partitions)
+        assert row.status == "optimal" or checkpoint in ("always", "auto") or limit
 
 
-def accumulated(balance: tuple[int, ...]) -> list[int]:
-    """Return where partitions end."""
-    return [sum(balance[: j + 1]) for j in range(len(balance))]
+def check_row(row: GridRow, sizes: list[int], ring: Link, least: float) -> None:
+    """Assert that a row says the truth about itself, and about the least time of all."""
+    assert row.plan is not None and row.time is not None and row.lower_bound is not None
+    assert row.time == pytest.approx(time_of(row.plan, sizes, row.replicas, ring))
+    assert row.lower_bound <= least * (1 + 1e-9) <= row.time * (1 + 2e-9)
+    assert row.gap is not None and (row.gap == 0) == (row.status == "optimal")
+    if row.status == "optimal":
+        assert row.time == pytest.approx(least)
+    additions = [
+        all_reduce_time(sum(sizes[a:b]), row.replicas, ring)
+        for a, b in pairwise([0, *accumulate(row.plan.balance)])
+    ]
+    assert row.all_reduce_time == max(additions)
+    assert row.waiting_time == pytest.approx(row.time - row.plan.makespan)
+
+
+def test_another_split_may_add_up_earlier() -> None:
+    """By hand: the last layer's gradients are added up while the first partition goes on."""
+    sizes = [0, 0, 0, 200]
+    profile = profile_of([1, 1, 4, 1], sizes, rows=1, chunks=4)
+    ring = Link(bandwidth=10.0)
+    row = solve_grid(profile, 4, replica_link=ring, checkpoint="never").row(2)
+    alone = solve(profile.at_rows(1, mini_batch_rows=2), 2, checkpoint="never")
+    assert row.plan is not None and row.time is not None
+    assert alone.balance == (2, 2) and row.plan.balance == (3, 1)
+    assert (row.time, row.status, row.gap) == (time_of(row.plan, sizes, 2, ring), "optimal", 0)
+    assert row.time < time_of(alone, sizes, 2, ring)
+    assert row.plan.makespan > alone.makespan and row.plan.status == "feasible"
+    assert "until all replicas have added up" in row.plan.notes[-1]
+
+
+def test_what_was_not_looked_at_leaves_a_gap() -> None:
+    """With a time limit cuts are only moved, and the bound is that of the makespan."""
+    profile = profile_of([1, 1, 4, 1], [0, 0, 0, 200], rows=1, chunks=4)
+    options: dict[str, Any] = {"replica_link": Link(bandwidth=10.0), "checkpoint": "never"}
+    best = solve_grid(profile, 4, **options).row(2)
+    row = solve_grid(profile, 4, time_limit=100.0, **options).row(2)
+    assert row.time is not None and (row.time, best.status) == (best.time, "optimal")
+    assert (row.status, row.lower_bound) == ("feasible", 36)
+    assert row.gap == (row.time - 36) / row.time
+
+
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=SLOW)
+@given(whole_problems())
+def test_the_first_partition_ends_with_the_makespan(problem: Problem) -> None:
+    """Whatever devices and links: no partition ends after the first one, and that is the end."""
+    bounds = equal_split(problem.n_layers, problem.n_partitions)
+    modes = problem.costs.modes(["always"] * problem.n_partitions)
+    order = tuple(range(problem.n_partitions))
+    ends = last_ends(problem, bounds, modes, order)
+    assert max(ends) == ends[0] == problem.makespan(bounds, modes, order)
 
 
 def test_the_best_way_is_the_best_of_all() -> None:

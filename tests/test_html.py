@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -86,7 +87,7 @@ def test_text_beside_the_html_is_short() -> None:
 def test_profile_bars_are_times() -> None:
     """The slowest layer fills its cell, the others are in proportion, forward before backward."""
     found = Reader(html_of(Profile.from_costs([1.0, 2.0], [1.0, 6.0], names=["a", "b"])))
-    assert found.bars == [[20.0, 20.0], [40.0, 120.0]]
+    assert found.bars == [[20.0, 0.0, 20.0], [40.0, 0.0, 120.0]]
     assert found.rows[1] == ["0", "a", "Layer", "", "1.00 s", "1.00 s", "0 B", "0 B"]
 
 
@@ -113,6 +114,17 @@ def test_timeline_bars_are_shares_of_the_makespan() -> None:
     found = Reader(html_of(Timeline((*events, Event(1, "C", 0, 0.5, 1)), 2)))
     assert found.bars == [[40.0, 0.0, 80.0, 0.0], [40.0, 0.0, 0.0, 0.0]]
     assert found.rows[1] == ["0", "", "1.00 s", "-", "2.00 s", "25.0 %"]
+
+
+def test_a_kind_of_work_has_one_colour() -> None:
+    """Forward, recompute and backward look the same in every table that has them."""
+    profile, plan = make_case(6, 2, 3, "always")
+    seen: dict[str, set[str]] = {}
+    for noun in (profile, plan, simulate(plan)):
+        for colour, name in re.findall(r"color:(#\w+)\">&#9632;</span> (\w+)", html_of(noun)):
+            seen.setdefault(name, set()).add(colour)
+    assert set(seen) == {"forward", "recompute", "backward"}
+    assert len({*map(min, seen.values())}) == 3 == sum(map(len, seen.values()))
 
 
 def test_names_are_escaped() -> None:

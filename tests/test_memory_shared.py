@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -145,9 +146,10 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Sequential, Tensor]], list[list[int
 
 @pytest.mark.parametrize("case", CASES)
 def test_counts_are_what_was_predicted(case: str) -> None:
-    """No partition needs 8 % more than predicted, or less than without what waits for others.
+    """No partition needs 3 % more than predicted, or less than without what waits for others.
 
-    Partitions are small: 8 % are two gradients of one micro-batch, which may overlap.
+    The gradient of a value that is handed through a whole partition is copied when its backward
+    begins; predicted it is where the backward ends. Partitions are small: that may be 2 %.
     """
     torch.manual_seed(0)
     make, balances = CASES[case]
@@ -185,9 +187,75 @@ def test_counts_are_what_was_predicted(case: str) -> None:
             pipe = GPipe(layers, balance, chunks=CHUNKS, checkpoint=checkpoint)
             counted = count(pipe, inputs, way, torch.optim.Adam(parameters, lr=0.0))
             for j, n_bytes in enumerate(counted):
-                if not least[j].total / 1.04 <= n_bytes <= most[j].total * 1.08:
+                if not least[j].total / 1.04 <= n_bytes <= most[j].total * 1.03:
                     wrong.append((balance, way, mode, j, least[j].total, n_bytes, most[j].total))
     assert not wrong
+
+
+class Late(Beside):
+    """A layer whose recomputes come late: each after another layer's backward of the next one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.n_recomputes = self.n_backwards = 0
+        self.changed = threading.Condition()
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if gb.is_recomputing():
+            step, i = divmod(self.n_recomputes, CHUNKS)
+            self.n_recomputes += 1
+            wanted = step * CHUNKS + min(i + 2, CHUNKS)
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.n_backwards >= wanted, 60)
+        return super().forward(value)
+
+    def went_back(self, _gradient: Tensor) -> None:
+        """Note a backward of the other layer."""
+        with self.changed:
+            self.n_backwards += 1
+            self.changed.notify_all()
+
+
+class Telling(Join):
+    """Tells a layer of its backwards."""
+
+    def __init__(self, late: Late) -> None:
+        super().__init__(64)
+        self.__dict__["late"] = late
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        output = super().forward(value)
+        if output.requires_grad:
+            output.register_hook(self.late.went_back)
+        return output
+
+
+def test_what_an_earlier_partition_keeps_for_its_recompute_waits() -> None:
+    """If it recomputes as late as it can, all of the bound is there, and nothing more.
+
+    Integers that go past need no backward; so the last partition has done with them after its
+    forward, and is still charged with those of two micro-batches, beside a gradient.
+    """
+    torch.manual_seed(0)
+    layers, inputs = tokens(Copy())
+    profile = gb.profile_model(
+        *(layers, inputs),
+        **{"chunks": CHUNKS, "loss_fn": squares, "rows": (), "timeout": 0},
+        **{"optimizer": torch.optim.Adam, "as_pipeline": False, "progress": False},
+    )
+    late = Late(nn.Linear(16, 16))
+    layers[2], layers[4] = late, Telling(late)
+    given: Any = {"chunks": CHUNKS, "checkpoint": "always", "schedule": "1f1b"}
+    nothing, most = (
+        partition_memory(profile, (0, 1, 3, 5), **given, shared_memory=True, latest=latest)[2]
+        for latest in (False, True)
+    )
+    ids, gradient = 64 * 64 * 8, 64 * 16 * 4
+    assert most.waiting == 2 * ids + gradient
+    pipe = GPipe(layers, [1, 2, 2], chunks=CHUNKS, checkpoint="always")
+    counted = count(pipe, inputs, "1f1b", torch.optim.Adam(layers.parameters(), lr=0.0))[2]
+    assert nothing.total + ids < counted
+    assert most.total / 1.001 <= counted <= most.total * 1.001
 
 
 @pytest.mark.parametrize("case", CASES)

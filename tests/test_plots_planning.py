@@ -23,9 +23,9 @@ from gpipebal.plots import (
     plot_schedules,
     plot_timelines,
 )
-from gpipebal.problem import to_bounds
 from gpipebal.schedule_comparison import compare_schedules
 from gpipebal.simulator import (
+    CellBytes,
     Durations,
     HeldBytes,
     MemoryTrack,
@@ -43,7 +43,7 @@ SIZES = [(1, 1, 1), (24, 4, 8), (370, 64, 2)]
 def tracks_of(size: tuple[int, int, int], scale: float = 1e-3) -> tuple[MemoryTrack, ...]:
     """Follow the memory of a simulated case."""
     profile, plan = make_case(*size, "never", scale)
-    return memory_over_time(simulate(plan), held_of(profile, to_bounds(plan.balance)))
+    return memory_over_time(simulate(plan), held_of(profile, plan))
 
 
 def plans_of(chunks: Sequence[int], *, known: bool = True, memory: int = 1000) -> list[Plan]:
@@ -269,6 +269,6 @@ def test_devices_with_several_partitions_are_rows() -> None:
     plan = make_case(8, 4, 4, "never")[1]
     timeline = simulate(plan, "interleaved_1f1b")
     assert Durations.of_plan(plan).n_partitions == 4
-    tracks = memory_over_time(timeline, [HeldBytes(saved=10)] * 4)
+    tracks = memory_over_time(timeline, [HeldBytes(recorded=CellBytes(graph=10))] * 4)
     ax = plot_memory(tracks)
     assert ax.get_ylabel() == "device" and len(ax.get_yticks()) == 2

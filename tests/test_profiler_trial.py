@@ -16,6 +16,7 @@ from gpipebal.planner import evaluate
 from gpipebal.profile import Profile, StepTerms
 from gpipebal.profiler import correct as correct_module
 from gpipebal.profiler import setting as setting_module
+from gpipebal.profiler import trial
 from gpipebal.profiler.correct import correct
 from gpipebal.profiler.setting import chunks_that_fit
 from gpipebal.profiler.trial import Setting, Trial, run_trial
@@ -72,6 +73,8 @@ def test_a_factor_far_from_one_is_told_of() -> None:
     assert [flag for flag in after.provenance["flags"] if "corrected" in flag] == [
         "corrected: recomputes in partitions took 1.20 of their layers'"
     ]
+    far = correct(Profile.from_costs([1.0, 3.0]), told(forward=4.0))
+    assert "took 4.00 or more of their" in str(far.provenance["flags"])
     assert Profile.from_dict(after.to_dict()) == after
 
 
@@ -114,17 +117,36 @@ def test_a_trial_tells_of_all_kinds(n_partitions: int, with_loss: bool) -> None:
     found = run_trial(before, setting(model, 3, n_partitions, **options), 0.0)
     assert sum(found.balance) == 4 and len(found.balance) == min(n_partitions, 4)
     assert set(found.factors) == {"forward", "no_grad_forward", "recompute", "backward"}
-    assert all(0.5 <= factor <= 2 for factor in found.factors.values())
+    assert all(0.25 <= factor <= 4 for factor in found.factors.values())
     assert found.rounds == 1 and found.overhead_time >= 0 and found.cell_overhead_time > 0
     assert found.inside_overhead_time is not None and found.inside_overhead_time >= 0
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_trial_with_some_time_has_two_rounds() -> None:
-    """One round tells of a chance: any time at all is taken for a second one."""
+def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each turn of a way the first step is left out, and as many count as shall."""
     model = chain()
-    found = run_trial(profile(model, as_pipeline=False), setting(model, 3, 2), 1e-9)
+    counted: list[tuple[int, int]] = []
+    ran: list[int] = []
+    read, run = trial._read, trial._Way.run
+
+    def noted(*given: Any) -> Trial:
+        counted.extend((way.n_partitions, len(way.steps)) for way in given[4])
+        return read(*given)
+
+    def running(way: Any, chosen: Setting) -> None:
+        ran.append(way.n_partitions)
+        run(way, chosen)
+
+    monkeypatch.setattr(trial, "_read", noted)
+    monkeypatch.setattr(trial, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(trial, "_overheads", lambda *given: dict.fromkeys(trial.KINDS, 1e-6))
+    monkeypatch.setattr(trial._Way, "run", running)
+    found = run_trial(profile(model, as_pipeline=False), setting(model, 3, 2), 60.0)
     assert found.rounds == 2
+    # Two modes and a loss inside in two partitions, two modes in one.
+    assert counted == [(2, 2 * trial.TURN_STEPS)] * 3 + [(1, 2 * trial.TURN_STEPS)] * 2
+    assert len(ran) == 5 * (1 + 2 * (1 + trial.TURN_STEPS))
 
 
 class Counting(nn.Linear):
@@ -139,12 +161,13 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("chunks", [1, 4, 8])
 def test_what_a_profile_without_repeats_costs(chunks: int) -> None:
-    """Five forwards to look, ten for each measuring thread, and a trial of six training steps."""
+    """Five forwards to look, ten for each measuring thread, and a trial of up to ten steps."""
     Counting.calls = 0
     model = nn.Sequential(nn.Linear(8, 8), Counting(8, 8))
     found = profile(model, chunks=chunks)
-    # Of the trial's steps two recompute, so they have two forwards.
-    trial = (2 + 4 + 2) * chunks
+    # Two steps in each way, those that recompute with two forwards; and, if there is anything to
+    # work side by side, all in one partition too.
+    trial = (2 + 4 + 2 + (2 + 4 if chunks > 1 else 0)) * chunks
     assert Counting.calls == 5 + 10 * found.provenance["side_by_side"] + trial
 
 

@@ -9,18 +9,22 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_oracle import profiles
+from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.pipeline import with_recompute
 from gpipebal.planner import recompute_layers
 from gpipebal.planner.recompute_costs import with_runs
 from gpipebal.planner.recompute_network import partition_network
+from gpipebal.planner.recompute_ways import choices_of
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile, SkipProfile
 from gpipebal.schedule import make_schedule
@@ -37,11 +41,12 @@ def all_runs(profile: gb.Profile, first: int, end: int) -> Iterator[tuple[range,
         return
     for rest in all_runs(profile, first + 1, end):
         yield rest
-    inputs = profile.layers[first - 1].outputs if first else profile.inputs
-    if set(inputs) & set(profile.layers[first].outputs):
-        return
+    inputs = set(profile.layers[first - 1].outputs if first else profile.inputs)
     for last in range(first, end):
-        if last in skipping:
+        outputs = set(profile.layers[last].outputs)
+        kept = inputs & outputs
+        # A mask may go along beside what a layer makes; anything else may have been written to.
+        if last in skipping or (kept and (kept == outputs or kept - {*profile.without_gradient})):
             return
         for rest in all_runs(profile, last + 1, end):
             yield (range(first, last + 1), *rest)
@@ -139,11 +144,17 @@ def test_the_plan_keeps_the_limit_and_the_bound_is_true(
 def test_a_bound_holds_whatever_else_is_recomputed(
     profile: gb.Profile, data: st.DataObject
 ) -> None:
-    """No runs take less time than a partition's bound, whichever runs other partitions have."""
+    """No runs take less time than a partition's bound, whichever runs other partitions have.
+
+    And where some runs fit in their own timeline, some are found.
+    """
     assume(profile.n_layers > 1)
     cut = data.draw(st.integers(1, profile.n_layers - 1))
     balance = [cut, profile.n_layers - cut]
-    given = {"checkpoint": "never", "shared_memory": data.draw(st.booleans())}
+    given: dict[str, Any] = {"checkpoint": "never", "shared_memory": data.draw(st.booleans())}
+    # In a partition without any gradient there is nothing to recompute.
+    runs_of = [(0, cut), (cut, profile.n_layers)]
+    assume(all(Cell(profile, *run, None, given["shared_memory"]).goes_back for run in runs_of))
     plan = gb.evaluate(profile, balance, **given)
     tried = [
         (runs, [part.memory.total for part in changed.partitions])
@@ -153,11 +164,7 @@ def test_a_bound_holds_whatever_else_is_recomputed(
         for changed in [gb.evaluate(with_runs(profile, runs), balance, **given)]
     ]
     limits = data.draw(st.sampled_from([needs for _, needs in tried]))
-    try:
-        chosen = recompute_layers(profile, plan, memory_limit=limits)
-    except InfeasibleError:
-        # What waits for the neighbour leaves less room than a limit says.
-        assume(False)
+    chosen = recompute_layers(profile, plan, memory_limit=limits)
     for j, part in enumerate(chosen.plan.partitions):
         assert part.memory.total <= limits[j]
         layers = range(cut) if j == 0 else range(cut, profile.n_layers)
@@ -191,6 +198,34 @@ def test_a_partition_fits_once_the_one_before_it_saves_less() -> None:
     chosen = recompute_layers(profile, plan, memory_limit=fewer)
     assert chosen.runs == (range(1, 2),)
     assert chosen.lower_bounds == (1.0, 0.0)
+
+
+class Masked(nn.Module):
+    """A layer that hands on a mask beside what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = both
+        return x + self.two(torch.relu(self.one(x))) * mask[:, None], mask
+
+
+def test_a_mask_that_goes_along_is_in_no_way() -> None:
+    """Layers that hand on what has no gradient can be in runs; the pipeline then needs as said."""
+    model = nn.Sequential(*(Masked() for _ in range(6)))
+    sample = (torch.randn(512, 32), torch.ones(512, dtype=torch.long))
+    profile = gb.profile_model(model, sample, chunks=4, rows=(), timeout=0, progress=False)
+    plan = gb.evaluate(profile, [3, 3], checkpoint="never")
+    limit = int(0.8 * max(part.memory.total for part in plan.partitions))
+    chosen = recompute_layers(profile, plan, memory_limit=limit)
+    assert chosen.runs
+    assert all(part.memory.total <= limit for part in chosen.plan.partitions)
+    pipe = gb.GPipe(
+        with_recompute(model, chosen.runs), chosen.plan.balance, chunks=4, checkpoint="never"
+    )
+    gb.verify(model, pipe, sample)
 
 
 def test_a_recompute_has_no_copies_to_spare() -> None:
@@ -230,6 +265,54 @@ def test_where_much_waits_the_lowest_runs_are_tried_before_it_is_given_up() -> N
     assert chosen.runs == (range(1),)
     assert (chosen.lower_bounds[0], chosen.status) == (1.0, "feasible")
     assert chosen.plan.partitions[0].memory.total <= 2140
+
+
+@pytest.mark.parametrize(
+    ("forward", "saved", "output", "balance", "chunks", "limits"),
+    [
+        ([9, 1], [5, 50], [50, 5], [1, 1], 2, [105, 270]),
+        ([1, 9, 2, 1, 2], [0, 5, 5, 0, 50], [0, 50, 50, 5, 5], [3, 2], 2, [160, 230]),
+        ([1, 1, 2, 1, 1], [5, 50, 0, 0, 0], [50, 0, 50, 0, 5], [1, 4], 3, [105, 380]),
+    ],
+)
+def test_runs_that_need_more_by_themselves_may_wait_less(
+    forward: list[float],
+    saved: list[int],
+    output: list[int],
+    balance: list[int],
+    chunks: int,
+    limits: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the lowest runs do not fit with what waits, others may; what was not tried is said."""
+    profile = gb.Profile.from_costs(forward, saved_bytes=saved, output_bytes=output, chunks=chunks)
+    plan = gb.evaluate(profile, balance, checkpoint="never")
+    chosen = recompute_layers(profile, plan, memory_limit=limits)
+    needs = [part.memory.total for part in chosen.plan.partitions]
+    assert all(need <= limit for need, limit in zip(needs, limits, strict=True))
+    monkeypatch.setattr("gpipebal.planner.recompute._MOST_CHOICES", 0)
+    with pytest.raises(InfeasibleError, match="with any of the runs that were tried"):
+        recompute_layers(profile, plan, memory_limit=limits)
+
+
+def test_of_many_ways_some_are_listed() -> None:
+    """All are listed if they are few; else from the cheapest to the lowest, within the limit."""
+    profile = chain()
+    row = make_schedule("gpipe", 1, 4, "never").rows[0]
+    network = partition_network(Cell(profile, 0, 8, None, False), row, 4, [3, 1, 4, 1, 5, 2, 6, 2])
+    limit = 500 * MiB
+    every, are_all = choices_of(network, limit, 10**6)
+    assert are_all
+    assert all(way.peak <= limit for way in every)
+    assert min(way.cost for way in every) == cheapest(network, limit).cost  # type: ignore[union-attr]
+    some, are_all = choices_of(network, limit, 4)
+    assert not are_all
+    assert len(some) <= 4
+    assert some[0].cost == min(way.cost for way in every)
+    assert some[-1].peak == lowest(network).peak == min(way.peak for way in every)
+    assert choices_of(network, lowest(network).peak - 1, 4) == ([], True)
+    free, _ = choices_of(network, None, 4)
+    assert (free[0].cost, free[-1].peak) == (0, lowest(network).peak)
 
 
 def test_what_fits_in_the_last_round_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.planner import evaluate, solve
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, CheckpointMode, order_of
 from gpipebal.schedule_comparison import compare_schedules
 from gpipebal.simulator import (
+    CellBytes,
     Durations,
     HeldBytes,
     compare_durations,
@@ -45,7 +48,10 @@ def test_the_table_is_its_drawing() -> None:
     table = compare_durations(
         {1: equal(2, 1.0, 2.0), 2: equal(4, 0.5, 1.0)},
         4,
-        held={1: [HeldBytes(fixed=4, saved=10)] * 2, 2: [HeldBytes(saved=1)] * 4},
+        held={
+            1: [HeldBytes(4, recorded=CellBytes(graph=10))] * 2,
+            2: [HeldBytes(recorded=CellBytes(graph=1))] * 4,
+        },
     )
     assert str(table) == TABLE
     assert table.best.schedule == "zb_h1"
@@ -67,7 +73,8 @@ def test_each_row_is_what_the_simulator_says(
     """Makespan, bubble, imbalance and peak of a row are those of its own timeline."""
     times = st.lists(st.integers(0, 9).map(float), min_size=n, max_size=n).map(tuple)
     durations = Durations(*(data.draw(times) for _ in range(3)))
-    sizes = [HeldBytes(saved=3, input=1, gradient=1)] * n
+    cell = CellBytes(graph=3, kept=1, backward=1)
+    sizes = [HeldBytes(recorded=cell, recomputed=cell)] * n
     table = compare_durations(durations, groups * n, checkpoint=mode, held={1: sizes})
     assert {row.schedule for row in table.rows} == set(ALL_SCHEDULES) - {"interleaved_1f1b"}
     for row in table.rows:
@@ -112,6 +119,21 @@ def test_a_profile_is_cut_and_compared() -> None:
     assert table.row("interleaved_1f1b", 2).makespan == 4 * 12.0 + 6.0
     gpipe, one_f_one_b = table.row("gpipe").peak_bytes, table.row("1f1b").peak_bytes
     assert gpipe is not None and one_f_one_b is not None and gpipe > one_f_one_b > 2 * 40
+
+
+def test_micro_batches_are_as_many_as_in_a_plan() -> None:
+    """With more of them, each has fewer rows if their costs are known, as `solve` has it."""
+    small = Profile.from_costs([1.0] * 4, rows=2, chunks=4)
+    both = replace(small, other_sizes=(Profile.from_costs([3.0] * 4, rows=4),))
+    for chunks in (2, 4):
+        table = compare_schedules(both, 2, chunks=chunks, schedules=["gpipe"])
+        plan = solve(both, 2, chunks=chunks, checkpoint="never")
+        assert table.best.makespan == plan.makespan
+        assert table.notes == ()
+    with pytest.raises(BalanceError, match="chunks are more than the mini-batch has rows"):
+        compare_schedules(both, 2, chunks=9)
+    table = compare_schedules(small, 2, chunks=8, schedules=["gpipe"])
+    assert "rows only" in str(table)
 
 
 def test_transfers_slow_the_table_down() -> None:
@@ -198,5 +220,19 @@ def test_partitions_add_up_to_the_profile(data: st.DataObject, n_layers: int) ->
     assert sum(durations.forward) == sum(forward)
     assert sum(durations.input_gradients) + sum(durations.weight_gradients) == 2 * sum(forward)
     received = len(bounds) - 2
-    assert sum(size.saved for size in held) == sum(saved) + received
-    assert [size.input for size in held] == [0] + [1] * received
+    assert sum(size.recorded.graph for size in held) == sum(saved) + received
+    assert [size.recomputed.kept for size in held] == [0] + [1] * received
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_peaks_are_those_of_a_plan_with_the_loss_inside(
+    checkpoint: CheckpointMode, schedule: str
+) -> None:
+    """What `GPipe` runs is counted as a plan counts it, the loss too."""
+    profile = Profile.from_costs(
+        [1.0, 2.0, 1.0], saved_bytes=[10, 20, 30], output_bytes=[3, 5, 900], chunks=4
+    )
+    row = compare_schedules(profile, 3, checkpoint=checkpoint).row(schedule)
+    plan = evaluate(profile, [1, 1, 1], checkpoint=checkpoint, schedule=schedule, loss_inside=True)
+    assert row.peak_bytes == max(part.memory.total for part in plan.partitions)

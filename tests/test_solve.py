@@ -480,6 +480,10 @@ def test_explain_tells_cuts_apart() -> None:
         "1.00 s (10.0 %). The most decisive is the one behind partition 1: one layer to the left "
         "adds 50.0 s (500.0 %)."
     )
+    better = replace(plan, sensitivity=((-1.0, None), (None, 0.0)))
+    assert "partition 0 is the least decisive: one layer to the left takes off 1.00 s" in (
+        better.explain()
+    )
 
 
 def test_durations_know_devices_and_links() -> None:

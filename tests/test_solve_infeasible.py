@@ -64,6 +64,18 @@ def test_all_kinds_of_advice_are_given_and_work() -> None:
     assert any(re.fullmatch(r"memory_limit=\d+", advice) for advice in pieces)
 
 
+def test_large_outputs_need_not_exist_together() -> None:
+    """Where the outputs of a mini-batch are too much, a loss for each micro-batch is advised."""
+    profile = gb.Profile.from_costs(
+        [1.0] * 4, output_bytes=[10, 10, 10, 1000], saved_bytes=[10] * 4, chunks=8
+    )
+    options = {"partitions": 2, "memory_limit": 9000}
+    assert "loss_inside=True" in follow_all(profile, options)
+    assert "loss_inside" not in str(
+        follow_all(profile, {**options, "loss_inside": True, "memory_limit": 100})
+    )
+
+
 def test_the_error_names_partition_and_shortage() -> None:
     """By hand: two layers of 100 bytes and their gradients, on devices of 150 bytes."""
     profile = gb.Profile.from_costs([1.0, 1.0], parameter_bytes=[100, 60])
@@ -142,6 +154,53 @@ def test_limits_of_devices_grow_by_what_is_missing() -> None:
     profile = gb.Profile.from_costs([1.0] * 3, parameter_bytes=[100] * 3)
     pieces = follow_all(profile, {"partitions": 2, "memory_limit": [150, 300]})
     assert pieces[-1] == "memory_limit=[250, 400]" or pieces[-1].startswith("memory_limit=[")
+
+
+@pytest.mark.parametrize(
+    ("forward", "saved", "output", "options", "limit"),
+    [
+        ([9, 9, 9], [50, 0, 50], [50, 5, 0], {"partitions": 2, "chunks": 4}, 160),
+        (
+            [2, 9, 2, 9],
+            [5, 5, 0, 50],
+            [50, 5, 5, 0],
+            {"partitions": 2, "chunks": 2, "checkpoint": "never"},
+            80,
+        ),
+        (
+            [2, 2, 1, 9, 9],
+            [0, 50, 5, 0, 50],
+            [0, 50, 50, 5, 0],
+            {"partitions": 3, "chunks": 4, "checkpoint": "always"},
+            155,
+        ),
+    ],
+)
+def test_what_fits_in_its_own_timeline_is_found(
+    forward: list[float], saved: list[int], output: list[int], options: Any, limit: int
+) -> None:
+    """With the most that can wait nothing fits; by the clock one split does, and none with less."""
+    profile = gb.Profile.from_costs(forward, saved_bytes=saved, output_bytes=output, chunks=4)
+    options = {"schedule": "1f1b", **options}
+    plan = solve(profile, memory_limit=limit, **options)
+    assert max(part.memory.total for part in plan.partitions) == limit
+    assert plan.status == "optimal" and "all plans were looked at" in plan.notes[-1]
+    with pytest.raises(InfeasibleError) as raised:
+        solve(profile, memory_limit=limit - 1, **options)
+    text = str(raised.value)
+    assert "counting all that can wait for busy neighbours: without that" in text
+    assert "some splits fit, but none does in its own timeline" in text or "it would be" in text
+
+
+def test_of_many_splits_those_with_most_room_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not all can be looked at, those that lack least are; else the error says so."""
+    forward, saved, output = [9.0, 9.0, 9.0], [50, 0, 50], [50, 5, 0]
+    profile = gb.Profile.from_costs(forward, saved_bytes=saved, output_bytes=output, chunks=4)
+    monkeypatch.setattr("gpipebal.planner.best.MOST_WAYS", 0)
+    monkeypatch.setattr("gpipebal.planner.advice.MOST_WAYS", 0)
+    assert solve(profile, 2, schedule="1f1b", memory_limit=160).balance
+    with pytest.raises(InfeasibleError, match="but those that were tried do not in their own"):
+        solve(profile, 2, schedule="1f1b", memory_limit=159)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=SLOW)

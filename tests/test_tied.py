@@ -226,3 +226,29 @@ def test_tied_parameters_without_gradients(context: Any) -> None:
         assert output.shape == (6, 11)
         pipe(tokens).sum().backward()
     assert pipe[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize("balances", [([2, 3], [5]), ([5], [2, 3]), ([1, 1, 3], [3, 2])])
+def test_another_pipeline_of_the_same_layers_does_not_take_the_gradients(
+    balances: tuple[list[int], list[int]], schedule: str | None
+) -> None:
+    """What is tied in one pipeline may not be in the next one, whose gradients are its own."""
+    model = tied_chain()
+    plain = copy.deepcopy(model)
+    tokens = torch.arange(10) % 11
+    first, second = (GPipe(model, balance, chunks=3) for balance in balances)
+    for pipe in (first, second, first):
+        for each in (model, plain):
+            each.zero_grad()
+        if schedule is None:
+            pipe(tokens).square().sum().backward()
+        else:
+            pipe.step(
+                tokens, loss_fn=lambda y: y.square().sum(), reduction="sum", schedule=schedule
+            )
+        run_plain(plain, tokens, 3).square().sum().backward()
+        found, expected = gradients(pipe), gradients(plain)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.schedule import CHECKPOINT_MODES, gpipe_schedule
-from gpipebal.simulator import Durations, HeldBytes, memory_over_time, place
+from gpipebal.simulator import CellBytes, Durations, HeldBytes, memory_over_time, place
 from gpipebal.timeline import Event, Timeline
 from gpipebal.timeline.chrome import trace_events
 
@@ -394,7 +394,8 @@ def test_trace_leads_arrows_through_copies(tmp_path: Path) -> None:
 def test_trace_counts_memory(tmp_path: Path) -> None:
     """What devices hold is a counter for each, in microseconds and bytes, for every timeline."""
     timeline = place(gpipe_schedule(2, 2, "never"), Durations((1,) * 2, (1,) * 2, (2,) * 2))
-    tracks = memory_over_time(timeline, [HeldBytes(fixed=5, saved=10), HeldBytes(saved=7)])
+    sizes = [HeldBytes(5, recorded=CellBytes(graph=10)), HeldBytes(recorded=CellBytes(graph=7))]
+    tracks = memory_over_time(timeline, sizes)
     path = tmp_path / "timeline.json"
     timeline.save(path, beside=[timeline], memory=[tracks, tracks])
     events = json.loads(path.read_text())["traceEvents"]

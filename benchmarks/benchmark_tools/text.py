@@ -10,10 +10,11 @@ from gpipebal.files import atomic_path
 __all__ = ["block", "fill_in", "gib", "percent", "table", "write_readme"]
 
 
-def fill_in(text: str, blocks: Mapping[str, str]) -> str:
+def fill_in(text: str, blocks: Mapping[str, str], source: str = "results.json") -> str:
     """Put blocks between the marks of a README.
 
-    A mark is ``<!-- NAME: results.json -->`` before, and ``<!-- end of NAME -->`` behind.
+    A mark is ``<!-- NAME: results.json -->`` before, and ``<!-- end of NAME -->`` behind. `source`
+    is the file that the blocks are made from.
 
     Raises:
         ValueError: a mark is not there, or more than once.
@@ -23,7 +24,7 @@ def fill_in(text: str, blocks: Mapping[str, str]) -> str:
         ['a', '<!--', 'x:', 'results.json', '-->', 'new', '<!--', 'end', 'of', 'x', '-->', 'b']
     """
     for name, content in blocks.items():
-        begin, end = f"<!-- {name}: results.json -->", f"<!-- end of {name} -->"
+        begin, end = f"<!-- {name}: {source} -->", f"<!-- end of {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"expected the marks {begin!r} and {end!r} once each")
         before, rest = text.split(begin)
@@ -31,9 +32,9 @@ def fill_in(text: str, blocks: Mapping[str, str]) -> str:
     return text
 
 
-def write_readme(path: Path, blocks: Mapping[str, str]) -> None:
-    """Put blocks into a README file."""
-    text = fill_in(path.read_text(encoding="utf-8"), blocks)
+def write_readme(path: Path, blocks: Mapping[str, str], source: str = "results.json") -> None:
+    """Put blocks into a README file; see `fill_in`."""
+    text = fill_in(path.read_text(encoding="utf-8"), blocks, source)
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

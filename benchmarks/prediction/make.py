@@ -4,6 +4,7 @@
     python benchmarks/prediction/make.py --quick --out /tmp/quick.json    try it, with tiny layers
     python benchmarks/prediction/make.py --readme   write the README's tables from results.json
     python benchmarks/prediction/make.py --add --model mlp    measure one model of a result anew
+    python benchmarks/prediction/make.py --repeats          only how well profiles agree, anew
 
 On a machine with CUDA the partitions are on its devices (on one, if it has one), else on the CPU
 with one thread each.
@@ -15,6 +16,7 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from benchmark_tools.text import write_readme
 from prediction_benchmark import figures, tables
 from prediction_benchmark.measure import MIDDLE, Subject, about, measure_model, take_profiles
 from prediction_benchmark.models import MODELS, tiny
+from prediction_benchmark.repeats import WORK_SECONDS, measure_repeats
 from prediction_benchmark.settings import CHUNKS
 from prediction_benchmark.steps import about_devices
 
@@ -41,6 +44,8 @@ ROUNDS = 4
 STEPS = 2
 #: Seconds for the repeats of the profiles of a round; the first ones have the profiler's default.
 ROUND_TIMEOUT = 0.8
+#: Profiles of each model one after the other, to see how well they agree.
+REPEATS = 5
 #: Share of the cores that other programs may use before a result is doubtful.
 QUIET = 0.02
 
@@ -48,8 +53,14 @@ QUIET = 0.02
 def main() -> None:
     """Measure, store, print, and write the README."""
     arguments = parse()
-    if not arguments.readme:
+    if arguments.repeats:
+        record = {**_read(arguments.out), "repeats": repeats(arguments, _told())}
+        write_record(arguments.out, record)
+    elif not arguments.readme:
         record = measure(arguments)
+        if not arguments.quick and arguments.out.exists():
+            # They are measured by themselves.
+            record["repeats"] = _read(arguments.out).get("repeats")
         if arguments.add and arguments.out.exists():
             record = figures.merge(_read(arguments.out), record, [model.name for model in MODELS])
         write_record(arguments.out, record)
@@ -71,6 +82,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--add", action="store_true", help="keep what the result file says of the other models"
     )
+    parser.add_argument(
+        "--repeats", action="store_true", help="only measure how well profiles agree"
+    )
     parser.add_argument("--readme", action="store_true", help="only write the README's tables")
     arguments = parser.parse_args(words)
     partial = arguments.quick or (arguments.model and not arguments.add)
@@ -90,14 +104,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     started = time.monotonic()
+    told = _told()
     load = OtherLoad()
     quick = arguments.quick
     rounds = arguments.rounds or (2 if quick else ROUNDS)
     timeout = 0.0 if quick else None
     chosen = [model for model in MODELS if not arguments.model or model.name in arguments.model]
-
-    def told(line: str) -> None:
-        print(f"{time.monotonic() - started:5.0f} s  {line}", file=sys.stderr)
 
     subjects = []
     for model in chosen:
@@ -136,6 +148,33 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "models": {subject.model.name: about(subject) for subject in subjects},
         "rows": rows,
     }
+
+
+def repeats(arguments: argparse.Namespace, told: Callable[[str], None]) -> dict[str, Any]:
+    """Profile every model several times in turns, beside work that is always the same."""
+    torch.set_num_threads(1)
+    quick = arguments.quick
+    models = [model for model in MODELS if not arguments.model or model.name in arguments.model]
+    models = [tiny(model) if quick else model for model in models]
+    load = OtherLoad()
+    turns = 2 if quick else REPEATS
+    found = measure_repeats(
+        [Subject(model, model.make()) for model in models],
+        turns,
+        0.0 if quick else None,
+        work_seconds=0.01 if quick else WORK_SECONDS,
+        told=told,
+    )
+    return {"provenance": {**provenance(), "other_load": load.share()}, "models": found}
+
+
+def _told() -> Callable[[str], None]:
+    started = time.monotonic()
+
+    def told(line: str) -> None:
+        print(f"{time.monotonic() - started:5.0f} s  {line}", file=sys.stderr)
+
+    return told
 
 
 def _read(path: Path) -> dict[str, Any]:

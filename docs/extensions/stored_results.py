@@ -72,11 +72,13 @@ def _prediction() -> dict[str, str]:
         "prediction_plans": str(len(record["rows"])),
         "prediction_models": str(len(record["models"])),
         "prediction_step_error": percent(found["step time, mean absolute error"]),
+        "prediction_step_floor": percent(found["mean of a perfect prediction"]),
         "prediction_step_worst": percent(found["step time, farthest off"]),
         "prediction_memory_error": percent(found["peak memory, mean absolute error"]),
         "prediction_planner_mean": percent(found[f"{planner}, mean"]),
         "prediction_planner_worst": percent(found[f"{planner}, worst"]),
         "prediction_rank": f"{found['rank correlation, lowest of a model']:.2f}",
+        "prediction_rank_floor": f"{found['rank of a perfect prediction']:.2f}",
     }
 
 

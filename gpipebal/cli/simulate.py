@@ -22,6 +22,8 @@ __all__ = ["add_simulate"]
 
 #: Columns beside the time axis: names of the rows.
 _BESIDE = 16
+#: Columns of the narrowest drawing.
+_NARROWEST = 20
 
 
 def add_simulate(commands: Commands) -> None:
@@ -62,7 +64,7 @@ def add_simulate(commands: Commands) -> None:
         "--width",
         type=int,
         metavar="N",
-        help="columns of the drawing, 20 or more (default: those of the terminal)",
+        help=f"columns of the drawing, {_NARROWEST} or more (default: those of the terminal)",
     )
     simulate.add_argument(
         "--output", "-o", metavar="FILE", help="write the timeline to this file, a Chrome trace"
@@ -78,6 +80,11 @@ def _simulate(options: argparse.Namespace) -> None:
 
     check_output(options.output)
     check_plot(options.plot)
+    if options.width is not None and options.width < _NARROWEST:
+        raise UsageError(
+            f"drawing is too narrow: --width {options.width} (expected {_NARROWEST} or more).\n"
+            f"Fix: --width {_NARROWEST}."
+        )
     noun = load_noun(options.file, "plan", "profile")
     assert not isinstance(noun, Timeline)
     if isinstance(noun, Profile):
@@ -93,11 +100,11 @@ def _simulate(options: argparse.Namespace) -> None:
             )
     schedule = options.schedule
     # Only a schedule with phases has a moment between them.
-    phases = (schedule or plan.schedule) == "gpipe"
-    pause = plan.pause_time if phases and not options.no_loss else None
+    inside = plan.loss_inside or (schedule or plan.schedule) != "gpipe"
+    pause = None if inside or options.no_loss else plan.pause_time
     timeline = simulate(plan, schedule, pause=pause)
     if options.output is not None:
-        timeline.save(options.output, memory=_memory(noun, plan, timeline))
+        timeline.save(options.output, memory=_memory(noun, plan, timeline, inside))
     if options.plot is not None:
         from gpipebal.plots import plot_timeline
 
@@ -108,19 +115,23 @@ def _simulate(options: argparse.Namespace) -> None:
     width = options.width
     if width is None:
         width = shutil.get_terminal_size().columns - _BESIDE
-    print(timeline.text_gantt(max(20, width)))
+    print(timeline.text_gantt(max(_NARROWEST, width)))
     for path in (options.output, options.plot):
         if path is not None:
             print(f"Written to {path}")
 
 
-def _memory(noun: Profile | Plan, plan: Plan, timeline: Timeline) -> list[tuple[MemoryTrack, ...]]:
-    """Return what the devices hold over time, which a profile tells, and a plan alone does not."""
-    from gpipebal.problem import to_bounds
+def _memory(
+    noun: Profile | Plan, plan: Plan, timeline: Timeline, inside: bool
+) -> list[tuple[MemoryTrack, ...]]:
+    """Return what the devices hold over time, which a profile tells, and a plan alone does not.
+
+    `inside`: the last partition computes the loss of each micro-batch.
+    """
     from gpipebal.profile import Profile
     from gpipebal.simulator import held_of, memory_over_time
 
     if not isinstance(noun, Profile):
         return []
-    held = held_of(noun.at_rows(plan.rows), to_bounds(plan.balance))
+    held = held_of(noun, plan, loss_inside=inside)
     return [memory_over_time(timeline, held)]

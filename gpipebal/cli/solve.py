@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from gpipebal.cli.nouns import check_plot, load_noun, save_plot
-from gpipebal.cli.question import add_question, plan_of
+from gpipebal.cli.question import add_question, plan_of, question_of
 from gpipebal.cli.words import Commands, add_command, check_output
+from gpipebal.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpipebal.planner import LayerRecompute
+    from gpipebal.profile import Profile
 
 __all__ = ["add_solve"]
 
@@ -25,6 +31,7 @@ def add_solve(commands: Commands) -> None:
         gpipebal solve profile.json -n 8 --chunks 32 --checkpoint always -o plan.json
         gpipebal solve profile.json -n 4 --memory-limit 16GiB --checkpoint auto --chunks auto
         gpipebal solve profile.json -n 4 --speeds 1,1,2,2 --any-order --bandwidth 12GB
+        gpipebal solve profile.json -n 4 --memory-limit 16GiB --recompute-layers
         gpipebal solve profile.json -n 4 --schedule 1f1b --checkpoint never
         gpipebal solve profile.json -n 4 --explain --plot plan.png
         gpipebal solve profile.json --balance 120,250
@@ -39,6 +46,12 @@ def add_solve(commands: Commands) -> None:
         metavar="NAME",
         help="order of the work to plan for: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b (with "
         "two partitions on each device) or zb_h1 (default: gpipe)",
+    )
+    solve.add_argument(
+        "--recompute-layers",
+        action="store_true",
+        help="plan without checkpoints (or with --checkpoint), then recompute single layers, in "
+        "runs, where the memory limit demands it; gpipebal.pipeline.with_recompute runs that",
     )
     solve.add_argument("--output", "-o", metavar="FILE", help="write the plan to this file")
     solve.add_argument(
@@ -55,7 +68,8 @@ def _solve(options: argparse.Namespace) -> None:
     check_plot(options.plot)
     profile = load_noun(options.profile, "profile")
     assert isinstance(profile, Profile)
-    plan = plan_of(profile, options, schedule=options.schedule)
+    chosen = _with_runs(profile, options) if options.recompute_layers else None
+    plan = plan_of(profile, options, schedule=options.schedule) if chosen is None else chosen.plan
     if options.output is not None:
         plan.save(options.output)
     if options.plot is not None:
@@ -63,12 +77,41 @@ def _solve(options: argparse.Namespace) -> None:
         from gpipebal.simulator import simulate
 
         save_plot(plot_run(profile, plan, simulate(plan)), options.plot)
+    found = chosen or plan
     if options.json:
-        print(json.dumps(plan.to_dict()))
+        print(json.dumps(found.to_dict()))
         return
-    print(plan)
+    print(found)
     if options.explain:
-        print(f"\n{plan.explain()}")
+        print(f"\n{found.explain()}")
     for path in (options.output, options.plot):
         if path is not None:
             print(f"Written to {path}")
+
+
+def _with_runs(profile: Profile, options: argparse.Namespace) -> LayerRecompute:
+    """Find the best balance as if there were no limit, then the layers to recompute under it."""
+    from gpipebal.planner import recompute_layers
+    from gpipebal.planner.quantiles import at_quantile
+
+    if options.memory_limit is None:
+        raise UsageError(
+            "nothing limits the memory: --recompute-layers without --memory-limit (expected "
+            "both).\nFix: --memory-limit 16GiB, say."
+        )
+    if options.output is not None:
+        raise UsageError(
+            "a plan has no room for layers that are recomputed in runs: --output with "
+            "--recompute-layers (expected one of them).\nFix: --json, which prints both."
+        )
+    question = question_of(options)
+    limits = {
+        "memory_limit": question.pop("memory_limit"),
+        "reserve": question.pop("reserve", None),
+    }
+    free = {**vars(options), **dict.fromkeys(limits), "checkpoint": options.checkpoint or "never"}
+    plan = plan_of(profile, argparse.Namespace(**free), schedule=options.schedule)
+    if options.quantile is not None:
+        profile = at_quantile(profile, options.quantile)
+    known = {name: question.get(name) for name in ("devices", "link", "time_limit")}
+    return recompute_layers(profile, plan, **limits, **known)

@@ -33,6 +33,10 @@ own. The mini-batch stays with the first partition, also where it is handed thro
 makes none, and is held until a backward only where a layer saves it or a recompute needs it. A
 partition to which no gradient comes keeps nothing.
 
+**Copies of buffers.** A cell that is recomputed keeps copies of the buffers that its layers may
+write to, from its forward to its recompute; and what the recompute's graph saves of them (the
+statistics of a batch normalisation) until its backward.
+
 **Tied parameters** belong to the first partition that has them. Each partition that uses them has
 gradients of its own until the end of the step, when all are added up for the first.
 

@@ -118,6 +118,18 @@ class Cell:
         return self.received if self.goes_back else frozenset()
 
     @cached_property
+    def kept_buffers(self) -> int:
+        """Bytes of the copies of buffers with which a cell is recomputed."""
+        own = self.profile.layers[self.first : self.end]
+        return sum(layer.kept_buffer_bytes for layer in own)
+
+    @cached_property
+    def saved_buffers(self) -> int:
+        """Bytes of those copies that the graph of a recompute keeps."""
+        own = self.profile.layers[self.first : self.end]
+        return sum(layer.saved_buffer_bytes for layer in own) if self.goes_back else 0
+
+    @cached_property
     def entering(self) -> Storages:
         """Storages of its input that are its own until the backward, whatever its layers save.
 
@@ -204,7 +216,8 @@ class Cell:
     def held(self, *, again: bool) -> int:
         """Bytes that a cell holds from its forward on; `again`: it is recomputed later."""
         if again:
-            return self.bytes_of(self.kept_input - self.handed_again)
+            copies = self.kept_buffers if self.goes_back else 0
+            return self.bytes_of(self.kept_input - self.handed_again) + copies
         return self.bytes_of(self.graph - self.handed)
 
     def recompute(self, *, gradients_exist: bool) -> Iterator[Moment]:
@@ -212,7 +225,8 @@ class Cell:
         if self.goes_back:
             elsewhere = self.bytes_of(self.handed_again)
             for moment in self.forward(records=True, gradients_exist=gradients_exist):
-                yield moment._replace(activations=moment.activations - elsewhere)
+                activations = moment.activations - elsewhere + self.kept_buffers
+                yield moment._replace(activations=activations)
         else:
             yield self._idle(gradients_exist)
 
@@ -223,7 +237,7 @@ class Cell:
         """Walk through a forward; `records`: it makes a graph."""
         gradients = self.all_gradients if gradients_exist else 0
         seen = set(self.received)
-        held = self.bytes_of(self.received)
+        held = self.bytes_of(self.received) + (0 if records else self.kept_buffers)
         for layer, alive in zip(self.layers, self.alive, strict=True):
             live = self.bytes_of(alive - seen)
             yield Moment(held, gradients, live + _forward_peak(layer, records))
@@ -243,6 +257,7 @@ class Cell:
         held_up_to = []
         for layer in self.layers:
             held += self.bytes_of(frozenset(layer.saved) - seen)
+            held += layer.saved_buffer_bytes if again and layer is not self.loss else 0
             seen.update(layer.saved)
             held_up_to.append(held)
         # The gradient of the last partition's output is the caller's, or that of the loss, a

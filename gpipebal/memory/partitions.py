@@ -126,7 +126,7 @@ def _highest(
     recomputed = np.zeros(chunks, dtype=bool)
     recomputed[micro_batches[kinds == _R]] = True
     again = recomputed[micro_batches]
-    of_new_graph = cell.bytes_of(cell.graph - cell.handed_again)
+    of_new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
     callers = 0 if cell.first else chunks * cell.profile.bytes_of(cell.callers)
     # The last partition's outputs are kept for the caller; of losses only the numbers.
     keeps = cell.is_last and cell.loss is None

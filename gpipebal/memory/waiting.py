@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.memory.cell import Cell
+from gpipebal.memory.cell import Cell, Storages
 from gpipebal.schedule import Kind, Order, Schedule
 from gpipebal.schedule.actions import KINDS
 from gpipebal.timeline import Timeline
@@ -17,7 +17,7 @@ from gpipebal.timeline import Timeline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Waiting", "number_type"]
+__all__ = ["AT_ONCE", "Stream", "Waiting", "number_type", "streams_of"]
 
 #: Who takes something less than this share of the makespan before an action may as well be late.
 AT_ONCE = 1e-9
@@ -31,16 +31,18 @@ def number_type(largest: int) -> type:
 
 
 @dataclass(frozen=True)
-class _Stream:
+class Stream:
     """One tensor per micro-batch that a partition makes and another takes.
 
     Attributes:
-        kind: Kind of the actions that make it and take it: ``'F'`` or ``'B'``.
+        kind: Kind of the actions that make it, or from whose end on it waits.
         taker: The partition that takes it.
         n_bytes: Its bytes if the maker's cell is not recomputed.
         n_bytes_again: Its bytes if it is.
         only_if_recomputed: Whether there is one only for micro-batches that the taker recomputes,
             or only for those that it does not; None: for all.
+        until: Kind of the taker's actions: it waits for the start of a forward or a backward, or
+            for the end of a recompute. None: `kind`.
     """
 
     kind: Kind
@@ -48,6 +50,12 @@ class _Stream:
     n_bytes: int
     n_bytes_again: int
     only_if_recomputed: bool | None = None
+    until: Kind | None = None
+
+    @property
+    def taken_by(self) -> Kind:
+        """Kind of the taker's actions that end it."""
+        return self.until or self.kind
 
 
 class Waiting:
@@ -65,7 +73,6 @@ class Waiting:
     ) -> None:
         order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
         self._cells, self._order = cells, order
-        self._ends = [cell.end for cell in cells]
         shape = (order.n_partitions, 1 + int(order.micro_batches.max(initial=-1)))
         self._chunks = shape[1]
         again = order.kinds == _R
@@ -74,16 +81,19 @@ class Waiting:
         # Of each kind, partition and micro-batch: where in its row it stands, and when it starts.
         self._places = np.zeros((len(KINDS), *shape), dtype=np.int64)
         self._starts: NDArray[np.float64] | None = None
+        self._taken: NDArray[np.float64] | None = None
         self._ended: NDArray[np.int32] | None = None
         shortest = np.inf
         if timeline is not None:
             table = timeline.table
             self._late = AT_ONCE * timeline.makespan
-            self._starts = np.zeros(self._places.shape)
+            # When an action takes what waits for it: at its start, a recompute at its end.
+            self._starts, self._taken = (np.zeros(self._places.shape) for _ in range(2))
             for kind in (_F, _R, _B):
                 own = table.of_kind(KINDS[kind])
                 where = table.partitions[own], table.micro_batches[own]
                 self._starts[kind][where] = table.starts[own]
+                self._taken[kind][where] = (table.ends if kind == _R else table.starts)[own]
                 shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
         if timeline is None or shortest <= self._late:
             # Of actions that take no time the clock says less than their order.
@@ -97,7 +107,7 @@ class Waiting:
         first, last = self._order.offsets[j : j + 2].tolist()
         kinds = self._order.kinds[first:last]
         micro_batches = self._order.micro_batches[first:last]
-        streams = self._streams(j)
+        streams = streams_of(self._cells, j)
         most = sum(max(stream.n_bytes, stream.n_bytes_again) for stream in streams)
         waits: NDArray[Any] = np.zeros(last - first, dtype=number_type(most * self._chunks))
         for stream in streams:
@@ -106,7 +116,8 @@ class Waiting:
             i = micro_batches[made]
             # It waits from the next action on, until the taker has it.
             since = made + 1
-            until = np.maximum(since, self._until(j, stream.taker, kind)[i])
+            taken_by = KINDS.index(stream.taken_by)
+            until = np.maximum(since, self._until(j, stream.taker, taken_by)[i])
             again = self._recomputed[j, i]
             exists = np.ones(len(i), dtype=bool)
             if stream.only_if_recomputed is not None:
@@ -130,41 +141,64 @@ class Waiting:
             # How far the taker must have come before each action of the row; it never goes back.
             ended = self._ended[first:last, taker]
             until = np.searchsorted(ended, self._places[kind, taker], side="right")
-        if self._starts is not None:
+        if self._starts is not None and self._taken is not None:
             columns = self._order.kinds[first:last], j, self._order.micro_batches[first:last]
-            taken = self._starts[kind, taker] + self._late
+            taken = self._taken[kind, taker] + self._late
             by_clock = np.searchsorted(self._starts[columns], taken, side="right")
             until = np.minimum(until, by_clock)
         return until
 
-    def _streams(self, j: int) -> list[_Stream]:
-        cells = self._cells
-        cell = cells[j]
-        found = []
-        held = cell.graph - cell.handed
-        ways = [] if cell.is_last else [(cell.outputs, j + 1)]
-        ways += [(frozenset(s.storages), self._partition_of(s.destination)) for s in cell.outgoing]
-        for storages, taker in ways:
-            recorded, again = (
-                cell.bytes_of(storages - held),
-                cell.bytes_of(storages - (cell.kept_input - cell.handed_again)),
-            )
-            found.append(_Stream("F", taker, recorded, again))
-        back = [(cell.value, j - 1)] if j else []
-        back += [(frozenset(s.storages), self._partition_of(s.source)) for s in cell.incoming]
-        for storages, taker in back:
-            if cell.wants_gradient(cells[taker].end):
-                gradient = cell.gradient_of(storages)
-                found.append(_Stream("B", taker, gradient, gradient))
-            # The tensor itself, as long as the graph that it came from needs it.
-            handed = storages & cells[taker].handed
-            for again, holds in ((False, cells[taker].graph), (True, cells[taker].kept_input)):
-                kept = cell.bytes_of(handed & holds)
-                found.append(_Stream("B", taker, kept, kept, only_if_recomputed=again))
-        return [stream for stream in found if stream.n_bytes or stream.n_bytes_again]
 
-    def _partition_of(self, layer: int) -> int:
-        return bisect_right(self._ends, layer)
+def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
+    """Return what partition j makes for others: outputs and skips, and gradients on the way back.
+
+    Args:
+        cells: One per partition.
+        j: The partition.
+    """
+    cell = cells[j]
+    ends = [each.end for each in cells]
+    found = []
+    held = cell.graph - cell.handed
+    ways = [] if cell.is_last else [(cell.outputs, j + 1)]
+    ways += [(frozenset(s.storages), bisect_right(ends, s.destination)) for s in cell.outgoing]
+    for storages, taker in ways:
+        recorded, again = (
+            cell.bytes_of(storages - held),
+            cell.bytes_of(storages - (cell.kept_input - cell.handed_again)),
+        )
+        found.append(Stream("F", taker, recorded, again))
+    back = [(cell.value, j - 1)] if j else []
+    back += [(frozenset(s.storages), bisect_right(ends, s.source)) for s in cell.incoming]
+    for storages, taker in back:
+        if cell.wants_gradient(cells[taker].end):
+            gradient = cell.gradient_of(storages)
+            found.append(Stream("B", taker, gradient, gradient))
+        # The tensor itself, as long as the graph that it came from needs it.
+        handed = storages & cells[taker].handed
+        kept = cell.bytes_of(handed & cells[taker].graph)
+        found.append(Stream("B", taker, kept, kept, only_if_recomputed=False))
+        found += _kept_for_recompute(cell, cells[taker], taker, handed)
+    return [stream for stream in found if stream.n_bytes or stream.n_bytes_again]
+
+
+def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -> Iterator[Stream]:
+    """Yield what an earlier partition hands through and keeps for its recompute.
+
+    Args:
+        cell: Who is charged with it.
+        other: The earlier partition.
+        taker: Its number.
+        handed: What it hands to `cell`.
+    """
+    both = handed & other.kept_input
+    ways: tuple[tuple[Kind, Storages], ...] = (("B", both & other.graph), ("R", both - other.graph))
+    for until, storages in ways:
+        # The partition's own cells hold it at first, and to the end what their graph needs.
+        own, others = cell.bytes_of(storages & cell.graph), cell.bytes_of(storages - cell.graph)
+        yield Stream("B", taker, own, own, only_if_recomputed=True, until=until)
+        yield Stream("F", taker, others, 0, only_if_recomputed=True, until=until)
+        yield Stream("R", taker, 0, others, only_if_recomputed=True, until=until)
 
 
 def _ended_before(order: Order, places: NDArray[np.int64]) -> NDArray[np.int32]:

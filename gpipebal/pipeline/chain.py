@@ -23,12 +23,26 @@ __all__ = [
     "check_balance",
     "check_keyword_dims",
     "check_number",
+    "check_one_input",
     "check_plan_names",
     "check_plan_schedule",
     "layers_of",
     "plan_warnings",
     "warn_of_lazy_norms",
+    "warn_of_what_stays_behind",
 ]
+
+#: What a module can have of its own, beside its layers, that a pipeline of the layers has not.
+_OWN_HOOKS = {
+    "forward hooks": ("_forward_pre_hooks", "_forward_hooks"),
+    "backward hooks": ("_backward_pre_hooks", "_backward_hooks"),
+    "state-dict hooks": (
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    ),
+}
 
 
 def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
@@ -110,6 +124,33 @@ def check_number(n_layers: int, balance: list[int]) -> None:
         )
 
 
+def check_one_input(others: Sequence[object], *, in_step: bool = False) -> None:
+    """Refuse arguments beside the input that are given without a name.
+
+    Args:
+        others: What was given behind the input.
+        in_step: Whether it was `GPipe.step` that was called.
+
+    Raises:
+        ModelError: there is one.
+    """
+    if not others:
+        return
+    if in_step:
+        raise ModelError(
+            f"step takes target and loss by name: {1 + len(others)} arguments were given without "
+            "(expected one, the input).\n"
+            "Fix: pipe.step(x, target=y, loss_fn=loss_fn); several inputs are one tuple, "
+            "pipe.step((x, z), ...)."
+        )
+    raise ModelError(
+        f"a pipeline takes one input: {1 + len(others)} were given one after the other (expected "
+        "one, as nn.Sequential).\n"
+        "Fix: pipe((x, y)) if the first layer takes a tuple; pipe(x, name=y) if y is its keyword "
+        "argument `name`."
+    )
+
+
 def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[str, Any]:
     """Return the dimensions of keyword arguments by name.
 
@@ -149,6 +190,29 @@ def _keywords_of(layer: nn.Module) -> list[str] | None:
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         return None
     return [p.name for p in parameters[1:] if p.kind != p.POSITIONAL_ONLY]
+
+
+def warn_of_what_stays_behind(module: nn.Module) -> None:
+    """Say so if a chain has something of its own: a pipeline takes nothing but its layers.
+
+    Warns:
+        UserWarning: it has hooks, parameters or buffers.
+    """
+    found = [kind for kind, names in _OWN_HOOKS.items() if any(map(module.__dict__.get, names))]
+    if found:
+        warnings.warn(
+            f"the model has {' and '.join(found)} of its own, which the pipeline does not take "
+            "over: it runs the layers. Fix: register them on the pipeline (its forward hooks run "
+            "for each call, with the whole mini-batch, and not in step), or on layers.",
+            stacklevel=3,
+        )
+    own = [*module._parameters, *module._buffers]
+    if own:
+        warnings.warn(
+            f"the model has parameters or buffers of its own, which the pipeline does not take "
+            f"over: {', '.join(map(repr, own))}. Fix: put them into a layer.",
+            stacklevel=3,
+        )
 
 
 def warn_of_lazy_norms(layers: Iterable[nn.Module]) -> None:

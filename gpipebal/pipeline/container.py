@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ _SETTINGS = _CHANGEABLE | {
     "keyword_dims",
     "out_dims",
 }
+
+#: What a pipeline keeps for itself.
+_OWN = frozenset({"_runtime", "_streams", "_recorder", "_ledger"})
 
 _EXPECTED = {
     "chunks": "a whole number of 1 or more",
@@ -62,7 +65,7 @@ class Container(nn.Module):
         """The layers of each partition as an `nn.Sequential`: a view, made anew each time."""
         views, layers = [], iter(self._modules.items())
         for size in self.balance:
-            views.append(nn.Sequential(OrderedDict(next(layers) for _ in range(size))))  # type: ignore[misc]
+            views.append(_View(OrderedDict(next(layers) for _ in range(size))))  # type: ignore[misc]
         return tuple(views)
 
     def __len__(self) -> int:
@@ -75,6 +78,10 @@ class Container(nn.Module):
         return list(self)[index]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            # Not by nn.Module's way: a layer may be called so, and would be overwritten.
+            object.__setattr__(self, name, value)
+            return
         if name not in _SETTINGS:
             super().__setattr__(name, value)
             return
@@ -171,6 +178,27 @@ class Container(nn.Module):
 
         super()._apply(apply, recurse)
         return self
+
+
+class _View(nn.Sequential):
+    """Layers of a partition, which the pipeline runs one by one and not as this module."""
+
+    def _get_name(self) -> str:
+        return "Sequential"
+
+    def _deny_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a hook that would never run."""
+        raise PipelineError(
+            "a partition cannot have hooks: `pipe.partitions` shows the layers, made anew at every "
+            "look, and the pipeline runs them one by one.\n"
+            "Fix: register the hook on a layer, pipe.partitions[j][k]; or on the whole, pipe."
+        )
+
+    register_forward_pre_hook = _deny_hooks
+    register_forward_hook = _deny_hooks
+    register_full_backward_pre_hook = _deny_hooks
+    register_full_backward_hook = _deny_hooks
+    register_backward_hook = _deny_hooks
 
 
 def _check_timeout(timeout: object) -> None:

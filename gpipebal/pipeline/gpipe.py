@@ -20,11 +20,13 @@ from gpipebal.pipeline.chain import (
     check_balance,
     check_keyword_dims,
     check_number,
+    check_one_input,
     check_plan_names,
     check_plan_schedule,
     layers_of,
     plan_warnings,
     warn_of_lazy_norms,
+    warn_of_what_stays_behind,
 )
 from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.devices import (
@@ -49,8 +51,6 @@ __all__ = ["GPipe"]
 
 # Two first forwards at once must not make two sets of workers for the same layers.
 _starting = threading.Lock()
-
-_OWN = frozenset({"_runtime", "_streams", "_recorder", "_ledger"})
 
 
 class GPipe(Container):
@@ -98,6 +98,9 @@ class GPipe(Container):
         threads_per_partition: Intra-operation threads of a CPU partition.
         timeout: Seconds in which some worker must end an action.
 
+    Warns:
+        UserWarning: `module` has hooks, parameters or buffers beside its layers.
+
     Raises:
         ModelError: `module` is not an `nn.Sequential`, or its skips do not pair up (a TypeError).
         DuplicateLayerError: partitions on different devices share a parameter or buffer.
@@ -143,6 +146,7 @@ class GPipe(Container):
         self.schedule = "gpipe"
         self.timeout = timeout
         layers = layers_of(module)
+        warn_of_what_stays_behind(module)
         self.in_dims, self.out_dims = in_dims, out_dims
         self.keyword_dims = check_keyword_dims(keyword_dims, next(iter(layers.values()), None))
         find_skips(list(layers.values()), list(layers))
@@ -228,12 +232,13 @@ class GPipe(Container):
             warnings.warn(warning, stacklevel=2)
         return pipe
 
-    def forward(self, input: Any, **keywords: Any) -> Any:
+    def forward(self, input: Any, *others: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
             input: A tensor, or a pytree of tensors, with the same rows. Other leaves go to every
                 micro-batch as they are.
+            others: None: several inputs are one tuple, or have names.
             keywords: Given to the first layer beside its input, parted likewise.
 
         Returns:
@@ -241,13 +246,14 @@ class GPipe(Container):
             what is no tensor, such as a number, only the first micro-batch's is in it.
 
         Raises:
-            ModelError: the input or a layer's output has no tensor, or tensors that differ in
-                rows.
+            ModelError: several inputs; or the input or a layer's output has no tensor, or tensors
+                that differ in rows.
             BalanceError: a dimension in `in_dims`, `keyword_dims` or `out_dims` does not fit.
             PipelineTimeoutError: no worker came forward within `timeout`.
             BaseException: whatever a layer raised, with its own type and traceback, and notes
                 that name partition, phase, micro-batch and layer.
         """
+        check_one_input(others)
         leaves, inputs = self._parted(input, keywords)
         if not self._modules:
             return input
@@ -258,9 +264,9 @@ class GPipe(Container):
     def step(
         self,
         input: Any,
-        *,
+        *others: Any,
         target: Any = None,
-        loss_fn: Callable[..., Tensor],
+        loss_fn: Callable[..., Tensor] | None = None,
         reduction: Reduction = "mean",
         target_dims: Any = 0,
         schedule: str | None = None,
@@ -280,11 +286,12 @@ class GPipe(Container):
 
         Args:
             input: As for `forward`.
+            others: None: further arguments have names.
             target: A tensor or a pytree of tensors, parted like the input; None: none.
             loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a
-                target; returns a tensor with one element. For a scaled loss let it return
-                ``scaler.scale(loss)``. Of a micro-batch that the last partition recomputes it is
-                called twice; `is_recomputing` tells.
+                target; returns a tensor with one element, scaled by ``scaler.scale(loss)`` if need
+                be. Called twice for a micro-batch that the last partition recomputes;
+                `is_recomputing` tells.
             reduction: ``'mean'`` if `loss_fn` takes the mean over the rows of a micro-batch: the
                 micro-batches' losses are weighted by their rows, which gives the mean over the
                 mini-batch. ``'sum'`` if it adds up: so do the micro-batches. (A mean over
@@ -296,13 +303,13 @@ class GPipe(Container):
             keywords: Keyword arguments for the first layer.
 
         Returns:
-            The loss of the mini-batch, without a graph, on the last device: what `loss_fn` gave,
-            so a scaled one if it scales.
+            The loss of the mini-batch as `loss_fn` gave it, without a graph, on the last device.
 
         Raises:
             UnsupportedPlanError: an unknown schedule.
             PipelineError: the loss needs no gradient.
-            ModelError: `loss_fn` returned no loss; and as for `forward`.
+            ModelError: `loss_fn` is missing, or returned no loss; arguments without names; and as
+                for `forward`.
             BaseException: as for `forward`.
 
         Source:
@@ -317,6 +324,7 @@ class GPipe(Container):
             >>> loss.shape, loss.requires_grad, pipe[0].weight.grad.shape
             (torch.Size([]), False, torch.Size([8, 4]))
         """
+        check_one_input(others, in_step=True)
         leaves, inputs = self._parted(input, keywords or {})
         if not self._modules:
             raise PipelineError(
@@ -338,13 +346,6 @@ class GPipe(Container):
                 [leaf for leaf, _ in found], [gradient for _, gradient in found]
             )
         return loss.total(mini_batch.losses)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            # Not by nn.Module's way: a layer may be called so, and would be overwritten.
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def close(self) -> None:
         """End the workers; the next forward starts new ones. Harmless when repeated."""

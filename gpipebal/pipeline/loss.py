@@ -34,12 +34,12 @@ class MicroBatchLoss:
 
     Raises:
         BalanceError: an unknown reduction, or a target of other rows than the input.
-        ModelError: the tensors of the target have different rows.
+        ModelError: `loss_fn` is no function, or the tensors of the target have different rows.
     """
 
     def __init__(
         self,
-        loss_fn: Callable[..., Tensor],
+        loss_fn: Callable[..., Tensor] | None,
         target: Any,
         target_dims: Any,
         rows: Sequence[int],
@@ -51,7 +51,7 @@ class MicroBatchLoss:
                 "Fix: reduction='mean' if loss_fn takes the mean over its rows, 'sum' if it adds "
                 "them up."
             )
-        self._loss_fn = loss_fn
+        self._loss_fn = _check_function(loss_fn)
         self._target = None if target is None else Target(target, target_dims, rows)
         total = sum(rows)
         self.weights = [
@@ -134,6 +134,22 @@ class MicroBatchLoss:
         for term in terms[1:]:
             total = total + term
         return total
+
+
+def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return what can be called for the loss.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    if not callable(loss_fn):
+        got = "loss_fn=None" if loss_fn is None else f"type(loss_fn)={type(loss_fn).__name__}"
+        raise ModelError(
+            f"loss_fn is no function: {got} (expected a function of the output, or of output and "
+            "target).\n"
+            "Fix: pipe.step(x, target=y, loss_fn=torch.nn.functional.mse_loss), say."
+        )
+    return loss_fn
 
 
 def check_loss(loss: Any) -> Tensor:

@@ -243,13 +243,14 @@ class MiniBatch:
         rows = self.schedule.phase(kinds)
         pool = self.runtime.pool
         self._ends: list[Any] = [None] * len(rows)
-        finished = [threading.Event() for _ in rows]
+        begun, finished = [False] * len(rows), [threading.Event() for _ in rows]
 
         def task_of(j: int) -> Callable[[], None]:
             variables = self.state.variables.copy()
 
             def task() -> None:
                 try:
+                    begun[j] = True
                     variables.run(self._run_row, j, rows[j])
                 finally:
                     # A caller that woke while the interpreter ends would be killed inside torch,
@@ -259,10 +260,9 @@ class MiniBatch:
 
             return task
 
-        n_submitted = [0]
         try:
             with pool.running(self._stop):
-                pool.submit([task_of(j) for j in range(len(rows))], n_submitted)
+                pool.submit([task_of(j) for j in range(len(rows))])
                 pool.wait_for(finished, self._watchers.timeout)
         except BaseException:
             # Interrupted, or nobody comes forward: let the cells in progress end, unless they hang.
@@ -271,7 +271,9 @@ class MiniBatch:
             self._close()
             try:
                 if not pool.is_given_up:
-                    pool.wait_for(finished[: n_submitted[0]], GRACE, spare_computing=True)
+                    # Who has not begun by now finds it stopped, and does nothing.
+                    running = [event for event, it in zip(finished, begun, strict=True) if it]
+                    pool.wait_for(running, GRACE, spare_computing=True)
                     self._release_cells()
             except PipelineTimeoutError:
                 pass  # the interrupt is what the caller gets to see

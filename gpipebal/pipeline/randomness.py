@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -120,11 +120,9 @@ class OwnRandomness:
         self._backward_of: int | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[Any]:
         """Let the random operations of this thread and block draw here."""
-        with catch_random_operations(self._draw):
-            yield
+        return catch_random_operations(self._draw)
 
     def enter_layer(self, layer: int | str) -> None:
         """Turn to the generators of a layer, given by its place in the whole chain."""

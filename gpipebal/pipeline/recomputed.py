@@ -14,7 +14,7 @@ it draws the same random numbers, starts from the same buffers and leaves no tra
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -81,7 +81,7 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
             "Fix: give the layers of the pipeline as an nn.Sequential."
         )
     layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-    changed = OrderedDict(layers)
+    changed = dict(layers)
     taken: set[int] = set()
     for run in runs:
         places = _places(run, [name for name, _ in layers], taken)
@@ -91,8 +91,9 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
             _check_no_skips(name, layer)
         for (name, layer), is_first in zip(inside, [True, *[False] * len(inside)], strict=False):
             changed[name] = Recomputed(layer, inside if is_first else ())
-    found = nn.Sequential(changed)
-    found.training = module.training
+    # With the module's own hooks, should it have some.
+    found = copy.copy(module)
+    found.__dict__["_modules"] = changed
     return found
 
 

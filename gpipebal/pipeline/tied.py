@@ -98,11 +98,11 @@ class TiedParameters:
     @contextmanager
     def collecting(self, sums: _Sums) -> Iterator[None]:
         """Catch the gradients that backwards of this thread and block find."""
-        _current.sums = sums
+        _current.sums, _current.tied = sums, self._tied
         try:
             yield
         finally:
-            _current.sums = None
+            _current.sums = _current.tied = None
 
     def add_up(self, sums: Sequence[_Sums], lanes: Sequence[Lane]) -> None:
         """Add the sums of the partitions to ``.grad``; called in the caller's thread."""
@@ -199,8 +199,9 @@ def _catcher(
     def catch(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
         sums: _Sums | None = getattr(_current, "sums", None)
         gradient = gradients[0]
-        if sums is None or gradient is None:
-            return None  # a backward outside of the pipeline
+        # A backward outside of a pipeline, or of another one, to which one partition uses it.
+        if sums is None or gradient is None or parameter not in _current.tied:
+            return None
         with torch.no_grad():
             known, _ = sums.get(parameter, (None, None))
             if known is None or (known.is_sparse and not gradient.is_sparse):

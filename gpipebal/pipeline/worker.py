@@ -71,6 +71,10 @@ class WorkerPool:
         self._clocks: list[int | None] = [None for _ in lanes]
         self._stops: set[Stop] = set()
         self._is_exit = False
+        # Before there is a thread, so that an interrupt leaves none behind.
+        self._end = weakref.finalize(self, _end_threads, self._queues, self.threads, self.process)
+        # The end of the interpreter has its own rules.
+        self._end.atexit = False
         with _starting:
             before = torch.get_num_threads()
             started = threading.Barrier(len(lanes) + 1)
@@ -101,9 +105,6 @@ class WorkerPool:
             finally:
                 # set_num_threads in a worker also sets what later threads start with: put it back.
                 torch.set_num_threads(before)
-        self._end = weakref.finalize(self, _end_threads, self._queues, self.threads, self.process)
-        # The end of the interpreter has its own rules.
-        self._end.atexit = False
         _pools.add(self)
         if failures:
             self._end()
@@ -118,12 +119,11 @@ class WorkerPool:
         finally:
             self._stops.discard(stop)
 
-    def submit(self, tasks: Sequence[Callable[[], None]], n_submitted: list[int]) -> None:
+    def submit(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Hand task j to worker j, to all workers in one go.
 
         Args:
-            tasks: One per worker.
-            n_submitted: Its only element counts the tasks handed out, also if this is interrupted.
+            tasks: One per worker. If this is interrupted some may have been handed out.
 
         Raises:
             PipelineError: the pool is closed, belongs to another process, or is waited for by one
@@ -156,7 +156,6 @@ class WorkerPool:
                 )
             for queue, task in zip(self._queues, tasks, strict=True):
                 queue.put(task)
-                n_submitted[0] += 1
 
     def wait_for(
         self,
@@ -176,7 +175,7 @@ class WorkerPool:
             PipelineTimeoutError: given up; the text says what every worker is doing.
         """
         n_done = sum(activity.n_done for activity in self.activities)
-        used = _seconds_used(self._clocks)
+        used = 0.0 if timeout is None else _seconds_used(self._clocks)
         for event in finished:
             while not event.wait(timeout):
                 assert timeout is not None
@@ -262,8 +261,14 @@ def _end_threads(
 ) -> None:
     if process != os.getpid():
         return
-    for queue in queues:
-        queue.put(None)
+    try:
+        for queue in queues:
+            queue.put(None)
+    except BaseException:
+        # Interrupted between two of them. Whom it tells twice has ended by then.
+        for queue in queues:
+            queue.put(None)
+        raise
     for thread in threads:
         # A pool can be collected, and so ended, by one of its own threads.
         if thread is not threading.current_thread():

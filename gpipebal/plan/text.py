@@ -223,8 +223,11 @@ def _moves(plan: Plan) -> list[str]:
     cheap, costly = min(moves), max(moves)
 
     def adds(move: tuple[float, int, str]) -> str:
-        share = f" ({format_percent(move[0] / plan.value)})" if plan.value else ""
-        return f"one layer to the {move[2]} adds {format_value(plan, move[0])}{share}"
+        more = abs(move[0])
+        share = f" ({format_percent(more / plan.value)})" if plan.value else ""
+        # Of a plan that is not proven to be the best, a move may be better.
+        verb = "takes off" if move[0] < 0 else "adds"
+        return f"one layer to the {move[2]} {verb} {format_value(plan, more)}{share}"
 
     if len(moves) == 1:
         return [f"To move the cut behind partition {cheap[1]} costs at least: {adds(cheap)}."]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
+from gpipebal.planner.all_ways import all_ways
+from gpipebal.planner.best import MOST_WAYS
 from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
@@ -71,8 +73,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     helps = [text for text, other in _changes(question, lack) if _has_plan(other)]
     if not helps:
         helps = ["a smaller model, or fewer rows in a mini-batch"]
-    # What waits depends on the clock, and not every plan was tried that might fit by it.
-    waits = "" if find(_in_order_if_large(posed.problem), "bottleneck") is None else _WAITS
+    waits = _about_waiting(posed, lack)
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
         f"(expected {format_bytes(lack)} more, in the split that lacks least: layers {start} to "
@@ -83,10 +84,18 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     )
 
 
-_WAITS = (
-    ", counting all that can wait for busy neighbours: without that some splits fit, but those "
-    "that were tried do not in their own timelines"
-)
+def _about_waiting(posed: Posed, lack: int) -> str:
+    """Say what of a shortage is only due to what may wait for busy neighbours."""
+    without = least_shortage(_in_order_if_large(posed.problem))
+    if without is None or without[0] >= lack:
+        return ""
+    text = ", counting all that can wait for busy neighbours: without that "
+    if without[0] > 0:
+        return f"{text}it would be {format_bytes(without[0])} more"
+    # What waits depends on the clock, and many plans are not all tried that might fit by it.
+    if all_ways(posed, MOST_WAYS) is None:
+        return f"{text}some splits fit, but those that were tried do not in their own timelines"
+    return f"{text}some splits fit, but none does in its own timeline"
 
 
 def _to_explain(posed: Posed) -> Problem:
@@ -139,10 +148,21 @@ def _changes(question: Question, lack: int) -> Iterator[tuple[str, Question]]:
     for mode in ("auto", "except_last", "always", "never"):
         if mode != question.checkpoint:
             yield f"checkpoint={mode!r}", replace(question, checkpoint=mode)
+    yield from _loss_by_micro_batch(question)
     yield from _more_chunks(question)
     yield from _more_partitions(question)
     yield from _more_memory(question, lack)
     yield from _looser(question)
+
+
+def _loss_by_micro_batch(question: Question) -> Iterator[tuple[str, Question]]:
+    """Compute the loss inside, so that the outputs of all micro-batches never exist together."""
+    if question.loss_inside:
+        return
+    inside = replace(question, loss_inside=True)
+    yield "loss_inside=True", inside
+    if question.checkpoint != "auto" and not _has_plan(inside):
+        yield "loss_inside=True, checkpoint='auto'", replace(inside, checkpoint="auto")
 
 
 def _looser(question: Question) -> Iterator[tuple[str, Question]]:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.plan import Plan
+from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import bound_of, search
@@ -19,12 +20,17 @@ from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, iter_best_splits, split_any_cost
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.peak import least_shortage
 
-__all__ = ["Best", "best_of", "best_of_all", "lower_bound_of", "roomier", "solved"]
+__all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "lower_bound_of", "roomier", "solved"]
 
 #: How many of the best splits are tried where the best one has too much waiting; and with how many
 #: layers times partitions that is done only to be sure that there is no better one.
 _MOST_TRIED, _FEW = 16, 400
+#: How many of them are tried where none is known that fits; and up to how many ways to cut and run
+#: a chain all are.
+_MOST_UNTIL_ONE_FITS, MOST_WAYS = 100, 500
 
 
 class Best(NamedTuple):
@@ -84,9 +90,10 @@ def best_of(posed: Posed) -> Best:
     """Find the best plan at one number of micro-batches.
 
     Limits are first compared without what waits for busy neighbours. If the plan that is found
-    exceeds one of them in its own timeline, more is recomputed, where that is open; the search is
-    done again with the most that can wait; and the next best splits are tried. The gap tells
-    between which values the best plan is.
+    exceeds one of them in its own timeline, all ways are tried if they are few. If not, more is
+    recomputed, where that is open; the search is done again with the most that can wait; and the
+    next best splits are tried, and those that lack least. The gap tells between which values the
+    best plan is.
     """
     question = posed.question
     found = solved(posed, posed.problem)
@@ -97,6 +104,9 @@ def best_of(posed: Posed) -> Best:
         plan = _least_waiting(posed, plan)
     if fits(plan):
         return Best(plan, plan.lower_bound)
+    ways = all_ways(posed, MOST_WAYS)
+    if ways is not None:
+        return _best_way(posed, ways, found.method)
     bound = found.lower_bound
     careful = solved(posed, posed.cautious)
     tried = [roomier(posed, found, plan)]
@@ -105,6 +115,8 @@ def best_of(posed: Posed) -> Best:
     n_places = posed.problem.n_layers * posed.problem.n_partitions
     if best is None or (best.value > bound and n_places <= _FEW):
         best, bound = _among_next(posed, best, bound)
+    if best is None:
+        best = _with_most_room(posed)
     if best is None:
         return Best(None, bound)
     bound = min(bound, best.value)
@@ -118,12 +130,58 @@ def best_of(posed: Posed) -> Best:
     return Best(best, bound)
 
 
+def _best_way(posed: Posed, ways: Sequence[Split], method: str) -> Best:
+    """Return the best of all ways that keeps its limits in its own timeline."""
+
+    def rank(way: Split, value: float) -> tuple[float, ...]:
+        counted = posed.counted(way.modes)
+        parts = posed.problem.costs.parts(way.bounds, counted, way.order)
+        loads = [part.forward + part.backward + max(part.again, part.early) for part in parts]
+        bottleneck = posed.problem.bottleneck(way.bounds, counted, way.order)
+        return value, bottleneck, sum(load * load for load in loads)
+
+    valued = [(value_of(posed, way.bounds, way.modes, way.order), way) for way in ways]
+    known = [(rank(way, value), way) for value, way in valued if value is not None]
+    for (value, *_), way in sorted(known, key=lambda one: one[0]):
+        way = replace(way, value=value, lower_bound=value, status="optimal", method=method)
+        plan = plan_of_split(posed, way)
+        if fits(plan):
+            note = "What waits for busy neighbours decides what fits, so all plans were looked at."
+            return Best(replace(plan, notes=(*plan.notes, note)), plan.lower_bound)
+    return Best(None, math.inf)
+
+
+def _with_most_room(posed: Posed) -> Plan | None:
+    """Try the splits that lack least, with what waits and without."""
+    for problem in (posed.cautious, posed.problem):
+        in_order = [replace(problem, any_order=False)] if problem.any_order else []
+        for one in [problem, *in_order]:
+            if count_states(one) > MOST_STATES:
+                continue
+            short = least_shortage(one)
+            if short is None:
+                continue
+            levels, path = Levels(one), short[1]
+            order = levels.devices_of(path.groups)
+            modes = tuple(option.mode for option in path.options)
+            value = value_of(posed, path.bounds, modes, order)
+            if value is None:
+                continue
+            bound = min(value, _quick_bound(posed))
+            split = Split(path.bounds, value, bound, "feasible", "peak bisection", modes, order)
+            plan = roomier(posed, split, plan_of_split(posed, split))
+            if fits(plan):
+                return plan
+    return None
+
+
 def _among_next(posed: Posed, best: Plan | None, bound: float) -> tuple[Plan | None, float]:
     """Try the next best splits; return the best plan that fits, and a bound on all."""
     # Then one split is one plan, and what comes behind a split in the ranking is no better.
     is_given = not posed.is_open
     n_tried = 0
-    for other in _next_best(posed):
+    most = _MOST_TRIED if best is not None else _MOST_UNTIL_ONE_FITS
+    for other in _next_best(posed, most):
         if is_given:
             bound = max(bound, other.lower_bound)
         if best is not None and other.lower_bound >= best.value:
@@ -134,7 +192,7 @@ def _among_next(posed: Posed, best: Plan | None, bound: float) -> tuple[Plan | N
             best = _least([plan, *([] if best is None else [best])])
             if is_given:
                 return best, bound
-    if is_given and 0 < n_tried < _MOST_TRIED:
+    if is_given and 0 < n_tried < most:
         # All of them were tried: whatever fits was found.
         return best, math.inf if best is None else best.value
     return best, bound
@@ -198,12 +256,12 @@ def _least_waiting(posed: Posed, plan: Plan) -> Plan:
     return min(plan, other, key=lambda one: (not fits(one), one.value))
 
 
-def _next_best(posed: Posed) -> Iterator[Split]:
+def _next_best(posed: Posed, most: int) -> Iterator[Split]:
     question = posed.question
     if question.cost is not None or question.objective == "peak_memory" or question.is_searched:
         return iter(())
     try:
-        return islice(iter_best_splits(posed.problem, question.objective), _MOST_TRIED)
+        return islice(iter_best_splits(posed.problem, question.objective), most)
     except BalanceError:
         return iter(())  # no solver can be asked for the next best
 

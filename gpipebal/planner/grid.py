@@ -10,6 +10,7 @@ of the other replicas::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,11 @@ from gpipebal.errors import BalanceError, GpipebalError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.planner.question import Options
-from gpipebal.planner.solve import solve
-from gpipebal.problem import Link, to_bounds
+from gpipebal.planner.replicated import Additions, Replicated, search
+from gpipebal.planner.solve import posed_of, solve
+from gpipebal.problem import Link
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
-from gpipebal.simulator import simulate
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-__all__ = ["GridRow", "GridTable", "all_reduce_time", "solve_grid"]
+__all__ = ["GridRow", "GridTable", "solve_grid"]
 
 #: Most numbers of micro-batches that are tried for each number of replicas.
 _MOST_CANDIDATES = 20
+#: Splits that are looked at most for each number of micro-batches.
+_MOST_TRIED = 40
 #: Options of `solve` that are about single partitions, of which there is another number each time.
 _REFUSED = ("devices", "any_order", "pin", "cost", "rules")
 #: Options that are one for all partitions.
@@ -49,11 +52,13 @@ class GridRow:
     Attributes:
         replicas: How many pipelines share the rows.
         partitions: How many partitions each of them has.
-        plan: The plan of one replica; None: there is none.
+        plan: The plan of one replica; None: there is none. Its value is the makespan, which is
+            not the least one if with another split gradients are added up earlier.
         time: Seconds of the mini-batch: until every partition has worked and added up its
             gradients. Without loss and optimizer.
         all_reduce_time: Seconds of the longest addition of gradients.
         waiting_time: How much of `time` comes after the last backward.
+        lower_bound: No plan for so many replicas takes less, in seconds.
         refusal: Why there is no plan; empty if there is one.
     """
 
@@ -63,7 +68,22 @@ class GridRow:
     time: float | None = None
     all_reduce_time: float | None = None
     waiting_time: float | None = None
+    lower_bound: float | None = None
     refusal: str = ""
+
+    @property
+    def status(self) -> str | None:
+        """``'optimal'`` if no plan takes less time, else ``'feasible'``; None without a plan."""
+        if self.time is None:
+            return None
+        return "optimal" if self.lower_bound == self.time else "feasible"
+
+    @property
+    def gap(self) -> float | None:
+        """How far the time can be from the least, as a fraction of it; None without a plan."""
+        if self.time is None or self.lower_bound is None:
+            return None
+        return (self.time - self.lower_bound) / self.time if self.time else 0.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ class GridTable:
                     "makespan": None if plan is None else plan.makespan,
                     "all_reduce_time": row.all_reduce_time,
                     "waiting_time": row.waiting_time,
-                    "gap": None if plan is None else plan.gap,
+                    "gap": row.gap,
                     "peak_bytes": None if plan is None else _peak(plan),
                     "refusal": row.refusal,
                 }
@@ -150,22 +170,6 @@ class GridTable:
         return "\n".join([title, *table, *notes])
 
 
-def all_reduce_time(n_bytes: int, replicas: int, link: Link | None) -> float:
-    """Predict how long replicas take to add up gradients in a ring.
-
-    Every replica sends and receives ``2 (d - 1)`` times one d-th of the bytes: first to add the
-    parts up, then to hand the sums round.
-
-    Example:
-        >>> all_reduce_time(400, 4, Link(bandwidth=100.0, latency=0.5))
-        9.0
-    """
-    if replicas == 1 or link is None or not n_bytes:
-        return 0.0
-    steps = 2 * (replicas - 1)
-    return steps * (link.latency + n_bytes / replicas / link.bandwidth)
-
-
 def solve_grid(
     profile: Profile,
     n_devices: int,
@@ -175,8 +179,10 @@ def solve_grid(
 ) -> GridTable:
     """Find the best plan for every number of replicas, and set them side by side.
 
-    The mini-batch is that of the profile in all of them. Of d replicas each has the d-th part of
-    its rows (the largest part is what counts); devices are alike.
+    Minimises, for each of them, the time until every partition has worked and has added up its
+    gradients, over all splits that keep limits and rules. The mini-batch is that of the profile in
+    all of them. Of d replicas each has the d-th part of its rows (the largest part is what counts);
+    devices are alike.
 
     Args:
         profile: Costs of the layers. Smaller micro-batches than the profile's are predicted with
@@ -188,9 +194,12 @@ def solve_grid(
             partitions, layers that stay together; but nothing about single partitions. `chunks`
             are those of each replica; None: as many as leave micro-batches the rows that they have
             in the profile, or fewer; several: the best of these; ``'auto'``: of up to 20 numbers.
+            With a `method` or a `time_limit` only the makespan is searched for, and cuts are moved
+            from there; the bound then is that of the makespan, and of what is added up behind it.
 
     Returns:
-        A table, the fastest first. Numbers without a plan are in it, with the reason.
+        A table, the fastest first, each with a bound that tells how sure it is. Numbers without a
+        plan are in it, with the reason.
 
     Raises:
         BalanceError: a count that is not 1 or more, an option that does not apply, or nothing fits.
@@ -198,7 +207,8 @@ def solve_grid(
         ProfileError: the profile does not tell what is asked for.
 
     Complexity:
-        As `solve`, for every divisor of the number of devices (and number of micro-batches).
+        As `solve`, for every divisor of the number of devices (and number of micro-batches), and
+        for every split that `gpipebal.planner.replicated.search` looks at.
 
     Source:
         The ring is Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -264,9 +274,12 @@ def _best(
         why = f"the chain has {profile.n_layers} layers for {partitions} partitions."
         return GridRow(replicas, partitions, refusal=why)
     share = -(-profile.mini_batch_rows // replicas)
-    best: GridRow | None = None
-    refusal = ""
     rest: Options = {**options, "chunks": None}
+    plain = rest.get("method", "auto") == "auto" and rest.get("time_limit") is None
+    additions = Additions(profile, replicas, replica_link)
+    best: Replicated | None = None
+    bound = math.inf
+    refusal = ""
     for rows in _rows_to_try(profile, share, options.get("chunks")):
         sized = profile.at_rows(rows, mini_batch_rows=share)
         try:
@@ -274,10 +287,23 @@ def _best(
         except GpipebalError as error:
             refusal = refusal or str(error).replace("\n", " ")
             continue
-        row = _row(sized, plan, replicas, replica_link)
-        if best is None or (row.time or 0.0) < (best.time or 0.0):
-            best = row
-    return best or GridRow(replicas, partitions, refusal=refusal)
+        (posed,) = posed_of(sized, partitions, rest)
+        most = _MOST_TRIED if plain else 0
+        found = search(posed, plan, additions, most, math.inf if best is None else best.time)
+        bound = min(bound, found.lower_bound)
+        if best is None or found.time < best.time:
+            best = found
+    if best is None:
+        return GridRow(replicas, partitions, refusal=refusal)
+    return GridRow(
+        replicas=replicas,
+        partitions=partitions,
+        plan=best.plan,
+        time=best.time,
+        all_reduce_time=max(best.additions),
+        waiting_time=best.time - best.plan.makespan,
+        lower_bound=min(bound, best.time),
+    )
 
 
 def _rows_to_try(
@@ -298,39 +324,6 @@ def _rows_to_try(
     # Spread over all of them where they are many.
     step = max(1, -(-len(known) // _MOST_CANDIDATES))
     yield from known[::step]
-
-
-def _row(profile: Profile, plan: Plan, replicas: int, replica_link: Link | None) -> GridRow:
-    """Add the gradients up behind every partition's last backward."""
-    bounds = to_bounds(plan.balance)
-    times = [
-        all_reduce_time(
-            sum(layer.gradient_bytes for layer in profile.layers[bounds[j] : bounds[j + 1]]),
-            replicas,
-            replica_link,
-        )
-        for j in range(plan.n_partitions)
-    ]
-    ends = _last_ends(plan)
-    time = max(end + more for end, more in zip(ends, times, strict=True))
-    return GridRow(
-        replicas=replicas,
-        partitions=plan.n_partitions,
-        plan=plan,
-        time=time,
-        all_reduce_time=max(times),
-        waiting_time=time - max(ends),
-    )
-
-
-def _last_ends(plan: Plan) -> Sequence[float]:
-    """Return when each partition has done its last action."""
-    table = simulate(plan).table
-    ends = [0.0] * plan.n_partitions
-    for j in range(plan.n_partitions):
-        own = table.ends[(table.partitions == j) & table.of_kind("FRBIW")]
-        ends[j] = float(own.max(initial=0.0))
-    return ends
 
 
 def _peak(plan: Plan) -> int:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from gpipebal.plan import PartitionPlan, Plan
 from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
 from gpipebal.planner.posing import Posed
+from gpipebal.planner.schedule_costs import ScheduleCosts
 from gpipebal.planner.sensitivity import sensitivity
 from gpipebal.planner.times import Surroundings, durations, order_for
 from gpipebal.problem import to_bounds
 from gpipebal.schedule import Checkpoint, CheckpointMode, modes_of
-from gpipebal.simulator import place
+from gpipebal.simulator import place, weight_shares
 from gpipebal.solvers import Split
 
 __all__ = [
@@ -25,6 +26,11 @@ __all__ = [
     "value_of",
     "with_sensitivity",
 ]
+
+#: Actions that are simulated at most to tell how decisive cuts are under other schedules; and
+#: layers and actions that are gone through for the memory of all moves, under limits, and where
+#: peak memory is the objective, whose search takes longer itself.
+_MOST_ACTIONS, _MOST_UNDER_LIMITS, _MOST_FOR_PEAKS = 10**7, 4_000, 40_000
 
 
 def fits(plan: Plan) -> bool:
@@ -105,20 +111,28 @@ def value_of(
         known = [cost for cost in costs if cost is not None and math.isfinite(cost)]
         return float(max(known)) if len(known) == len(costs) else None
     if question.objective == "peak_memory":
-        memory, _ = peaks_in_time(
-            posed.profile,
-            bounds,
-            chunks=posed.chunks,
-            checkpoint=_checkpoint_of(modes),
-            schedule=question.schedule,
-            loss_inside=question.loss_inside,
-            shared_memory=question.shared_memory,
-            around=_around(posed, order),
-        )
-        return float(max(peak.total for peak in memory))
+        return float(max(_peaks_of(posed, bounds, modes, order)))
     if question.objective == "makespan":
         return _makespan_of(posed, bounds, modes, order)
     return _bottleneck_of(posed, bounds, modes, order)
+
+
+def _peaks_of(
+    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
+) -> list[int]:
+    """Return the peak memory of every partition of a split, in its own timeline."""
+    question = posed.question
+    memory, _ = peaks_in_time(
+        posed.profile,
+        bounds,
+        chunks=posed.chunks,
+        checkpoint=_checkpoint_of(modes),
+        schedule=question.schedule,
+        loss_inside=question.loss_inside,
+        shared_memory=question.shared_memory,
+        around=_around(posed, order),
+    )
+    return [peak.total for peak in memory]
 
 
 def _checkpoint_of(modes: Sequence[CheckpointMode]) -> Checkpoint:
@@ -152,16 +166,36 @@ def _bottleneck_of(
 
 
 def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
-    """Add how decisive each cut is."""
-    question = posed.question
-    if question.is_searched:
-        return plan  # each moved cut would be a simulation
+    """Add how decisive each cut is, each moved cut simulated where only a clock can tell."""
+    question, problem = posed.question, posed.problem
+    modes, order = plan.modes, plan.devices
+    n_moves, n_actions = 2 * (plan.n_partitions - 1), 3 * plan.n_partitions * plan.chunks
+    if question.is_searched and n_moves * n_actions > _MOST_ACTIONS:
+        return plan
+    objective = "cost" if question.cost is not None else question.objective
+    is_peak = objective == "peak_memory"
+    work = n_moves * (problem.n_layers + n_actions)
+    if is_peak and work > _MOST_FOR_PEAKS:
+        return plan
+    waits = is_peak or (posed.is_limited and work <= _MOST_UNDER_LIMITS)
     moves = sensitivity(
-        posed.problem,
+        problem,
         to_bounds(plan.balance),
-        posed.counted(plan.modes),
-        plan.devices,
-        "cost" if question.cost is not None else question.objective,
+        posed.counted(modes),
+        order,
+        objective,
         question.cost,
+        peaks=(lambda bounds: _peaks_of(posed, bounds, modes, order)) if waits else None,
+        makespans=_simulator_of(posed, modes, order) if question.is_searched else None,
     )
     return replace(plan, sensitivity=moves)
+
+
+def _simulator_of(
+    posed: Posed, modes: Sequence[CheckpointMode], order: Sequence[int]
+) -> Callable[[Sequence[Sequence[int]]], list[float]]:
+    """Return what simulates splits as the search for the best of them does."""
+    n_partitions, checkpoint = posed.problem.n_partitions, _checkpoint_of(modes)
+    actions = order_for(posed.question.schedule, n_partitions, posed.chunks, checkpoint)
+    shares = weight_shares(posed.profile)
+    return ScheduleCosts(posed.problem, actions, order, shares).makespans

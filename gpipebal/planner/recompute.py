@@ -17,6 +17,7 @@ from gpipebal.planner.question import Options, Place, Question, Size, ask
 from gpipebal.planner.recompute_choice import LayerRecompute
 from gpipebal.planner.recompute_costs import with_nothing_saved_before, with_runs
 from gpipebal.planner.recompute_network import partition_network
+from gpipebal.planner.recompute_ways import Choice, choices_of, in_order
 from gpipebal.problem import Device, Link, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
 from gpipebal.profile import Profile
@@ -28,6 +29,8 @@ __all__ = ["recompute_layers"]
 
 #: How often the limits are tightened by what only a whole choice tells.
 _MOST_ROUNDS = 12
+#: Of how many ways for each partition how many are tried together where that does not help.
+_MOST_WAYS, _MOST_CHOICES = 64, 300
 
 
 def recompute_layers(
@@ -51,7 +54,8 @@ def recompute_layers(
 
     What waits for busy neighbours is known only of a whole choice, and so is what has no gradient
     and is held, in one memory, because a partition before saves it. Bounds are without both; where
-    they decide, the limit is tightened by them, and the status is ``'feasible'``.
+    they decide, the limit is tightened by them, then other runs are tried in all partitions
+    together, and the status is ``'feasible'``.
 
     Layers that stash or pop skip connections are in no run, and no run begins with a layer whose
     output lies in the memory of its input.
@@ -71,9 +75,9 @@ def recompute_layers(
 
     Raises:
         BalanceError: there is no limit, or the profile is not the plan's.
-        InfeasibleError: a partition exceeds its limit whatever is recomputed; the text says which
-            limit would do. Where what waits for busy neighbours decides, a limit slightly below
-            that one may do too.
+        InfeasibleError: a partition exceeds its limit whatever is recomputed, or, where what waits
+            for busy neighbours decides and there are many runs, with those that were tried; the
+            text says which it is, and which limit would do.
         UnsupportedPlanError: a schedule whose memory is not known.
 
     Complexity:
@@ -88,9 +92,10 @@ def recompute_layers(
         ((range(1, 2),), (2.0,), 'optimal')
     """
     posed = _posed(profile, plan, memory_limit, reserve, devices, link)
-    found = _Search(posed, plan, time_limit, posed.limits).answer()
+    search = _Search(posed, plan, time_limit, posed.limits)
+    found = search.answer()
     if isinstance(found, int):
-        raise _infeasible(posed, plan, found, time_limit)
+        raise _infeasible(posed, plan, found, time_limit, all_tried=search.all_tried)
     return found
 
 
@@ -162,6 +167,8 @@ class _Search:
         self._ways: dict[int, Way] = {}
         self._lower_bounds: dict[int, int] = {}
         self._seconds_used: dict[int, float] = {}
+        # Whether a partition that does not fit was seen not to, whatever is recomputed.
+        self.all_tried = True
 
     def answer(self) -> LayerRecompute | int:
         """Return the choice; if there is none, the partition that does not fit."""
@@ -173,11 +180,37 @@ class _Search:
             for j, shortage in over.items():
                 way = self._solved(j, shortage)
                 if way is None:
-                    return j
+                    return self._with_other_runs(before, j)
                 self._ways[j] = way
             found = self._evaluated()
         over = self._over(found)
-        return next(iter(over)) if over else self._result(before, found)
+        if over:
+            return self._with_other_runs(before, next(iter(over)))
+        return self._result(before, found)
+
+    def _with_other_runs(self, before: Plan, j: int) -> LayerRecompute | int:
+        """Try runs of all partitions together; return the choice, or the partition that is over."""
+        network, limit = self._network(j), self._limits[j]
+        if network is None or limit is None or lowest(network).peak > limit:
+            return j
+        lists = []
+        for k, mode in enumerate(self._plan.modes):
+            network = self._network(k) if mode == "never" or k in {j, *self._ways} else None
+            if network is None:
+                lists.append([Choice(0.0, None)])
+                continue
+            ways, are_all = choices_of(network, self._limits[k], _MOST_WAYS, self._time_limit)
+            lists.append([Choice(self._seconds(k, way.cost), way) for way in ways])
+            self.all_tried &= are_all and mode == "never"
+        for n_tried, choice in enumerate(in_order(lists)):
+            if n_tried == _MOST_CHOICES:
+                self.all_tried = False
+                break
+            self._ways = {k: one.way for k, one in enumerate(choice) if one.way is not None}
+            found = self._evaluated()
+            if not self._over(found):
+                return self._result(before, found)
+        return j
 
     def needed(self) -> tuple[int, ...]:
         """Return what each partition needs at least, if those that exceed their limits do all."""
@@ -317,7 +350,9 @@ class _Search:
         )
 
 
-def _infeasible(posed: Posed, plan: Plan, j: int, time_limit: float | None) -> InfeasibleError:
+def _infeasible(
+    posed: Posed, plan: Plan, j: int, time_limit: float | None, *, all_tried: bool
+) -> InfeasibleError:
     """Say which partition lacks how much whatever is recomputed, and which limit would do."""
     limit = posed.limits[j]
     assert limit is not None
@@ -332,11 +367,16 @@ def _infeasible(posed: Posed, plan: Plan, j: int, time_limit: float | None) -> I
     enough = [None if one is None else max(n, one) for n, one in pairs]
     if not isinstance(_Search(posed, plan, time_limit, enough).answer(), int):
         fix = _limit_text(posed.question, plan, lacks)
+    which, least = "whichever of its layers are recomputed", "at least"
+    if not all_tried:
+        # Without what waits for busy neighbours some runs fit, and there are many.
+        which = "with any of the runs that were tried, for what waits for busy neighbours"
+        least = "with the runs that need least by themselves"
     return InfeasibleError(
-        f"partition {j} does not fit its device, whichever of its layers are recomputed: it may "
+        f"partition {j} does not fit its device, {which}: it may "
         f"need {format_bytes(limit)} (expected {format_bytes(shortage)} more: layers "
         f"{first} to {first + len(names) - 1}, {names[0]} .. {names[-1]}, need "
-        f"{format_bytes(needs[j])} at least).\nFix: {fix}.",
+        f"{format_bytes(needs[j])} {least}).\nFix: {fix}.",
         j,
         shortage,
     )

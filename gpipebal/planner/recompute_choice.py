@@ -64,6 +64,18 @@ class LayerRecompute:
         end = first + self.plan.balance[partition]
         return tuple(run for run in self.runs if first <= run.start < end)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values: each run as its first layer and the one behind its last."""
+        return {
+            "runs": [[run.start, run.stop] for run in self.runs],
+            "layer_names": [list(names) for names in self.layer_names],
+            "recompute_times": list(self.recompute_times),
+            "lower_bounds": list(self.lower_bounds),
+            "status": self.status,
+            "plan": self.plan.to_dict(),
+            "before": self.before.to_dict(),
+        }
+
     def explain(self) -> str:
         """Say in plain words what is recomputed, why, and what it costs."""
         return "\n".join(self._sentences())

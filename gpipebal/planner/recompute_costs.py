@@ -22,7 +22,7 @@ from gpipebal.profile import LayerProfile, Profile
 __all__ = [
     "InRun",
     "given_to",
-    "may_be_first",
+    "leaves_input",
     "recomputed_from",
     "uses_skips",
     "with_nothing_saved_before",
@@ -52,13 +52,20 @@ def uses_skips(profile: Profile) -> frozenset[int]:
     return frozenset(layer for s in profile.skips for layer in (s.source, s.destination))
 
 
-def may_be_first(profile: Profile, layer: int) -> bool:
-    """Whether a run may begin with a layer.
+def leaves_input(profile: Profile, first: int, layer: int) -> bool:
+    """Whether a layer leaves the input of a run as it is, so that the run can use it again.
 
-    One whose output lies in the memory of its input may have written to it, and a view of the input
-    invites the next layer to do so; then it could not be used again.
+    A layer whose output lies in memory of that input may have written to it. Not if it makes
+    something else, and what it hands on has no gradient: such as a mask that goes along.
+
+    Args:
+        profile: Costs of the layers.
+        first: First layer of the run.
+        layer: A layer of the run.
     """
-    return not given_to(profile, layer) & frozenset(profile.layers[layer].outputs)
+    given, outputs = given_to(profile, first), frozenset(profile.layers[layer].outputs)
+    both = given & outputs
+    return not both or (both != outputs and both <= frozenset(profile.without_gradient))
 
 
 def recomputed_from(profile: Profile, first: int) -> Iterator[InRun]:

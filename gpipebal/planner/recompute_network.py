@@ -13,7 +13,7 @@ partition as it is.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from gpipebal.memory.cell import Cell, Storages
 from gpipebal.memory.loss import around_loss
@@ -21,7 +21,7 @@ from gpipebal.memory.partitions import optimizer_peak
 from gpipebal.planner.recompute_costs import (
     InRun,
     given_to,
-    may_be_first,
+    leaves_input,
     recomputed_from,
     uses_skips,
 )
@@ -101,8 +101,11 @@ class _Parts:
         barred = uses_skips(cell.profile)
         found: list[list[InRun]] = []
         for first in range(cell.first, cell.end):
-            end = next((n for n in range(first, cell.end) if n in barred), cell.end)
-            longest = end - first if may_be_first(cell.profile, first) else 0
+            may_be_in = (
+                layer not in barred and leaves_input(cell.profile, first, layer)
+                for layer in range(first, cell.end)
+            )
+            longest = sum(1 for _ in takewhile(bool, may_be_in))
             found.append(list(islice(recomputed_from(cell.profile, first), longest)))
         return [*found, *([] for _ in cell.layers[len(found) :])]
 

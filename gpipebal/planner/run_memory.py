@@ -129,7 +129,8 @@ class RunMemory:
     def _number_type(self) -> type:
         """Return a type of numbers that all sums fit into."""
         layers = self._chain.layers
-        names = ("parameter", "gradient", "buffer", "optimizer", "forward_peak", "backward_peak")
+        names = ["parameter", "gradient", "buffer", "kept_buffer", "saved_buffer", "optimizer"]
+        names += ["forward_peak", "backward_peak"]
         one = sum(self._profile.storages) * 4
         for name in names:
             one += sum(getattr(layer, f"{name}_bytes") or 0 for layer in layers)

@@ -54,6 +54,10 @@ class RunPeaks:
         self._started[:, :-1] += self._column(list(map(self._profile.gradient_bytes_of, outputs)))
         self._returned = self._returned_bytes()
         self._idle = self._idle_runs()
+        kept = self._column([0, *(la.kept_buffer_bytes for la in self._profile.layers)]).cumsum()
+        ends = np.arange(1, self._n + 1)
+        #: Copies of buffers that a cell is recomputed with.
+        self._kept_buffers = kept[ends][None, :] - kept[self._firsts][:, None]
         self._graphs = tables.kept[:, self._ends].copy()
         if chain.loss is not None:
             self._graphs[:, -1] -= self._in_graph(chain.loss.outputs, full=False)
@@ -121,7 +125,7 @@ class RunPeaks:
         graphs = np.where(self._idle, 0, self._graphs - self._handed)
         tables = self._tables
         received = tables.received[:, None] - tables.passing[:, self._ends]
-        inputs = np.where(self._idle, 0, received)
+        inputs = np.where(self._idle, 0, received + self._kept_buffers)
         outputs = self._outputs(moments)
         highest: Table | None = None
         for moment in moments:
@@ -182,6 +186,8 @@ class RunPeaks:
                 found = self._all_gradients - self._ties.others + self._optimizer_peaks()
             else:
                 found = self._forward(kind == "R" or not again, exist)
+                if again:
+                    found = found + self._kept_buffers
                 if kind == "R":
                     found = found - self._tables.passing[:, self._ends]
             if kind in "BR":
@@ -222,8 +228,15 @@ class RunPeaks:
         skips = chain.skip_gradient_bytes
         waits = self._column([sum(skips[k] for k in crossing) for crossing in chain.crossing[1:]])
         made = self._gradient_sums
-        inner = tables.kept[:, 1:] + (peaks + flowing + waits)
-        own = tables.kept[:, ends] + peaks[ends - 1]
+        kept = tables.kept
+        if again:
+            # What a recompute makes anew has copies of buffers beside it.
+            saved = [layer.saved_buffer_bytes for layer in self._profile.layers]
+            saved += [0] * (len(layers) - self._n)  # a loss has none
+            copies_saved = self._column([0, *saved]).cumsum()
+            kept = kept + copies_saved[None, :] - copies_saved[self._firsts][:, None]
+        inner = kept[:, 1:] + (peaks + flowing + waits)
+        own = kept[:, ends] + peaks[ends - 1]
         # What is handed through is copied only where it is the whole run's way in and out.
         copies_made = self._column([copied(layer, exist) for layer in layers])
         inner = inner - copies_made

@@ -6,16 +6,24 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from gpipebal.planner.question import AnyCost
 from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CheckpointMode
 
 __all__ = ["sensitivity"]
 
-#: Up to so many partitions every moved cut is worked out from scratch.
-_FEW = 64
+#: With more partitions that recompute every micro-batch it would take too long.
+_MOST_PATHS = 1024
+#: Simulated times that differ by this fraction only are equal.
+_ROUNDING = 1e-12
 
 Moves = tuple[tuple[float | None, float | None], ...]
+#: Tells the peak memory of every partition of a split, in bytes.
+Peaks = Callable[[Sequence[int]], Sequence[int]]
+#: Tells the makespans of splits.
+Makespans = Callable[[Sequence[Sequence[int]]], Sequence[float]]
 
 
 def sensitivity(
@@ -25,6 +33,9 @@ def sensitivity(
     order: Sequence[int],
     objective: str,
     cost: AnyCost | None = None,
+    *,
+    peaks: Peaks | None = None,
+    makespans: Makespans | None = None,
 ) -> Moves:
     """Tell how much the objective grows if a cut is moved by one layer to the left or right.
 
@@ -35,47 +46,97 @@ def sensitivity(
         order: Device of each partition.
         objective: What was minimised.
         cost: The cost of runs, if that was minimised.
+        peaks: What partitions need with what waits for busy neighbours in the split's own timeline;
+            None: limits are compared without that. Needed if peak memory was minimised.
+        makespans: Simulates splits, if their makespan was minimised under a schedule without a
+            formula; None: GPipe's formula.
 
     Returns:
         For each cut, the growth to the left and to the right; None where that is no split that
-        is allowed. Empty for more than `_FEW` partitions that recompute every micro-batch.
+        is allowed. Empty for more than `_MOST_PATHS` partitions that recompute every micro-batch.
 
     Complexity:
-        O(K) for K partitions; O(K^2) if some recompute every micro-batch.
+        O(K) for K partitions; O(K^2) if some recompute every micro-batch. With `peaks` or
+        `makespans` one call, or one split, for each move.
 
     Example:
         >>> problem = Problem([1, 1, 1, 1], [0] * 4, [0] * 4, 2, checkpoint="never")
         >>> sensitivity(problem, (0, 2, 4), ["never"] * 2, (0, 1), "bottleneck")
         ((1, 1),)
     """
-    allowed = _Allowed(problem, modes, order)
-    change = _change(problem, bounds, modes, order, objective, cost)
-    if change is None:
-        return ()
-    moves = []
-    for j in range(1, problem.n_partitions):  # j: the partition behind the cut
-        pair: list[float | None] = []
-        for cut in (bounds[j] - 1, bounds[j] + 1):
-            start, end = bounds[j - 1], bounds[j + 1]
-            fits = start < cut < end and allowed(j, start, cut, end)
-            more = change(j, cut) if fits else math.inf
-            pair.append(more if math.isfinite(more) else None)
-        moves.append((pair[0], pair[1]))
-    return tuple(moves)
+    needs = None if peaks is None else _Needs(bounds, peaks)
+    allowed = _Allowed(problem, bounds, modes, order, needs)
+    if objective == "makespan" and makespans is not None:
+        growths = _simulated(bounds, allowed, makespans)
+    else:
+        change = _change(problem, bounds, modes, order, objective, cost, needs)
+        if change is None:
+            return ()
+        growths = {move: change(*move) for move in _moves(bounds) if allowed(*move)}
+    return tuple(
+        (_known(growths.get((j, bounds[j] - 1))), _known(growths.get((j, bounds[j] + 1))))
+        for j in range(1, problem.n_partitions)
+    )
+
+
+def _known(growth: float | None) -> float | None:
+    return None if growth is None or not math.isfinite(growth) else growth
+
+
+def _moves(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """Return all moves: the partition behind a cut, and where the cut is put."""
+    return [
+        (j, cut)
+        for j in range(1, len(bounds) - 1)
+        for cut in (bounds[j] - 1, bounds[j] + 1)
+        if bounds[j - 1] < cut < bounds[j + 1]
+    ]
+
+
+def _moved(bounds: Sequence[int], j: int, cut: int) -> tuple[int, ...]:
+    return (*bounds[:j], cut, *bounds[j + 1 :])
+
+
+class _Needs:
+    """The peak memory of all partitions once a cut is moved, each worked out once."""
+
+    def __init__(self, bounds: Sequence[int], peaks: Peaks) -> None:
+        self._bounds, self._peaks = bounds, peaks
+        self._found: dict[tuple[int, int], Sequence[int]] = {}
+
+    @property
+    def now(self) -> Sequence[int]:
+        """The peaks as no cut is moved."""
+        return self._peaks(self._bounds)
+
+    def __call__(self, j: int, cut: int) -> Sequence[int]:
+        if (j, cut) not in self._found:
+            self._found[j, cut] = self._peaks(_moved(self._bounds, j, cut))
+        return self._found[j, cut]
 
 
 class _Allowed:
     """Tells whether a moved cut keeps rules and limits."""
 
     def __init__(
-        self, problem: Problem, modes: Sequence[CheckpointMode], order: Sequence[int]
+        self,
+        problem: Problem,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode],
+        order: Sequence[int],
+        needs: _Needs | None,
     ) -> None:
-        self._problem, self._modes, self._order = problem, modes, order
+        self._problem, self._bounds, self._modes = problem, bounds, modes
         self._rules = problem.rules or Rules()
         self._uncut = self._rules.uncut
+        devices = problem.devices
+        self._limits = [None if devices is None else devices[k].memory_limit for k in order]
+        is_limited = any(limit is not None for limit in self._limits)
+        self._needs = needs if is_limited else None
 
-    def __call__(self, j: int, start: int, cut: int, end: int) -> bool:
+    def __call__(self, j: int, cut: int) -> bool:
         """Whether partitions j - 1 and j may be cut there."""
+        start, end = self._bounds[j - 1], self._bounds[j + 1]
         rules = self._rules
         if cut in self._uncut:
             return False
@@ -87,17 +148,32 @@ class _Allowed:
         longest = rules.max_layers
         if longest is not None and max(cut - start, end - cut) > longest:
             return False
-        return self._fits(j - 1, start, cut) and self._fits(j, cut, end)
+        # What does not fit without what waits does not fit with it.
+        if not (self._fits(j - 1, start, cut) and self._fits(j, cut, end)):
+            return False
+        return self._needs is None or all(
+            limit is None or need <= limit
+            for need, limit in zip(self._needs(j, cut), self._limits, strict=True)
+        )
 
     def _fits(self, j: int, start: int, end: int) -> bool:
-        problem = self._problem
-        if problem.memory is None or problem.devices is None:
-            return True
-        limit = problem.devices[self._order[j]].memory_limit
-        if limit is None:
+        problem, limit = self._problem, self._limits[j]
+        if problem.memory is None or limit is None:
             return True
         peaks = problem.memory.rows(start, j, self._modes[j])
         return end - start <= len(peaks) and int(peaks[end - start - 1]) <= limit
+
+
+def _simulated(
+    bounds: Sequence[int], allowed: _Allowed, makespans: Makespans
+) -> dict[tuple[int, int], float]:
+    moves = [move for move in _moves(bounds) if allowed(*move)]
+    now, *found = makespans([tuple(bounds), *(_moved(bounds, *move) for move in moves)])
+    # A difference that is as small as the rounding of sums is none.
+    return {
+        move: 0.0 if math.isclose(value, now, rel_tol=_ROUNDING) else value - now
+        for move, value in zip(moves, found, strict=True)
+    }
 
 
 def _change(
@@ -107,41 +183,34 @@ def _change(
     order: Sequence[int],
     objective: str,
     cost: AnyCost | None,
+    needs: _Needs | None,
 ) -> Callable[[int, int], float] | None:
     """Return what tells by how much the objective grows if a cut is put elsewhere."""
-    runs = list(pairwise(bounds))
     if objective == "cost":
         assert cost is not None
-        return _of_largest(
-            [_number(cost(a, b, j)) for j, (a, b) in enumerate(runs)],
-            lambda j, a, b: _number(cost(a, b, j)),
-            bounds,
-        )
+        return _of_cost(cost, bounds)
     if objective == "peak_memory":
-
-        def peak(j: int, start: int, end: int) -> float:
-            assert problem.memory is not None
-            return int(problem.memory.rows(start, j, modes[j])[end - start - 1])
-
-        return _of_largest([peak(j, a, b) for j, (a, b) in enumerate(runs)], peak, bounds)
+        assert needs is not None
+        now = max(needs.now)
+        return lambda j, cut: max(needs(j, cut)) - now
     if objective == "makespan" and "always" in modes:
-        return _from_scratch(problem, bounds, modes, order)
+        return _of_paths(problem, bounds, modes, order)
     return _of_times(problem, bounds, modes, order, objective)
 
 
-def _number(value: float | None) -> float:
-    return float("inf") if value is None else value
+def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float]:
+    """Return the growth of the largest cost of a run."""
 
+    def of(j: int, start: int, end: int) -> float:
+        found = cost(start, end, j)
+        return math.inf if found is None else found
 
-def _of_largest(
-    values: Sequence[float], of: Callable[[int, int, int], float], bounds: Sequence[int]
-) -> Callable[[int, int], float]:
-    """Return the growth of a maximum over partitions."""
-    beside = _without_two(values)
+    costs = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    beside = _without_two(costs)
 
     def change(j: int, cut: int) -> float:
         now = max(of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1]), beside[j])
-        return now - max(values)
+        return now - max(costs)
 
     return change
 
@@ -159,19 +228,32 @@ def _without_two(values: Sequence[float]) -> list[float]:
     return [0, *(max(before[j - 1], behind[j + 1]) for j in range(1, len(values)))]
 
 
-def _from_scratch(
+def _of_paths(
     problem: Problem,
     bounds: Sequence[int],
     modes: Sequence[CheckpointMode],
     order: Sequence[int],
 ) -> Callable[[int, int], float] | None:
-    if len(modes) > _FEW:
+    """Return the growth of the makespan where any partition may be the one that decides."""
+    if len(modes) > _MOST_PATHS:
         return None
-    value = problem.costs.makespan(bounds, modes, order)
+    of, repeats = _Part(problem, modes, order), problem.chunks - 1
+    parts = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    small = sum(map(sum, parts)) * max(1, repeats) < 2**62
+    table = np.array(parts, dtype=np.int64 if small else object)
+
+    def value(rows: np.ndarray) -> int:
+        # As in `Costs.makespan`: forwards up to a partition, its recompute, all the way back.
+        once, early, first, again, _ = rows.T
+        slowest = np.maximum.accumulate(first) + np.maximum.accumulate(again)
+        return int((np.cumsum(once) + early + repeats * slowest).max())
+
+    now = value(table)
 
     def change(j: int, cut: int) -> float:
-        moved = (*bounds[:j], cut, *bounds[j + 1 :])
-        return problem.to_time(problem.costs.makespan(moved, modes, order) - value)
+        rows = table.copy()
+        rows[j - 1], rows[j] = of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1])
+        return problem.to_time(value(rows) - now)
 
     return change
 
@@ -184,25 +266,9 @@ def _of_times(
     objective: str,
 ) -> Callable[[int, int], float]:
     """Return the growth of makespan or bottleneck, from the two partitions that change."""
-    costs, repeats = problem.costs, problem.chunks - 1
-
-    def of(j: int, start: int, end: int) -> tuple[int, int, int, int]:
-        """Return what a run passes once, its forward, its backward, and all of it."""
-        part = costs.part(start, end, order[j], modes[j])
-        again, load = part.backward + part.again, part.forward + part.backward
-        load += max(part.again, part.early)
-        link = costs.send[start], costs.give_back[start]
-        if not costs.overlaps:
-            link = 0, 0
-        return (
-            part.forward + part.backward + sum(link),
-            max(part.forward, link[0]),
-            max(again, link[1]),
-            max(load, sum(link)),
-        )
-
-    parts = [of(j, a, b) for j, (a, b) in enumerate(pairwise(bounds))]
-    once, *columns = ([part[k] for part in parts] for k in range(4))
+    of, repeats = _Part(problem, modes, order), problem.chunks - 1
+    parts = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    once, _, *columns = zip(*parts, strict=True)
     beside = [_without_two(column) for column in columns]
     total = sum(once)
 
@@ -214,7 +280,33 @@ def _of_times(
     def change(j: int, cut: int) -> float:
         left, right = of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1])
         passed = total - once[j - 1] - once[j] + left[0] + right[0]
-        most = [max(left[k], right[k], beside[k - 1][j]) for k in (1, 2, 3)]
+        most = [max(left[k + 2], right[k + 2], beside[k][j]) for k in range(3)]
         return problem.to_time(int(value(passed, *most) - now))
 
     return change
+
+
+class _Part:
+    """The scaled times of one partition, with the link that leads to it where that overlaps."""
+
+    def __init__(
+        self, problem: Problem, modes: Sequence[CheckpointMode], order: Sequence[int]
+    ) -> None:
+        self._costs, self._modes, self._order = problem.costs, modes, order
+
+    def __call__(self, j: int, start: int, end: int) -> tuple[int, int, int, int, int]:
+        """Return what a run passes once, its last recompute, forward, backward, and all of it."""
+        costs = self._costs
+        part = costs.part(start, end, self._order[j], self._modes[j])
+        again, load = part.backward + part.again, part.forward + part.backward
+        load += max(part.again, part.early)
+        there, back = costs.send[start], costs.give_back[start]
+        if not costs.overlaps:
+            there = back = 0
+        return (
+            part.forward + part.backward + there + back,
+            part.early,
+            max(part.forward, there),
+            max(again, back),
+            max(load, there + back),
+        )

@@ -23,7 +23,7 @@ from gpipebal.solvers import select_method as method_of
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["select_method", "solve", "top_plans"]
+__all__ = ["posed_of", "select_method", "solve", "top_plans"]
 
 
 def solve(
@@ -150,7 +150,7 @@ def solve(
         loss_inside=loss_inside,
         shared_memory=shared_memory,
     )
-    posed = _posed(profile, partitions, options)
+    posed = posed_of(profile, partitions, options)
     best = best_of_all(posed)
     if best is None:
         raise explain(posed)
@@ -183,7 +183,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
         [((3, 1), 102.0), ((2, 2), 114.0)]
     """
     check_count("k", k)
-    posed = _posed(profile, partitions, options)
+    posed = posed_of(profile, partitions, options)
     question = posed[0].question
     if question.cost is not None or question.schedule != "gpipe":
         raise BalanceError(
@@ -215,7 +215,10 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
     if not found:
-        raise explain(posed)
+        best = best_of_all(posed)
+        if best is None:
+            raise explain(posed)
+        return [with_sensitivity(*best)]
     found.sort(key=lambda one: one[:2])
     plans = _bounded([plan for *_, plan in found], bound)[:k]
     return [with_sensitivity(one[2], plan) for one, plan in zip(found, plans, strict=False)]
@@ -249,7 +252,7 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
         >>> select_method(Profile.from_costs([1.0, 2.0]), 2, chunks=4)
         'two-threshold sweep'
     """
-    posed = _posed(profile, partitions, options)[0]
+    posed = posed_of(profile, partitions, options)[0]
     if posed.question.cost is not None:
         return "dense table"
     if posed.question.is_searched:
@@ -257,7 +260,7 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
     return method_of(posed.problem, posed.question.objective)
 
 
-def _posed(profile: Profile, partitions: int, options: Options) -> list[Posed]:
+def posed_of(profile: Profile, partitions: int, options: Options) -> list[Posed]:
     """Put the question at each number of micro-batches."""
     question = ask(profile, partitions, options)
     return [pose(question, chunks) for chunks in question.chunks or (None,)]

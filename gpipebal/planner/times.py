@@ -10,7 +10,7 @@ from operator import mul
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Device, Links, Problem
-from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profile import LayerProfile, Profile, SideBySide
 from gpipebal.schedule import (
     SCHEDULES,
     Checkpoint,
@@ -21,6 +21,7 @@ from gpipebal.schedule import (
     recomputes_of,
 )
 from gpipebal.simulator import Durations, place, weight_shares
+from gpipebal.simulator.sharing import place_sharing
 from gpipebal.timeline import Timeline
 
 __all__ = [
@@ -107,13 +108,33 @@ def step_timeline(
     """Simulate a training step without its optimizer, as well as the profile tells."""
     around = around or Surroundings()
     loss = loss_of_micro_batch(profile) if loss_inside else None
-    times = durations(profile, bounds, loss, without_graph=True, around=around)
-    times = times.longer_by(profile.step.cell_overhead_time or 0.0)
+    of_layers = durations(profile, bounds, loss, without_graph=True, around=around)
+    overhead = profile.step.cell_overhead_time or 0.0
+    times = of_layers.longer_by(overhead)
     if schedule in SCHEDULES:
         times = replace(times, **_launches(profile, bounds, loss))
     order = order_for(schedule, len(bounds) - 1, chunks, checkpoint)
     pause = None if loss_inside else pause or 0.0
-    return place(order, times, pause=pause, overlap=around.overlaps)
+    shares = profile.step.side_by_side
+    alike = around.devices is None and around.links is None and schedule in SCHEDULES
+    if shares is None or shares.changes_nothing or not alike or times.has_launches:
+        return place(order, times, pause=pause, overlap=around.overlaps)
+    alone = _alone(of_layers, shares).longer_by(overhead)
+    return place_sharing(order, times, alone, shares.n_partitions, pause=pause)
+
+
+def _alone(times: Durations, shares: SideBySide) -> Durations:
+    """Return what partitions take while no other one works."""
+    kinds = ("forward", "no_grad_forward", "recompute", "backward")
+    known = {kind: getattr(times, kind) for kind in kinds}
+    return replace(
+        times,
+        **{
+            kind: tuple(getattr(shares, kind) * seconds for seconds in known[kind])
+            for kind in kinds
+            if known[kind] is not None
+        },
+    )
 
 
 def _launches(

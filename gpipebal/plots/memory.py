@@ -18,7 +18,14 @@ from gpipebal.plots.axes import (
     note,
     points,
 )
-from gpipebal.plots.style import NEUTRAL, kind_patches, kind_style, partition_colours, scale_seconds
+from gpipebal.plots.style import (
+    FINE,
+    NEUTRAL,
+    kind_patches,
+    kind_style,
+    partition_colours,
+    scale_seconds,
+)
 from gpipebal.simulator import MemoryTrack
 from gpipebal.units import format_bytes, parse_bytes
 
@@ -29,7 +36,8 @@ __all__ = ["plot_memory"]
 
 #: What is drawn on top of what, the shade of each, and what it is called.
 _LAYERS = (
-    (("fixed",), "F", "parameters and state"),
+    (("fixed", "gradients"), "F", "parameters and state"),
+    (("outputs",), "R", "outputs and loss"),
     (("inputs", "graphs", "weights", "waiting"), "B", "held for backwards"),
     (("transient",), "O", "passing need"),
 )
@@ -49,9 +57,9 @@ def plot_memory(
 ) -> Axes:
     """Draw what every device holds over time, on one scale, with its peak and its limit.
 
-    What `gpipebal.simulator.held_of` tells of a profile leaves out a loss behind the pipeline, and
-    the outputs that are gathered for it: on the last device they come on top, and
-    `plan.partitions[-1].memory` counts them.
+    With what `gpipebal.simulator.held_of` tells of a plan, the peaks are those of the plan itself
+    in this timeline, but for the optimizer's step, which comes behind it. A loss behind the
+    pipeline is in the last row: gathered outputs, what the loss takes, and what stays of both.
 
     Args:
         tracks: What `gpipebal.simulator.memory_over_time` returned.
@@ -67,11 +75,11 @@ def plot_memory(
         >>> import gpipebal as gb
         >>> from gpipebal.simulator import held_of, memory_over_time
         >>> profile = gb.Profile.from_costs([1.0, 1.0], saved_bytes=[100, 200], chunks=4)
-        >>> timeline = gb.simulate(gb.solve(profile, 2))
-        >>> plot_memory(memory_over_time(timeline, held_of(profile, (0, 1, 2)))).get_xlabel()
+        >>> plan = gb.solve(profile, 2)
+        >>> plot_memory(memory_over_time(gb.simulate(plan), held_of(profile, plan))).get_xlabel()
         'time [s]'
     """
-    make = "tracks=memory_over_time(timeline, held_of(profile, bounds))"
+    make = "tracks=memory_over_time(timeline, held_of(profile, plan))"
     check_kind("tracks", tracks, Sequence, make)
     n = len(tracks)
     if not n:
@@ -89,8 +97,9 @@ def plot_memory(
     highest = max(track.peak for track in tracks)
     scale = (1 - _GAP) / max(highest, *(size or 0 for size in limits), 1)
     colours = partition_colours(n)
+    fine = points(ax)[1] / n < FINE
     for j, track in enumerate(tracks):
-        _draw_track(ax, track, j, colours[j], scale, factor, end)
+        _draw_track(ax, track, j, colours[j], scale, factor, end, fine)
         size = limits[j]
         if size is not None:
             height = j + 1 - size * scale
@@ -99,7 +108,8 @@ def plot_memory(
     _label_rows(ax, tracks, limits)
     ax.set_xlabel(f"time [{unit}]")
     ax.set_ylabel("device" if any(len(track.partitions) > 1 for track in tracks) else "partition")
-    entries = kind_patches({kind: label for _, kind, label in _LAYERS})
+    labels = {kind: label for kinds, kind, label in _LAYERS if _any_held(tracks, kinds)}
+    entries = kind_patches(labels, fine=fine)
     title = f"Memory over time: highest peak {format_bytes(highest)}"
     over = sum(size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True))
     if limit is not None:
@@ -117,6 +127,11 @@ def plot_memory(
     if not highest:
         note(ax, "no sizes in this profile")
     return ax
+
+
+def _any_held(tracks: Sequence[MemoryTrack], kinds: Sequence[str]) -> bool:
+    """Whether a layer of the picture has to be explained: not the outputs, where nobody has any."""
+    return "outputs" not in kinds or any(track.held["outputs"].any() for track in tracks)
 
 
 def _limits(
@@ -142,20 +157,33 @@ def _draw_track(
     scale: float,
     factor: float,
     end: float,
+    fine: bool,
 ) -> None:
     """Draw one device: areas on top of each other, and a dot where the peak is reached."""
     times = np.append(track.times, end) / factor
     below = np.zeros(len(track.times))
     for kinds, shade, _ in _LAYERS:
+        if not _any_held([track], kinds):
+            continue
         above = below + np.sum([track.held[kind] for kind in kinds], axis=0)
         low, high = (row + 1 - np.append(edge, edge[-1]) * scale for edge in (below, above))
-        style = kind_style(colour, shade)
-        ax.fill_between(times, low, high, step="post", color=style["facecolor"], linewidth=0.0)
+        style = kind_style(colour, shade, fine=fine)
+        ax.fill_between(times, low, high, step="post", **style)
         below = above
     size = min(3.5, 0.12 * points(ax)[1] / ax.get_ylim()[0])
     if track.peak and size > 1:
         place = track.peak_time / factor, row + 1 - track.peak * scale
+        beside = max(sum(track.at(track.peak_time).values()), _before(track))
+        if (track.peak - beside) * scale > _GAP:
+            # What takes no time has no area: a line leads up to the dot.
+            ax.vlines(place[0], row + 1, place[1], color=colour, linewidth=0.8)
         ax.plot(*place, marker="o", markersize=size, color=NEUTRAL, clip_on=False, zorder=4)
+
+
+def _before(track: MemoryTrack) -> int:
+    """Return the bytes of a track before the moment of its peak."""
+    place = int(np.searchsorted(track.times, track.peak_time)) - 1
+    return int(track.total[place]) if place >= 0 else 0
 
 
 def _label_rows(ax: Axes, tracks: Sequence[MemoryTrack], limits: Sequence[int | None]) -> None:

@@ -41,8 +41,7 @@ def check_times(name: str, values: Sequence[float], what: str = "layer") -> tupl
     kinds = set(map(type, times))
     if not kinds <= {int, float}:
         times = tuple(map(plain_number, times))
-    # `min` and `max` let a NaN pass or not depending on its place; a sum never does.
-    if times and not (min(times) >= 0 and max(times) < math.inf and not _has_nan(times, kinds)):
+    if times and not _are_times(times, kinds):
         k = next(k for k, time in enumerate(times) if not 0 <= time < math.inf)
         raise BalanceError(
             f"{name} time of {what} {k} is not a time: {name}[{k}]={values[k]!r} "
@@ -59,11 +58,11 @@ def largest_denominator(times: Sequence[float]) -> int:
         >>> largest_denominator([0.5, 0.375, 3])
         8
     """
-    floats = {time for time in times if type(time) is float}
+    floats = [time for time in times if type(time) is float]
     if not floats:
         return 1
     # A float is an odd number times a power of two; the smallest such power decides.
-    parts, exponents = np.frexp(np.fromiter(floats, dtype=np.float64, count=len(floats)))
+    parts, exponents = np.frexp(np.array(floats))
     wholes = (parts * 2.0**53).astype(np.int64)
     # The lowest bit that is set, and its place; of 0 there is none, and 0 is whole.
     lowest = np.where(wholes != 0, wholes & -wholes, 1).astype(np.float64)
@@ -72,13 +71,17 @@ def largest_denominator(times: Sequence[float]) -> int:
     return 1 << max(int(needed.max()), 0)
 
 
-def scaled(times: Sequence[float], scale: int) -> Iterable[int]:
+def scaled(times: Sequence[float], scale: int, ints: bool = False) -> Iterable[int]:
     """Multiply times by a power of two that makes them whole numbers.
+
+    If they are all `ints`, they are such.
 
     Example:
         >>> list(scaled([0.5, 0.375, 3], 8))
         [4, 3, 24]
     """
+    if ints:
+        return times  # type: ignore[return-value]
     if scale == 1:
         return map(int, times)
     kinds = set(map(type, times))
@@ -104,5 +107,10 @@ def check_bytes(name: str, value: object) -> int:
     return int(number)
 
 
-def _has_nan(times: tuple[float, ...], kinds: set[type]) -> bool:
-    return kinds != {int} and any(map(math.isnan, times))
+def _are_times(times: tuple[float, ...], kinds: set[type]) -> bool:
+    if kinds == {int}:
+        return min(times) >= 0
+    # A sum never lets a NaN pass; `min` and `max` do or do not, depending on its place.
+    if kinds == {float} and sum(times) < math.inf:
+        return min(times) >= 0
+    return all(0 <= time < math.inf for time in times)

@@ -96,9 +96,14 @@ class Problem:
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
+        known: dict[int, tuple[float, ...]] = {}
         for name in ("forward", "backward", "recompute"):
+            given = getattr(self, name)
+            # The same column may be given twice: zeros, or recompute as forward.
+            times = known[id(given)] if id(given) in known else check_times(name, given)
+            known[id(given)] = times
             # The only way to normalise a field of a frozen dataclass.
-            object.__setattr__(self, name, check_times(name, getattr(self, name)))
+            object.__setattr__(self, name, times)
         for name in ("n_partitions", "chunks"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         check_lengths(self)
@@ -133,7 +138,7 @@ class Problem:
             >>> Problem.from_costs([1, 2, 3, 4], 2).bottleneck((0, 3, 4))
             6
         """
-        costs = check_times("forward", costs)
+        costs = tuple(costs)
         zeros = (0,) * len(costs)
         return cls(costs, zeros, zeros, n_partitions, chunks=1, checkpoint="never")
 
@@ -191,6 +196,13 @@ class Problem:
             sums = tuple(map(add, sums, other))
         return sums
 
+    @cached_property
+    def again_sums(self) -> tuple[int, ...]:
+        """Prefix sums of backward and of recompute that counts, added."""
+        if not self.recompute_sums[-1]:
+            return self.backward_sums
+        return tuple(map(add, self.backward_sums, self.recompute_sums))
+
     @property
     def layer_sums(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Prefix sums of forward, backward and recompute times, whether or not they count."""
@@ -213,7 +225,7 @@ class Problem:
     def _sums(self, times: Sequence[float]) -> tuple[int, ...]:
         if not any(times):
             return (0,) * (len(times) + 1)
-        return tuple(accumulate(scaled(times, self.scale), initial=0))
+        return tuple(accumulate(scaled(times, self.scale, self._whole), initial=0))
 
     def to_time(self, units: int) -> float:
         """Convert a scaled integer back to the unit of the problem, rounding once.

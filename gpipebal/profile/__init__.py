@@ -11,7 +11,7 @@ noun), `checks` (what no profile may be), `record` (the same as JSON values), `s
 costs at other numbers of rows), `fingerprint` and `match` (whether it still fits a model).
 """
 
-from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
+from gpipebal.profile.layer import LayerProfile, SideBySide, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.profile import Profile
 
@@ -19,6 +19,7 @@ __all__ = [
     "LayerProfile",
     "Profile",
     "ProfileMatch",
+    "SideBySide",
     "SkipProfile",
     "StepTerms",
     "TieProfile",

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
-from gpipebal.profile.layer import LayerProfile, TieProfile
+from gpipebal.profile.layer import LayerProfile, SideBySide, TieProfile
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -137,12 +137,32 @@ def _check_step(profile: Profile, n_storages: int) -> None:
             raise _bad_value("step", name, value)
     if not isinstance(step.optimizer_together, bool):
         raise _bad_value("step", "optimizer_together", step.optimizer_together)
+    if step.side_by_side is not None:
+        _check_side_by_side(step.side_by_side)
     for name in ("loss", "whole_loss"):
         loss = getattr(step, name)
         if loss is not None:
             _check_layer(loss, f"step.{name}", n_storages)
     for storage in step.gathered:
         _check_storage(storage, n_storages, "step.gathered")
+
+
+def _check_side_by_side(shares: SideBySide) -> None:
+    if type(shares.n_partitions) is not int or shares.n_partitions < 2:
+        raise ProfileError(
+            "step.side_by_side has an impossible number of partitions: "
+            f"n_partitions={shares.n_partitions!r} (expected 2 or more).\n"
+            "Fix: profile the model again."
+        )
+    for item in fields(shares):
+        value = getattr(shares, item.name)
+        if item.name != "n_partitions" and not (
+            _is_quantity(value, whole=False) and 0 < value <= 1
+        ):
+            raise ProfileError(
+                f"step.side_by_side has an impossible share: {item.name}={value!r} (expected more "
+                "than 0, and at most 1).\nFix: profile the model again."
+            )
 
 
 def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LayerProfile", "SkipProfile", "StepTerms", "TieProfile"]
+__all__ = ["LayerProfile", "SideBySide", "SkipProfile", "StepTerms", "TieProfile"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class LayerProfile:
         gradient_bytes: Bytes of gradients that its backward makes: of those parameters, and of
             those that an earlier layer holds and this one uses too.
         buffer_bytes: Bytes of buffers that no earlier layer holds.
+        kept_buffer_bytes: Bytes of the copies of buffers that a micro-batch which is recomputed
+            keeps from its forward to its recompute.
+        saved_buffer_bytes: How much of that the graph of the recompute keeps until the backward.
         optimizer_bytes: Bytes of optimizer state of its parameters; None if it is not known.
         outputs: Storages (indices into `Profile.storages`) that the layer hands on.
         saved: Storages that it keeps from its forward until its backward, without parameters
@@ -65,6 +68,8 @@ class LayerProfile:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     buffer_bytes: int = 0
+    kept_buffer_bytes: int = 0
+    saved_buffer_bytes: int = 0
     optimizer_bytes: int | None = None
     outputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
@@ -118,6 +123,33 @@ class TieProfile:
 
 
 @dataclass(frozen=True)
+class SideBySide:
+    """How much faster the work of a partition is while no other one works.
+
+    Partitions on a CPU share caches, memory and the interpreter. The times of a profile are those
+    of partitions that all work.
+
+    Attributes:
+        n_partitions: How many worked side by side; two or more.
+        forward: Share of its time that a forward takes alone; more than 0, and at most 1.
+        no_grad_forward: The same of a forward without a graph.
+        recompute: The same of a recompute.
+        backward: The same of a backward.
+    """
+
+    n_partitions: int
+    forward: float
+    no_grad_forward: float
+    recompute: float
+    backward: float
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether partitions leave each other alone."""
+        return min(self.forward, self.no_grad_forward, self.recompute, self.backward) == 1
+
+
+@dataclass(frozen=True)
 class StepTerms:
     """What a training step costs beside the layers; None: not measured.
 
@@ -136,6 +168,8 @@ class StepTerms:
         inside_overhead_time: The same of a step with `GPipe.step`, which goes there once.
         cell_overhead_time: Seconds that a cell (a micro-batch in a partition) takes beside its
             layers, until the one that waits for it has started.
+        side_by_side: What partitions that work side by side do to each other; None: nothing, or
+            not known.
     """
 
     gather_time: float | None = None
@@ -147,6 +181,7 @@ class StepTerms:
     overhead_time: float | None = None
     inside_overhead_time: float | None = None
     cell_overhead_time: float | None = None
+    side_by_side: SideBySide | None = None
 
     @property
     def loss_time(self) -> float | None:

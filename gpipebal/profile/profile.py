@@ -296,7 +296,7 @@ class Profile:
         device = self.provenance.get("device")
         where = f"on {device}" if device else "of given costs"
         return (
-            f"{kind} of {self.n_layers} layers {where}, micro-batch of {count(self.rows, 'row')}: "
-            f"forward {format_seconds(forward)}, backward {format_seconds(backward)}, "
-            f"parameters {format_bytes(parameters)}"
+            f"{kind} of {count(self.n_layers, 'layer')} {where}, "
+            f"micro-batch of {count(self.rows, 'row')}: forward {format_seconds(forward)}, "
+            f"backward {format_seconds(backward)}, parameters {format_bytes(parameters)}"
         )

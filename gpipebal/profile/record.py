@@ -1,9 +1,10 @@
 """Profiles as JSON values.
 
 Records of version 1 (before the loss was a layer, and without skip connections and other sizes),
-version 2 (without what a trial as a pipeline tells) and version 3 (without tied parameters, and
-what has no gradient or is handed through) are still read; what they do not tell is unknown, so
-that everything between layers is taken to have a gradient.
+version 2 (without what a trial as a pipeline tells), version 3 (without tied parameters, and what
+has no gradient or is handed through) and version 4 (without copies of buffers, and what partitions
+side by side do to each other) are still read; what they do not tell is unknown, so that everything
+between layers is taken to have a gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpipebal.errors import FileFormatError
 from gpipebal.files import text_of, tuple_of, without_header
 from gpipebal.profile.checks import TEXT_FIELDS
-from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
+from gpipebal.profile.layer import LayerProfile, SideBySide, SkipProfile, StepTerms, TieProfile
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 4
+VERSION = 5
 
 _FIELDS = frozenset(
     {
@@ -79,12 +80,16 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
             content = _of_version_2(content)
         if record.get("version") in (1, 2, 3):
             content = _of_version_3(content)
+        if record.get("version") in (1, 2, 3, 4):
+            content = _of_version_4(content)
         _check_fields("a profile", content, _FIELDS)
         step = _fields_of(content["step"], "step")
         _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
         for name in ("loss", "whole_loss"):
             if step[name] is not None:
                 step[name] = _layer(step[name])
+        if step["side_by_side"] is not None:
+            step["side_by_side"] = SideBySide(**_fields_of(step["side_by_side"], "side_by_side"))
         step["gathered"] = tuple_of(step["gathered"], "gathered")
         others = tuple_of(content["other_sizes"], "other_sizes")
         if depth and others:
@@ -179,3 +184,11 @@ def _of_version_3(content: dict[str, Any]) -> dict[str, Any]:
         if name in content:
             raise TypeError(f"a profile has an unknown field: {name!r}")
     return {**content, "without_gradient": (), "ties": ()}
+
+
+def _of_version_4(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 4 up to date: partitions do nothing to each other."""
+    step = _fields_of(content["step"], "step")
+    if "side_by_side" in step:
+        raise TypeError("step has an unknown field: 'side_by_side'")
+    return {**content, "step": {**step, "side_by_side": None}}

@@ -268,6 +268,8 @@ def _repeat(walk: Walk, twin: _Twin) -> None:
             backward_peak_bytes=memory.backward_peak_bytes,
             accumulating_peak_bytes=memory.accumulating_peak_bytes,
             copied_bytes=memory.copied_bytes,
+            kept_buffer_bytes=memory.kept_buffer_bytes,
+            saved_buffer_bytes=memory.saved_buffer_bytes,
         )
     )
     walk.flops.append(walk.flops[twin.index])

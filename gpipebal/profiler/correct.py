@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profile import LayerProfile, Profile, SideBySide
 from gpipebal.profiler.setting import chunks_that_fit
+from gpipebal.profiler.traces import MOST_FACTOR
 from gpipebal.profiler.trial import MOST_CHUNKS, Setting, Trial, run_trial
 
 __all__ = ["correct", "try_out"]
@@ -45,23 +46,28 @@ def try_out(
 def correct(profile: Profile, trial: Trial) -> Profile:
     """Give a profile the times that its layers have in partitions; and its other sizes too."""
     factors = trial.factors
+    side_by_side = None
+    if trial.alone is not None:
+        side_by_side = SideBySide(len(trial.balance), **trial.alone)
     step = replace(
         profile.step,
         overhead_time=trial.overhead_time,
         inside_overhead_time=trial.inside_overhead_time,
         cell_overhead_time=trial.cell_overhead_time,
+        side_by_side=side_by_side,
     )
     told = {
         "balance": list(trial.balance),
         "chunks": trial.chunks,
         "rounds": trial.rounds,
         "factors": factors,
+        "alone": trial.alone,
         "scaled": "times of layers; at other sizes too, which were not tried",
         "not_scaled": "times of the loss, and of the host",
     }
     flags = list(profile.provenance.get("flags", []))
     flags += [
-        f"corrected: {name.replace('_', ' ')}s in partitions took {factor:.2f} of their layers'"
+        f"corrected: {name.replace('_', ' ')}s in partitions took {_words(factor)} of their layers'"
         for name, factor in factors.items()
         if abs(factor - 1) > NOTABLE
     ]
@@ -75,6 +81,13 @@ def correct(profile: Profile, trial: Trial) -> Profile:
         other_sizes=tuple(corrected(other) for other in profile.other_sizes),
         provenance={**profile.provenance, "trial": told, "flags": flags},
     )
+
+
+def _words(factor: float) -> str:
+    """Write a factor; one at an end of what is believed may have been farther out."""
+    if factor >= MOST_FACTOR:
+        return f"{factor:.2f} or more"
+    return f"{factor:.2f} or less" if factor <= 1 / MOST_FACTOR else f"{factor:.2f}"
 
 
 def _with_flag(profile: Profile, flag: str) -> Profile:

@@ -83,6 +83,8 @@ def describe_layers(
             backward_peak_bytes=found.memory[k].backward_peak_bytes,
             accumulating_peak_bytes=found.memory[k].accumulating_peak_bytes,
             copied_bytes=found.memory[k].copied_bytes,
+            kept_buffer_bytes=found.memory[k].kept_buffer_bytes,
+            saved_buffer_bytes=found.memory[k].saved_buffer_bytes,
             fingerprint=fingerprint(module),
             **own_bytes(modules, k, owner),
         )

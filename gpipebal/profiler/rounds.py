@@ -245,7 +245,7 @@ def run_side_by_side(
     lanes = [_MeasuringLane(sizes[0].chain.device) for sizes in subjects]
     pool = WorkerPool(lanes, [n_threads] * len(subjects))
     try:
-        pool.submit([task_of(k) for k in range(len(subjects))], [0])
+        pool.submit([task_of(k) for k in range(len(subjects))])
         for event in finished:
             event.wait()
     finally:

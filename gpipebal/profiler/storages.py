@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.ledger import Ledger, has_storage, storage_key
+from gpipebal.profiler.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.value import (
     Value,
@@ -51,6 +52,8 @@ class LayerMemory:
     backward_peak_bytes: int
     accumulating_peak_bytes: int
     copied_bytes: int
+    kept_buffer_bytes: int
+    saved_buffer_bytes: int
 
 
 class Numbers:
@@ -150,9 +153,12 @@ def measure_layer_memory(
     ledger.hold([*chain.inputs(k, value), *constants], 0)
     for parameter in layer.parameters():
         parameter.grad = None
+    large = copies_of_large(layer)
     without_graph = _forward_without_graph(chain, k, value, ledger)
+    kept = {storage_key(buffer): buffer.nbytes for buffer in kept_buffers(layer, large)}
+    del large
     forward, backward, found = _forward_and_backward(chain, k, value, ledger, constants)
-    outputs, passed, saved, through = found
+    outputs, passed, saved, constant, through = found
     hands_on = Arrived(
         passed,
         [_number(leaf, known, numbers) for leaf in passed.leaves],
@@ -191,6 +197,8 @@ def measure_layer_memory(
         backward_peak_bytes=backward,
         accumulating_peak_bytes=accumulating,
         copied_bytes=max(0, backward - without_copies),
+        kept_buffer_bytes=sum(kept.values()),
+        saved_buffer_bytes=sum(kept[key] for key in constant & kept.keys()),
     )
     return memory, hands_on
 
@@ -235,12 +243,12 @@ def _forward_and_backward(
     ledger: Ledger,
     constants: Iterable[Tensor],
     unwanted: Sequence[int] = (),
-) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], list[int]]]:
+) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], set[int], list[int]]]:
     """Run forward and backward of a layer; the gradients of `unwanted` inputs are left out.
 
     Returns:
-        The peaks of both; what came out, what of it goes on, which storages were saved, and which
-        were handed through, by their keys.
+        The peaks of both; what came out, what of it goes on, which storages were saved, which
+        constants were, and what was handed through, by their keys.
     """
     saved: dict[int, int] = {}
 
@@ -265,7 +273,8 @@ def _forward_and_backward(
         for key in sorted(ledger.live_keys() - before - handed):
             saved.setdefault(key, ledger.bytes_of(key) or 0)
         # What is gone by now was saved for a result that nobody wanted.
-        live = ledger.live_keys() - {storage_key(tensor) for tensor in constants}
+        constant = saved.keys() & {storage_key(tensor) for tensor in constants}
+        live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
         roots = roots_of(outputs, random_gradients(outputs))
         through: list[int] = []
@@ -273,7 +282,7 @@ def _forward_and_backward(
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward = peak.bytes
-    return forward, backward, (outputs, passed, saved, through)
+    return forward, backward, (outputs, passed, saved, constant, through)
 
 
 @contextmanager

@@ -9,17 +9,17 @@ over the layers::
     time of a cell = overhead + factor * sum over its layers
 
 The overhead is that of cells of a pipeline whose layers do next to nothing; the factors, one for
-each kind of cell, are what then remains. What a step takes beside its cells, on the way in and
-out, is learned too.
+each kind of cell, are what then remains while all partitions work. The same chain in one
+partition tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`). What
+a step takes beside its cells, on the way in and out, is learned too.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -30,29 +30,37 @@ from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.pipeline.trace import trace
 from gpipebal.problem import Problem
-from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profile import Profile
+from gpipebal.profiler.traces import (
+    KINDS,
+    MOST_FACTOR,
+    Traced,
+    alone_factors,
+    factor_of,
+    kind_of,
+    pressures_of,
+    seconds_of_cells,
+    sums_of_layers,
+)
 from gpipebal.profiler.value import as_leaves
 from gpipebal.schedule import CheckpointMode, make_schedule
 from gpipebal.simulator import Durations, place
+from gpipebal.simulator.sharing import place_sharing
 from gpipebal.solvers import split
 from gpipebal.timeline import Timeline
 
 __all__ = ["MOST_CHUNKS", "Setting", "Trial", "run_trial"]
 
-#: Rounds, after each way of running has warmed up: one alone would tell of a chance. Where there
-#: are no seconds at all it has to do.
-LEAST_ROUNDS = 2
+#: Rounds, after each way of running has warmed up.
 MOST_ROUNDS = 8
+#: Steps that count in each way's turn. The one before them finds what another way left in the
+#: caches, and does not: training runs in one way only. Where there are no seconds at all, one step
+#: has to do.
+TURN_STEPS = 3
 #: Steps of the pipeline that does next to nothing.
 OVERHEAD_ROUNDS = 6
 #: Micro-batches of a trial at most: more fill the pipeline no more than these.
 MOST_CHUNKS = 8
-#: Factors are within this of 1.
-MOST_FACTOR = 2.0
-#: Layers of a cell must take this many times its overhead to be told anything of.
-LEAST_WORK = 3.0
-#: Fields of `Durations`, and what a profile's layers tell for them.
-KINDS = ("forward", "no_grad_forward", "recompute", "backward")
 #: Between them these modes have cells of all kinds.
 _MODES: tuple[CheckpointMode, ...] = ("never", "always")
 
@@ -88,10 +96,13 @@ class Trial:
         balance: How the chain was cut.
         chunks: Micro-batches of its steps.
         rounds: How often each way of running had its turn.
-        factors: Measured over predicted time of the cells of a kind, by field of `Durations`.
+        factors: Measured over predicted time of the cells of a kind while all partitions work, by
+            field of `Durations`.
         cell_overhead_time: Seconds that a cell takes beside its layers.
         overhead_time: Seconds of a step with the loss behind it, beside everything.
         inside_overhead_time: The same with the loss inside; None: there is nothing to train.
+        alone: How much of its time a cell of a kind takes while no other partition works; None:
+            not known.
     """
 
     balance: tuple[int, ...]
@@ -101,16 +112,14 @@ class Trial:
     cell_overhead_time: float
     overhead_time: float
     inside_overhead_time: float | None
+    alone: dict[str, float] | None = None
 
 
 @dataclass
-class _Way:
+class _Way(Traced):
     """One way of running a step, and what was seen of it."""
 
-    mode: CheckpointMode
-    inside: bool
     pipe: GPipe
-    steps: list[tuple[float, Timeline]]
 
     def run(self, setting: Setting) -> None:
         """Run a step with gradients that start anew, as behind ``zero_grad()``."""
@@ -132,8 +141,8 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     Args:
         profile: What was measured, layer by layer.
         setting: What to run.
-        seconds: How long, about; every way of running warms up, and has its turn twice at least;
-            once with 0 seconds.
+        seconds: How long, about; every way of running warms up, and has a turn at least; with 0
+            seconds a step.
 
     Returns:
         What it told. Whatever a layer or the loss raises is raised on.
@@ -142,30 +151,36 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     overheads = _overheads(n, setting)
     balance = _balance(profile, n)
     module = nn.Sequential(setting.layers)
-    kinds: list[tuple[CheckpointMode, bool]] = [*((mode, False) for mode in _MODES)]
+    kinds: list[tuple[CheckpointMode, bool, tuple[int, ...]]] = []
+    kinds += [(mode, False, balance) for mode in _MODES]
     if any(layer.gradient_bytes for layer in profile.layers):
-        kinds.append(("never", True))
+        kinds.append(("never", True, balance))
+    if n > 1 and setting.chunks > 1:
+        kinds += [(mode, False, (profile.n_layers,)) for mode in _MODES]
     ways: list[_Way] = []
     try:
-        for mode, inside in kinds:
+        for mode, inside, cut in kinds:
             pipe = GPipe(
                 module,
-                balance,
-                devices=["cpu"] * n,
+                cut,
+                devices=["cpu"] * len(cut),
                 chunks=setting.chunks,
                 checkpoint=mode,
                 threads_per_partition=setting.n_threads,
             )
-            ways.append(_Way(mode, inside, pipe, []))
+            ways.append(_Way(mode, inside, len(cut), [], pipe))
         for way in ways:
             way.run(setting)  # the first warms up: threads are started, facts found out
             way.steps.clear()
         deadline = time.perf_counter() + seconds
         rounds = 0
-        least = LEAST_ROUNDS if seconds else 1
-        while rounds < least or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
+        while not rounds or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
             for way in ways:
-                way.run(setting)
+                if seconds:
+                    way.run(setting)
+                    way.steps.pop()
+                for _ in range(TURN_STEPS if seconds else 1):
+                    way.run(setting)
             rounds += 1
     finally:
         for way in ways:
@@ -202,7 +217,7 @@ def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
             checkpoint=mode,
             threads_per_partition=setting.n_threads,
         )
-        way = _Way(mode, False, pipe, [])
+        way = _Way(mode, False, n_partitions, [], pipe)
         try:
             for _ in range(OVERHEAD_ROUNDS + 1):
                 way.run(nothing)
@@ -210,7 +225,7 @@ def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
             pipe.close()
         for _, timeline in way.steps[1:]:
             for event in timeline.events:
-                name = _kind_of(event.kind, mode)
+                name = kind_of(event.kind, mode)
                 if name is not None:
                     found[name].append(event.end - event.start)
     return {name: median(found[name]) for name in KINDS}
@@ -249,25 +264,32 @@ def _read(
     overheads: dict[str, float],
 ) -> Trial:
     """Set the traces beside the sums over the layers."""
-    cells: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for way in ways:
-        for _, timeline in way.steps:
-            for event in timeline.events:
-                name = _kind_of(event.kind, way.mode)
-                # The loss inside is in the last partition's cells: those tell of it too.
-                if name is not None and not way.inside:
-                    cells[name, event.partition].append(event.end - event.start)
     n = len(balance)
-    predicted = _sums(profile, balance)
+    solo = [way for way in ways if way.n_partitions < n]
+    ways = [way for way in ways if way.n_partitions == n]
+    cells = seconds_of_cells(ways)
+    predicted = sums_of_layers(profile, balance)
     medians = {
         name: tuple(median(cells[name, j]) if cells[name, j] else 0.0 for j in range(n))
         for name in KINDS
     }
-    factors = {name: _factor(medians[name], predicted[name], overheads[name]) for name in KINDS}
+    factors = {name: factor_of(medians[name], predicted[name], overheads[name]) for name in KINDS}
+    alone = None
+    if solo:
+        slow = alone_factors(predicted, seconds_of_cells(solo), overheads)
+        pressures = pressures_of(ways, predicted, slow, overheads)
+        alone = {}
+        for name in KINDS:
+            alone[name] = 1.0 / (1.0 + (n - 1) * pressures.get(name, 0.0) ** 2)
+            if name in pressures:
+                factors[name] = slow[name] / alone[name]
     measured = Durations(**medians)
     gaps, around, inside = [], [], []
+    spans: list[list[float]] = []
     for way in ways:
         order = make_schedule("gpipe", n, chunks, way.mode)
+        if not way.inside:
+            spans.append([timeline.makespan - _pause_of(timeline) for _, timeline in way.steps])
         for seconds, timeline in way.steps:
             beside = seconds - timeline.makespan
             if way.inside:
@@ -279,40 +301,59 @@ def _read(
             known = (step.loss_time or 0.0) + (step.gather_time or 0.0)
             known *= chunks / profile.chunks
             around.append(beside + max(0.0, pause - known))
+    overhead = max(0.0, median(gaps)) + fmean(overheads.values())
+    if alone is not None:
+        sums = {name: [factors[name] * time for time in predicted[name]] for name in KINDS}
+        placed = [
+            _makespan(sums, alone, overhead, n, chunks, way.mode) for way in ways if not way.inside
+        ]
+        # Whatever the cells by themselves told, the steps that ran take as long as they took.
+        ratios = [median(times) / time for times, time in zip(spans, placed, strict=True) if time]
+        scale = _within(fmean(ratios)) if ratios else 1.0
+        factors = {name: _within(factor * scale) for name, factor in factors.items()}
     return Trial(
         balance=tuple(balance),
         chunks=chunks,
         rounds=rounds,
         factors=factors,
-        cell_overhead_time=max(0.0, median(gaps)) + fmean(overheads.values()),
+        alone=alone,
+        cell_overhead_time=overhead,
         overhead_time=max(0.0, median(around)),
         inside_overhead_time=max(0.0, median(inside)) if inside else None,
     )
 
 
-def _factor(times: Sequence[float], predicted: Sequence[float], overhead: float) -> float:
-    """Divide the times of a kind of cell, less their overhead, by the sums over their layers.
-
-    Cells whose layers do little more than nothing tell nothing of them: their factor is 1.
-    """
-    measured = sum(max(0.0, time - overhead) for time in times)
-    if not measured or sum(predicted) < LEAST_WORK * overhead * len(times):
-        return 1.0
-    return min(max(measured / sum(predicted), 1 / MOST_FACTOR), MOST_FACTOR)
+def _within(factor: float) -> float:
+    return min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
 
 
-def _kind_of(kind: str, mode: CheckpointMode) -> str | None:
-    names = {"F": "forward", "R": "recompute", "B": "backward"}
-    if kind == "F" and mode == "always":
-        return "no_grad_forward"
-    return names.get(kind)
+def _makespan(
+    sums: Mapping[str, Sequence[float]],
+    alone: Mapping[str, float],
+    overhead: float,
+    n_partitions: int,
+    chunks: int,
+    mode: CheckpointMode,
+) -> float:
+    """Place a step, without the pause between its phases."""
+    together = Durations(**{name: tuple(sums[name]) for name in KINDS})
+    by_itself = Durations(
+        **{name: tuple(alone[name] * time for time in sums[name]) for name in KINDS}
+    )
+    return place_sharing(
+        make_schedule("gpipe", n_partitions, chunks, mode),
+        together.longer_by(overhead),
+        by_itself.longer_by(overhead),
+        n_partitions,
+        pause=0.0,
+    ).makespan
 
 
 def _means(timeline: Timeline, mode: CheckpointMode, otherwise: Durations) -> Durations:
     """Take the mean time of each partition's cells of a kind in one step."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in timeline.events:
-        name = _kind_of(event.kind, mode)
+        name = kind_of(event.kind, mode)
         if name is not None:
             found[name, event.partition].append(event.end - event.start)
     return replace(
@@ -343,22 +384,3 @@ def _pause_of(timeline: Timeline) -> float:
     ends = [event.end for event in timeline.events if event.kind == "F"]
     starts = [event.start for event in timeline.events if event.kind in "RB"]
     return max(0.0, min(starts) - max(ends)) if ends and starts else 0.0
-
-
-def _sums(profile: Profile, balance: Sequence[int]) -> dict[str, tuple[float, ...]]:
-    """Add up the times of the layers of each partition."""
-    bounds = [0]
-    for size in balance:
-        bounds.append(bounds[-1] + size)
-    parts = [profile.layers[start:end] for start, end in pairwise(bounds)]
-
-    def without_graph(layer: LayerProfile) -> float:
-        known = layer.no_grad_forward_time
-        return layer.forward_time if known is None else known
-
-    return {
-        "forward": tuple(sum(layer.forward_time for layer in part) for part in parts),
-        "no_grad_forward": tuple(sum(map(without_graph, part)) for part in parts),
-        "recompute": tuple(sum(layer.recompute_time for layer in part) for part in parts),
-        "backward": tuple(sum(layer.backward_time for layer in part) for part in parts),
-    }

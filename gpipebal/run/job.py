@@ -17,7 +17,6 @@ from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cor
 from gpipebal.plan import Plan
 from gpipebal.planner import solve, top_plans
 from gpipebal.plots import plot_run, save_figure
-from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
 from gpipebal.report import RunReport
@@ -190,7 +189,7 @@ class _Job:
             pipe.close()
         predicted = simulate(plan, pause=plan.pause_time)
         timeline = measured.timeline
-        held = held_of(profile, to_bounds(plan.balance))
+        held = held_of(profile, plan)
         self.folder.write(
             "timeline.json",
             lambda path: timeline.save(

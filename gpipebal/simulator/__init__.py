@@ -16,18 +16,22 @@ of the optimizer are given::
 Read in this order: `durations` and `of_profile` (what is placed), `place` (the verb for durations),
 `simulate` (the verb for plans), `work` (a schedule as numbers: who needs whom), `engines` (three
 ways to the same times: many devices at once, few devices, and a host that all have to pass),
-`wavefront` (a fourth, for GPipe and 1F1B), `trials` (many durations on one order), `refusals` (why
-a schedule can never finish), `held` (memory over time) and `comparison` (schedules side by side).
+`wavefront` (a fourth, for GPipe and 1F1B), `sharing` (partitions that slow each other down),
+`trials` (many durations on one order), `refusals` (why a schedule can never finish), `held`,
+`held_of` and `tracks` (memory over time) and `comparison` (schedules side by side).
 """
 
 from gpipebal.simulator.comparison import ScheduleRow, ScheduleTable, compare_durations
 from gpipebal.simulator.durations import Durations
-from gpipebal.simulator.held import HeldBytes, MemoryTrack, memory_over_time
-from gpipebal.simulator.of_profile import durations_of, held_of, weight_shares
+from gpipebal.simulator.held import CellBytes, HeldBytes
+from gpipebal.simulator.held_of import held_of
+from gpipebal.simulator.of_profile import durations_of, weight_shares
 from gpipebal.simulator.place import place
 from gpipebal.simulator.simulate import simulate
+from gpipebal.simulator.tracks import MemoryTrack, memory_over_time
 
 __all__ = [
+    "CellBytes",
     "Durations",
     "HeldBytes",
     "MemoryTrack",

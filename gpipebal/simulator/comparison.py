@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from gpipebal.errors import BalanceError
 from gpipebal.schedule import ALL_SCHEDULES, RUN_BY_TORCH, CheckpointMode, order_of
 from gpipebal.simulator.durations import Durations
-from gpipebal.simulator.held import HeldBytes, memory_over_time
+from gpipebal.simulator.held import HeldBytes
 from gpipebal.simulator.place import place
+from gpipebal.simulator.tracks import memory_over_time
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -53,12 +54,14 @@ class ScheduleTable:
         n_devices: Number of devices.
         chunks: Number of micro-batches.
         checkpoint: Which micro-batches are recomputed.
+        notes: What a reader should know of the costs.
     """
 
     rows: tuple[ScheduleRow, ...]
     n_devices: int
     chunks: int
     checkpoint: CheckpointMode
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> ScheduleRow:
@@ -85,7 +88,7 @@ class ScheduleTable:
 
     def __str__(self) -> str:
         lines = [("schedule", "parts/device", "makespan", "bubble", "imbalance", "peak", "run by")]
-        notes = []
+        notes = list(self.notes)
         for row in self.rows:
             name, each = row.schedule, str(row.partitions_per_device)
             if row.makespan is None or row.bubble_fraction is None or row.imbalance is None:

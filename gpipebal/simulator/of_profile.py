@@ -1,4 +1,4 @@
-"""What a profile says of partitions: their durations, and what they hold."""
+"""What a profile says of partitions: their durations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from itertools import pairwise
 from gpipebal.errors import BalanceError
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.simulator.durations import Durations
-from gpipebal.simulator.held import HeldBytes
 
-__all__ = ["durations_of", "held_of", "weight_shares"]
+__all__ = ["durations_of", "weight_shares"]
 
 
 def _runs(profile: Profile, bounds: Sequence[int]) -> list[tuple[LayerProfile, ...]]:
@@ -126,44 +125,3 @@ def _crossing(profile: Profile, cut: int) -> set[int]:
         if skip.source < cut <= skip.destination:
             storages.update(skip.storages)
     return storages
-
-
-def held_of(profile: Profile, bounds: Sequence[int]) -> list[HeldBytes]:
-    """Add up what each partition holds: a storage that several layers save counts once.
-
-    The step's loss is not in it; `gpipebal.memory.partition_memory` tells of the peaks more
-    closely, for what `GPipe` runs.
-
-    Args:
-        profile: Costs of the layers for one micro-batch.
-        bounds: First layer of each partition, then the number of layers.
-
-    Example:
-        >>> profile = Profile.from_costs([1.0, 2.0], saved_bytes=[10, 20], output_bytes=[1, 2])
-        >>> [(size.input, size.saved, size.gradient) for size in held_of(profile, (0, 1, 2))]
-        [(0, 10, 1), (1, 21, 2)]
-    """
-    held = []
-    for first, run in zip(bounds, _runs(profile, bounds), strict=False):
-        received = _crossing(profile, first)
-        saved = received.union(*(layer.saved for layer in run))
-        held.append(
-            HeldBytes(
-                fixed=sum(
-                    layer.parameter_bytes
-                    + layer.gradient_bytes
-                    + layer.buffer_bytes
-                    + (layer.optimizer_bytes or 0)
-                    for layer in run
-                ),
-                input=profile.bytes_of(received),
-                saved=profile.bytes_of(saved),
-                gradient=profile.gradient_bytes_of(run[-1].outputs),
-                forward_transient=max(
-                    max(0, layer.forward_peak_bytes - profile.bytes_of(layer.saved))
-                    for layer in run
-                ),
-                backward_transient=max(layer.backward_peak_bytes for layer in run),
-            )
-        )
-    return held

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from gpipebal.problem import Problem
 from gpipebal.solvers.bisection import largest_layer, smallest_limit
-from gpipebal.solvers.chain import Solution, meet, reach_within
+from gpipebal.solvers.chain import Limit, Solution
 from gpipebal.solvers.paths import solve_all_paths
 from gpipebal.solvers.thresholds import smallest_sum
 from gpipebal.solvers.tiebreak import tie_break
@@ -55,12 +55,12 @@ def solve_makespan_always(problem: Problem) -> Solution:
     # start and end are those of the partition in which it turns around.
     loads, starts = problem.load_sums, problem.recompute_sums
     last_end_only = [0] * n_layers + [loads[-1]]
-    value, reaches = _three_thresholds(problem, last_end_only, starts)
-    bounds = tie_break(loads, reaches, n_partitions)
+    value, candidates = _three_thresholds(problem, last_end_only, starts)
+    bounds = tie_break(loads, candidates, n_partitions)
     if problem.exact_makespan(bounds) == value:
         return Solution(bounds, value, value)
-    _, reaches = _three_thresholds(problem, loads, starts)
-    known = tie_break(loads, reaches, n_partitions)
+    _, candidates = _three_thresholds(problem, loads, starts)
+    known = tie_break(loads, candidates, n_partitions)
     return solve_all_paths(problem, lower_bound=value, known=known)
 
 
@@ -69,48 +69,52 @@ def _solve_one_chunk(problem: Problem) -> Solution:
     loads, starts = problem.load_sums, problem.recompute_sums
     at_least = largest_layer(loads, starts)
     found = smallest_limit(loads, starts, problem.n_partitions, at_least=at_least)
-    within = reach_within(loads, starts, found.value)
-    bounds = tie_break(loads, [within], problem.n_partitions)
+    within = Limit(loads, starts, found.value)
+    bounds = tie_break(loads, [[within]], problem.n_partitions)
     return Solution(bounds, found.value, found.lower_bound)
 
 
 def _three_thresholds(
     problem: Problem, ends: Sequence[int], starts: Sequence[int]
-) -> tuple[int, list[Sequence[int]]]:
+) -> tuple[int, list[list[Limit]]]:
     """Minimise the largest of a third cost, plus (chunks - 1) times the two maxima.
 
     The third cost of a partition is ``ends[end] - starts[start]``.
 
     Returns:
-        The minimum, and limits: the splits that attain it are those that keep one of them.
+        The minimum, and limits: the splits that attain it are those that keep one set of them.
     """
     n_partitions, repeats = problem.n_partitions, problem.chunks - 1
-    forward = problem.forward_sums
-    again = [b + r for b, r in zip(problem.backward_sums, problem.recompute_sums, strict=True)]
+    forward, again = problem.forward_sums, problem.again_sums
     least_third = smallest_limit(
         ends, starts, n_partitions, at_least=largest_layer(ends, starts)
     ).value
     best: int | None = None
-    reaches: list[Sequence[int]] = []
+    candidates: list[list[Limit]] = []
     third = ends[-1] - starts[0]  # allows everything
     while third >= least_third:
-        allowed = reach_within(ends, starts, third)
-        at_most = None if best is None else (best - third) // repeats
-        least = smallest_sum(forward, again, n_partitions, reach=allowed, at_most=at_most)
+        least = smallest_sum(
+            forward,
+            again,
+            n_partitions,
+            both=problem.load_sums,
+            limits=[Limit(ends, starts, third)],
+            at_most=None if best is None else (best - third) // repeats,
+        )
         for one, two in least.pairs:
-            within = meet(reach_within(forward, forward, one), reach_within(again, again, two))
+            limits = [Limit(forward, forward, one), Limit(again, again, two)]
             needed = smallest_limit(
-                ends, starts, n_partitions, at_least=least_third, at_most=third, reach=within
+                ends, starts, n_partitions, at_least=least_third, at_most=third, limits=limits
             ).value
             total = needed + repeats * least.total
             if best is None or total < best:
                 best = total
-                reaches.clear()
+                candidates.clear()
             if total == best:
-                reaches.append(meet(within, reach_within(ends, starts, needed)))
+                candidates.append([*limits, Limit(ends, starts, needed)])
         # Any other split that is as good has larger maxima, hence a smaller third cost.
         assert best is not None
         next_sum = least.lower_bound + 1 if least.pairs else least.lower_bound
         third = best - repeats * next_sum
     assert best is not None
-    return best, reaches
+    return best, candidates

@@ -12,12 +12,17 @@ runs of layers, and when they meet, the value is exact and its proof is complete
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import sub
 from typing import NamedTuple
 
-__all__ = ["Smallest", "largest_layer", "smallest_limit"]
+from gpipebal.solvers.chain import Limit
+
+__all__ = ["Smallest", "fill", "floor", "largest_layer", "refusals", "smallest_limit"]
+
+#: With up to so many layers for each partition, looking at each takes no longer than a probe.
+_FEW_LAYERS = 8
 
 
 class Smallest(NamedTuple):
@@ -41,6 +46,23 @@ def largest_layer(ends: Sequence[int], starts: Sequence[int]) -> int:
     return max(map(sub, ends[1:], starts))
 
 
+def floor(sums: Sequence[int], n_partitions: int) -> int:
+    """Bound the bottleneck from below: by the even share and, where that is quick, by layers.
+
+    No partition costs less than its largest layer; and one has at least the mean number of layers.
+
+    Example:
+        >>> floor([0, 2, 3, 10], 2), floor([0, 2, 3, 10], 1)
+        (7, 10)
+    """
+    share = -(-sums[-1] // n_partitions)
+    n_layers = len(sums) - 1
+    if n_layers > _FEW_LAYERS * n_partitions:
+        return share
+    several = -(-n_layers // n_partitions)
+    return max(share, largest_layer(sums, sums), min(map(sub, sums[several:], sums)))
+
+
 def smallest_limit(
     ends: Sequence[int],
     starts: Sequence[int],
@@ -48,27 +70,27 @@ def smallest_limit(
     *,
     at_least: int,
     at_most: int | None = None,
-    reach: Sequence[int] | None = None,
+    limits: Sequence[Limit] = (),
 ) -> Smallest:
     """Find the smallest limit that some split keeps with all of its partitions.
 
     Minimises the largest ``ends[end] - starts[start]`` of a partition over all splits into
-    exactly `n_partitions` non-empty partitions that keep `reach`.
+    exactly `n_partitions` non-empty partitions that keep `limits`.
 
     Args:
         ends: Never decreasing; one more than layers.
         starts: Never decreasing; one more than layers.
         n_partitions: Number of partitions, at most the number of layers.
-        at_least: A known lower bound, no less than the largest single layer.
+        at_least: A known lower bound.
         at_most: Give up as soon as the smallest limit is proven to exceed this.
-        reach: Further limits; see `gpipebal.solvers.chain`. Some split must keep them.
+        limits: Further limits. Some split must keep them.
 
     Returns:
         The value (equal to its lower bound) and the split that fills partitions from the left;
         or no split, if every one exceeds `at_most`.
 
     Complexity:
-        O(P K log N) for N layers, K partitions and P probes; P is about 1 to 15.
+        O(P K log N) for N layers, K partitions and P probes; P is about 2 to 18.
 
     Source:
         Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", JPDC
@@ -80,54 +102,95 @@ def smallest_limit(
         70
     """
     n_layers = len(ends) - 1
-    # The loop below is hot: one probe is one pass over `rooms`, the last place that each cut may
-    # take so that a layer is left for every later partition.
-    rooms = range(n_layers - n_partitions + 1, n_layers)
+    # Where each cut stood in a probe that failed, and in one that did not: later probes try
+    # limits between, and their cuts stand between. A layer is left for every later partition.
+    lows: Sequence[int] = [0] * (n_partitions - 1)
+    highs: Sequence[int] = range(n_layers - n_partitions + 1, n_layers)
     highest = ends[n_layers] - starts[0] if at_most is None else at_most
     lower, upper = at_least, None
     best: list[int] = []
-    trial, step = at_least, max(at_least // (4 * n_partitions), 1)
+    trial, step = at_least, at_least // (16 * n_partitions) + 1
     while lower <= highest and (upper is None or lower < upper):
-        start = 0
-        cuts = [0]
-        for room in rooms:
-            end = bisect_right(ends, starts[start] + trial, start + 1, room + 1) - 1
-            if reach is not None and reach[start] < end:
-                end = reach[start]
-            cuts.append(end)
-            start = end
-        finished = reach is None or reach[start] == n_layers
-        if finished and ends[n_layers] - starts[start] <= trial:
-            cuts.append(n_layers)
-            best = cuts
-            upper = max([ends[end] - starts[start] for start, end in pairwise(cuts)])
+        cuts = fill([Limit(ends, starts, trial), *limits], lows, highs)
+        last = cuts[-1]
+        lacking = ends[n_layers] - starts[last] - trial
+        if lacking <= 0 and all(limit.allows(last, n_layers) for limit in limits):
+            highs = cuts[1:]
+            best = [*cuts, n_layers]
+            upper = max([ends[end] - starts[start] for start, end in pairwise(best)])
         else:
-            lower = _next_limit(ends, starts, cuts, trial, reach)
-        if upper is None:
-            # Steps that grow until a probe succeeds: the answer is mostly near the lower bound.
-            trial = min(max(lower, trial + step), highest)
+            lows = cuts[1:]
             step *= 4
-        else:
-            trial = (lower + upper) // 2
+            if last in cuts[-2:-1]:
+                # No partition can begin here with a limit below the cost of this layer.
+                lower = ends[last + 1] - starts[last]
+            else:
+                lower = min(refusals(ends, starts, cuts, trial, limits))
+                step = max(step, lacking // n_partitions)
+        # Steps as long as what was lacking, longer ones if that was not enough; then halving.
+        rise = min(max(lower, trial + step), highest)
+        trial = rise if upper is None else (lower + upper) // 2
     if upper is None:
         return Smallest(lower, lower, None)
     return Smallest(upper, lower, tuple(best))
 
 
-def _next_limit(
+def fill(limits: Sequence[Limit], lows: Iterable[int], highs: Iterable[int]) -> list[int]:
+    """Fill one partition after the other as far as limits allow: all but the last.
+
+    Args:
+        limits: What every partition keeps; the first of them may forbid single layers.
+        lows: For each cut, a place that it is known to reach; 0 if nothing is known.
+        highs: For each cut, the last place that it may take.
+
+    Returns:
+        The starts of all partitions. Where a single layer is too much, all that follow are equal.
+
+    Complexity:
+        O(K log N) for K partitions and N layers, times the number of limits.
+
+    Example:
+        >>> fill([Limit([0, 2, 3, 6, 8], [0, 2, 3, 6, 8], 5)], [0, 0], [2, 3])
+        [0, 2, 3]
+    """
+    start = 0
+    cuts = [0]
+    # These loops are where the time goes, and one limit is what there mostly is.
+    if len(limits) == 1:
+        ends, starts, most = limits[0]
+        for low, high in zip(lows, highs, strict=True):
+            low = low if low > start else start + 1
+            start = bisect_right(ends, starts[start] + most, low, high + 1) - 1
+            cuts.append(start)
+        return cuts
+    for low, end in zip(lows, highs, strict=True):
+        low = low if low > start else start + 1
+        for ends, starts, most in limits:
+            end = bisect_right(ends, starts[start] + most, low, end + 1) - 1
+        start = end
+        cuts.append(start)
+    return cuts
+
+
+def refusals(
     ends: Sequence[int],
     starts: Sequence[int],
     cuts: Sequence[int],
     trial: int,
-    reach: Sequence[int] | None,
-) -> int:
-    """Return the smallest limit that changes the path of a probe that failed."""
+    limits: Sequence[Limit],
+) -> list[int]:
+    """Return the limits above `trial` that would change the path of a probe that failed.
+
+    They are the costs of what a partition refused because of `trial` alone: the layer behind it,
+    and the last partition all that is left.
+    """
     n_layers = len(ends) - 1
-    costs = [
-        ends[end + 1] - starts[start]
-        for start, end in pairwise(cuts)
-        if reach is None or end < reach[start]
-    ]
-    if reach is None or reach[cuts[-1]] == n_layers:
-        costs.append(ends[n_layers] - starts[cuts[-1]])
-    return min([cost for cost in costs if cost > trial])
+    refused = [*[end + 1 for end in cuts[1:]], n_layers]
+    if limits:
+        runs = list(zip(cuts, refused, strict=True))
+        for tails, heads, most in limits:
+            runs = [(start, end) for start, end in runs if tails[end] - heads[start] <= most]
+        costs = [ends[end] - starts[start] for start, end in runs]
+    else:
+        costs = list(map(sub, [ends[end] for end in refused], [starts[cut] for cut in cuts]))
+    return [cost for cost in costs if cost > trial]

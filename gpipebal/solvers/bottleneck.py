@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.bisection import largest_layer, smallest_limit
-from gpipebal.solvers.chain import Solution
-from gpipebal.solvers.tiebreak import fewest_squares_within
+from gpipebal.solvers.bisection import floor, smallest_limit
+from gpipebal.solvers.chain import Limit, Solution
+from gpipebal.solvers.tiebreak import fewest_squares
 
 __all__ = ["solve_bottleneck"]
 
@@ -18,7 +18,7 @@ def solve_bottleneck(problem: Problem) -> Solution:
     of squared partition times, then leftmost cuts.
 
     Complexity:
-        O(P K log N) for N layers, K partitions and P probes, about 1 to 15; and the tie-break,
+        O(P K log N) for N layers, K partitions and P probes, about 2 to 18; and the tie-break,
         see `gpipebal.solvers.tiebreak`.
 
     Example:
@@ -26,8 +26,6 @@ def solve_bottleneck(problem: Problem) -> Solution:
         Solution(bounds=(0, 3, 5, 6, 8), value=70, lower_bound=70)
     """
     loads, n_partitions = problem.load_sums, problem.n_partitions
-    # Neither the even share nor the largest layer can be undercut.
-    at_least = max(largest_layer(loads, loads), -(-loads[-1] // n_partitions))
-    found = smallest_limit(loads, loads, n_partitions, at_least=at_least)
-    bounds = fewest_squares_within(loads, found.value, n_partitions)
+    found = smallest_limit(loads, loads, n_partitions, at_least=floor(loads, n_partitions))
+    bounds = fewest_squares(loads, [Limit(loads, loads, found.value)], n_partitions)
     return Solution(bounds, found.value, found.lower_bound)

@@ -4,18 +4,19 @@ Every limit that the solvers meet is inherited by shorter runs: if the layers ``
 ``end - 1`` may form a partition, so may every non-empty part of them (times add up, and are not
 negative). All limits together then amount to one list, ``reach``: a partition that starts at
 layer ``start`` may end anywhere from ``start + 1`` to ``reach[start]``, and ``reach`` never
-decreases. What follows from that makes the solvers short: the places where a given cut may stand
-in some valid split form an interval, and taking the longest partition first finds a split
-whenever there is one.
+decreases. That list is rarely needed: a `Limit` answers for the few places that a solver meets.
+What follows makes the solvers short: the places where a given cut may stand in some valid split
+form an interval, and taking the longest partition first finds a split whenever there is one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import gt
 from typing import NamedTuple
 
-__all__ = ["Solution", "cut_windows", "meet", "reach_within"]
+__all__ = ["Limit", "Solution", "cut_windows", "meet", "reach_limit", "reach_within", "windows"]
 
 
 class Solution(NamedTuple):
@@ -24,6 +25,33 @@ class Solution(NamedTuple):
     bounds: tuple[int, ...]
     value: int
     lower_bound: int
+
+
+class Limit(NamedTuple):
+    """A limit of what every partition costs: ``ends[end] - starts[start] <= most``.
+
+    Where the cost is a plain sum over layers, `ends` and `starts` are the same prefix sums.
+    Neither ever decreases.
+    """
+
+    ends: Sequence[int]
+    starts: Sequence[int]
+    most: int
+
+    def allows(self, start: int, end: int) -> bool:
+        """Tell whether a partition may be the layers `start` to ``end - 1``."""
+        return self.ends[end] - self.starts[start] <= self.most
+
+
+def reach_limit(reach: Sequence[int]) -> Limit:
+    """Put a list of how far partitions may extend as a limit.
+
+    Example:
+        >>> limit = reach_limit([2, 3, 3])
+        >>> limit.allows(0, 2), limit.allows(0, 3)
+        (True, False)
+    """
+    return Limit(range(len(reach) + 1), reach, 0)
 
 
 def reach_within(ends: Sequence[int], starts: Sequence[int], limit: int) -> list[int]:
@@ -87,5 +115,43 @@ def cut_windows(reach: Sequence[int], n_partitions: int) -> tuple[list[int], lis
     first = [n_layers]
     for k in range(n_partitions - 1, 0, -1):
         first.append(max(bisect_left(reach, first[-1]), k))
+    first.append(0)
+    return first[::-1], last
+
+
+def windows(
+    limits: Sequence[Limit], lows: Sequence[int], highs: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Find where each cut stands in some split that keeps limits.
+
+    Args:
+        limits: What every partition keeps.
+        lows: First place that each bound may have; increasing from 0 to the number of layers.
+        highs: Last place that each bound may have; increasing likewise.
+
+    Returns:
+        As `cut_windows`, which this is without a list of all places.
+
+    Complexity:
+        O(K log N) for N layers and K partitions, times the number of limits.
+
+    Example:
+        >>> windows([Limit([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 2)], [0, 1, 2, 4], [0, 2, 3, 4])
+        ([0, 1, 2, 4], [0, 2, 3, 4])
+    """
+    last = [0]
+    for end in highs[1:]:
+        start = last[-1]
+        for ends, starts, most in limits:
+            end = bisect_right(ends, starts[start] + most, start + 1, end + 1) - 1
+        last.append(end)
+    if any(map(gt, lows, last)):
+        return None
+    first = [lows[-1]]
+    for start in lows[-2:0:-1]:
+        end = first[-1]
+        for ends, starts, most in limits:
+            start = bisect_left(starts, ends[end] - most, start, end)
+        first.append(start)
     first.append(0)
     return first[::-1], last

@@ -126,9 +126,9 @@ def split(
         InfeasibleError: no split fits the devices and keeps the rules.
 
     Complexity:
-        For N layers and K partitions: O(P K log N) with P about 1 to 15 for ``'bottleneck'``, a
-        few to some dozens of times that for ``'makespan'``; and O(N log N) to O(N K log N) for
-        the tie-break. See the modules of `gpipebal.solvers`.
+        For N layers and K partitions: O(P K log N) with P about 2 to 18 for ``'bottleneck'``, and
+        up to some hundred for ``'makespan'``; and for the tie-break O(w log N) for w places that
+        cuts can take, or about ten times O(N log N). See the modules of `gpipebal.solvers`.
 
     Example:
         >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)

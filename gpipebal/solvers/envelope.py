@@ -11,20 +11,10 @@ whose turn would be over before it begins is dropped for good.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 
-__all__ = ["cheapest_ends", "first_starts"]
-
-
-def first_starts(reach: Sequence[int]) -> list[int]:
-    """Invert `reach`: find the first start from which a partition may extend to each end.
-
-    Example:
-        >>> first_starts([2, 3, 3])
-        [0, 0, 0, 1]
-    """
-    return [bisect_left(reach, end) for end in range(len(reach) + 1)]
+__all__ = ["cheapest_ends"]
 
 
 def cheapest_ends(
@@ -44,7 +34,7 @@ def cheapest_ends(
 
     Args:
         sums: Prefix sums of the layers' weights.
-        entry: First start that may have each end; see `first_starts`.
+        entry: First start that may have each end. Never decreasing.
         after: Cost of what follows each end. May be `cost` itself: an entry is read only after
             it was written.
         cost: Receives the cost from each start on.
@@ -82,13 +72,14 @@ def cheapest_ends(
     for start in range(last_start, first_start - 1, -1):
         while end >= first_end and end > start:
             value = after[end] + sums[end] * sums[end]
+            behind = end if end <= last_start else last_start + 1
             turn = end
             while len(queue) > head:
                 rival = queue[-1]
                 gap = sums[rival] - sums[end]
                 lead = lifted[-1] - value
                 if gap:
-                    turn = bisect_right(sums, lead // (2 * gap), 0, end) - 1
+                    turn = bisect_right(sums, lead // (2 * gap), first_start, behind) - 1
                 else:
                     turn = end if lead >= 0 else -1
                 if turn < entry[rival] - 1:

@@ -10,7 +10,7 @@ With recompute of every micro-batch the makespan has more terms: see `gpipebal.s
 from __future__ import annotations
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.chain import Solution, meet, reach_within
+from gpipebal.solvers.chain import Limit, Solution
 from gpipebal.solvers.thresholds import smallest_sum
 from gpipebal.solvers.tiebreak import tie_break
 
@@ -36,18 +36,15 @@ def solve_makespan(problem: Problem) -> Solution:
         >>> solve_makespan(Problem([3, 1, 1], [1, 3, 5], [0, 0, 0], 2, chunks=3))
         Solution(bounds=(0, 2, 3), value=32, lower_bound=32)
     """
-    forward, backward = problem.forward_sums, problem.backward_sums
-    again = [b + r for b, r in zip(backward, problem.recompute_sums, strict=True)]
+    forward, again, n_partitions = problem.forward_sums, problem.again_sums, problem.n_partitions
     repeats = problem.chunks - 1
-    once = forward[-1] + backward[-1]
+    once = forward[-1] + problem.backward_sums[-1]
     if not repeats:
-        anywhere = [problem.n_layers] * problem.n_layers
-        bounds = tie_break(problem.load_sums, [anywhere], problem.n_partitions)
+        bounds = tie_break(problem.load_sums, [[]], n_partitions)
         return Solution(bounds, once, once)
-    least = smallest_sum(forward, again, problem.n_partitions)
-    reaches = [
-        meet(reach_within(forward, forward, one), reach_within(again, again, two))
-        for one, two in least.pairs
+    least = smallest_sum(forward, again, n_partitions, both=problem.load_sums)
+    candidates = [
+        [Limit(forward, forward, one), Limit(again, again, two)] for one, two in least.pairs
     ]
-    bounds = tie_break(problem.load_sums, reaches, problem.n_partitions)
+    bounds = tie_break(problem.load_sums, candidates, n_partitions)
     return Solution(bounds, once + repeats * least.total, once + repeats * least.lower_bound)

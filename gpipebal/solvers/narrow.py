@@ -1,76 +1,50 @@
-"""The most even split within one limit, without looking at places where no cut can stand.
+"""The most even split, without looking at places where no cut can stand.
 
-With a single limit on the sum of each partition, and the limit the smallest possible one, cuts of
-long chains stand in narrow windows. How far a partition extends is then worth knowing only there.
+Close to the smallest possible limit, cuts of long chains stand in narrow windows. How far a
+partition extends is then worth knowing only there.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 
+from gpipebal.solvers.chain import Limit
 from gpipebal.solvers.envelope import cheapest_ends
 
-__all__ = ["narrow_windows", "squares_in_windows"]
-
-
-def narrow_windows(
-    loads: Sequence[int], limit: int, n_partitions: int
-) -> tuple[list[int], list[int]]:
-    """Find where each cut stands in some split whose partitions weigh at most `limit`.
-
-    Args:
-        loads: Prefix sums of the layers' weights.
-        limit: Largest weight of a partition; some split must keep it.
-        n_partitions: Number of partitions.
-
-    Returns:
-        First and last place of each bound, as `gpipebal.solvers.chain.cut_windows`.
-
-    Complexity:
-        O(K log N) for N layers and K partitions.
-
-    Example:
-        >>> narrow_windows([0, 1, 2, 3, 4], 2, 3)
-        ([0, 1, 2, 4], [0, 2, 3, 4])
-    """
-    n_layers = len(loads) - 1
-    last = [0]
-    for room in range(n_layers - n_partitions + 1, n_layers + 1):
-        last.append(min(bisect_right(loads, loads[last[-1]] + limit) - 1, room))
-    first = [n_layers]
-    for k in range(n_partitions - 1, 0, -1):  # k: cut
-        first.append(max(bisect_left(loads, loads[first[-1]] - limit), k))
-    first.append(0)
-    return first[::-1], last
+__all__ = ["squares_in_windows"]
 
 
 def squares_in_windows(
-    loads: Sequence[int], limit: int, first: Sequence[int], last: Sequence[int]
+    loads: Sequence[int], limits: Sequence[Limit], first: Sequence[int], last: Sequence[int]
 ) -> tuple[int, ...]:
     """Find the leftmost split with the least sum of squared weights within windows.
 
     Args:
         loads: Prefix sums of the layers' weights.
-        limit: Largest weight of a partition.
-        first: First place of each bound; see `narrow_windows`.
+        limits: What every partition keeps.
+        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
         last: Last place of each bound.
 
     Complexity:
         O(w log N) for N layers and w places in all windows.
 
     Example:
-        >>> squares_in_windows([0, 1, 2, 3, 4], 3, [0, 1, 4], [0, 3, 4])
+        >>> sums = [0, 1, 2, 3, 4]
+        >>> squares_in_windows(sums, [Limit(sums, sums, 3)], [0, 1, 4], [0, 3, 4])
         (0, 2, 4)
     """
     n_places, n_partitions = len(loads), len(first) - 1
     # Only places within windows are ever looked up.
-    entry = [0] * n_places
-    seen = 0
+    places: list[int] = []
     for one, two in zip(first[1:], last[1:], strict=True):
-        for end in range(max(one, seen), two + 1):
-            entry[end] = bisect_left(loads, loads[end] - limit)
-        seen = max(seen, two + 1)
+        places += range(max(one, places[-1] + 1 if places else 0), two + 1)
+    entry = [0] * n_places
+    for ends, starts, most in limits:
+        start = 0
+        for end in places:
+            start = bisect_left(starts, ends[end] - most, max(start, entry[end]), end)
+            entry[end] = start
     # From the right, so that the walk from the left meets the leftmost cut first; `after` and
     # `here` hold the costs behind the next cut and behind this one.
     after, here = [0] * n_places, [0] * n_places

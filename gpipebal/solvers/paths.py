@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.chain import Solution
+from gpipebal.solvers.chain import Solution, reach_limit
 from gpipebal.solvers.pareto import ParetoProgram, TooManyLabels
 from gpipebal.solvers.tiebreak import sum_of_squares, tie_break
 
@@ -62,7 +62,7 @@ def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) ->
     # From here on the value is proven. What the tie-break chooses from a larger set of splits is
     # its choice from the optimal ones, if it is one of them.
     optimal = ParetoProgram(problem, value)
-    bounds = tie_break(loads, [optimal.reach], n_partitions)
+    bounds = tie_break(loads, [[reach_limit(optimal.reach)]], n_partitions)
     if problem.exact_makespan(bounds) == value:
         return Solution(bounds, value, value)
 
@@ -75,7 +75,7 @@ def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) ->
         elif known_load is not None:
             bottleneck = known_load
     reach = optimal.within(bottleneck)
-    bounds = tie_break(loads, [reach], n_partitions)
+    bounds = tie_break(loads, [[reach_limit(reach)]], n_partitions)
     if problem.exact_makespan(bounds) == value:
         return Solution(bounds, value, value)
 

@@ -16,6 +16,7 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
+from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.levels import Levels, Step
 from gpipebal.solvers.runs import Cost, Option
 
@@ -185,7 +186,7 @@ class Search:
         return Path(tuple(bounds), tuple(step.group for step in steps), tuple(options))
 
     def least(self, dimension: str) -> int:
-        """Bound the smallest limit from below: the largest layer, and the even share."""
+        """Bound the smallest limit from below: what it is if every run of layers is allowed."""
         if dimension not in self._least:
             costs = [
                 getattr(option, dimension)
@@ -194,8 +195,11 @@ class Search:
             ]
             columns = [list(map(sub, cost.layers[1:], cost.layers)) for cost in costs]
             layers = columns[0] if len(columns) == 1 else list(map(min, *columns))
-            share = -(-sum(layers) // self.levels.n_partitions)
-            self._least[dimension] = max(share, *layers)
+            sums = list(accumulate(layers, initial=0))
+            n_partitions = self.levels.n_partitions
+            self._least[dimension] = smallest_limit(
+                sums, sums, n_partitions, at_least=floor(sums, n_partitions)
+            ).value
         return self._least[dimension]
 
     def smallest(

@@ -76,16 +76,16 @@ def least_sum(search: Search, repeated: bool = True) -> tuple[int, Path] | None:
             "forward",
             {"again": found.value},
             at_least=max(least_first, quick.value - found.value),
+            at_most=best - found.value,
         )
-        total = needed.value + found.value
-        if total < best:
-            best = total
-            pairs.clear()
-        if total == best:
+        if needed.path is not None:
+            if needed.value + found.value < best:
+                best = needed.value + found.value
+                pairs.clear()
             pairs.append((needed.value, found.value))
         # What is left has a smaller first, hence a larger second.
         next_second = found.value + 1
-        first_limit = min(needed.value - 1, best - next_second)
+        first_limit = min(needed.lower_bound - 1, best - next_second)
         if first_limit < least_first:
             break
         next_second = max(next_second, quick.value - first_limit)

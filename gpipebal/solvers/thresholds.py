@@ -6,16 +6,20 @@ different partitions. But once the first is limited, the smallest possible secon
 bottleneck problem, and the fewer splits the first limit allows, the larger the second gets. So
 the pairs worth looking at form a staircase, which is walked from its one end to the other:
 tighten the first limit to just below what was needed, find the smallest second, find the
-smallest first for that. Steps that cannot lead to a sum as small as the best so far are jumped.
+smallest first for that. Most steps cannot lead to a sum as small as the best so far, and for them
+one probe is enough: it asks whether such a sum is possible, or even one that is larger by what
+the last probe lacked; if not, it tells how large the second must be at least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
-from gpipebal.solvers.bisection import largest_layer, smallest_limit
-from gpipebal.solvers.chain import meet, reach_within
+from gpipebal.solvers.bisection import fill, floor, refusals, smallest_limit
+from gpipebal.solvers.chain import Limit
 
 __all__ = ["SmallestSum", "smallest_sum"]
 
@@ -36,25 +40,25 @@ def smallest_sum(
     second: Sequence[int],
     n_partitions: int,
     *,
-    reach: Sequence[int] | None = None,
+    both: Sequence[int] | None = None,
+    limits: Sequence[Limit] = (),
     at_most: int | None = None,
 ) -> SmallestSum:
     """Find the smallest sum of the largest first and the largest second cost of a partition.
 
     Minimises ``max(first) + max(second)`` over all splits into exactly `n_partitions` non-empty
-    partitions that keep `reach`, and finds every pair of maxima that attains the minimum.
+    partitions that keep `limits`, and finds every pair of maxima that attains the minimum.
 
     Args:
         first: Prefix sums of the layers' first cost.
         second: Prefix sums of the layers' second cost.
         n_partitions: Number of partitions.
-        reach: Further limits; see `gpipebal.solvers.chain`. Some split must keep them.
+        both: Prefix sums of both costs together, if they are known.
+        limits: Further limits. Some split must keep them.
         at_most: Give up at once if a quick lower bound exceeds this.
 
     Complexity:
-        O(S (N log N + P K log N)) for N layers, K partitions, P probes of a bisection and S steps
-        of the staircase; S was 1 to 20 on measured profiles, and 1 where the costs are
-        proportional.
+        O(S K log N) for N layers, K partitions and S probes.
 
     Source:
         Limiting one maximum and sweeping over its values: Zheng et al., "Alpa", OSDI 2022,
@@ -65,63 +69,72 @@ def smallest_sum(
         >>> smallest_sum([0, 3, 4, 5], [0, 1, 4, 9], 2)
         SmallestSum(total=9, lower_bound=9, pairs=((4, 5),))
     """
-    both = [one + two for one, two in zip(first, second, strict=True)]
+    if both is None:
+        both = list(map(add, first, second))
     # No sum of two maxima is below the largest sum of both costs in one partition.
     quick = smallest_limit(
-        both, both, n_partitions, at_least=_floor(both, n_partitions), reach=reach
+        both, both, n_partitions, at_least=floor(both, n_partitions), limits=limits
     )
     if at_most is not None and quick.lower_bound > at_most:
         return SmallestSum(quick.lower_bound, quick.lower_bound, ())
-    least_first = smallest_limit(
-        first, first, n_partitions, at_least=_floor(first, n_partitions), reach=reach
-    ).value
+    assert quick.bounds is not None
+    least_first, least_second = floor(first, n_partitions), floor(second, n_partitions)
 
-    best: int | None = None
-    pairs: list[tuple[int, int]] = []
-    left_out: list[int] = []  # lower bounds of the sums of splits that were not looked at
-    allowed = reach
-    next_second = _floor(second, n_partitions)
-    while True:
-        found = smallest_limit(
+    def corner(most_first: int) -> tuple[int, int]:
+        """Return the smallest second for a limit of the first, and the smallest first for that."""
+        two = smallest_limit(
             second,
             second,
             n_partitions,
-            at_least=next_second,
-            at_most=None if best is None else best - least_first,
-            reach=allowed,
-        )
-        if found.bounds is None:
-            left_out.append(least_first + found.lower_bound)
-            break
-        within = _limited(second, found.value, reach)
-        needed = smallest_limit(
-            first, first, n_partitions, at_least=least_first, reach=within
+            at_least=max(least_second, quick.value - most_first),
+            limits=[Limit(first, first, most_first), *limits],
         ).value
-        total = needed + found.value
-        if best is None or total < best:
-            best = total
-            pairs.clear()
-        if total == best:
-            pairs.append((needed, found.value))
-        # What is left has a smaller first, hence a larger second; and of that, only what can
-        # have a sum of at most `best` is of interest.
-        next_second = found.value + 1
-        limit = min(needed - 1, best - next_second)
-        left_out.append(limit + 1 + next_second)
-        if limit < least_first:
-            left_out.append(least_first + next_second)
-            break
-        allowed = _limited(first, limit, reach)
-    assert best is not None
-    return SmallestSum(best, min(best, *left_out), tuple(pairs))
+        one = smallest_limit(
+            first,
+            first,
+            n_partitions,
+            at_least=max(least_first, quick.value - two),
+            at_most=most_first,
+            limits=[Limit(second, second, two), *limits],
+        ).value
+        return one, two
+
+    best = _most(first, quick.bounds) + _most(second, quick.bounds)
+    n_layers = len(first) - 1
+    anywhere = [0] * (n_partitions - 1), range(n_layers - n_partitions + 1, n_layers)
+    pairs: list[tuple[int, int]] = []
+    # Splits that are still to be looked at have a first cost of at most `most_first` and a second
+    # of at least `least_second`: all that were left out have a larger sum than `best`.
+    most_first, leap = best - least_second, 0
+    while most_first >= least_first:
+        others = [Limit(first, first, most_first), *limits]
+        trial = Limit(second, second, best - most_first + leap)
+        cuts = fill([trial, *others], *anywhere)
+        if all(limit.allows(cuts[-1], n_layers) for limit in (trial, *others)):
+            bounds = (*cuts, n_layers)
+            total = _most(first, bounds) + _most(second, bounds)
+            if total > best:
+                leap //= 2
+                continue
+            needed, found = corner(most_first)
+            if needed + found < best:
+                best = needed + found
+                pairs.clear()
+            if needed + found == best:
+                pairs.append((needed, found))
+            most_first, least_second, leap = needed - 1, found + 1, 0
+        else:
+            refused = refusals(second, second, cuts, trial.most, others)
+            if not refused:
+                break
+            least_second = min(refused)
+            # Raising the second limit helps those that refused, each by as much.
+            lacking = second[n_layers] - second[cuts[-1]] - trial.most
+            leap += max(lacking, 0) // len(refused)
+        most_first = min(most_first, best - least_second)
+    return SmallestSum(best, best, tuple(pairs))
 
 
-def _limited(sums: Sequence[int], limit: int, reach: Sequence[int] | None) -> list[int]:
-    """Limit one cost of a partition, besides the limits in `reach`."""
-    within = reach_within(sums, sums, limit)
-    return within if reach is None else meet(reach, within)
-
-
-def _floor(sums: Sequence[int], n_partitions: int) -> int:
-    """Return a lower bound of the bottleneck: the largest layer, and the even share."""
-    return max(largest_layer(sums, sums), -(-sums[-1] // n_partitions))
+def _most(sums: Sequence[int], bounds: Sequence[int]) -> int:
+    """Return the largest cost of a partition."""
+    return max([sums[end] - sums[start] for start, end in pairwise(bounds)])

@@ -11,9 +11,9 @@ from oracles import dense_bottleneck
 from solvers.cases import KNOWN_BOTTLENECKS
 
 from gpipebal.problem import Problem
-from gpipebal.solvers import split
-from gpipebal.solvers.bisection import largest_layer, smallest_limit
-from gpipebal.solvers.chain import cut_windows, meet, reach_within
+from gpipebal.solvers import bisection, split
+from gpipebal.solvers.bisection import fill, floor, largest_layer, smallest_limit
+from gpipebal.solvers.chain import Limit, cut_windows, meet, reach_limit, reach_within, windows
 
 COSTS = st.one_of(
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
@@ -37,7 +37,8 @@ def test_bottleneck_equals_table(costs: list[int], data: st.DataObject) -> None:
     """The value is that of the full table, and proven: with one unit less there is no split."""
     n_partitions = data.draw(st.integers(1, len(costs)))
     sums = list(accumulate(costs, initial=0))
-    found = smallest_limit(sums, sums, n_partitions, at_least=largest_layer(sums, sums))
+    at_least = data.draw(st.sampled_from([0, floor(sums, n_partitions), largest_layer(sums, sums)]))
+    found = smallest_limit(sums, sums, n_partitions, at_least=at_least)
     assert found.value == found.lower_bound == dense_bottleneck(costs, n_partitions)
     assert cut_windows(reach_within(sums, sums, found.value), n_partitions) is not None
     if found.value > max(costs):
@@ -50,7 +51,7 @@ def test_bottleneck_above_at_most_is_proven(costs: list[int], data: st.DataObjec
     """Asked for too little, there is no split, but a bound that says so and is not too large."""
     n_partitions = data.draw(st.integers(1, len(costs)))
     sums = list(accumulate(costs, initial=0))
-    least = largest_layer(sums, sums)
+    least = data.draw(st.sampled_from([0, largest_layer(sums, sums)]))
     value = smallest_limit(sums, sums, n_partitions, at_least=least).value
     at_most = data.draw(st.integers(-1, value + 3))
     found = smallest_limit(sums, sums, n_partitions, at_least=least, at_most=at_most)
@@ -71,9 +72,11 @@ def test_further_limits_are_kept(costs: list[tuple[int, int]], data: st.DataObje
     n_partitions = data.draw(st.integers(1, len(costs)))
     first, second = (list(accumulate(column, initial=0)) for column in zip(*costs, strict=True))
     room = smallest_limit(second, second, n_partitions, at_least=max(two for _, two in costs))
-    reach = reach_within(second, second, room.value + data.draw(st.integers(0, 5)))
+    most = room.value + data.draw(st.integers(0, 5))
+    reach = reach_within(second, second, most)
     least = largest_layer(first, first)
-    found = smallest_limit(first, first, n_partitions, at_least=least, reach=reach)
+    limit = data.draw(st.sampled_from([Limit(second, second, most), reach_limit(reach)]))
+    found = smallest_limit(first, first, n_partitions, at_least=0, limits=[limit])
     within = reach_within(first, first, found.value)
     assert cut_windows(meet(reach, within), n_partitions) is not None
     if found.value > least:
@@ -86,3 +89,37 @@ def test_windows_hold_the_cuts_of_all_valid_splits() -> None:
     assert cut_windows([2, 3, 4, 5, 5], 3) == ([0, 1, 3, 5], [0, 2, 4, 5])
     assert cut_windows([2, 3, 4, 5, 5], 2) is None
     assert cut_windows([2, 3, 4, 5, 5], 5) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
+
+
+@settings(max_examples=150, deadline=None)
+@given(COSTS, st.data())
+def test_windows_are_the_same_without_a_list_of_all_places(
+    costs: list[int], data: st.DataObject
+) -> None:
+    """Worked out for the places of cuts alone, windows are those of all limits met."""
+    n_layers, n_partitions = len(costs), data.draw(st.integers(1, len(costs)))
+    sums = list(accumulate(costs, initial=0))
+    others = list(accumulate([cost**2 for cost in costs], initial=0))
+    limits = [
+        Limit(column, column, data.draw(st.integers(largest_layer(column, column), column[-1])))
+        for column in (sums, others)
+    ]
+    lows = [*range(n_partitions), n_layers]
+    highs = [0, *range(n_layers - n_partitions + 1, n_layers + 1)]
+    reach = meet(*(reach_within(*limit) for limit in limits))
+    assert windows(limits, lows, highs) == cut_windows(reach, n_partitions)
+
+
+def test_layers_that_grow_take_few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every probe stops at the next larger layer, steps grow nevertheless."""
+    sums = list(accumulate(range(1, 2001), initial=0))
+    probes = 0
+
+    def counted(*arguments: object) -> list[int]:
+        nonlocal probes
+        probes += 1
+        return fill(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bisection, "fill", counted)
+    assert smallest_limit(sums, sums, 1999, at_least=0).value == 2000
+    assert probes < 60

@@ -12,7 +12,8 @@ from oracles import dense_least_squares
 from gpipebal.problem import Problem
 from gpipebal.solvers import split, tiebreak
 from gpipebal.solvers.bisection import smallest_limit
-from gpipebal.solvers.chain import reach_within
+from gpipebal.solvers.chain import Limit, reach_within
+from gpipebal.solvers.near_even import near_even_windows
 from gpipebal.solvers.tiebreak import fewest_squares, sum_of_squares
 
 #: How many table entries per layer are too many: never, always.
@@ -46,11 +47,11 @@ def test_fewest_squares_equals_table(
     squared, limited, n_partitions = case
     sums, others = (list(accumulate(costs, initial=0)) for costs in (squared, limited))
     least = smallest_limit(others, others, n_partitions, at_least=max(limited)).value
-    reach = reach_within(others, others, least + int(slack * max(limited)))
+    limit = Limit(others, others, least + int(slack * max(limited)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiebreak, "_TABLE_PASSES", passes)
-        bounds = fewest_squares(sums, reach, n_partitions)
-    expected = dense_least_squares(squared, reach, n_partitions)
+        bounds = fewest_squares(sums, [limit], n_partitions)
+    expected = dense_least_squares(squared, reach_within(*limit), n_partitions)
     assert (sum_of_squares(sums, bounds), bounds) == expected
 
 
@@ -61,12 +62,11 @@ def test_table_and_prices_agree_where_one_layer_dominates(heavy: int, n_partitio
     costs = [(37 * layer * layer) % 11 for layer in range(400)]
     costs[heavy] = 10**6
     sums = list(accumulate(costs, initial=0))
-    reach = reach_within(sums, sums, sums[-1])
     found = []
     for passes in (BY_TABLE, BY_PRICE):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiebreak, "_TABLE_PASSES", passes)
-            found.append(fewest_squares(sums, reach, n_partitions))
+            found.append(fewest_squares(sums, [], n_partitions))
     assert found[0] == found[1]
 
 
@@ -94,3 +94,43 @@ def test_makespan_prefers_the_smaller_bottleneck_among_optimal_pairs() -> None:
     assert problem.bottleneck((0, 2, 5)) == 22
     assert problem.bottleneck((0, 3, 5)) == 21
     assert split(problem, "makespan").bounds == (0, 3, 5)
+
+
+@st.composite
+def heavy_costs(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Draw light layers with up to four heavy ones among them, and a number of partitions."""
+    costs = draw(st.lists(st.integers(0, draw(st.sampled_from([1, 9, 1000]))), max_size=60))
+    for _ in range(draw(st.integers(0 if costs else 1, 4))):
+        place = draw(st.integers(0, len(costs)))
+        costs.insert(place, draw(st.integers(1, 5000)))
+    return costs, draw(st.integers(1, len(costs)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(heavy_costs(), st.booleans())
+def test_windows_near_even_places_hold_the_best_split(
+    case: tuple[list[int], int], tight: bool
+) -> None:
+    """Whatever is left out for being too uneven, the split that is best of all is not."""
+    costs, n_partitions = case
+    sums = list(accumulate(costs, initial=0))
+    least = smallest_limit(sums, sums, n_partitions, at_least=0).value
+    limit = Limit(sums, sums, least if tight else sums[-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiebreak, "_WIDE", -1)
+        patch.setattr(tiebreak, "_TABLE_PASSES", BY_TABLE)
+        bounds = fewest_squares(sums, [limit], n_partitions)
+    expected = dense_least_squares(costs, reach_within(*limit), n_partitions)
+    assert (sum_of_squares(sums, bounds), bounds) == expected
+
+
+@pytest.mark.parametrize("heavy", [0, 150, 299])
+def test_windows_near_even_places_are_narrow(heavy: int) -> None:
+    """Where one layer dominates a long chain, few places are left of those that are allowed."""
+    costs = [1 + (37 * layer * layer) % 11 for layer in range(300)]
+    costs[heavy] = 10**4
+    sums = list(accumulate(costs, initial=0))
+    everywhere = [*range(8), 300], [0, *range(293, 301)]
+    found = near_even_windows(sums, [], *everywhere)
+    places = sum(end - start for pair in found for start, end in zip(*pair, strict=True))
+    assert 0 < places < 300

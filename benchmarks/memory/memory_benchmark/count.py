@@ -58,7 +58,6 @@ def count(experiment: Experiment) -> dict[str, Any]:
         )
         for latest in (False, True)
     )
-    copies = estimated["parts"]["copies"]
     return {
         "size": list(experiment.size),
         "rows": experiment.rows,
@@ -69,7 +68,7 @@ def count(experiment: Experiment) -> dict[str, Any]:
         "estimated": [
             a + b for a, b in zip(estimated["model"], estimated["activations"], strict=True)
         ],
-        "least": [peak.total + n for peak, n in zip(least, copies, strict=True)],
-        "most": [peak.total + n for peak, n in zip(most, copies, strict=True)],
+        "least": [peak.total for peak in least],
+        "most": [peak.total for peak in most],
         "counted": list(meter.peak_bytes),
     }

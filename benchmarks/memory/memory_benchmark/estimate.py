@@ -89,8 +89,7 @@ def figures(experiment: Experiment, profile: Profile, balance: Sequence[int]) ->
         loss and target, what waits for a neighbour, buffers, and copies of them.
     """
     plan = evaluate(profile, balance, checkpoint=experiment.checkpoint)
-    # A checkpointed cell of GPipe copies its partition's buffers for its recompute; the planner
-    # does not count that. All buffers of these models are small enough to be copied.
+    # A checkpointed cell of GPipe copies its partition's buffers for its recompute.
     n_copies = experiment.chunks - 1
     found: dict[str, Any] = {"balance": list(balance), "model": [], "activations": []}
     parts: dict[str, list[int]] = {
@@ -103,8 +102,10 @@ def figures(experiment: Experiment, profile: Profile, balance: Sequence[int]) ->
         peak = partition.memory
         parameters = sum(layer.parameter_bytes for layer in layers)
         model = experiment.per_parameter * parameters
+        copies = n_copies * sum(layer.kept_buffer_bytes for layer in layers)
         needs = {
-            "in flight": peak.activations,
+            "in flight": peak.activations - copies,
+            "copies": copies,
             "transient": peak.transient,
             "outputs": peak.outputs,
             "waiting": peak.waiting,
@@ -112,9 +113,8 @@ def figures(experiment: Experiment, profile: Profile, balance: Sequence[int]) ->
         # With the optimizer's counters, which are no model memory as it was published. The single
         # bytes that stand for gradients are none at all.
         needs["buffers"] = peak.total - peak.gradients - model - sum(needs.values())
-        needs["copies"] = n_copies * (peak.buffers - parameters)
-        for name, n_bytes in needs.items():
-            parts[name].append(n_bytes)
+        for name in parts:
+            parts[name].append(needs[name])
         found["model"].append(model)
         found["activations"].append(sum(needs.values()))
     return {**found, "parts": parts, "makespan": plan.makespan}

@@ -10,6 +10,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
+from prediction_benchmark import floor
 from prediction_benchmark.parts import PARTS
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "VERSION",
     "Bar",
     "bars",
+    "best_predicted",
     "cell_ratios",
     "disagreement",
     "drift",
@@ -83,10 +85,23 @@ def bars(record: dict[str, Any]) -> list[Bar]:
     most = max(regrets, key=lambda name: regrets[name])
     planned = [pair for of_model in by_model.values() for pair in regrets_within(of_model)]
     planned_most, where_planned = max(planned, key=lambda pair: pair[0], default=(None, None))
+    unavoidable = [value for row in rows if (value := floor.unavoidable(row)) is not None]
+    best_ranks = _known({name: floor.best_rank(of_model) for name, of_model in by_model.items()})
+    by_half = _known(
+        {name: floor.regret_between_halves(of_model) for name, of_model in by_model.items()}
+    )
+    in_halves = _known(
+        {
+            name: floor.regret_in_halves(best_predicted(of_model), of_model)
+            for name, of_model in by_model.items()
+        }
+    )
     everywhere = f"over {len(rows)} plans"
     return [
         Bar("step time, mean absolute error", 0.05, _mean_absolute(times), True, everywhere),
+        _floor("mean of a perfect prediction", _mean(unavoidable), everywhere),
         Bar("step time, farthest off", 0.12, abs(times[worst]), True, describe(rows[worst])),
+        _floor("farthest of a perfect prediction", max(unavoidable, default=None), everywhere),
         Bar(
             "  mean, by a profile of some minutes before",
             None,
@@ -111,7 +126,12 @@ def bars(record: dict[str, Any]) -> list[Bar]:
         Bar("peak memory, farthest under", -0.01, under, False, describe(where_under)),
         Bar("  peak memory, farthest over", None, over, True, describe(where_over)),
         Bar("rank correlation, lowest of a model", 0.97, known.get(lowest), False, lowest),
+        _floor("rank of a perfect prediction", *min(best_ranks, default=(None, ""))),
         Bar("chosen plan over best measured, worst model", 0.03, regrets[most], True, most),
+        _floor("plan chosen by half of the steps", *max(by_half, default=(None, ""))),
+        _floor(
+            "chosen plan over best of a half, in the other", *max(in_halves, default=(None, ""))
+        ),
         Bar(
             "  planner's balance over best measured, mean",
             None,
@@ -126,7 +146,38 @@ def bars(record: dict[str, Any]) -> list[Bar]:
             True,
             "" if where_planned is None else describe(where_planned),
         ),
+        *_repeats(record.get("repeats")),
     ]
+
+
+def _repeats(repeats: dict[str, Any] | None) -> list[Bar]:
+    """Compute how well profiles of one model agree, and work that is always the same."""
+    if not repeats:
+        return []
+    found = [
+        (floor.far_from_median(floor.partition_times(times)), f"{name}, partition {j}")
+        for name, about in repeats["models"].items()
+        for j, times in enumerate(about["partitions"])
+    ]
+    value, where = max(found)
+    bars = [Bar("repeated profiles, farthest from their median", 0.03, value, True, where)]
+    for kind in next(iter(repeats["models"].values()))["work"]:
+        times = [
+            (floor.far_from_median(about["work"][kind]), name)
+            for name, about in repeats["models"].items()
+        ]
+        bars.append(_floor(f"{kind} in the same turns", *max(times)))
+    return bars
+
+
+def _floor(name: str, value: float | None, where: str) -> Bar:
+    """Return a line that says how well a prediction could do at all."""
+    return Bar(f"  {name}", None, value, True, where)
+
+
+def _known(by_model: dict[str, float | None]) -> list[tuple[float, str]]:
+    """Return what is known, with the name of its model."""
+    return [(value, name) for name, value in by_model.items() if value is not None]
 
 
 def describe(row: Row) -> str:
@@ -189,10 +240,14 @@ def ranks_within(rows: Sequence[Row]) -> list[float]:
     return [value for value in found if value is not None]
 
 
+def best_predicted(rows: Iterable[Row]) -> Row:
+    """Return the plan that is predicted to be best."""
+    return min(rows, key=lambda row: row["predicted"]["same minutes"])
+
+
 def regret(rows: Sequence[Row]) -> float:
     """Return the measured time of the plan that is predicted to be best over the best, less one."""
-    chosen = min(rows, key=lambda row: row["predicted"]["same minutes"])
-    return _over_best(chosen, rows)
+    return _over_best(best_predicted(rows), rows)
 
 
 def regrets_within(rows: Sequence[Row]) -> list[tuple[float, Row]]:
@@ -294,3 +349,7 @@ def cell_ratios(rows: Iterable[Row]) -> dict[str, float]:
 
 def _mean_absolute(values: Sequence[float]) -> float:
     return fmean(map(abs, values))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

@@ -57,7 +57,7 @@ class _Trial:
     setting: Setting
     balance: tuple[int, ...]
     source: str
-    seconds: list[float] = field(default_factory=list)
+    turns: list[list[float]] = field(default_factory=list)
     traced: list[tuple[int, float, Timeline]] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
 
@@ -163,7 +163,7 @@ def _have_a_turn(
     """Run a plan for a while; its memory is counted in its first turn only."""
     run = Steps(subject.model, subject.layers, batch, trial.balance, trial.setting)
     try:
-        trial.seconds += [run.seconds() for _ in range(steps)]
+        trial.turns.append([run.seconds() for _ in range(steps)])
         if number < TRACED_ROUNDS:
             trial.traced.append((number, *run.traced()))
         if not number:
@@ -178,7 +178,7 @@ def _record(subject: Subject, trial: _Trial) -> dict[str, Any]:
     plan = predict(subject.start[chunks], trial.balance, setting)
     from_one = predict(subject.start[MIDDLE], trial.balance, setting)
     again = [predict(of_round[chunks], trial.balance, setting) for of_round in subject.rounds]
-    q1, middle, q3 = np.percentile(trial.seconds, [25, 50, 75])
+    q1, middle, q3 = np.percentile([time for turn in trial.turns for time in turn], [25, 50, 75])
     parts = [
         explain(subject.rounds[number][chunks], again[number], setting, seconds, timeline)
         for number, seconds, timeline in trial.traced
@@ -196,6 +196,7 @@ def _record(subject: Subject, trial: _Trial) -> dict[str, Any]:
             "one profile": _rounded(from_one.step_time),
         },
         "seconds": {"median": _rounded(middle), "q1": _rounded(q1), "q3": _rounded(q3)},
+        "turns": [[_rounded(time) for time in turn] for turn in trial.turns],
         "parts": {name: _rounded(fmean(part[name] for part in parts)) for name in PARTS},
         "traced": _rounded(fmean(seconds for _, seconds, _ in trial.traced)),
         "cells": _cells(subject, trial),

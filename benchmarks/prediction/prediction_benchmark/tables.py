@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from prediction_benchmark import figures
+from prediction_benchmark import figures, floor
 from prediction_benchmark.figures import Row
 from prediction_benchmark.parts import PARTS
 from prediction_benchmark.settings import SETTINGS
@@ -46,6 +46,7 @@ def _results(record: dict[str, Any]) -> str:
         ("### Cells", _cells(record)),
         ("### Peak memory by model", _memory_by_model(record)),
         ("### Farthest off", _farthest(rows)),
+        *_repeats(record.get("repeats")),
     ]
     found = []
     for title, text in sections:
@@ -67,8 +68,19 @@ def _bars(record: dict[str, Any]) -> str:
 
 def _times_by_model(record: dict[str, Any]) -> str:
     header = [
-        *("model", "plans", "ms", "spread", "off by", "mean abs", "worst", "rank", "within"),
-        *("regret", "before", "one prof", "drift", "repeat"),
+        *(
+            "model",
+            "plans",
+            "ms",
+            "spread",
+            "off by",
+            "mean abs",
+            "floor",
+            "worst",
+            "rank",
+            "at best",
+        ),
+        *("within", "regret", "before", "one prof", "drift", "repeat"),
     ]
     lines = []
     for name, about in record["models"].items():
@@ -84,8 +96,10 @@ def _times_by_model(record: dict[str, Any]) -> str:
                 _percent(figures.spread(rows)),
                 _percent(fmean(found), sign=True),
                 _percent(_mean_absolute(found)),
+                _percent(_unavoidable(rows)),
                 _percent(max(found, key=abs), sign=True),
                 _number(figures.rank(rows)),
+                _number(floor.best_rank(rows)),
                 _number(fmean(within) if within else None),
                 _percent(figures.regret(rows)),
                 _percent(_mean_absolute(figures.errors(rows, "start"))),
@@ -200,6 +214,34 @@ def _farthest(rows: Sequence[Row]) -> str:
     return _table(header, lines, left=(0,))
 
 
+def _repeats(repeats: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return a section of how well profiles agree, if that was measured."""
+    if not repeats:
+        return []
+    lines = []
+    for name, about in repeats["models"].items():
+        times = [floor.partition_times(of_partition) for of_partition in about["partitions"]]
+        lines.append(
+            [
+                name,
+                ", ".join(map(str, about["balance"])),
+                *(f"{1e3 * median(of_partition):.1f}" for of_partition in times),
+                *(_percent(floor.far_from_median(of_partition)) for of_partition in times),
+                *(_percent(floor.far_from_median(work)) for work in about["work"].values()),
+            ]
+        )
+    first = next(iter(repeats["models"].values()))
+    n = len(first["partitions"])
+    header = ["model", "balance", *(f"ms of {j}" for j in range(n))]
+    header += [*(f"partition {j}" for j in range(n)), *first["work"]]
+    turns = len(first["partitions"][0]["forward"])
+    text = _table(header, lines, left=(0, 1))
+    other = repeats["provenance"].get("other_load")
+    share = "unknown" if other is None else f"{100 * other:.1f} %"
+    text += f"\n\nother programs' share of the cores meanwhile: {share}"
+    return [(f"### {turns} profiles of each model, farthest from their median", text)]
+
+
 def _environment(record: dict[str, Any]) -> str:
     about = record["provenance"]
     other = about["other_load"]
@@ -223,6 +265,11 @@ def _of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
 
 def _mean_absolute(values: Sequence[float]) -> float:
     return fmean(map(abs, values))
+
+
+def _unavoidable(rows: Sequence[Row]) -> float | None:
+    known = [value for row in rows if (value := floor.unavoidable(row)) is not None]
+    return fmean(known) if known else None
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpipebal.problem import Problem
 from gpipebal.solvers import split
-from gpipebal.solvers.bisection import largest_layer, smallest_limit
+from gpipebal.solvers.bisection import floor, smallest_limit
 from solver_benchmark.chains import RANDOM, Chain, draw
 from solver_benchmark.peers import Peer, TooSlowError, limited
 
@@ -75,6 +75,7 @@ def _time_one(
     best = split(problem, "bottleneck")
     sums = problem.load_sums
     ours: dict[str, Callable[[], object]] = {
+        "reading": lambda: read(both),
         "problem": lambda: make_problem(chain, n_partitions),
         "value": lambda: least_bottleneck(sums, n_partitions),
         "bottleneck": lambda: split(problem, "bottleneck"),
@@ -118,8 +119,12 @@ def _time_one(
 
 def least_bottleneck(sums: Sequence[int], n_partitions: int) -> int:
     """Return the least bottleneck, proven, of whichever split has it."""
-    at_least = max(largest_layer(sums, sums), -(-sums[-1] // n_partitions))
-    return smallest_limit(sums, sums, n_partitions, at_least=at_least).value
+    return smallest_limit(sums, sums, n_partitions, at_least=floor(sums, n_partitions)).value
+
+
+def read(costs: Sequence[int]) -> tuple[list[int], int]:
+    """Look at every cost once: what a solver in Python cannot do without."""
+    return list(accumulate(costs)), max(costs)
 
 
 def make_problem(chain: Chain, n_partitions: int) -> Problem:

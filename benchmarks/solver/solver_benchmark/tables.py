@@ -12,7 +12,7 @@ from solver_benchmark.figures import Row
 __all__ = ["blocks", "summary"]
 
 #: What is timed of ours.
-_TIMED = ("problem", "value", "bottleneck", "makespan")
+_TIMED = ("reading", "problem", "value", "bottleneck", "makespan")
 _RULES = ("equal layers", "equal parameters", "torchgpipe", "least bottleneck")
 
 

@@ -23,7 +23,7 @@ import gpipebal.pipeline
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from gpipebal.compat.torchgpipe.partitions import PartitionLayers
 from gpipebal.errors import BalanceError, ModelError
-from gpipebal.pipeline.chain import check_balance, layers_of
+from gpipebal.pipeline.chain import check_balance, check_one_input, layers_of
 from gpipebal.pipeline.devices import Place
 from gpipebal.pipeline.runtime import Runtime
 from gpipebal.schedule import CHECKPOINT_MODES
@@ -107,20 +107,23 @@ class GPipe(gpipebal.pipeline.GPipe):
         partitions: nn.ModuleList = self.__dict__["_partitions"]
         return partitions
 
-    def forward(self, input: Any, **keywords: Any) -> Any:
+    def forward(self, input: Any, *others: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
             input: A tensor, or a tuple of tensors, with the same rows along dim 0.
+            others: None: several inputs are one tuple.
             keywords: As for `gpipebal.GPipe`.
 
         Returns:
             The output of the last layer, joined over the micro-batches, on the last device.
 
         Raises:
-            ModelError: input or output has something else than tensors (a TypeError).
+            ModelError: input or output has something else than tensors, or there are several
+                inputs (a TypeError).
             BaseException: whatever a layer raised.
         """
+        check_one_input(others)
         _check_tensors("input", input)
         if not len(self):
             return input

@@ -285,6 +285,8 @@ class _Work:
                 backward_peak_bytes=found.memory.backward_peak_bytes,
                 accumulating_peak_bytes=found.memory.accumulating_peak_bytes,
                 copied_bytes=found.memory.copied_bytes,
+                kept_buffer_bytes=found.memory.kept_buffer_bytes,
+                saved_buffer_bytes=found.memory.saved_buffer_bytes,
                 fingerprint=fingerprint(module),
                 **own_bytes(self.modules, k, owner),
             )

@@ -1,0 +1,227 @@
+"""Balances of the planner and of other rules on two CPU partitions, by the clock."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from benchmark_tools.machine import describe
+from benchmark_tools.text import block, percent, table
+from torch import nn
+
+from gpipebal.models.entries import MODELS
+from gpipebal.pipeline import GPipe
+from gpipebal.planner import compare_rules, evaluate, solve
+from gpipebal.profile import Profile
+from gpipebal.profiler import profile_model
+
+__all__ = ["RULES", "Trained", "blocks", "measure", "models", "summary"]
+
+FORMAT, VERSION = "gpipebal-solver-two-devices", 1
+#: The plan, and the rules that it is set beside.
+RULES = ("plan", "equal layers", "torchgpipe", "least bottleneck")
+#: Partitions, what they recompute, and micro-batches: as of the stored profiles.
+_PARTITIONS, _CHECKPOINT, _CHUNKS = 2, "never", 8
+
+Record = dict[str, Any]
+
+
+class Trained(NamedTuple):
+    """A model, with what its training steps take.
+
+    Attributes:
+        name: Its profile's name.
+        profile: What it was planned from.
+        net: Its layers.
+        sample: A mini-batch.
+        target: Its target.
+        loss_fn: The loss over both.
+    """
+
+    name: str
+    profile: Profile
+    net: nn.Sequential
+    sample: torch.Tensor
+    target: torch.Tensor
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def models(folder: Path, timeout: float | None) -> Iterable[Trained]:
+    """Build the models whose stored profiles are of a CPU, and profile them anew.
+
+    Args:
+        folder: That of the stored profiles, with the script that made them.
+        timeout: Seconds for the repeats of each profile.
+    """
+    spec = importlib.util.spec_from_file_location("make_profiles", folder / "make.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    for stored in script.STORED:
+        if stored.estimate is not None:
+            continue
+        entry = MODELS[stored.model].configure(**stored.values)
+        torch.manual_seed(0)
+        net = entry.build()
+        sample, target = (
+            make(_CHUNKS * stored.rows, stored.image_size, seed=0)
+            for make in (entry.make_sample, entry.make_target)
+        )
+        profile = profile_model(
+            net,
+            sample,
+            device="cpu",
+            chunks=_CHUNKS,
+            rows=(),
+            partitions=_PARTITIONS,
+            loss_fn=entry.loss_fn,
+            target=target,
+            optimizer=_sgd,
+            timeout=timeout,
+        )
+        yield Trained(stored.name, profile, net, sample, target, entry.loss_fn)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def measure(model: Trained, *, rounds: int) -> Record:
+    """Predict what a step takes with every rule's balance, and measure it.
+
+    Args:
+        model: The model.
+        rounds: How often each balance has a turn, of two steps by the clock.
+    """
+    profile = model.profile
+    plan = solve(profile, _PARTITIONS, checkpoint=_CHECKPOINT)
+    # The rule is slow on long chains, never endless on these.
+    found = compare_rules(profile, plan, patience=600.0)
+    rules = {}
+    for name in RULES:
+        balance = found.row(name).balance
+        assert balance is not None
+        again = evaluate(profile, balance, checkpoint=_CHECKPOINT)
+        rules[name] = {
+            "balance": list(balance),
+            "makespan": again.makespan,
+            "step_time": again.step_time,
+        }
+    balances = list(dict.fromkeys(tuple(rule["balance"]) for rule in rules.values()))
+    seconds = _seconds(model, balances, profile.chunks, rounds)
+    return {
+        "profile": model.name,
+        "n_layers": profile.n_layers,
+        "rows": profile.mini_batch_rows,
+        "chunks": profile.chunks,
+        "rules": rules,
+        "measured": [
+            {"balance": list(balance), "seconds": seconds[balance]} for balance in balances
+        ],
+    }
+
+
+def _seconds(
+    model: Trained, balances: Sequence[tuple[int, ...]], chunks: int, rounds: int
+) -> dict[tuple[int, ...], list[float]]:
+    """Return the seconds of all steps with each balance; the balances take turns."""
+    pipes = {
+        balance: GPipe(
+            model.net,
+            list(balance),
+            devices=["cpu"] * len(balance),
+            chunks=chunks,
+            checkpoint=_CHECKPOINT,
+            threads_per_partition=1,
+        )
+        for balance in balances
+    }
+    optimizer = _sgd(model.net.parameters())
+
+    def step(pipe: GPipe) -> float:
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        model.loss_fn(pipe(model.sample), model.target).backward()
+        optimizer.step()
+        return time.perf_counter() - started
+
+    found: dict[tuple[int, ...], list[float]] = {balance: [] for balance in balances}
+    shuffler = random.Random(0)
+    for _ in range(rounds):
+        turns = list(balances)
+        shuffler.shuffle(turns)
+        for balance in turns:
+            # The first step of a turn finds cold caches, and does not count.
+            step(pipes[balance])
+            gc.collect()
+            found[balance] += [step(pipes[balance]) for _ in range(2)]
+    for pipe in pipes.values():
+        pipe.close()
+    return found
+
+
+def blocks(record: Record) -> dict[str, str]:
+    """Return what stands between the marks of the README."""
+    return {"measured": block(summary(record)), "measured on": block(_environment(record))}
+
+
+def summary(record: Record) -> str:
+    """Write the table: what was predicted of every rule's balance, and what was measured."""
+    lines = []
+    above: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
+    for row in record["models"]:
+        quartiles = {
+            tuple(one["balance"]): np.percentile(one["seconds"], [25, 50, 75])
+            for one in row["measured"]
+        }
+        plan = row["rules"]["plan"]
+        for name in RULES:
+            rule = row["rules"][name]
+            low, middle, high = (1e3 * float(q) for q in quartiles[tuple(rule["balance"])])
+            best = 1e3 * float(quartiles[tuple(plan["balance"])][1])
+            predicted = rule["makespan"] / plan["makespan"] - 1
+            above[name].append((predicted, middle / best - 1))
+            step = rule["step_time"]
+            lines.append(
+                [
+                    row["profile"] if name == "plan" else "",
+                    name,
+                    str(rule["balance"]),
+                    f"{1e3 * rule['makespan']:.0f}",
+                    percent(predicted, sign=True),
+                    "-" if step is None else f"{1e3 * step:.0f}",
+                    f"{middle:.0f}",
+                    f"{low:.0f}-{high:.0f}",
+                    percent(middle / best - 1, sign=True),
+                ]
+            )
+    for name in RULES[1:]:
+        predicted, measured = (fmean(column) for column in zip(*above[name], strict=True))
+        mean = [percent(value, sign=True) for value in (predicted, measured)]
+        lines.append(["mean", name, "", "", mean[0], "", "", "", mean[1]])
+    header = ["profile", "rule", "balance", "makespan, ms", "above", "step, ms", "measured, ms"]
+    return table([*header, "quartiles", "above"], lines, left=(0, 1, 2))
+
+
+def _environment(record: Record) -> str:
+    about = record["provenance"]
+    other = about["other_load"]
+    load = "unknown" if other is None else f"{100 * other:.1f} %"
+    return "\n".join(
+        [
+            *describe(about),
+            f"{about['rounds']} turns of two steps by the clock, after one that does not count",
+            f"{about['minutes']:.1f} minutes; other programs' share of the cores: {load}",
+        ]
+    )

@@ -1,0 +1,93 @@
+"""All ways to run a short chain, one by one: where no formula says what fits.
+
+What waits for busy neighbours depends on the clock, so whether a split keeps its limits is known
+only from its own timeline. Where there are few ways to cut and run a chain, all are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, pairwise, permutations, product
+from math import comb, factorial
+from typing import Literal
+
+from gpipebal.planner.posing import Posed
+from gpipebal.problem import Problem, Rules
+from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
+from gpipebal.solvers import Split
+
+__all__ = ["all_ways", "keeps_rules"]
+
+
+def all_ways(posed: Posed, most: int) -> list[Split] | None:
+    """List all splits that keep the rules, in all modes and orders of devices that are open.
+
+    Args:
+        posed: The question, whose objective is not a cost of runs.
+        most: Largest number of ways.
+
+    Returns:
+        Splits without a value; None if there may be more than that.
+    """
+    problem, question = posed.problem, posed.question
+    n, n_layers = problem.n_partitions, problem.n_layers
+    is_auto = question.checkpoint == "auto"
+    count = comb(n_layers - 1, n - 1) * (len(CHECKPOINT_MODES) ** n if is_auto else 1)
+    if count > most or (question.any_order and factorial(n) > most):
+        return None
+    orders = _orders(posed)
+    if count * len(orders) > most:
+        return None
+    return [
+        Split(bounds, 0, 0, "feasible", "", modes, order)
+        for bounds in _bounds(problem)
+        for modes in _modes(question.checkpoint, n)
+        for order in orders
+    ]
+
+
+def _modes(
+    checkpoint: Checkpoint | Literal["auto"], n: int
+) -> Iterable[tuple[CheckpointMode, ...]]:
+    if checkpoint == "auto":
+        return product(CHECKPOINT_MODES, repeat=n)
+    return [modes_of(checkpoint, n)]
+
+
+def _bounds(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield all splits that keep the rules, leftmost cuts first."""
+    uncut = frozenset() if problem.rules is None else problem.rules.uncut
+    places = [k for k in range(1, problem.n_layers) if k not in uncut]
+    for cuts in combinations(places, problem.n_partitions - 1):
+        bounds = (0, *cuts, problem.n_layers)
+        if keeps_rules(problem.rules, bounds):
+            yield bounds
+
+
+def keeps_rules(rules: Rules | None, bounds: Sequence[int]) -> bool:
+    """Whether a split cuts nowhere where it may not, and has all layers where they belong.
+
+    Example:
+        >>> keeps_rules(Rules(no_cut=[2]), (0, 1, 3)), keeps_rules(Rules(max_layers=1), (0, 1, 3))
+        (True, False)
+    """
+    if rules is None:
+        return True
+    longest = max(end - start for start, end in pairwise(bounds))
+    return (
+        rules.uncut.isdisjoint(bounds[1:-1])
+        and (rules.max_layers is None or longest <= rules.max_layers)
+        and all(bounds[j] <= layer < bounds[j + 1] for layer, j in rules.pinned)
+    )
+
+
+def _orders(posed: Posed) -> Sequence[tuple[int, ...]]:
+    """Return all orders of the devices, of those that put equal ones elsewhere the first."""
+    in_order = tuple(range(posed.problem.n_partitions))
+    devices = posed.problem.devices
+    if not posed.question.any_order or devices is None:
+        return [in_order]
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for order in permutations(in_order):
+        found.setdefault(tuple(devices.index(devices[k]) for k in order), order)
+    return list(found.values())

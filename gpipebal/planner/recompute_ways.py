@@ -1,0 +1,117 @@
+"""Ways to recompute layers of several partitions, the cheapest first, where a clock decides.
+
+What waits for busy neighbours is known of a whole choice only, and it may be less with runs that
+need more by themselves: because they take longer, or because a partition beside recomputes too. So
+where the runs that need least do not fit, others are tried together, in the order of their time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from gpipebal.solvers.knapsack import Arc, Network, Way, cheapest, lowest
+
+__all__ = ["Choice", "choices_of", "in_order"]
+
+
+class Choice(NamedTuple):
+    """One way to recompute layers of a partition.
+
+    Attributes:
+        seconds: What it takes, for one micro-batch.
+        way: The way; None: the partition stays as it is.
+    """
+
+    seconds: float
+    way: Way | None
+
+
+def choices_of(
+    network: Network, limit: int | None, most: int, time_limit: float | None = None
+) -> tuple[list[Way], bool]:
+    """List ways whose peaks keep a limit.
+
+    Args:
+        network: All ways of a partition.
+        limit: Bytes, without what waits; None: as many as there are.
+        most: How many ways are listed at most.
+        time_limit: Seconds to search for each of them; None: as long as it takes.
+
+    Returns:
+        All of them if they are few, and whether they are all. Else the cheapest, and cheaper ones
+        for ever lower limits, down to the lowest.
+
+    Example:
+        >>> from gpipebal.solvers.knapsack import Ceiling
+        >>> steps = {0: [Arc(1, 0, 8, (8,)), Arc(1, 5, 2, (9,))], 1: [Arc(2, 0, 1, (1,))]}
+        >>> network = Network(steps, {2: [Ceiling(0, times=1, beside=0)]})
+        >>> [way.cost for way in choices_of(network, 20, 9)[0]], choices_of(network, 12, 1)[1]
+        ([0, 5], False)
+    """
+    least = lowest(network)
+    if limit is not None and least.peak > limit:
+        return [], True
+    if _count(network) <= most:
+        all_arcs = list(_all_arcs(network, network.start))
+        ways = [Way(arcs, sum(a.cost for a in arcs), 0, network.peak(arcs)) for arcs in all_arcs]
+        return [way for way in ways if limit is None or way.peak <= limit], True
+    found: list[Way] = []
+    room = network.peak(network.lightest(1, 0)) if limit is None else limit
+    while room > least.peak and len(found) < most - 1:
+        way = cheapest(network, room, time_limit)
+        if way is None or way.peak <= least.peak:
+            break
+        found.append(way)
+        # In so few steps that the lowest is reached.
+        room = way.peak - max(1, (way.peak - least.peak) // (most - len(found)))
+    return [*found, least], False
+
+
+def _count(network: Network) -> int:
+    """Count the ways from the start."""
+    counts: dict[Hashable, int] = dict.fromkeys(network.ends, 1)
+    for node in reversed(network.arcs):
+        counts[node] = sum(counts[arc.end] for arc in network.arcs[node])
+    return counts[network.start]
+
+
+def _all_arcs(network: Network, node: Hashable) -> Iterator[tuple[Arc, ...]]:
+    if node in network.ends:
+        yield ()
+        return
+    for arc in network.arcs[node]:
+        for rest in _all_arcs(network, arc.end):
+            yield (arc, *rest)
+
+
+def in_order(choices: Sequence[Sequence[Choice]]) -> Iterator[tuple[Choice, ...]]:
+    """Yield one choice of each list, in the order of their seconds together.
+
+    Complexity:
+        O(k log c) for each of c that are yielded, of k lists.
+
+    Example:
+        >>> lists = [[Choice(0, None), Choice(5, None)], [Choice(1, None), Choice(2, None)]]
+        >>> [sum(one.seconds for one in both) for both in in_order(lists)]
+        [1, 2, 6, 7]
+    """
+    if not all(choices):
+        return
+    ranked = [sorted(one, key=lambda choice: choice.seconds) for one in choices]
+
+    def seconds(places: Sequence[int]) -> float:
+        return sum(one[k].seconds for one, k in zip(ranked, places, strict=True))
+
+    first = (0,) * len(ranked)
+    heap = [(seconds(first), first)]
+    while heap:
+        _, places = heapq.heappop(heap)
+        yield tuple(one[k] for one, k in zip(ranked, places, strict=True))
+        # Each tuple of places comes from one other: that with its last place above 0 lowered.
+        last = max((j for j, k in enumerate(places) if k), default=0)
+        for j in range(last, len(ranked)):
+            if places[j] + 1 < len(ranked[j]):
+                further = (*places[:j], places[j] + 1, *places[j + 1 :])
+                heapq.heappush(heap, (seconds(further), further))

@@ -1,0 +1,50 @@
+"""Buffers of a layer that a micro-batch which is recomputed later keeps copies of.
+
+The executor's rule (`gpipebal.pipeline.buffers`): small buffers always, large ones if a forward
+writes to them. Without values nobody sees that, so an estimate has the small ones alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gpipebal.pipeline.buffers import SMALL
+
+__all__ = ["copies_of_large", "kept_buffers"]
+
+
+def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Copy the large buffers of a layer, to see later which a forward has written to.
+
+    Returns:
+        Each buffer and its copy.
+    """
+    return [
+        (buffer, buffer.detach().clone())
+        for buffer in _buffers(layer)
+        if buffer.nbytes > SMALL and buffer.device.type != "meta"
+    ]
+
+
+def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return the buffers that a recomputed micro-batch keeps copies of.
+
+    Args:
+        layer: The layer, after a forward.
+        before: What `copies_of_large` returned before it.
+    """
+    small = [buffer for buffer in _buffers(layer) if buffer.nbytes <= SMALL]
+    return small + [buffer for buffer, copy in before if not torch.equal(buffer, copy)]
+
+
+def _buffers(layer: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers that a forward of the layer may write to."""
+    for module in layer.modules():
+        left_alone = getattr(type(module), "buffers_left_alone", ())
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in left_alone and not is_lazy(buffer):
+                yield buffer

@@ -1,0 +1,124 @@
+"""`held_of`: what the partitions of a plan hold, as a profile tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from gpipebal.memory.cell import Cell, Moment
+from gpipebal.memory.loss import around_loss, loss_of_micro_batch
+from gpipebal.memory.waiting import streams_of
+from gpipebal.plan import Plan
+from gpipebal.profile import Profile
+from gpipebal.schedule import Checkpoint, is_checkpointed, modes_of
+from gpipebal.simulator.held import CellBytes, HeldBytes
+
+__all__ = ["held_of"]
+
+
+def held_of(
+    profile: Profile,
+    plan: Plan | Sequence[int],
+    *,
+    chunks: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    loss_inside: bool | None = None,
+    shared_memory: bool | None = None,
+) -> list[HeldBytes]:
+    """Tell what each partition of a plan holds: by the same rules as the plan's own peak memory.
+
+    In the same timeline, peaks over time equal those of the plan to the byte, with three
+    exceptions: the optimizer's step comes behind the timeline; a layer that needs less while it
+    works than it leaves behind counts with what it leaves; and a partition to which no gradient
+    comes has those of its parameters after its first backward, and not only when the optimizer
+    steps. How much waits for busy neighbours goes by the clock: under another timeline than the
+    plan's it may differ.
+
+    Args:
+        profile: Costs of the layers for one micro-batch.
+        plan: The plan; or first layer of each partition, then the number of layers.
+        chunks: Micro-batches of a mini-batch; None: the plan's, or the profile's.
+        checkpoint: Which of them are recomputed; None: as the plan has it, or ``'never'``.
+        loss_inside: Whether the last partition computes the loss of each micro-batch, or the caller
+            that of the mini-batch, between the phases; None: as the plan has it, or the caller.
+        shared_memory: Whether all partitions live in one memory; None: as the plan has it, or not.
+
+    Raises:
+        BalanceError: not one checkpoint mode per partition, or an unknown one.
+        ProfileError: the profile does not tell the costs at the rows of the plan.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 2.0], saved_bytes=[10, 20], output_bytes=[1, 2])
+        >>> [size.recorded.graph for size in held_of(profile, (0, 1, 2))]
+        [10, 21]
+    """
+    if isinstance(plan, Plan):
+        profile = profile.at_rows(plan.rows)
+        bounds: Sequence[int] = tuple(accumulate(plan.balance, initial=0))
+        chunks = plan.chunks if chunks is None else chunks
+        checkpoint = plan.checkpoint if checkpoint is None else checkpoint
+        loss_inside = plan.loss_inside if loss_inside is None else loss_inside
+        shared_memory = plan.shared_memory if shared_memory is None else shared_memory
+    else:
+        bounds = plan
+    m = profile.chunks if chunks is None else chunks
+    mode = modes_of(checkpoint or "never", len(bounds) - 1)[-1]
+    loss = loss_of_micro_batch(profile) if loss_inside else None
+    cells = [
+        Cell(profile, first, end, loss if end == bounds[-1] else None, bool(shared_memory))
+        for first, end in pairwise(bounds)
+    ]
+    n_recomputed = sum(is_checkpointed(mode, i, m) for i in range(m))
+    return [_held(cells, j, m, n_recomputed) for j in range(len(cells))]
+
+
+def _held(cells: Sequence[Cell], j: int, chunks: int, n_recomputed: int) -> HeldBytes:
+    """Tell what partition j holds, whose last `n_recomputed` of so many are recomputed."""
+    cell = cells[j]
+    recorded, recomputed = (_of_micro_batch(cell, again=again) for again in (False, True))
+    around, target = None, 0
+    if cell.loss is not None:
+        target = chunks * cell.loss.buffer_bytes
+    elif cell.is_last:
+        n_recorded = chunks - n_recomputed
+        outputs = n_recomputed * recomputed.output + n_recorded * recorded.output
+        around = around_loss(cell, chunks, outputs)
+        target = around.target
+    layers = cell.profile.layers[cell.first : cell.end]
+    states = [layer.optimizer_bytes for layer in layers]
+    of_layers = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
+    if None not in states:  # as in `PeakMemory`
+        of_layers += sum(n_bytes or 0 for n_bytes in states)
+    mini_batch = 0 if cell.first else chunks * cell.profile.bytes_of(cell.callers)
+    return HeldBytes(
+        fixed=of_layers + mini_batch + target,
+        gradients=cell.all_gradients,
+        recorded=recorded,
+        recomputed=recomputed,
+        streams=tuple(streams_of(cells, j)),
+        around=around,
+    )
+
+
+def _of_micro_batch(cell: Cell, *, again: bool) -> CellBytes:
+    held = cell.held(again=again)
+    graph = cell.bytes_of(cell.graph - cell.handed_again) if again else held
+    # The last partition's outputs are kept for the caller; of losses only the numbers.
+    output = cell.outputs if cell.is_last and cell.loss is None else frozenset()
+    if not again:
+        output -= cell.graph
+    gradients = cell.all_gradients
+    return CellBytes(
+        kept=held if again else 0,
+        graph=graph,
+        forward=_most(cell.forward(records=not again, gradients_exist=False), held),
+        recompute=_most(cell.recompute(gradients_exist=False), graph),
+        first_backward=_most(cell.backward(again=again, gradients_exist=False), graph),
+        backward=_most(cell.backward(again=again, gradients_exist=True), graph + gradients),
+        output=cell.profile.bytes_of(output),
+    )
+
+
+def _most(moments: Iterable[Moment], held: int) -> int:
+    """Return the most that there is at any moment beyond what is held anyway."""
+    return max(0, max(map(sum, moments)) - held)

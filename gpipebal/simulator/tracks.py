@@ -1,0 +1,313 @@
+"""Memory over time: what the cells of a timeline hold, kind by kind, on every device.
+
+A forward leaves its graph behind, or its input if it is recomputed later; a recompute turns an
+input into a graph; a backward lets go of it, or, done in two parts, of that only which the
+gradients of the weights do not need. What it has made for a neighbour waits until that takes it.
+Inside an action there is a passing need besides::
+
+    # 1F1B, 2 partitions, 3 micro-batches; graphs held by partition 0 (F and B take one clock)
+    # partition 0  01.A2B.C
+    #              12222211
+
+Where the caller computes the loss, between the phases, the last partition has its outputs as well:
+they add up until its last forward is over. Then they are gathered, the loss takes what it needs,
+and until the end the gathered output, its gradient and the loss stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpipebal.errors import ProfileError
+from gpipebal.memory.loss import AroundLoss
+from gpipebal.memory.waiting import AT_ONCE, Stream
+from gpipebal.simulator.held import HeldBytes
+from gpipebal.timeline import EventTable, Timeline
+from gpipebal.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Floats = NDArray[np.float64]
+    Which = NDArray[np.bool_]
+
+__all__ = ["HELD_KINDS", "MemoryTrack", "memory_over_time"]
+
+#: What can be held: parameters and the like; their gradients; inputs of micro-batches that will be
+#: recomputed; graphs; what weight gradients still need; outputs and loss in the caller's hands;
+#: what was made for others and is not taken yet; passing needs.
+HELD_KINDS = (
+    "fixed",
+    "gradients",
+    "inputs",
+    "graphs",
+    "weights",
+    "outputs",
+    "waiting",
+    "transient",
+)
+
+_FIXED, _GRADIENTS, _INPUTS, _GRAPHS, _WEIGHTS, _OUTPUTS, _WAITING, _TRANSIENT = range(
+    len(HELD_KINDS)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTrack:
+    """What one device holds over time.
+
+    Attributes:
+        device: Index of the device.
+        partitions: Its partitions.
+        times: Seconds at which something changes, in ascending order; the first is 0.
+        held: For each of `HELD_KINDS` the bytes from each of these times on.
+    """
+
+    device: int
+    partitions: tuple[int, ...]
+    times: Floats
+    held: Mapping[str, Ints]
+
+    @property
+    def total(self) -> Ints:
+        """Bytes of all kinds together, from each time on."""
+        return np.sum([self.held[kind] for kind in HELD_KINDS], axis=0, dtype=np.int64)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any time."""
+        return int(self.total.max())
+
+    @property
+    def peak_time(self) -> float:
+        """Seconds at which the peak is reached first."""
+        return float(self.times[int(self.total.argmax())])
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes of each kind when the peak is reached first."""
+        place = int(self.total.argmax())
+        return {kind: int(self.held[kind][place]) for kind in HELD_KINDS}
+
+    def at(self, time: float) -> dict[str, int]:
+        """Return the bytes of each kind at a time, after all that happens in that moment."""
+        place = max(0, int(np.searchsorted(self.times, time, side="right")) - 1)
+        return {kind: int(self.held[kind][place]) for kind in HELD_KINDS}
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per change: device, time, bytes of each kind, and their total."""
+        import pandas as pd
+
+        columns = {"time": self.times, **self.held, "total": self.total}
+        frame = pd.DataFrame(columns)
+        frame.insert(0, "device", self.device)
+        return frame
+
+    def __str__(self) -> str:
+        parts = [f"{format_bytes(size)} {kind}" for kind, size in self.at_peak.items() if size]
+        return f"device {self.device}: peak {format_bytes(self.peak)} ({', '.join(parts)})"
+
+
+def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[MemoryTrack, ...]:
+    """Follow what every device holds through a timeline, simulated or measured.
+
+    An action takes at its start and gives back at its end; of two actions in a row the second
+    starts when the first has given back. What a partition has made for another one is its own until
+    that begins the action that takes it.
+
+    Args:
+        timeline: When every action starts and ends.
+        sizes: Bytes of each partition; `held_of` tells those of a plan.
+
+    Returns:
+        One track per device.
+
+    Raises:
+        ProfileError: not one size per partition.
+
+    Complexity:
+        O(n log n) for n events, in numpy.
+
+    Example:
+        >>> from gpipebal.schedule import one_f_one_b_schedule
+        >>> from gpipebal.simulator import CellBytes, Durations, place
+        >>> times = Durations((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+        >>> timeline = place(one_f_one_b_schedule(2, 3), times)
+        >>> sizes = [HeldBytes(recorded=CellBytes(graph=size)) for size in (10, 7)]
+        >>> [track.peak for track in memory_over_time(timeline, sizes)]
+        [20, 7]
+    """
+    n = timeline.n_partitions
+    if len(sizes) != n:
+        raise ProfileError(
+            f"sizes and partitions differ: len(sizes)={len(sizes)} (expected {n}, one "
+            "per partition).\nFix: give one HeldBytes per partition."
+        )
+    table = timeline.table
+    shown = table.of_kind("FRBIW")
+    table = table if shown.all() else table.pick(shown)
+    cells = _Cells(table, n, timeline.chunks)
+    placement = np.array(timeline.placement)
+    tracks = []
+    for d, which in enumerate(_rows_of(table, placement[table.partitions], timeline.n_devices)):
+        moments = _Moments(table.pick(which), cells, AT_ONCE * timeline.makespan)
+        partitions = np.flatnonzero(placement == d).tolist()
+        for j in partitions:
+            moments.follow(j, sizes[j])
+        tracks.append(moments.track(d, tuple(partitions), sum(sizes[j].fixed for j in partitions)))
+    return tuple(tracks)
+
+
+class _Cells:
+    """Of every cell, by partition and micro-batch: when it takes, and whether it is recomputed."""
+
+    def __init__(self, table: EventTable, n_partitions: int, chunks: int) -> None:
+        self.again = np.zeros((n_partitions, chunks), dtype=bool)
+        which = table.of_kind("R")
+        self.again[table.partitions[which], table.micro_batches[which]] = True
+        #: Seconds at which it takes what waits: its forward and its backward when they start, its
+        #: recompute when it ends; infinity: it has none.
+        self.taken = {kind: np.full(self.again.shape, np.inf) for kind in "FRB"}
+        for kind, kinds in (("F", "F"), ("R", "R"), ("B", "BI")):
+            which = table.of_kind(kinds)
+            where = table.partitions[which], table.micro_batches[which]
+            self.taken[kind][where] = (table.ends if kind == "R" else table.starts)[which]
+
+
+class _Moments:
+    """The moments of one device at which something changes, and by how many bytes of each kind.
+
+    Its actions give the order: start of the first, its end, start of the second, and so on. So an
+    action without length still takes before it gives. What others take gets its place between them.
+    """
+
+    def __init__(self, own: EventTable, cells: _Cells, late: float) -> None:
+        self._own, self._cells, self._late = own, cells, late
+        self._again = cells.again[own.partitions, own.micro_batches]
+        self._changes = np.zeros((len(HELD_KINDS), 2 * len(own)), dtype=np.int64)
+        #: Times, places in the order, bytes.
+        self._taken: list[tuple[Floats, Ints, Ints]] = []
+
+    def follow(self, j: int, size: HeldBytes) -> None:
+        """Enter what every action of a partition takes and gives back."""
+        here = self._own.partitions == j
+        forward, recompute, back, weights = (
+            here & self._own.of_kind(kinds) for kinds in ("F", "R", "BI", "W")
+        )
+        input_only = here & self._own.of_kind("I")
+        # Gradients of parameters come with a backward that is not only the input's.
+        made = np.flatnonzero((back | weights) & ~input_only)
+        exist = np.zeros(len(self._own), dtype=bool)
+        if len(made):
+            exist[made[0] + 1 :] = True
+            self._change(made[:1], _GRADIENTS, size.gradients, end=True)
+        self._change(forward & self._again, _INPUTS, size.recomputed.kept)
+        self._change(recompute, _INPUTS, -size.recomputed.kept)
+        for cell, is_so, makes in (
+            (size.recorded, ~self._again, forward),
+            (size.recomputed, self._again, recompute),
+        ):
+            left = cell.graph if cell.weights is None else cell.weights
+            self._change(makes & is_so, _GRAPHS, cell.graph)
+            self._change(back & is_so, _GRAPHS, -cell.graph, end=True)
+            self._change(input_only & is_so, _WEIGHTS, left, end=True)
+            self._change(weights & is_so, _WEIGHTS, -left, end=True)
+            for which, need in (
+                (forward, cell.forward),
+                (recompute, cell.recompute),
+                ((back | weights) & ~exist, cell.first_backward),
+                ((back | weights) & exist, cell.backward),
+            ):
+                self._change(which & is_so, _TRANSIENT, need)
+                self._change(which & is_so, _TRANSIENT, -need, end=True)
+            if size.around is not None:
+                self._change(forward & is_so, _OUTPUTS, cell.output, end=True)
+        if size.around is not None:
+            self._gather(np.flatnonzero(here), np.flatnonzero(forward), size.around)
+        for stream in size.streams:
+            self._wait(stream, {"F": forward, "R": recompute, "B": back}[stream.kind])
+
+    def _change(self, which: Which | Ints, kind: int, n_bytes: int, *, end: bool = False) -> None:
+        """Change what is held at the start of some actions, or at their end."""
+        if n_bytes:
+            places = np.flatnonzero(which) if which.dtype == bool else which
+            self._changes[kind, 2 * places + int(end)] += n_bytes
+
+    def _gather(self, here: Ints, forwards: Ints, around: AroundLoss) -> None:
+        """Enter the caller's loss between the last forward and what comes behind it."""
+        if not len(forwards):
+            return
+        outputs = self._changes[_OUTPUTS]
+        last = int(forwards[-1])
+        outputs[2 * last + 1] += around.most - outputs.sum()
+        behind = here[here > last]
+        if len(behind):
+            outputs[2 * behind[0]] += around.stays - around.most
+
+    def _wait(self, stream: Stream, makes: Which) -> None:
+        """Let what some actions make wait until others take it."""
+        made = np.flatnonzero(makes)
+        micro_batches = self._own.micro_batches[made]
+        n_bytes = np.where(self._again[made], stream.n_bytes_again, stream.n_bytes)
+        if stream.only_if_recomputed is not None:
+            again = self._cells.again[stream.taker, micro_batches]
+            n_bytes = np.where(again == stream.only_if_recomputed, n_bytes, 0)
+        at = self._cells.taken[stream.taken_by][stream.taker, micro_batches]
+        # What is taken as soon as it is made never waits.
+        next_starts = np.append(self._own.starts, np.inf)[made + 1]
+        later = at + self._late >= np.minimum(self._own.ends[made] + 2 * self._late, next_starts)
+        made, at, n_bytes = made[later], at[later], n_bytes[later]
+        self._changes[_WAITING, 2 * made + 1] += n_bytes
+        taken = np.isfinite(at)
+        made, at, n_bytes = made[taken], at[taken], n_bytes[taken]
+        # Behind whatever started before it, or at the same time: that finds it waiting.
+        before = np.searchsorted(self._own.starts, at + self._late, side="right") - 1
+        over = at >= self._own.ends[before]
+        places = np.maximum(4 * before + np.where(over, 3, 1), 4 * made + 3)
+        self._taken.append((at, places, n_bytes))
+
+    def track(self, device: int, partitions: tuple[int, ...], fixed: int) -> MemoryTrack:
+        """Put the moments in order, and add the changes up."""
+        own, changes = self._own, self._changes
+        times = np.stack((own.starts, own.ends), axis=1).ravel()
+        if self._taken:
+            at, places, n_bytes = (np.concatenate(each) for each in zip(*self._taken, strict=True))
+            places = np.concatenate((2 * np.arange(len(times)), places))
+            times = np.concatenate((times, at))
+            order = np.lexsort((times, places))
+            taken = np.zeros((len(HELD_KINDS), len(at)), dtype=np.int64)
+            taken[_WAITING] = -n_bytes
+            changes = np.concatenate((changes, taken), axis=1)[:, order]
+            # Rounding, or a measurement, may let it be taken before it is made.
+            times = np.maximum.accumulate(times[order])
+        # Nothing but what is fixed before the first moment.
+        held = np.zeros((len(HELD_KINDS), len(times) + 1), dtype=np.int64)
+        np.cumsum(changes, axis=1, out=held[:, 1:])
+        held[_FIXED] += fixed
+        return MemoryTrack(
+            device,
+            partitions,
+            np.concatenate(([0.0], times)),
+            dict(zip(HELD_KINDS, held, strict=True)),
+        )
+
+
+def _rows_of(
+    table: EventTable, devices: NDArray[np.integer], n_devices: int
+) -> list[slice | NDArray[np.integer]]:
+    """Return the events of each device in the order in which they start."""
+    new = np.diff(devices)
+    if np.all((new > 0) | ((new == 0) & (np.diff(table.starts) >= 0))):
+        # As the simulator leaves them.
+        bounds = np.searchsorted(devices, np.arange(n_devices + 1)).tolist()
+        return [slice(first, last) for first, last in pairwise(bounds)]
+    order = np.lexsort((table.starts, devices))
+    bounds = np.searchsorted(devices[order], np.arange(n_devices + 1))
+    return [order[first:last] for first, last in pairwise(bounds)]

@@ -1,0 +1,102 @@
+"""What the partitions of a plan hold over time: its highest is what the plan itself says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracles import all_bounds
+from plan_oracle import MODES, profiles
+
+import gpipebal as gb
+from gpipebal.memory.cell import Cell
+from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.planner import evaluate
+from gpipebal.planner.times import pause_time, step_timeline
+from gpipebal.profile import LayerProfile
+from gpipebal.simulator import held_of, memory_over_time
+
+SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
+
+
+def without_optimizer(profile: gb.Profile) -> gb.Profile:
+    """Leave out what the optimizer's step needs for a moment, which no track shows."""
+    layers = tuple(replace(layer, optimizer_peak_bytes=0) for layer in profile.layers)
+    return replace(profile, layers=layers)
+
+
+def at_work(profile: gb.Profile) -> gb.Profile:
+    """Let every layer need, while it works, at least what it leaves behind."""
+    # Once as an output, and once for every skip: each may be taken by somebody else.
+    most = (1 + len(profile.skips)) * sum(profile.storages)
+
+    def working(layer: LayerProfile) -> LayerProfile:
+        back = layer.gradient_bytes + most
+        nothing = layer.no_grad_forward_peak_bytes is None
+        adding = layer.accumulating_peak_bytes is None
+        return replace(
+            layer,
+            handed_through=(),
+            copied_bytes=0,
+            forward_peak_bytes=layer.forward_peak_bytes + most,
+            no_grad_forward_peak_bytes=(
+                None if nothing else (layer.no_grad_forward_peak_bytes or 0) + most
+            ),
+            backward_peak_bytes=layer.backward_peak_bytes + back,
+            accumulating_peak_bytes=None if adding else (layer.accumulating_peak_bytes or 0) + back,
+        )
+
+    step = profile.step
+    loss = None if step.loss is None else working(step.loss)
+    layers = tuple(map(working, profile.layers))
+    return replace(profile, layers=layers, step=replace(step, loss=loss))
+
+
+def both(
+    profile: gb.Profile, bounds: tuple[int, ...], **options: Any
+) -> tuple[list[int], list[int]]:
+    """Return the peaks of a plan, and those over time in the same timeline."""
+    balance = [end - start for start, end in pairwise(bounds)]
+    plan = evaluate(profile, balance, **options)
+    m = plan.chunks
+    pause = None if plan.loss_inside else pause_time(profile, m)
+    timeline = step_timeline(
+        profile, bounds, m, plan.checkpoint, plan.schedule, plan.loss_inside, pause
+    )
+    tracks = memory_over_time(timeline, held_of(profile, plan))
+    return [part.memory.total for part in plan.partitions], [track.peak for track in tracks]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data(), shared=st.booleans(), chunks=st.integers(1, 5))
+def test_peaks_over_time_are_those_of_the_plan(
+    data: st.DataObject, shared: bool, chunks: int
+) -> None:
+    """Any storages, skips, ties, modes and losses, in or behind the pipeline: to the byte."""
+    profile = without_optimizer(data.draw(profiles(shortest=1)))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b"]))
+    inside = schedule == "1f1b" or data.draw(st.booleans())
+    n = data.draw(st.integers(1, profile.n_layers))
+    modes = tuple(data.draw(st.sampled_from(MODES)) for _ in range(n))
+    options: Any = {
+        "schedule": schedule,
+        "chunks": chunks,
+        "checkpoint": modes,
+        "loss_inside": inside,
+        "shared_memory": shared,
+    }
+    loss = loss_of_micro_batch(profile) if inside else None
+    for bounds in all_bounds(profile.n_layers, n):
+        runs = pairwise(bounds)
+        last = bounds[-1]
+        cells = [Cell(profile, a, b, loss if b == last else None, shared) for a, b in runs]
+        if not all(cell.goes_back for cell in cells):
+            continue  # no gradient comes to it: when it gets those of its parameters is moot
+        planned, followed = both(at_work(profile), bounds, **options)
+        assert followed == planned
+        # A layer that needs less than it leaves behind counts with what it leaves behind.
+        low, seen = both(profile, bounds, **options)
+        assert all(a <= b <= c for a, b, c in zip(low, seen, planned, strict=True))
