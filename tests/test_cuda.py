@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,6 +29,20 @@ def wide_chain(n_layers: int = 4, width: int = 256) -> nn.Sequential:
     """Make layers that keep a stream busy for a while."""
     layers = [layer for _ in range(n_layers) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers).double()
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Let whatever makes the host wait for the device raise, in any thread of the process."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # It says once that it is a prototype, and has switched the mode by then.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @MODES
@@ -236,12 +253,26 @@ def test_nothing_in_a_step_waits_for_the_device() -> None:
     inputs = torch.randn(64, 256, dtype=torch.float64, device=CUDA)
     gradient = torch.ones(64, 256, dtype=torch.float64, device=CUDA)
     pipe(inputs).backward(gradient)  # the first one makes workers and finds facts
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         pipe(inputs).backward(gradient)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_whoever_waits_for_the_device_is_found_in_a_workers_thread() -> None:
+    """What the tests look for is seen where the layers run, and nothing of it is left behind."""
+
+    class Read(nn.Module):
+        wanted = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.sum().item() if Read.wanted else x
+
+    pipe = GPipe(nn.Sequential(nn.Linear(8, 8), Read()), [1, 1], devices=[CUDA, CUDA], chunks=2)
+    inputs = torch.randn(4, 8, device=CUDA)
+    pipe(inputs)
+    Read.wanted = True
+    with pytest.raises(RuntimeError, match="synchronizing CUDA"), waiting_is_an_error():
+        pipe(inputs)
+    assert torch.isfinite(pipe(inputs)).all()
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
@@ -326,12 +357,8 @@ def test_the_average_of_all_mini_batches_is_computed_on_the_device() -> None:
     inputs = torch.randn(8, 8, device=CUDA)
     gradient = torch.ones(8, 8, device=CUDA)
     pipe(inputs).backward(gradient)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         pipe(inputs).backward(gradient)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ModelError, ProfileError
+from gpipebal.profiler.replica import replicate
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -163,6 +164,30 @@ def test_what_must_not_be_shared_is_refused() -> None:
 
     with pytest.raises(ProfileError, match="layer '0' cannot be copied: TypeError: not me"):
         brief(nn.Sequential(nn.Sequential(Refuses(4, 4))), torch.randn(4, 4))
+
+
+def test_weights_of_a_recurrent_layer_are_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So cuDNN wants them; a copy of its own is put together, shared memory stays shared."""
+    flattened: list[nn.RNNBase] = []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: flattened.append(self))
+    layer, cpu = nn.LSTM(3, 4, num_layers=2), torch.device("cpu")
+    weights = list(layer.parameters())
+    flattened.clear()
+    (scattered,) = replicate(["layer"], [layer], cpu)
+    assert flattened == [scattered]
+    whole, start = torch.cat([weight.detach().flatten() for weight in weights]), 0
+    for weight in weights:
+        weight.data = whole[start : start + weight.numel()].view_as(weight)
+        start += weight.numel()
+    flattened.clear()
+    (shared,) = replicate(["layer"], [layer], cpu)
+    assert not flattened
+    (private,) = replicate(["layer"], [nn.Sequential(layer)], cpu, private=(0,))
+    assert flattened == [private[0]]  # type: ignore[index]
+    for mine, theirs, copied in zip(
+        shared.parameters(), weights, private.parameters(), strict=True
+    ):
+        assert mine.data_ptr() == theirs.data_ptr() != copied.data_ptr()
 
 
 @pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}, {"method": "estimate"}])

@@ -69,6 +69,15 @@ def test_state_is_that_of_a_real_step(name: str, estimate: bool, instance: bool)
     assert bool(told) == (estimate and reads_values)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])
+def test_an_optimizer_like_anothers_has_all_that_the_constructor_sets(kind: Any) -> None:
+    """Where there is CUDA a step needs what torch does not keep in a file."""
+    parameters = [nn.Parameter(torch.ones(4, 4))]
+    theirs = kind(parameters)
+    mine = Maker(theirs, parameters).make([0], [nn.Parameter(torch.ones(4, 4))])
+    assert not vars(theirs).keys() - vars(mine).keys()
+
+
 def test_an_optimizer_of_the_model_is_left_alone() -> None:
     """Its state, groups and hooks are as before, and its step is not called."""
     model = chain()

@@ -37,6 +37,8 @@ TIMES = {
     "no_grad_forward_time",
     "forward_spread",
     "backward_spread",
+    "forward_host_time",
+    "backward_host_time",
 }
 
 

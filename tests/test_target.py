@@ -74,6 +74,28 @@ def test_without_gradients_a_shared_target_stays_as_it_is(context: Callable[[], 
     assert target.item() == 0.0
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_inference_mode_hides_is_protected(inside: bool, device: str) -> None:
+    """A copy made in inference mode counts no versions: what is written to it stays in it."""
+    pipe = GPipe(nn.Sequential(nn.Identity()), [1], devices=[device], chunks=4)
+    target = {"scale": torch.zeros(()), "shift": torch.ones(())}
+    seen: list[tuple[float, float]] = []
+
+    def loss_fn(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        result = (output * target["scale"].add_(1) + target["shift"]).mean()
+        seen.append((target["scale"].item(), target["shift"].item()))
+        return result
+
+    with torch.inference_mode():
+        if inside:
+            target = {name: tensor.clone() for name, tensor in target.items()}
+        loss = pipe.step(torch.ones(4, 1), target=target, target_dims=None, loss_fn=loss_fn)
+    assert loss.item() == 2.0
+    assert seen == [(1.0, 1.0)] * 4
+    assert (target["scale"].item(), target["shift"].item()) == (0.0, 1.0)
+
+
 def test_a_loss_that_writes_now_and_then_is_refused() -> None:
     """What could not be protected is an error that names the tensor, and its fix works."""
     calls: list[int] = []

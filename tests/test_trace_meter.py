@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -127,6 +128,21 @@ def test_ledger_counts_storages_once() -> None:
     assert ledger.live == [400, 0]
     del copy
     assert (ledger.live, ledger.peaks, ledger.total_peak) == ([0, 0], [800, 400], 800)
+
+
+def test_ledger_goes_before_the_storages_it_counts() -> None:
+    """Storages that live on keep no ledger, and die in peace when it is gone."""
+    ledger = Ledger()
+    with ledger.watch(0):
+        tensor = torch.zeros(100)
+    assert ledger.live == [400]
+    known = weakref.ref(ledger)
+    del ledger
+    assert known() is None
+    again = Ledger()
+    again.hold([tensor], 0)
+    del tensor
+    assert (again.live, again.peaks) == ([0], [400])
 
 
 def test_memory_of_never_holds_every_micro_batch() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ class Ledger:
         self.total_peak = 0
         self._entries: dict[int, tuple[int, int]] = {}
         self._kept: set[int] = set()
-        self._finalizers: dict[int, weakref.finalize[..., Any]] = {}
+        # Each tells when its storage dies. They go with the ledger, which may go before a storage.
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._self = weakref.ref(self)
         # Storages die in any thread and at any allocation, also inside these methods.
         self._lock = threading.RLock()
 
@@ -114,11 +117,7 @@ class Ledger:
             else:
                 n_bytes = storage.nbytes()
                 # torch keeps the storage's Python object as long as the storage lives.
-                # The ledger may go before the storage: it is held weakly, and takes its finalizers
-                # along.
-                finalizer = weakref.finalize(storage, _leave, weakref.ref(self), key)
-                finalizer.atexit = False
-                self._finalizers[key] = finalizer
+                self._references[key] = weakref.ref(storage, partial(_leave, self._self, key))
             self._entries[key] = (owner, n_bytes)
             self.live[owner] += n_bytes
             self.peaks[owner] = max(self.peaks[owner], self.live[owner])
@@ -126,18 +125,14 @@ class Ledger:
 
     def _leave(self, key: int) -> None:
         with self._lock:
-            self._finalizers.pop(key, None)
+            self._references.pop(key, None)
             self._kept.discard(key)
             entry = self._entries.pop(key, None)
             if entry is not None:
                 self.live[entry[0]] -= entry[1]
 
-    def __del__(self) -> None:
-        for finalizer in list(self._finalizers.values()):
-            finalizer.detach()
 
-
-def _leave(ledger: weakref.ref[Ledger], key: int) -> None:
+def _leave(ledger: weakref.ref[Ledger], key: int, _: weakref.ref[Any]) -> None:
     known = ledger()
     if known is not None:
         known._leave(key)
@@ -155,7 +150,7 @@ class _Watch(EagerDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         owners = self._owners_of(args[0]) if self._follow and args else []
-        for k, leaf in enumerate(pytree.tree_leaves(result)):
+        for k, leaf in enumerate(_leaves(result)):
             if has_storage(leaf):
                 # An operation on a list gives a list: each result goes where its operand is.
                 owner = owners[min(k, len(owners) - 1)] if owners else self._owner
@@ -164,12 +159,13 @@ class _Watch(EagerDispatchMode):
 
     def _owners_of(self, operands: Any) -> list[int]:
         """Return whom the first operand of an operation belongs to; of a list, of each."""
-        found = [
-            self._ledger.owner_of(leaf)
-            for leaf in pytree.tree_leaves(operands)
-            if has_storage(leaf)
-        ]
+        found = [self._ledger.owner_of(leaf) for leaf in _leaves(operands) if has_storage(leaf)]
         return [self._owner if owner is None else owner for owner in found]
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    """Return what is in a value; every operation comes here, and most hand over a tensor."""
+    return (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
 def has_storage(value: Any) -> bool:

@@ -62,7 +62,7 @@ class Target:
         detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._parts = scatter_leaves(detached, rows, self._dims)
         self._shared = [dim is None and len(self._rows) > 1 for dim in self._dims]
-        # Which tensors the loss writes to; None: not known yet.
+        # Which tensors the loss writes to, or may write to unseen; None: not known yet.
         self._written: frozenset[int] | None = None
         # Leaves of autograd in the graph of each micro-batch's loss, then their gradients.
         self._lent: dict[int, list[Tensor | None]] = {}
@@ -104,7 +104,9 @@ class Target:
         yield unflatten(lent, self._structure)
         written = frozenset(k for k, leaf in enumerate(lent) if _version(leaf) != versions[k])
         if self._written is None:
-            self._written = written
+            # A copy made in inference mode hides what is written to it: perhaps it was.
+            unseen = (k for k in protected if versions[k] is None)
+            self._written = written.union(unseen)
         for k in written - self._written:
             if k in protected:
                 raise ModelError(

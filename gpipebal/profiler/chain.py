@@ -175,9 +175,9 @@ class Chain:
         arrived.clear()
         try:
             with using(skips):
-                begin = self.clock()
+                begin = self.clock.begin()
                 output = layer(whole)
-                end = self.clock()
+                end = self.clock.end()
             del whole
             check_travels(output, self.names[k])
         except (ModelError, RoundStoppedError):
@@ -262,9 +262,9 @@ class Chain:
             for key in self._stashes[k]:
                 gradients += waiting.pop(key)
             roots = roots_of(record.outputs, gradients)
-            begin = self.clock()
+            begin = self.clock.begin()
             had_work = self.run_backward(roots, record.inputs, self.names[k])
-            found.append((begin, self.clock()) if had_work else None)
+            found.append((begin, self.clock.end()) if had_work else None)
             received = take_gradients(record.inputs)
             for key, n_leaves in reversed(record.popped.items()):
                 received, waiting[key] = received[: -n_leaves or None], received[-n_leaves:]
@@ -296,7 +296,7 @@ class Chain:
             skips = Skips(arrived)
             arrived = {}
             with using(skips):
-                begin = self.clock()
+                begin = self.clock.begin()
                 for k, layer in enumerate(self.layers):
                     self._check_stop()
                     try:
@@ -306,7 +306,7 @@ class Chain:
                         raise forward_failed(
                             error, self.names[k], self.first + k, shapes
                         ) from error
-                forward = (begin, self.clock())
+                forward = (begin, self.clock.end())
         if not grad:
             return forward, None
         leaves = flatten(value)[0]
@@ -316,9 +316,9 @@ class Chain:
         del value
         roots = roots_of(leaves, random_gradients(leaves))
         del leaves
-        begin = self.clock()
+        begin = self.clock.begin()
         had_work = self.run_backward(roots, [], None)
-        return forward, (begin, self.clock()) if had_work else None
+        return forward, (begin, self.clock.end()) if had_work else None
 
     def run_backward(
         self, roots: list[tuple[Tensor, Tensor]], inputs: Sequence[Any], layer: str | None

@@ -17,20 +17,39 @@ Span = tuple[Any, Any]
 class Clock:
     """Points in time: on a CPU of the host's clock; on CUDA an event, and the host's time beside.
 
-    A CUDA device works behind the host. Nothing here waits for it: the event tells when the device
-    came by, the host's time when it was launched.
+    A CUDA device works behind the host: the event tells when the device came by, the host's time
+    when the work was launched. A host that is far ahead has to wait until the device takes more,
+    so what launching alone takes is only seen while the device has nothing else to do.
+
+    Attributes:
+        from_idle: Whether work begins only when a CUDA device has done all before.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._is_cuda = device.type == "cuda"
+        self.from_idle = False
 
-    def __call__(self) -> Any:
-        """Return this point in time."""
+    def begin(self) -> Any:
+        """Return the point in time at which some work begins."""
         if not self._is_cuda:
             return time.perf_counter()
+        if self.from_idle:
+            torch.cuda.synchronize(self._device)
+        event = self._event()
+        return event, time.perf_counter()
+
+    def end(self) -> Any:
+        """Return the point in time at which some work ends, or has been launched."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        launched = time.perf_counter()
+        return self._event(), launched
+
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event, time.perf_counter()
+        return event
 
 
 def seconds_of(spans: Sequence[Span | None]) -> list[float]:

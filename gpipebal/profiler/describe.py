@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from operator import add
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +19,7 @@ from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.rounds import Times
-from gpipebal.profiler.settle import Settled, settle_rounds, whole_again
+from gpipebal.profiler.settle import Settled, settle_launches, settle_rounds, whole_again
 from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
 
@@ -55,9 +54,8 @@ def describe_layers(
         ),
         "no_grad_forward": settle_rounds(times.without_graph, times.whole_without_graph),
     }
-    # Layers that were measured alone have not all the same number of rounds.
-    host_forward = np.nanmedian(times.host_forward, axis=0) if times.host_forward else None
-    host_backward = np.nanmedian(times.host_backward, axis=0) if times.host_backward else None
+    host_forward = settle_launches(times.host_forward, times.host_whole_forward)
+    host_backward = settle_launches(times.host_backward, times.host_whole_backward)
     owner = layer_of_tensors(modules)
     layers = tuple(
         LayerProfile(

@@ -82,7 +82,8 @@ def profile_model(
         module: An `nn.Sequential`; its children are the layers.
         sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows
             along dim 0. A tuple is one input.
-        device: Where to measure; None: the first CUDA device, or the CPU where there is none.
+        device: Where to measure; None: the first CUDA device, or the CPU where there is none. On
+            CUDA the layers run on the caller's current stream of that device.
         chunks: Micro-batches that a mini-batch will be parted into. The layers are measured at
             the size of the largest, ``ceil(rows / chunks)`` rows.
         rows: Further sizes of micro-batches to measure (see `Profile.other_sizes`), at most as
@@ -130,9 +131,9 @@ def profile_model(
     Complexity:
         Each round costs five forwards and three backwards of one micro-batch, and every third as
         much of the other sizes; before them come as many to warm up, and five forwards and two
-        backwards at each size to look; behind them, on the CPU, nine training steps as a pipeline,
-        or six with ``timeout=0``. Memory, once per measuring thread: gradients and buffers of the
-        model, and what one micro-batch saves.
+        backwards at each size to look (on CUDA six and three); behind them, on the CPU, nine
+        training steps as a pipeline, or six with ``timeout=0``. Memory, once per measuring thread:
+        gradients and buffers of the model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

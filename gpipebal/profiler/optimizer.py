@@ -95,6 +95,9 @@ class Maker:
                 "param_groups": self._groups(groups),
             }
         )
+        # The constructor sets it, and a file has it not. Without it torch's step asks, where there
+        # is CUDA, for an option that not every optimizer has.
+        made._warned_capturable_if_run_uncaptured = True
         return made
 
     def _groups(self, members: Mapping[int, list[nn.Parameter]]) -> list[dict[str, Any]]:

@@ -34,7 +34,9 @@ def replicate(
     """Copy layers, with parameters that share the originals' memory.
 
     On another device than the parameters' own the values are copied there; so are those of the
-    layers in `private` (by index). What is compiled is compiled again.
+    layers in `private` (by index). What is compiled is compiled again. Weights of a recurrent layer
+    that do not lie in one piece are put into one, in a copy of their own, as a pipeline does when
+    it moves a layer: cuDNN would otherwise copy them at every call.
 
     Args:
         names: Names of the layers.
@@ -70,8 +72,18 @@ def replicate(
     replicas = []
     for name, layer in zip(names, layers, strict=True):
         replicas.append(copy_layer(name, layer, memo, keep_modes=keep_modes))
+        _flatten(replicas[-1])
         compile_alike(layer, replicas[-1])
     return replicas
+
+
+def _flatten(replica: nn.Module) -> None:
+    """Put the weights of recurrent layers into one piece, on CUDA; those that are in one stay."""
+    for part in replica.modules():
+        if isinstance(part, nn.RNNBase):
+            weights = part.parameters(recurse=False)
+            if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:
+                part.flatten_parameters()
 
 
 def parameter_bytes(layer: nn.Module) -> int:

@@ -8,6 +8,9 @@ until its turn, and gradients add up.
 * *Checkpointed*: a forward without a graph, then the recompute and the backward.
 * *Whole*: forward and backward of the chain as one graph, and a forward without one. Cutting has a
   price of its own (a call into autograd per layer), and this tells how high it is.
+* *From idle*, on CUDA, in the first rounds: layer by layer, each beginning when the device is done
+  with all before. So the host never waits for room in the device's queue, and its time is what
+  launching takes. That is more than in one piece, as far as one piece does not have to wait.
 
 The rounds of all sizes of micro-batches take turns, so that a slow minute of the machine slows all
 alike. On a CPU as many threads run rounds side by side as partitions will work side by side,
@@ -36,6 +39,8 @@ __all__ = ["Pace", "Subject", "Times", "run_side_by_side"]
 
 #: Other sizes than the micro-batch's own are measured in every so many rounds.
 OTHERS_EVERY = 3
+#: Rounds in which the host's time is measured.
+HOST_ROUNDS = 3
 
 
 @dataclass
@@ -84,8 +89,10 @@ class Times:
         recompute: Of every layer, in the backward.
         without_graph: Of every layer's forward without a graph.
         backward: Of every layer; two entries per round.
-        host_forward: What the host needed for `forward`; empty on a CPU.
-        host_backward: What the host needed for `backward`; empty on a CPU.
+        host_forward: What the host needs to launch a forward; empty on a CPU.
+        host_backward: What the host needs to launch a backward; empty on a CPU.
+        host_whole_forward: What the host needs to launch the chain in one piece; empty on a CPU.
+        host_whole_backward: The same for its backward.
         whole_forward: Of the chain in one piece.
         whole_backward: Of the chain in one piece.
         whole_without_graph: Of the chain in one piece.
@@ -100,6 +107,8 @@ class Times:
     backward: list[list[float]] = field(default_factory=list)
     host_forward: list[list[float]] = field(default_factory=list)
     host_backward: list[list[float]] = field(default_factory=list)
+    host_whole_forward: list[float] = field(default_factory=list)
+    host_whole_backward: list[float] = field(default_factory=list)
     whole_forward: list[float] = field(default_factory=list)
     whole_backward: list[float] = field(default_factory=list)
     whole_without_graph: list[float] = field(default_factory=list)
@@ -115,7 +124,6 @@ class Times:
     def run_round(self, subject: Subject, *, whole: bool = True) -> None:
         """Run one round and note its times; `whole`: also those of the chain in one piece."""
         chain, loss = subject.chain, subject.loss
-        on_cuda = chain.device.type == "cuda"
         forward: list[Span] = []
         recompute: list[Span] = []
         without: list[Span] = []
@@ -130,15 +138,30 @@ class Times:
         self.recompute.append(seconds_of(recompute))
         self.without_graph.append(seconds_of(without))
         self.backward += [seconds_of(spans) for spans in backward]
-        if on_cuda:
-            self.host_forward.append(host_seconds_of(forward))
-            self.host_backward += [host_seconds_of(spans) for spans in backward]
+        on_host = chain.device.type == "cuda" and len(self.host_forward) < HOST_ROUNDS
+        if on_host:
+            self.run_from_idle(chain)
         if whole:
             in_one_piece, backwards = chain.whole()
+            if on_host:
+                self.host_whole_forward += host_seconds_of([in_one_piece])
+                self.host_whole_backward += host_seconds_of([backwards])
             without_graph, _ = chain.whole(grad=False)
             self.whole_forward += seconds_of([in_one_piece])
             self.whole_backward += seconds_of([backwards])
             self.whole_without_graph += seconds_of([without_graph])
+
+    def run_from_idle(self, chain: Chain) -> None:
+        """Note what the host needs to launch each layer on a device with nothing else to do."""
+        forward: list[Span] = []
+        backward: list[Span | None] = []
+        chain.clock.from_idle = True
+        try:
+            chain.backward(*chain.record(forward), backward)
+        finally:
+            chain.clock.from_idle = False
+        self.host_forward.append(host_seconds_of(forward))
+        self.host_backward.append(host_seconds_of(backward))
 
     def run_loss(self, loss: Chain, end: Value) -> None:
         """Run the loss behind the last layer, and note its times.
@@ -160,11 +183,16 @@ class Times:
 
 
 class _MeasuringLane(Lane):
-    """A lane whose thread works on its device's default stream, like the caller's."""
+    """A lane whose thread works on the stream that the caller works on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def enter_thread(self) -> None:
-        if self.device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self._stream)
 
 
 def run_side_by_side(

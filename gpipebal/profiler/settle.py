@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Settled", "settle", "settle_rounds", "whole_again"]
+__all__ = ["Settled", "settle", "settle_launches", "settle_rounds", "whole_again"]
 
 #: A layer keeps at least this share of its measured time.
 LEAST_SHARE = 0.1
@@ -75,6 +75,36 @@ def settle_rounds(layers: Sequence[Sequence[float]], whole: Sequence[float]) -> 
         whole_spread=float(np.subtract(*np.percentile(whole, [75, 25]))),
         rounds=rounds,
     )
+
+
+def settle_launches(
+    layers: Sequence[Sequence[float]], whole: Sequence[float]
+) -> NDArray[np.float64] | None:
+    """Settle what the host needs to launch each layer with what the chain in one piece needs.
+
+    Between layers that are clocked lie calls of their own, so they may add up to more than the
+    whole. The whole may take longer than they do only because the host waited for room in the
+    device's queue, which is no work: then they stay as they are.
+
+    Args:
+        layers: For each round, the host's seconds for every layer.
+        whole: For each round, those for the chain in one piece; empty: it never ran so.
+
+    Returns:
+        Seconds of each layer; None if there are no rounds, because the host does the work itself.
+
+    Example:
+        >>> settle_launches([[4.0, 2.0, 1.0]], [4.1]).round(6).tolist()
+        [3.0, 1.0, 0.1]
+        >>> settle_launches([[4.0, 2.0, 1.0]], [9.0]).tolist()
+        [4.0, 2.0, 1.0]
+    """
+    if not len(layers):
+        return None
+    times = np.nanmedian(np.asarray(layers, dtype=np.float64), axis=0)
+    if not len(whole):
+        return times
+    return settle(times, min(float(times.sum()), float(np.median(whole))))
 
 
 def whole_again(

@@ -147,6 +147,8 @@ def measure_layer_memory(
         Its memory, and what it hands on.
     """
     layer, value = chain.layers[k], arrived.value
+    if chain.device.type == "cuda":
+        _warm_up(chain, k, value)
     constants = [*_own_tensors(layer), *constants]
     known = _known(chain, k, arrived)
     ledger = Ledger()
@@ -226,6 +228,18 @@ class _Peak:
         if self._device is None:
             return counted
         return max(counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
+
+
+def _warm_up(chain: Chain, k: int, value: Value) -> None:
+    """Run a layer once, so that libraries have the memory that they keep from their first call on.
+
+    It is the device's, and no layer's: cuBLAS has a workspace of some MiB for each stream. What is
+    needed in every call is left to be measured.
+    """
+    inputs, given = chain.prepare(k, value, wants=True)
+    outputs = chain.outputs(k, chain.call(k, given, value))
+    roots = roots_of(outputs, random_gradients(outputs))
+    chain.run_backward(roots, inputs, chain.names[k])
 
 
 def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -> int:
