@@ -2,6 +2,7 @@
 
     python profiles/make.py                       the estimates: no device, no clock
     python profiles/make.py --measure             those of this machine's CPU: needs a quiet machine
+    python profiles/make.py --measure cuda --folder D    those of an H100, on such a device
     python profiles/make.py --only NAME           one of them, by the name of its file
     python profiles/make.py --shrink FILE         a file that `gpipebal profile` wrote
 
@@ -46,7 +47,8 @@ class Stored:
         model: Name of the built-in model.
         rows: Rows of the micro-batch; a mini-batch has eight of them.
         other_rows: Other rows.
-        estimate: Device to estimate for; None: measured on the CPU, one thread of two.
+        estimate: Device to estimate for; None: measured, on a CPU with one thread of two.
+        on_cuda: Whether it is measured on the CUDA device that its name tells.
         image_size: Pixels of the side of an image.
         values: Arguments of the model.
     """
@@ -58,6 +60,12 @@ class Stored:
     estimate: str | None = None
     image_size: int | None = None
     values: Mapping[str, int] = field(default_factory=dict)
+    on_cuda: bool = False
+
+    @property
+    def kind(self) -> str:
+        """How it is made: ``'estimate'``, ``'cpu'`` or ``'cuda'``."""
+        return "estimate" if self.estimate is not None else "cuda" if self.on_cuda else "cpu"
 
 
 _GPT = {"layers": 24, "width": 2048, "heads": 16, "context": 1024}
@@ -96,6 +104,28 @@ STORED = (
     ),
     Stored("unet-B5-C8-64px-rows4-cpu", "unet", 4, (2, 8), None, 64, {"B": 5, "C": 8}),
     Stored("gpt-6x256-64tokens-rows4-cpu", "gpt", 4, (2, 8), None, None, _SMALL_GPT),
+    Stored("resnet101-224px-rows16-h100", "resnet101", 16, (32,), None, 224, on_cuda=True),
+    Stored(
+        "amoebanetd-L18-D256-224px-rows16-h100",
+        "amoebanetd",
+        16,
+        (8, 32),
+        None,
+        224,
+        {"L": 18, "D": 256},
+        on_cuda=True,
+    ),
+    Stored(
+        "unet-B5-C64-192px-rows8-h100",
+        "unet",
+        8,
+        (4, 16),
+        None,
+        192,
+        {"B": 5, "C": 64},
+        on_cuda=True,
+    ),
+    Stored("gpt-24x2048-1024tokens-rows2-h100", "gpt", 2, (1, 4), None, None, _GPT, on_cuda=True),
 )
 
 
@@ -108,9 +138,9 @@ def main() -> None:
     for stored in STORED:
         if arguments.only and stored.name != arguments.only.removesuffix(".json"):
             continue
-        if not arguments.only and (stored.estimate is None) != arguments.measure:
+        if not arguments.only and stored.kind != (arguments.measure or "estimate"):
             continue
-        path = HERE / f"{stored.name}.json"
+        path = arguments.folder / f"{stored.name}.json"
         save(make(stored, timeout=arguments.timeout), path)
         print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB", file=sys.stderr)
 
@@ -118,7 +148,16 @@ def main() -> None:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--measure", action="store_true", help="those of this machine's CPU")
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="cpu",
+        choices=("cpu", "cuda"),
+        help="those of this machine's CPU, or of its CUDA device",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=HERE, help="where to write them (%(default)s)"
+    )
     parser.add_argument("--only", metavar="NAME", help="one file, by its name")
     parser.add_argument("--timeout", type=float, help="seconds for the repeats of a measurement")
     parser.add_argument("--shrink", type=Path, metavar="FILE", help="make a profile's file small")
@@ -143,6 +182,11 @@ def make(stored: Stored, timeout: float | None = None) -> Profile:
         with torch.device("meta"):
             model = entry.build()
         return profile_model(model, sample, method="estimate", rates=stored.estimate, **terms)
+    if stored.on_cuda:
+        # All of the model is on the device: neighbours warm its caches.
+        with torch.device("cuda"):
+            model = entry.build()
+        return profile_model(model, sample, device="cuda", timeout=timeout, **terms)
     return profile_model(
         entry.build(), sample, device="cpu", partitions=2, timeout=timeout, **terms
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "memory"
 sys.path.insert(0, str(FOLDER))
 
 from benchmark_tools.text import fill_in  # noqa: E402
-from memory_benchmark import estimate, tables  # noqa: E402
+from memory_benchmark import estimate, measure, tables  # noqa: E402
 from memory_benchmark.balances import BALANCES, find_balances, least_total  # noqa: E402
 from memory_benchmark.count import count  # noqa: E402
 from memory_benchmark.experiments import EXPERIMENTS, Experiment, reduced  # noqa: E402
@@ -98,6 +99,19 @@ def test_stored_estimates_agree_with_counts() -> None:
     for key, row in _stored()["reduced"].items():
         assert all(abs(error) < 0.03 for error in tables.errors(row)), key
         assert sum(row["balance"]) == sum(_by_key(key).balance)
+
+
+def test_stored_measurements_are_of_torchgpipes_balance() -> None:
+    """What was measured at full size was so in torchgpipe's balance, and fits into its peaks."""
+    record = _stored()
+    for key, row in record["measured"].items():
+        assert row["provenance"]["device"] in tables.blocks(record)["environment"]
+        if row.get("did_not_fit"):
+            continue
+        assert row["balance"] == list(_by_key(key).balance)
+        assert max(row["counted"]) <= row["counted_total"] <= sum(row["counted"])
+        if row["allocated"] is not None:
+            assert row["counted_total"] <= row["allocated"] * 1.001 <= row["reserved"] * 1.001
 
 
 @pytest.mark.parametrize(
@@ -207,6 +221,169 @@ def test_one_experiment_is_put_beside_the_others(
     assert list(record["full"]) == ["amoebanetd pipeline-2", "unet naive-1"]
     assert record["full"]["unet naive-1"] == {"about": "unet naive-1"}
     assert record["provenance"]["rates"]["memory_limit"] == estimate.MEMORY_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "balance"),
+    [
+        ("pipeline-1", "amoebanetd", (9,)),
+        ("pipeline-2", "amoebanetd", (5, 4)),
+        ("naive-1", "unet", (65,)),
+        ("pipeline-1", "unet", (65,)),
+    ],
+)
+def test_a_step_of_two_rows_leaves_what_a_step_leaves(
+    name: str, model: str, balance: tuple[int, ...]
+) -> None:
+    """The peak measured behind a short step is that of the second of two steps of all rows."""
+    experiment = replace(_tiny(model, balance), name=name)
+    if experiment.is_plain:
+        experiment = replace(experiment, chunks=1)
+    row = measure.measure(experiment, torch.device("cpu"))
+    counted = count(experiment)["counted"]
+    # What waits for a neighbour depends on the clock.
+    assert row["counted"] == (counted if len(balance) == 1 else pytest.approx(counted, rel=0.05))
+    assert max(counted) <= row["counted_total"] <= sum(row["counted"])
+    assert (row["allocated"], row["reserved"], row["free"]) == (None, None, None)
+    assert row["provenance"]["device"] == "cpu" and row["provenance"]["torch"] == torch.__version__
+
+
+def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without enough memory gives a row of its own; any other error is an error."""
+    errors = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA out of memory")]
+
+    def raises(*_: Any) -> dict[str, Any]:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(measure, "_measured", raises)
+    for _ in range(2):
+        row = measure.measure(_tiny("unet", (65,)), torch.device("cpu"))
+        assert row["did_not_fit"] and "counted" not in row
+    errors.append(RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        measure.measure(_tiny("unet", (65,)), torch.device("cpu"))
+
+
+def test_every_experiment_has_its_turn_to_be_measured() -> None:
+    """The order of measuring has each experiment once."""
+    assert sorted(measure.ORDER) == sorted(experiment.key for experiment in EXPERIMENTS)
+
+
+def test_experiments_that_fit_are_measured_and_stored_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those too large are left out, one that fails stops no other, and each is stored at once."""
+    make = _make()
+    path = tmp_path / "measured.json"
+    stored_before: list[list[str]] = []
+
+    def measured(experiment: Experiment, _: torch.device) -> dict[str, Any]:
+        stored_before.append(list(json.loads(path.read_text(encoding="utf-8"))["measured"]))
+        if experiment.key == "unet naive-1":
+            raise ValueError("broken")
+        return _row(experiment)
+
+    monkeypatch.setattr(make, "measure", measured)
+    needs = {key: tables.on_one_device(_stored(), key) for key in measure.ORDER}
+    assert all(needs.values())
+    # As much as pipeline-1 of U-Net needs, to the byte.
+    room = sum(needs["unet pipeline-1"] or ())
+    monkeypatch.setattr(make, "free_bytes", lambda device: room)
+    assert make.make_measured(path, None, torch.device("cpu")) == []
+    fitting = [key for key in measure.ORDER if sum(needs[key] or ()) <= room]
+    assert fitting[0] == "unet pipeline-1" and "unet naive-1" not in fitting
+    assert [len(keys) for keys in stored_before] == list(range(len(fitting)))
+    assert "does not fit, 21.1 of 18.3 GiB needed: unet naive-1" in capsys.readouterr().err
+
+    monkeypatch.setattr(make, "free_bytes", lambda device: None)
+    only = make.parse(["--measure", "--only", "unet naive-1", "--only", "unet pipeline-8"]).only
+    assert make.make_measured(path, only, torch.device("cpu")) == ["unet naive-1"]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert list(record["measured"]) == [
+        e.key for e in EXPERIMENTS if e.key in (*fitting, "unet pipeline-8")
+    ]
+    assert record["full"] == {} and record["version"] == tables.VERSION
+    assert "goal" not in tables.summary(record) and "off by" in tables.summary(record)
+
+
+def test_no_experiment_begins_when_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind the given seconds nothing begins, but what was begun is finished and stored."""
+    make = _make()
+    clock = [0.0]
+    monkeypatch.setattr(make.time, "monotonic", lambda: clock[0])
+
+    def measured(experiment: Experiment, _: torch.device) -> dict[str, Any]:
+        clock[0] += 40.0
+        return _row(experiment)
+
+    monkeypatch.setattr(make, "measure", measured)
+    path = tmp_path / "measured.json"
+    seconds = make.parse(["--measure", "--seconds", "100"]).seconds
+    assert make.make_measured(path, None, torch.device("cpu"), seconds) == []
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert sorted(record["measured"]) == sorted(measure.ORDER[:3])
+    assert f"not begun after 100 s: {measure.ORDER[3]}" in capsys.readouterr().err
+
+
+def test_what_was_measured_elsewhere_is_added(tmp_path: Path) -> None:
+    """A file of another machine adds its measurements, and the tables have them."""
+    make = _make()
+    path, other = tmp_path / "results.json", tmp_path / "measured.json"
+    keys = ["amoebanetd pipeline-2", "unet pipeline-1", "unet pipeline-4"]
+    old = {**_stored(), "measured": {keys[1]: {**_row(_by_key(keys[1])), "counted": [1]}}}
+    path.write_text(json.dumps(old), encoding="utf-8")
+    found = {key: _row(_by_key(key)) for key in (keys[1], keys[0])}
+    found[keys[2]] = {"did_not_fit": True, "free": 9, "provenance": found[keys[0]]["provenance"]}
+    header = {"format": tables.FORMAT, "version": tables.VERSION, "provenance": {}}
+    text = json.dumps({**header, "full": {}, "reduced": {}, "measured": found})
+    other.write_text(text, encoding="utf-8")
+    make.merge(path, other)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record == {**old, "measured": found} and list(record["measured"]) == keys
+    lines = tables.blocks(record)["result"].partition("### Measured on one device")[2].splitlines()
+    assert "3 partitions counted at full size on A device: estimates off by 0.0%" in lines
+    rows = {line[:22].strip(): line[22:].split() for line in lines if line.startswith(tuple(keys))}
+    (pipeline_2,) = [line for line in lines if line.startswith(keys[0]) and "9.46" in line]
+    assert pipeline_2.split()[2:] == ["7.95", "7.95", "0.0%", "7.00", "8.00", "9.00", "9.46"]
+    (unfit,) = [line for line in lines if line.startswith(keys[2])]
+    assert unfit.split()[2:6] == ["66.44", "did", "not", "fit"]
+    assert len(rows) == 3
+    environment = tables.blocks(record)["environment"]
+    assert "measured on A device, 80.00 GiB, CUDA 13, cuDNN 9" in environment
+    assert environment.count("measured on") == 1 and ", ".join(keys) in environment
+
+
+def test_files_without_measurements_are_read(tmp_path: Path) -> None:
+    """A file of version 1 has no measurements, and no estimates for one device."""
+    stored = _stored()
+    old = {key: value for key, value in stored.items() if key != "measured"}
+    old |= {"version": 1, "full": copy.deepcopy(stored["full"])}
+    for row in old["full"].values():
+        del row["on_one_device"]
+    record = tables.upgraded(old)
+    assert record["version"] == tables.VERSION and record["measured"] == {}
+    assert tables.on_one_device(record, "unet naive-1") is None
+    assert "nothing measured" in tables.blocks(record)["result"]
+    record["measured"]["unet naive-1"] = _row(_by_key("unet naive-1"))
+    assert "at full size" not in tables.blocks(record)["result"]
+
+
+def _row(experiment: Experiment) -> dict[str, Any]:
+    """Make up what was measured: what was estimated."""
+    about = {"cpu": "x", "cores": 1, "system": "Linux", "date": "2026-01-01", "python": "3"}
+    about |= {"torch": "2", "gpipebal": "1", "settings": {}, "device": "A device"}
+    return {
+        "provenance": {**about, "device_bytes": 80 * 2**30, "cuda": "13", "cudnn": 9},
+        "free": 79 * 2**30,
+        "balance": list(experiment.balance),
+        "counted": tables.on_one_device(_stored(), experiment.key),
+        "counted_total": 7 * 2**30,
+        "allocated": 8 * 2**30,
+        "reserved": 9 * 2**30,
+        "seconds": 1.0,
+    }
 
 
 def _tiny(model: str, balance: tuple[int, ...]) -> Experiment:

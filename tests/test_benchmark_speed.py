@@ -21,8 +21,9 @@ from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
 FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "speed"
 sys.path.insert(0, str(FOLDER))
 
+from benchmark_tools.shares import about_shares, shares_of_device  # noqa: E402
 from benchmark_tools.text import fill_in  # noqa: E402
-from speed_benchmark import measure, predict, simulate, tables  # noqa: E402
+from speed_benchmark import measure, predict, shares, simulate, tables  # noqa: E402
 from speed_benchmark.devices import LINK, MEMORY_LIMIT, Link  # noqa: E402
 from speed_benchmark.predict import Step, fastest_balance, host_seconds, step_seconds  # noqa: E402
 from speed_benchmark.published import MODELS, Run, SpeedModel  # noqa: E402
@@ -185,6 +186,60 @@ def test_small_model_is_measured_beside_its_prediction() -> None:
     assert all(len(q) == 3 and min(q) > 0 for q in found["measured"].values())
     record = {"simulated": {}, "measured": {"unet": found}, "provenance": {}}
     assert "a tiny U-Net" in tables.summary(record)
+
+
+def test_runs_on_shares_stand_beside_their_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run that is measured is predicted too, in torchgpipe's balance and in the planner's."""
+    monkeypatch.setattr(shares, "CHUNKS", {"unet": {"plain": 1, "two": 2}})
+    runs = (
+        Run("plain", 4, 1, (65,), 3.0, checkpoint="never"),
+        Run("two", 64, 32, (60, 5), 4.5),
+        Run("not measured", 64, 32, (33, 32), 1.0),
+    )
+    model = SpeedModel(
+        "unet",
+        "a tiny U-Net",
+        lambda small: gb.models.unet(1, 2),
+        torch.nn.functional.binary_cross_entropy_with_logits,
+        image_size=64,
+        runs=runs,
+        equal_batch=4,
+        small_about="a tiny U-Net",
+        small_image_size=64,
+        small_rows=1,
+    )
+    found = json.loads(json.dumps(shares.measure_shares(model, rounds=1, timeout=0.0)))
+    assert [(run["name"], run["batch"], run["chunks"]) for run in found["runs"]] == [
+        ("plain", 4, 1),
+        ("two", 4, 2),
+        ("two", 4, 2),
+    ]
+    assert [run["whose"] for run in found["runs"]] == ["torchgpipe's"] * 2 + ["planner's"]
+    assert found["runs"][1]["balance"] == [60, 5] != found["runs"][2]["balance"]
+    for run in found["runs"]:
+        assert sum(run["balance"]) == 65
+        assert min([*run["predicted"].values(), *run["seconds"]]) > 0
+    again = shares.measure_shares(model, rounds=1, timeout=0.0, measured=found)
+    assert [run["seconds"] for run in again["runs"]] == [run["seconds"] for run in found["runs"]]
+    assert [run["balance"] for run in again["runs"]] == [run["balance"] for run in found["runs"]]
+    assert again["runs"][0]["predicted"] != found["runs"][0]["predicted"]
+    monkeypatch.setattr(tables, "MODELS", (model,))
+    written = tables.summary({"simulated": {}, "measured": {}, "shares": {"unet": found}})
+    assert "a tiny U-Net" in written and "1.500" in written and "not measured" not in written
+
+
+@pytest.mark.cuda
+def test_shares_of_a_device_do_not_slow_each_other_down() -> None:
+    """Two shares have half of the multiprocessors each, and none in common."""
+    pytest.importorskip("cuda.bindings")
+    about = about_shares(2)
+    assert 2 * about["multiprocessors_of_a_share"] <= about["multiprocessors"]
+    places = shares_of_device(2)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).cuda()
+    inputs = torch.ones(4, 8, device="cuda")
+    expected = layers(inputs)
+    pipe = gb.GPipe(layers, [1, 1], devices=places, chunks=2)
+    torch.testing.assert_close(pipe(inputs), expected)
 
 
 def test_command_line_knows_the_models() -> None:

@@ -2,9 +2,12 @@
 
     python benchmarks/memory/make.py            all; writes results.json and the README's tables
     python benchmarks/memory/make.py --only "unet pipeline-8"    one experiment anew
+    python benchmarks/memory/make.py --measure  the full sizes on a CUDA device, where they fit
+    python benchmarks/memory/make.py --merge measured.json    add what was measured elsewhere
     python benchmarks/memory/make.py --readme   write the README's tables from results.json
 
-It needs no device, and no clock: every figure is a count of bytes, the same on every machine.
+Without `--measure` it needs no device, and no clock: every figure is a count of bytes, the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +32,29 @@ from memory_benchmark import tables
 from memory_benchmark.count import count
 from memory_benchmark.estimate import MEMORY_LIMIT, P40, estimate
 from memory_benchmark.experiments import EXPERIMENTS, reduced
+from memory_benchmark.measure import ORDER, free_bytes, measure
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 
 
 def main() -> None:
-    """Estimate, count, store, print, and write the README."""
+    """Estimate, count or measure, store, print, and write the README."""
     arguments = parse()
-    if not arguments.readme:
+    failed = []
+    if arguments.merge is not None:
+        merge(arguments.out, arguments.merge)
+    elif arguments.measure:
+        device = torch.device(arguments.device)
+        failed = make_measured(arguments.out, arguments.only, device, arguments.seconds)
+    elif not arguments.readme:
         make(arguments.out, arguments.only)
-    record = read_record(arguments.out, tables.FORMAT, tables.VERSION)
+    record = tables.upgraded(read_record(arguments.out, tables.FORMAT, tables.VERSION))
     print(tables.summary(record))
     if arguments.out.resolve() == RESULTS.resolve():
         write_readme(HERE / "README.md", tables.blocks(record))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +65,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=keys, help="one experiment anew; repeatable"
     )
-    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--measure", action="store_true", help="run the full sizes that fit")
+    what.add_argument("--merge", type=Path, help="add what another result file has measured")
+    what.add_argument("--readme", action="store_true", help="only write the README's tables")
+    parser.add_argument(
+        "--seconds", type=float, help="with --measure: start no experiment after so many"
+    )
+    parser.add_argument("--device", default="cuda:0", help="with --measure (%(default)s)")
     return parser.parse_args(words)
 
 
@@ -76,23 +96,89 @@ def make(path: Path, only: list[str] | None = None) -> None:
                 "memory_limit": MEMORY_LIMIT,
             },
         }
-        for part in ("full", "reduced"):
-            known = record[part]
-            record[part] = {e.key: known[e.key] for e in EXPERIMENTS if e.key in known}
-        write_record(path, record)
+        _write(path, record)
         print(f"{time.monotonic() - started:5.0f} s  {experiment.key}", file=sys.stderr)
+
+
+def make_measured(
+    path: Path, only: list[str] | None, device: torch.device, seconds: float | None = None
+) -> list[str]:
+    """Measure all experiments that fit a device, or some of them, and put them into a result file.
+
+    Each is stored as soon as it is measured. One that fails is told and leaves the others their
+    turn.
+
+    Args:
+        path: The file; where it is none yet, it will have only what was measured.
+        only: Keys of experiments; None or empty: all.
+        device: Where all partitions are.
+        seconds: No experiment begins later than this; None: however late.
+
+    Returns:
+        The keys of those that failed.
+    """
+    started = time.monotonic()
+    estimates = _old(RESULTS)
+    record = _old(path)
+    # So that a file that cannot be written is told now.
+    _write(path, record)
+    failed = []
+    for key in ORDER:
+        if only and key not in only:
+            continue
+        if seconds is not None and time.monotonic() - started > seconds:
+            print(f"not begun after {seconds:g} s: {key}", file=sys.stderr)
+            continue
+        estimated = tables.on_one_device(estimates, key)
+        free = free_bytes(device)
+        if estimated is not None and free is not None and sum(estimated) > free:
+            need = f"{sum(estimated) / 2**30:.1f} of {free / 2**30:.1f} GiB"
+            print(f"does not fit, {need} needed: {key}", file=sys.stderr)
+            continue
+        experiment = next(e for e in EXPERIMENTS if e.key == key)
+        try:
+            record["measured"][key] = measure(experiment, device)
+        except Exception:
+            traceback.print_exc()
+            failed.append(key)
+            continue
+        _write(path, record)
+        print(f"{time.monotonic() - started:5.0f} s  {key}", file=sys.stderr, flush=True)
+    return failed
+
+
+def merge(path: Path, other: Path) -> None:
+    """Add what another result file has measured to a result file.
+
+    Args:
+        path: The file to write; what it has measured of the same experiments is replaced.
+        other: The file to read.
+    """
+    record = _old(path)
+    found = tables.upgraded(read_record(other, tables.FORMAT, tables.VERSION))
+    record["measured"] |= found["measured"]
+    _write(path, record)
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Store a record, its experiments in the order of the tables."""
+    for part in ("full", "reduced", "measured"):
+        known = record[part]
+        record[part] = {e.key: known[e.key] for e in EXPERIMENTS if e.key in known}
+    write_record(path, record)
 
 
 def _old(path: Path) -> dict[str, Any]:
     """Return the record to add to."""
     if path.exists():
-        return read_record(path, tables.FORMAT, tables.VERSION)
+        return tables.upgraded(read_record(path, tables.FORMAT, tables.VERSION))
     return {
         "format": tables.FORMAT,
         "version": tables.VERSION,
         "provenance": {},
         "full": {},
         "reduced": {},
+        "measured": {},
     }
 
 

@@ -3,9 +3,12 @@
     python benchmarks/speed/make.py              simulate; writes results.json and the README
     python benchmarks/speed/make.py --measure    measure on the CPU too; needs a quiet machine
     python benchmarks/speed/make.py --measure --model unet    measure one model anew
+    python benchmarks/speed/make.py --shares --out F    measure on shares of one CUDA device
+    python benchmarks/speed/make.py --merge F    add that to results.json
     python benchmarks/speed/make.py --readme     write the README's tables from results.json
 
-What is simulated needs no device and no clock. What is there of the other part is kept.
+What is simulated needs no device and no clock. What is there of the other parts is kept. Shares
+need the package cuda-bindings.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from speed_benchmark import tables
 from speed_benchmark.devices import FAST
 from speed_benchmark.measure import measure
 from speed_benchmark.published import MODELS, SpeedModel
+from speed_benchmark.shares import N_SHARES, about_shares, measure_shares
 from speed_benchmark.simulate import estimate, simulate
 
 HERE = Path(__file__).parent
@@ -42,8 +46,14 @@ def main() -> None:
     if not arguments.readme:
         record = _old(arguments.out)
         chosen = [m for m in MODELS if not arguments.model or m.name in arguments.model]
-        if arguments.measure:
+        if arguments.merge:
+            add_other(record, read_record(arguments.merge, tables.FORMAT, tables.VERSION))
+        elif arguments.measure:
             add_measured(record, chosen, arguments.rounds, arguments.timeout)
+        elif arguments.shares:
+            for model in chosen:
+                add_shares(record, model, arguments)
+                write_record(arguments.out, record)
         else:
             add_simulated(record, chosen)
         write_record(arguments.out, record)
@@ -60,6 +70,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
     parser.add_argument("--model", action="append", choices=names, help="only this; repeatable")
     parser.add_argument("--measure", action="store_true", help="measure on the CPU, by the clock")
+    parser.add_argument(
+        "--shares", action="store_true", help="measure at full size on shares of a CUDA device"
+    )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="with --shares: only profile and predict anew, and keep what was measured",
+    )
+    parser.add_argument(
+        "--merge", type=Path, help="add what another file says of shares of a CUDA device"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns (%(default)s)")
     parser.add_argument("--timeout", type=float, help="seconds for a profile's repeats")
     parser.add_argument("--readme", action="store_true", help="only write the README's tables")
@@ -91,6 +112,31 @@ def add_measured(
         # Of several runs the least quiet.
         "other_load": round(max(known), 4) if known else None,
     }
+
+
+def add_shares(record: dict[str, Any], model: SpeedModel, arguments: argparse.Namespace) -> None:
+    """Measure a model on shares of a CUDA device, and put it into the record."""
+    started = time.monotonic()
+    parted = record.setdefault("shares", {})
+    parted[model.name] = measure_shares(
+        model,
+        rounds=arguments.rounds,
+        timeout=arguments.timeout,
+        measured=parted[model.name] if arguments.predict else None,
+    )
+    if not arguments.predict:
+        record["provenance"]["shares"] = {
+            **provenance(),
+            **about_shares(N_SHARES),
+            "rounds": arguments.rounds,
+        }
+    print(f"{time.monotonic() - started:5.0f} s  {model.name}, on shares", file=sys.stderr)
+
+
+def add_other(record: dict[str, Any], other: dict[str, Any]) -> None:
+    """Take over what another file says of shares."""
+    record["shares"] = {**record.get("shares", {}), **other["shares"]}
+    record["provenance"]["shares"] = other["provenance"]["shares"]
 
 
 def _old(path: Path) -> dict[str, Any]:

@@ -75,20 +75,27 @@ def with_gradients(profile: Profile) -> Profile:
     )
 
 
-def figures(experiment: Experiment, profile: Profile, balance: Sequence[int]) -> dict[str, Any]:
+def figures(
+    experiment: Experiment,
+    profile: Profile,
+    balance: Sequence[int],
+    *,
+    shared_memory: bool | None = None,
+) -> dict[str, Any]:
     """Return what each partition needs under a balance, in bytes, and the predicted seconds.
 
     Args:
         experiment: Tells how much belongs to the model.
         profile: Its layers, as `with_gradients` returns them.
         balance: Layers of each partition.
+        shared_memory: Whether all partitions live in one memory; None: as on the profile's device.
 
     Returns:
         ``model``: parameters, gradients and optimizer state; ``activations``: the rest of the peak,
         and its parts: what micro-batches in flight keep, what one needs for a moment, outputs with
         loss and target, what waits for a neighbour, buffers, and copies of them.
     """
-    plan = evaluate(profile, balance, checkpoint=experiment.checkpoint)
+    plan = evaluate(profile, balance, checkpoint=experiment.checkpoint, shared_memory=shared_memory)
     # A checkpointed cell of GPipe copies its partition's buffers for its recompute.
     n_copies = experiment.chunks - 1
     found: dict[str, Any] = {"balance": list(balance), "model": [], "activations": []}
@@ -127,6 +134,7 @@ def estimate(experiment: Experiment) -> dict[str, Any]:
     balances = find_balances(profile, experiment.balance, experiment.checkpoint, MEMORY_LIMIT)
     # torch 1.3 stepped one parameter after the other; today's torch steps all of them at once.
     today = replace(experiment, foreach=None)
+    on_one_device = figures(experiment, profile, experiment.balance, shared_memory=True)
     of_today = figures(today, with_gradients(profile_of(today, P40)), today.balance)
     return {
         "parameters": sum(layer.parameter_bytes for layer in plain.layers) // 4,
@@ -136,4 +144,5 @@ def estimate(experiment: Experiment) -> dict[str, Any]:
             name: figures(experiment, profile, balance) for name, balance in balances.items()
         },
         "today": of_today["activations"],
+        "on_one_device": on_one_device["activations"],
     }

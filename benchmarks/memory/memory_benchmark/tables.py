@@ -18,12 +18,14 @@ __all__ = [
     "blocks",
     "decided_by_clock",
     "errors",
+    "on_one_device",
     "summary",
     "total",
+    "upgraded",
 ]
 
 FORMAT = "gpipebal-benchmark-memory"
-VERSION = 1
+VERSION = 2
 
 #: Peak activation memory to stay at or under, in GiB: torchgpipe's.
 GOALS = {
@@ -53,8 +55,12 @@ def blocks(record: Record) -> dict[str, str]:
 
 
 def summary(record: Record) -> str:
-    """Say whether the goals are reached, and how far estimates are from counts."""
-    return f"{_goals(record)}\n\n{_agreement(record)}"
+    """Say whether the goals are reached, how far estimates are from counts, what was measured.
+
+    Of a record that has only measurements, it is these.
+    """
+    estimates = [_goals(record), _agreement(record)] if record["full"] else []
+    return "\n\n".join([*estimates, _measured(record)])
 
 
 def total(found: dict[str, Any], name: str = "activations") -> int:
@@ -77,6 +83,26 @@ def decided_by_clock(row: dict[str, Any]) -> list[bool]:
     ]
 
 
+def upgraded(record: Record) -> Record:
+    """Return a record of any version as one of today's.
+
+    Before version 2 nothing was measured, and nothing was estimated for one device.
+    """
+    return {"measured": {}, **record, "version": VERSION}
+
+
+def on_one_device(record: Record, key: str) -> list[int] | None:
+    """Return the estimated need of each partition of torchgpipe's balance, all on one device.
+
+    None: nothing was estimated.
+    """
+    row = record["full"].get(key)
+    if row is None or "on_one_device" not in row:
+        return None
+    model = row["balances"]["published"]["model"]
+    return [a + b for a, b in zip(model, row["on_one_device"], strict=True)]
+
+
 def _results(record: Record) -> str:
     sections = [
         ("", _goals(record)),
@@ -86,6 +112,7 @@ def _results(record: Record) -> str:
         ("### What it consists of", _parts(record)),
         ("### What a smaller need costs in time", _times(record)),
         ("### Estimated against counted", f"{_agreement(record)}\n\n{_counted(record)}"),
+        ("### Measured on one device", _measured(record)),
     ]
     found = []
     for title, text in sections:
@@ -236,6 +263,76 @@ def _counted(record: Record) -> str:
     return table(header, lines, left=[0, 4, 5])
 
 
+def _measured(record: Record) -> str:
+    header = ["", "estimated", "counted", "estimate is", "at one time"]
+    second = ["", "live GiB", "live GiB", "off by", "live GiB"]
+    lines = [[*second, "allocated GiB", "reserved GiB", "reserved GiB"]]
+    by_partition, found = [], []
+    for experiment in EXPERIMENTS:
+        row = record["measured"].get(experiment.key)
+        if row is None:
+            continue
+        estimated = on_one_device(record, experiment.key)
+        need = None if estimated is None else sum(estimated)
+        if row.get("did_not_fit"):
+            lines.append([experiment.key, gib(need), "did not fit", *"-----"])
+            continue
+        counted = row["counted"]
+        ratios = errors({"estimated": estimated, "counted": counted}) if estimated else []
+        found += ratios
+        lines.append(
+            [
+                experiment.key,
+                gib(need),
+                gib(sum(counted)),
+                percent(None if need is None else need / sum(counted) - 1, sign=True),
+                gib(row["counted_total"]),
+                gib(row["allocated"]),
+                gib(row["reserved"]),
+                _published_total(record, experiment),
+            ]
+        )
+        by_partition.append(
+            [
+                experiment.key,
+                _list(estimated or ()) or "-",
+                _list(counted),
+                " ".join(percent(ratio, sign=True) for ratio in ratios) or "-",
+            ]
+        )
+    if len(lines) == 1:
+        return "nothing measured"
+    sections = [table([*header, "allocator", "allocator", "torchgpipe"], lines, left=[0])]
+    if by_partition:
+        header = ["", "estimated live GiB", "counted live GiB", "estimate is off by"]
+        sections.append(table(header, by_partition, left=[0, 1, 2, 3]))
+    if found:
+        sections.insert(
+            0,
+            f"{len(found)} partitions counted at full size on {_devices(record)}: "
+            f"estimates off by {percent(sum(map(abs, found)) / len(found))}\n"
+            f"(mean absolute), at most {percent(max(found), sign=True)} over and "
+            f"{percent(min(found), sign=True)} under",
+        )
+    return "\n\n".join(sections)
+
+
+def _published_total(record: Record, experiment: Experiment) -> str:
+    """Write what torchgpipe's devices reserved in all, model included."""
+    if experiment.published_total is not None:
+        return f"{experiment.published_total:.1f}"
+    row = record["full"].get(experiment.key)
+    if row is None or experiment.published_activations is None:
+        return "-"
+    model = total(row["balances"]["published"], "model") / 2**30
+    return f"{experiment.published_activations + model:.2f}"
+
+
+def _devices(record: Record) -> str:
+    names = [row["provenance"]["device"] for row in record["measured"].values()]
+    return " and ".join(dict.fromkeys(names))
+
+
 def _environment(record: Record) -> str:
     about = record["provenance"]
     rates = about["rates"]
@@ -245,7 +342,22 @@ def _environment(record: Record) -> str:
         f"{rates['bandwidth'] / 1e9:g} GB/s ({rates['source']}); "
         f"{rates['memory_limit'] / 1e9:g} GB for a partition of the fastest balance",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_measured_with(record)])
+
+
+def _measured_with(record: Record) -> list[str]:
+    """Write the machines that anything was measured on, each once."""
+    found: dict[str, list[str]] = {}
+    for key, row in record["measured"].items():
+        about = row["provenance"]
+        device = about["device"]
+        if "cuda" in about:
+            device += (
+                f", {gib(about['device_bytes'])} GiB, CUDA {about['cuda']}, cuDNN {about['cudnn']}"
+            )
+        machine, packages, _ = describe(about)
+        found.setdefault(f"{device}\n  {machine}\n  {packages}", []).append(key)
+    return [f"measured on {text}\n  {', '.join(keys)}" for text, keys in found.items()]
 
 
 def _live(row: dict[str, Any], name: str) -> str:

@@ -34,6 +34,8 @@ def blocks(record: Record) -> dict[str, str]:
         ]
     if record["measured"]:
         sections += ["### Measured with two CPU partitions", block(_measured(record))]
+    if record.get("shares"):
+        sections += ["### Measured on shares of one device", block(_shares(record))]
     return {
         "result": "\n\n".join(sections),
         "environment": block(_environment(record)),
@@ -48,6 +50,8 @@ def summary(record: Record) -> str:
         parts.append(_fast(record, model))
     if record["measured"]:
         parts.append(_measured(record))
+    if record.get("shares"):
+        parts.append(_shares(record))
     return "\n\n".join(parts)
 
 
@@ -57,7 +61,7 @@ def speed_of(found: dict[str, Any], of: str = "devices") -> float:
 
 
 def _present(record: Record, part: str) -> list[SpeedModel]:
-    return [model for model in MODELS if model.name in record[part]]
+    return [model for model in MODELS if model.name in record.get(part, {})]
 
 
 def against_published(record: Record) -> dict[str, tuple[list[float], list[float]]]:
@@ -226,6 +230,62 @@ def _measured(record: Record) -> str:
     return table(header, lines, left=[0])
 
 
+def _shares(record: Record) -> str:
+    """Say how fast the published runs are on shares of one device, by that of the first."""
+    lines = []
+    for model in _present(record, "shares"):
+        found = record["shares"][model.name]
+        first = found["runs"][0]
+        for row in found["runs"]:
+            predicted, measured = row["predicted"], row["seconds"]
+            lines.append(
+                [
+                    found["about"] if row is first else "",
+                    row["name"],
+                    "" if row["whose"] == "torchgpipe's" else "planner's",
+                    str(len(row["balance"])),
+                    str(row["batch"]),
+                    str(row["chunks"]),
+                    f"{1e3 * predicted['devices']:,.0f}",
+                    f"{1e3 * predicted['host']:,.0f}" if "host" in predicted else "-",
+                    f"{1e3 * measured[1]:,.0f}",
+                    f"{1e3 * measured[0]:,.0f}-{1e3 * measured[2]:,.0f}",
+                    percent(predicted["devices"] / measured[1] - 1, sign=True),
+                    *(
+                        f"{row['batch'] / seconds / (first['batch'] / of_first):.3f}"
+                        for seconds, of_first in (
+                            (predicted["devices"], first["predicted"]["devices"]),
+                            (measured[1], first["seconds"][1]),
+                        )
+                    ),
+                    _published_speed(model, row["name"]),
+                ]
+            )
+    header = [
+        *("", "run", "balance", "shares", "batch", "chunks", "predicted ms", "one host"),
+        *("measured ms", "quartiles", "off", "speed predicted", "measured", "torchgpipe"),
+    ]
+    return table(header, lines, left=[0, 1, 2])
+
+
+def _published_speed(model: SpeedModel, name: str) -> str:
+    run = next(run for run in model.runs if run.name == name)
+    return f"{run.throughput / model.runs[0].throughput:.3f}"
+
+
+def _about_shares(about: dict[str, Any]) -> list[str]:
+    product = about["product"]
+    return [
+        f"{about['device_name']}, {about['device_bytes'] / 1e9:.0f} GB, {about['multiprocessors']} "
+        f"multiprocessors, CUDA {about['cuda']}; each share has "
+        f"{about['multiprocessors_of_a_share']} of them",
+        f"a product of two matrices of 4096 x 4096 takes {1e3 * product['whole device']:.1f} ms on "
+        f"the whole device, {1e3 * product['one share']:.1f} ms on a share, "
+        f"{1e3 * product['all shares']:.1f} ms on a share while the others do the same",
+        f"{about['rounds']} turns of a step by the clock, after one that does not count",
+    ]
+
+
 def _environment(record: Record) -> str:
     about = record["provenance"]
     lines = [
@@ -239,11 +299,14 @@ def _environment(record: Record) -> str:
         f"{FAST_LINK.bandwidth / 1e9:g} GB/s",
         f"host: {1e6 * (P40.host_time or 0):g} us to launch an operation",
     ]
-    for part in ("simulated", "measured"):
+    for part in ("simulated", "measured", "shares"):
         found = about.get(part)
         if found is None:
             continue
-        lines += ["", f"{part} on:", *describe(found)]
+        name = {"shares": "measured on shares of a device"}.get(part, part)
+        lines += ["", f"{name} on:", *describe(found)]
+        if part == "shares":
+            lines += _about_shares(found)
         if part == "measured":
             other = found["other_load"]
             lines.append(
