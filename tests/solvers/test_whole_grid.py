@@ -138,11 +138,13 @@ def test_ties_are_broken_as_without_limits(problem: Problem) -> None:
 
 
 def _largest(problem: Problem) -> float:
-    """Return the largest time of a layer on any device."""
+    """Return the largest time of a layer on any device, or of a transfer."""
     columns = [problem.forward, problem.backward, problem.recompute]
+    if problem.links is not None:
+        columns += [problem.links.forward, problem.links.backward]
     for device in problem.devices or ():
         columns += [one for one in (device.forward, device.backward, device.recompute) if one]
-    return max(map(max, columns))
+    return max((max(column, default=0) for column in columns), default=0)
 
 
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=SLOW)
