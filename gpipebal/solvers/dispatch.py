@@ -127,8 +127,9 @@ def split(
 
     Complexity:
         For N layers and K partitions: O(P K log N) with P about 2 to 18 for ``'bottleneck'``, and
-        up to some hundred for ``'makespan'``; and for the tie-break O(w log N) for w places that
-        cuts can take, or about ten times O(N log N). See the modules of `gpipebal.solvers`.
+        up to some hundred for ``'makespan'``; and for the tie-break O(w l) for w places that cuts
+        can take and l ends of each partition, in few operations, or O(w log N), or about ten times
+        O(N log N). See the modules of `gpipebal.solvers`.
 
     Example:
         >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)

@@ -1,12 +1,15 @@
 """Where the cuts of the most even split can stand, by how uneven any split has to be.
 
 Some split is known: then only splits are of interest whose sum of squares can be as small as its.
-A stretch of layers has its least squares when its partitions are even, and single layers can spoil
-that only if they are heavier than an even partition. These stay alone, more or less, and between
-them there are stretches. Into how many partitions each stretch is cut, and how far a cut is from
-where evenness wants it, costs so much at least; what costs more than the known split is left out.
-What remains are windows whose width depends on how large single layers are, not on how long the
-chain is.
+Layers heavier than an even partition spoil evenness whatever is done, so what they exceed it by is
+left out: from there on every partition costs the square of how far it is from even, and one with
+a heavy layer also for what it puts beside it. Costs are small numbers then, none is negative, and
+all splits have lost the same. How far a cut is from where evenness wants it costs so much at
+least; what costs more than the known split is left out. What remains are windows whose width
+depends on how large single layers are, not on how long the chain is.
+
+Where the layers between heavy ones can only be cut into few numbers of partitions, each of these
+has windows of its own: cuts are then close to where that many even partitions have them.
 """
 
 from __future__ import annotations
@@ -16,21 +19,57 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 from math import isqrt
 from operator import sub
+from typing import NamedTuple
 
 from gpipebal.solvers.chain import Limit, windows
 
-__all__ = ["near_even_windows"]
+__all__ = ["Even", "near_even", "near_even_windows", "unevenness"]
 
-#: With more heavy layers, or more ways to share partitions among stretches, too little is gained.
-_MOST_HEAVY, _MOST_SHARES = 4, 8
+#: More heavy layers are not told from others.
+_MOST_HEAVY = 4
 
-_Windows = tuple[list[int], list[int]]
+#: With more ways to share partitions among stretches than this, all are treated as one.
+_MOST_SHARES = 8
+
+#: With up to so many layers for each partition, looking at each takes no longer than searching.
+_FEW_LAYERS = 8
+
+Windows = tuple[list[int], list[int]]
 
 
-def near_even_windows(
-    loads: Sequence[int], limits: Sequence[Limit], first: list[int], last: list[int]
-) -> list[_Windows]:
-    """Narrow windows to where the split with the least sum of squares can have its cuts.
+class Even(NamedTuple):
+    """What is known of the most even split.
+
+    Attributes:
+        mean: Weight of an even partition, beside those of heavy layers.
+        heavy: Layers that are heavier by more than other layers can be, and by how much.
+        most: What a known split costs: its squared distances from `mean`, where a partition with
+            a heavy layer is charged for what it would cost more than the heavy layer alone.
+        ways: How many partitions there can be between heavy layers, and the sum of squares that
+            these have at least; nothing if there are too many ways.
+    """
+
+    mean: int
+    heavy: tuple[tuple[int, int], ...]
+    most: int
+    ways: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+
+def unevenness(loads: Sequence[int], known: Sequence[int]) -> Even:
+    """Tell how even a split is.
+
+    Example:
+        >>> unevenness([0, 1, 2, 3, 5], [0, 3, 4])
+        Even(mean=2, heavy=(), most=1, ways=())
+    """
+    mean = loads[-1] // (len(known) - 1)
+    return Even(mean, (), sum([(loads[b] - loads[a] - mean) ** 2 for a, b in pairwise(known)]))
+
+
+def near_even(
+    loads: Sequence[int], limits: Sequence[Limit], first: Sequence[int], last: Sequence[int]
+) -> Even:
+    """Find a split that is nearly even, and tell how even it is.
 
     Args:
         loads: Prefix sums of the layers' weights.
@@ -38,44 +77,133 @@ def near_even_windows(
         first: First place of each bound; see `gpipebal.solvers.chain.windows`.
         last: Last place of each bound.
 
-    Returns:
-        Several such windows: in one of them is the split. The same ones if nothing is gained.
-
     Complexity:
-        O(N + K log N) for N layers and K partitions.
+        O(K log N) for N layers and K partitions.
 
     Example:
-        >>> loads = list(range(101))
-        >>> near_even_windows(loads, [], [0, 1, 2, 100], [0, 98, 99, 100])
+        >>> near_even([0, 1, 2, 12, 13], [], [0, 1, 2, 4], [0, 2, 3, 4])
+        Even(mean=1, heavy=((2, 9),), most=1, ways=(((1, 1), 5),))
+    """
+    n_partitions = len(first) - 1
+    heavy = _heavy_layers(loads, n_partitions)
+    even = _near_even(loads, limits, first, last, heavy)
+    # Two of them in one partition must cost more than the known split.
+    if len(heavy) > 1 and 2 * min([excess for _, excess in even.heavy]) ** 2 <= even.most:
+        return _near_even(loads, limits, first, last, [])
+    return even
+
+
+def _near_even(
+    loads: Sequence[int],
+    limits: Sequence[Limit],
+    first: Sequence[int],
+    last: Sequence[int],
+    heavy: Sequence[int],
+) -> Even:
+    stretches = _stretches(loads, heavy)
+    lengths = [loads[end] - loads[begin] for begin, end in stretches]
+    free, n_even = sum(lengths), len(first) - 1 - len(heavy)
+    mean = free // n_even
+    weights = [loads[k + 1] - loads[k] for k in heavy]
+    # From sums of squares, less those of heavy layers, to what partitions cost.
+    less = mean * (2 * free - n_even * mean) + sum([weight**2 for weight in weights])
+
+    def cost(known: Sequence[int]) -> int:
+        return sum([(loads[end] - loads[start]) ** 2 for start, end in pairwise(known)]) - less
+
+    def rounded(shares: Sequence[int]) -> list[int]:
+        return _round(loads, limits, first, last, _even_ends(loads, stretches, shares))
+
+    known = rounded(_even_shares(lengths, n_even))
+    most = cost(known)
+    ways: list[tuple[tuple[int, ...], int]] = []
+    if heavy:
+        squares, lightest = most + less - sum([weight**2 for weight in weights]), min(weights)
+        # Two heavy layers in one partition would cost more than that.
+        if squares * n_even < free * free + (n_even * lightest**2 - free * free // n_even):
+            ways = list(islice(_shares(lengths, n_even, squares, lightest), _MOST_SHARES + 1))
+        if len(ways) > _MOST_SHARES:
+            ways.clear()
+        # Heavy layers set the limit: all other cuts are free to stand where that is best.
+        others = [rounded(shares) for shares, _ in ways]
+        most = min(map(cost, others or [known, _balanced(loads, limits, first, last, known)]))
+    more = [(k, weight - mean) for k, weight in zip(heavy, weights, strict=True)]
+    return Even(mean, tuple(more), most, tuple(ways))
+
+
+def near_even_windows(
+    loads: Sequence[int],
+    limits: Sequence[Limit],
+    first: Sequence[int],
+    last: Sequence[int],
+    even: Even,
+) -> list[Windows]:
+    """Narrow windows to where the split with the least sum of squares can have its cuts.
+
+    Args:
+        loads: Prefix sums of the layers' weights.
+        limits: What every partition keeps.
+        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
+        last: Last place of each bound.
+        even: What `near_even` found.
+
+    Returns:
+        One or several such windows: in one of them is the split.
+
+    Complexity:
+        O(K log N) for N layers and K partitions.
+
+    Example:
+        >>> loads, everywhere = list(range(101)), ([0, 1, 2, 100], [0, 98, 99, 100])
+        >>> near_even_windows(loads, [], *everywhere, near_even(loads, [], *everywhere))
         [([0, 32, 65, 100], [0, 35, 68, 100])]
     """
-    total, n_partitions = loads[-1], len(first) - 1
-    # Heavy is a little more than even, so that it stays more than what other layers share.
-    weights = list(map(sub, loads[1:], loads))
-    heavy = [k for k, weight in enumerate(weights) if 4 * n_partitions * weight > 5 * total]
-    if len(heavy) > _MOST_HEAVY or len(heavy) >= n_partitions:
-        return [(first, last)]
-    stretches = list(zip([0, *[k + 1 for k in heavy]], [*heavy, len(weights)], strict=True))
+    # Between heavy layers there are so many partitions, if few numbers are possible.
+    of_ways = _windows_of_ways(loads, even, len(first) - 1)
+    found = of_ways or [_windows_of_all(loads, even, len(first) - 1)]
+    narrowed = [_within(limits, lows, highs, first, last) for lows, highs in found]
+    return [pair for pair in narrowed if pair is not None]
+
+
+def _windows_of_all(loads: Sequence[int], even: Even, n_partitions: int) -> Windows:
+    """Return where cuts can stand for all they cost."""
+    n_layers = len(loads) - 1
+    # Without their excess, heavy layers weigh as much as an even partition. With the weight `y`
+    # before cut `k` more than its share, all partitions cost `y * y * K / (k * (K - k))` at least.
+    passed = list(accumulate([excess for _, excess in even.heavy], initial=0))
+    total = loads[-1] - passed[-1]
+    begins = [0, *[layer + 1 for layer, _ in even.heavy]]
+    ends = [*[layer for layer, _ in even.heavy], n_layers]
+    reached = [loads[end] - excess for end, excess in zip(ends, passed, strict=True)][:-1]
+    lows, highs = [0], [0]
+    for k in range(1, n_partitions):  # k: cut
+        room = isqrt(even.most * k * (n_partitions - k) // n_partitions) + 1
+        share = k * total // n_partitions
+        at = bisect_left(reached, share - room)
+        lows.append(bisect_left(loads, share - room + passed[at], begins[at], ends[at]))
+        at = bisect_left(reached, share + room + 2)
+        # One behind the last place; not before the first place of a stretch, as it is behind that.
+        beyond = bisect_right(loads, share + room + 1 + passed[at], begins[at], ends[at] + 1)
+        highs.append(beyond - 1)
+    return [*lows, n_layers], [*highs, n_layers]
+
+
+def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> list[Windows] | None:
+    """Return where cuts can stand, for each number of partitions between heavy layers.
+
+    None if they are not known, or if heavy layers are too light to stay alone.
+    """
+    if not even.ways:
+        return None
+    heavy = [layer for layer, _ in even.heavy]
+    stretches = _stretches(loads, heavy)
     lengths = [loads[end] - loads[begin] for begin, end in stretches]
     free, n_even = sum(lengths), n_partitions - len(heavy)
-    lightest = min([weights[k] for k in heavy], default=total)
-
-    def rounded(shares: Sequence[int]) -> int:
-        """Return the sum of squares of a split, less that of heavy layers."""
-        known = _round(loads, limits, first, last, _even_ends(loads, stretches, shares))
-        squares = sum([(loads[end] - loads[start]) ** 2 for start, end in pairwise(known)])
-        return squares - sum([weights[k] ** 2 for k in heavy])
-
-    most = rounded(_even_shares(lengths, n_even))
-    # Two heavy layers in one partition would cost more than that.
-    if most * n_even >= free * free + (n_even * lightest**2 - free * free // n_even):
-        return [(first, last)]
-    ways = list(islice(_shares(lengths, n_even, most, lightest), _MOST_SHARES + 1))
-    if len(ways) > _MOST_SHARES:
-        return [(first, last)]
-    most = min([rounded(shares) for shares, _ in ways])
+    lightest = min([excess for _, excess in even.heavy]) + even.mean
+    # Sums of squares, less those of heavy layers.
+    most = even.most + even.mean * (2 * free - n_even * even.mean)
     found = []
-    for shares, least in ways:
+    for shares, least in even.ways:
         slack = most - least
         if slack < 0:
             continue
@@ -84,7 +212,7 @@ def near_even_windows(
             number and length + number * (isqrt(slack) + 1) >= number * lightest
             for _, length, number in parts
         ):
-            return [(first, last)]
+            return None
         lows, highs = [0], [0]
         for (begin, end), length, number in parts:
             for k in range(0 if begin else 1, number + 1):
@@ -97,8 +225,13 @@ def near_even_windows(
                 place = loads[begin] + (k * length // number if number else 0)
                 lows.append(bisect_left(loads, place - room, begin, end))
                 highs.append(bisect_right(loads, place + 1 + room, begin, end + 1) - 1)
-        found += _within(limits, lows, highs, first, last)
+        found.append((lows, highs))
     return found
+
+
+def _stretches(loads: Sequence[int], heavy: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first layer, and the one behind the last, between heavy layers."""
+    return list(zip([0, *[k + 1 for k in heavy]], [*heavy, len(loads) - 1], strict=True))
 
 
 def _within(
@@ -107,16 +240,39 @@ def _within(
     highs: Sequence[int],
     first: Sequence[int],
     last: Sequence[int],
-) -> list[_Windows]:
-    """Intersect windows, and narrow them to where valid splits are; nothing if there are none."""
+) -> Windows | None:
+    """Intersect windows, and narrow them to where valid splits are; None if there are none."""
     lows, highs = list(map(max, lows, first)), list(map(min, highs, last))
     for cut in range(1, len(lows)):
         lows[cut] = max(lows[cut], lows[cut - 1] + 1)
     for cut in range(len(highs) - 2, -1, -1):
         highs[cut] = min(highs[cut], highs[cut + 1] - 1)
     # More partitions than layers in some stretch leave no places.
-    narrowed = windows(limits, lows, highs) if highs[0] == 0 else None
-    return [] if narrowed is None else [narrowed]
+    return windows(limits, lows, highs) if highs[0] == 0 else None
+
+
+def _heavy_layers(loads: Sequence[int], n_partitions: int) -> list[int]:
+    """List the layers that are heavier than an even partition; nothing if they are many.
+
+    Example:
+        >>> _heavy_layers([0, 1, 2, 12, 13], 3)
+        [2]
+    """
+    # Heavy is a little more than even, so that it stays more than what other layers share.
+    least = 5 * loads[-1] // (4 * n_partitions)
+    n_layers = len(loads) - 1
+    if n_layers <= _FEW_LAYERS * n_partitions:
+        weights = map(sub, loads[1:], loads)
+        heavy = [k for k, weight in enumerate(weights) if weight > least]
+    else:
+        # No layer within as much weight is heavier than that.
+        heavy, start = list[int](), 0
+        while start < n_layers and len(heavy) <= _MOST_HEAVY:
+            start = bisect_right(loads, loads[start] + least, start) - 1
+            if start < n_layers and loads[start + 1] - loads[start] > least:
+                heavy.append(start)
+                start += 1
+    return heavy if len(heavy) <= min(_MOST_HEAVY, n_partitions - 1) else []
 
 
 def _even_shares(lengths: Sequence[int], n_even: int) -> list[int]:
@@ -167,6 +323,30 @@ def _round(
             place -= 1
         bounds.append(place)
     return bounds
+
+
+def _balanced(
+    loads: Sequence[int],
+    limits: Sequence[Limit],
+    first: Sequence[int],
+    last: Sequence[int],
+    known: Sequence[int],
+) -> list[int]:
+    """Move each cut, one after the other, to where the partitions beside it are most even."""
+    bounds = [0]
+    between = zip(known[1:], known[2:], first[1:], last[1:], strict=False)
+    for place, end, low, high in between:
+        start = bounds[-1]
+        for ends, starts, most in limits:
+            high = bisect_right(ends, starts[start] + most, place, high + 1) - 1
+            low = bisect_left(starts, ends[end] - most, low, place)
+        twice = loads[start] + loads[end]
+        low, high = max(low, start + 1), min(high, end - 1)
+        best = bisect_left(loads, twice // 2, low, high)
+        if best > low and twice - 2 * loads[best - 1] < 2 * loads[best] - twice:
+            best -= 1
+        bounds.append(best)
+    return [*bounds, known[-1]]
 
 
 def _shares(

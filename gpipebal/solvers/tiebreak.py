@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from gpipebal.solvers.bisection import floor, smallest_limit
+from gpipebal.solvers.by_rows import fits, squares_by_rows
 from gpipebal.solvers.chain import Limit, windows
 from gpipebal.solvers.narrow import squares_in_windows
-from gpipebal.solvers.near_even import near_even_windows
+from gpipebal.solvers.near_even import near_even, near_even_windows, unevenness
 from gpipebal.solvers.parametric import priced_least_squares
 
 __all__ = ["fewest_squares", "sum_of_squares", "tie_break"]
@@ -25,8 +26,16 @@ __all__ = ["fewest_squares", "sum_of_squares", "tie_break"]
 #: about this many passes over the chain.
 _TABLE_PASSES = 8
 
-#: With more places for each cut than this it is worth while to ask which of them can be best.
-_WIDE = 16
+#: With more places for each cut than this it is worth while to ask which of them can be best; with
+#: so few layers for each partition, where that leaves little out, only with four times as many.
+_WIDE, _LAYERS = 16, 8
+
+#: With up to so many places for each cut, the table is faster one by one than by rows; and pricing
+#: is like a table of so many entries for each layer, at its fastest.
+_FEW, _LIKE_PRICING = 4, 3
+
+#: So many runs take as long by rows as one entry of the table.
+_RUNS = 800
 
 
 def tie_break(
@@ -90,8 +99,9 @@ def fewest_squares(
         n_partitions: Number of partitions.
 
     Complexity:
-        O(w log N), where w is the number of places where cuts may stand, added up over all cuts;
-        at most O(S N log N) with S about 4 to 12, see `priced_least_squares`.
+        O(w l), where w is the number of places where cuts may stand, added up over all cuts, and l
+        how many ends a partition can have, in few operations; see `squares_by_rows`. Or O(w log N),
+        and at most O(S N log N) with S about 4 to 12, see `priced_least_squares`.
 
     Example:
         >>> loads = [0, 3, 4, 5, 8]
@@ -102,12 +112,33 @@ def fewest_squares(
     lows, highs = range(n_partitions), range(n_layers - n_partitions + 1, n_layers)
     everywhere = windows(limits, [*lows, n_layers], [0, *highs, n_layers])
     assert everywhere is not None
-    found = [everywhere]
-    if _count(found) > _WIDE * n_partitions:
-        found = near_even_windows(loads, limits, *everywhere)
-    if _count(found) > _TABLE_PASSES * n_layers:
-        return tuple(priced_least_squares(loads, limits, n_partitions))
-    splits = [squares_in_windows(loads, limits, first, last) for first, last in found]
+    found, few = [everywhere], _FEW * (n_partitions + 12)
+    if _count(*everywhere) <= few:
+        return squares_in_windows(loads, limits, *everywhere)
+    even = unevenness(loads, everywhere[1])
+    by_rows = fits(loads, limits, even)
+    if n_layers > _LAYERS * n_partitions:
+        worth = _count(*everywhere) > _WIDE * n_partitions
+    else:
+        worth = by_rows and _count(*everywhere) > 4 * _WIDE * n_partitions
+    if worth:
+        even = near_even(loads, limits, *everywhere)
+        found = near_even_windows(loads, limits, *everywhere, even)
+        by_rows = fits(loads, limits, even)
+    splits = []
+    for first, last in found:
+        split: tuple[int, ...] | None = None
+        count = _count(first, last)
+        if by_rows and min(count, _LIKE_PRICING * n_layers) > few:
+            # No more than would take the others as long.
+            runs = _RUNS * min(count, _TABLE_PASSES * n_layers)
+            split = squares_by_rows(loads, limits, first, last, even, runs)
+        if split is None and count > _TABLE_PASSES * n_layers:
+            return tuple(priced_least_squares(loads, limits, n_partitions))
+        if split is None:
+            split = squares_in_windows(loads, limits, first, last)
+        if split:
+            splits.append(split)
     return most_even(loads, splits)
 
 
@@ -116,6 +147,6 @@ def most_even(loads: Sequence[int], splits: Iterable[tuple[int, ...]]) -> tuple[
     return min(splits, key=lambda bounds: (sum_of_squares(loads, bounds), bounds))
 
 
-def _count(found: Sequence[tuple[list[int], list[int]]]) -> int:
+def _count(first: Sequence[int], last: Sequence[int]) -> int:
     """Count the places in windows, one of each less."""
-    return sum([sum(last) - sum(first) for first, last in found])
+    return sum(last) - sum(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import accumulate
 
 import pytest
@@ -10,14 +11,22 @@ from hypothesis import strategies as st
 from oracles import dense_least_squares
 
 from gpipebal.problem import Problem
-from gpipebal.solvers import split, tiebreak
+from gpipebal.solvers import by_rows, near_even, split, tiebreak
 from gpipebal.solvers.bisection import smallest_limit
-from gpipebal.solvers.chain import Limit, reach_within
-from gpipebal.solvers.near_even import near_even_windows
+from gpipebal.solvers.chain import Limit, meet, reach_limit, reach_within, windows
+from gpipebal.solvers.narrow import squares_in_windows
 from gpipebal.solvers.tiebreak import fewest_squares, sum_of_squares
 
-#: How many table entries per layer are too many: never, always.
-BY_TABLE, BY_PRICE = 10**9, -1
+#: How to choose each of the three ways.
+BY_TABLE = {"_FEW": 10**9}
+BY_PRICE = {"_FEW": -1, "_RUNS": -1, "_TABLE_PASSES": -1}
+BY_ROWS = {"_FEW": -1, "_RUNS": 10**9, "_TABLE_PASSES": 10**9}
+
+
+def set_to(patch: pytest.MonkeyPatch, way: dict[str, int]) -> None:
+    """Make the tie-break go a way, where numbers allow it."""
+    for name, value in way.items():
+        patch.setattr(tiebreak, name, value)
 
 
 @st.composite
@@ -37,19 +46,21 @@ def two_costs(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     )
 
 
-@pytest.mark.parametrize("passes", [BY_TABLE, BY_PRICE])
+@pytest.mark.parametrize("wide", [-1, 64])
+@pytest.mark.parametrize("way", [BY_TABLE, BY_PRICE, BY_ROWS])
 @settings(max_examples=200, deadline=None)
 @given(two_costs(), st.floats(0, 1))
 def test_fewest_squares_equals_table(
-    passes: int, case: tuple[list[int], list[int], int], slack: float
+    way: dict[str, int], wide: int, case: tuple[list[int], list[int], int], slack: float
 ) -> None:
-    """Both ways find the least sum of squares under any limit, and its leftmost cuts."""
+    """All ways find the least sum of squares under any limit, and its leftmost cuts."""
     squared, limited, n_partitions = case
     sums, others = (list(accumulate(costs, initial=0)) for costs in (squared, limited))
     least = smallest_limit(others, others, n_partitions, at_least=max(limited)).value
     limit = Limit(others, others, least + int(slack * max(limited)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiebreak, "_TABLE_PASSES", passes)
+        set_to(patch, way)
+        set_to(patch, {"_WIDE": wide, "_LAYERS": wide})
         bounds = fewest_squares(sums, [limit], n_partitions)
     expected = dense_least_squares(squared, reach_within(*limit), n_partitions)
     assert (sum_of_squares(sums, bounds), bounds) == expected
@@ -57,17 +68,17 @@ def test_fewest_squares_equals_table(
 
 @pytest.mark.parametrize("heavy", [0, 211, 399])
 @pytest.mark.parametrize("n_partitions", [2, 40, 200, 399])
-def test_table_and_prices_agree_where_one_layer_dominates(heavy: int, n_partitions: int) -> None:
-    """With cuts free to stand almost anywhere, both ways choose the same split."""
+def test_all_ways_agree_where_one_layer_dominates(heavy: int, n_partitions: int) -> None:
+    """With cuts free to stand almost anywhere, all ways choose the same split."""
     costs = [(37 * layer * layer) % 11 for layer in range(400)]
     costs[heavy] = 10**6
     sums = list(accumulate(costs, initial=0))
     found = []
-    for passes in (BY_TABLE, BY_PRICE):
+    for way in (BY_TABLE, BY_PRICE, BY_ROWS):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiebreak, "_TABLE_PASSES", passes)
+            set_to(patch, way)
             found.append(fewest_squares(sums, [], n_partitions))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("n_partitions", [1, 2, 3, 7, 8, 15, 16])
@@ -106,10 +117,13 @@ def heavy_costs(draw: st.DrawFn) -> tuple[list[int], int]:
     return costs, draw(st.integers(1, len(costs)))
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("shares", [0, 8])
+@pytest.mark.parametrize("at_hand", [1, 1 << 15])
 @settings(max_examples=300, deadline=None)
 @given(heavy_costs(), st.booleans())
 def test_windows_near_even_places_hold_the_best_split(
-    case: tuple[list[int], int], tight: bool
+    rows: bool, shares: int, at_hand: int, case: tuple[list[int], int], tight: bool
 ) -> None:
     """Whatever is left out for being too uneven, the split that is best of all is not."""
     costs, n_partitions = case
@@ -117,8 +131,11 @@ def test_windows_near_even_places_hold_the_best_split(
     least = smallest_limit(sums, sums, n_partitions, at_least=0).value
     limit = Limit(sums, sums, least if tight else sums[-1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiebreak, "_WIDE", -1)
-        patch.setattr(tiebreak, "_TABLE_PASSES", BY_TABLE)
+        set_to(patch, {**BY_ROWS, "_WIDE": -1, "_LAYERS": -1})
+        if not rows:
+            patch.setattr(tiebreak, "fits", lambda *_: False)
+        patch.setattr(near_even, "_MOST_SHARES", shares)
+        patch.setattr(by_rows, "_AT_HAND", at_hand)
         bounds = fewest_squares(sums, [limit], n_partitions)
     expected = dense_least_squares(costs, reach_within(*limit), n_partitions)
     assert (sum_of_squares(sums, bounds), bounds) == expected
@@ -131,6 +148,66 @@ def test_windows_near_even_places_are_narrow(heavy: int) -> None:
     costs[heavy] = 10**4
     sums = list(accumulate(costs, initial=0))
     everywhere = [*range(8), 300], [0, *range(293, 301)]
-    found = near_even_windows(sums, [], *everywhere)
+    even = near_even.near_even(sums, [], *everywhere)
+    found = near_even.near_even_windows(sums, [], *everywhere, even)
     places = sum(end - start for pair in found for start, end in zip(*pair, strict=True))
     assert 0 < places < 300
+
+
+@pytest.mark.parametrize("shift", [0, 20, 40, 55])
+@settings(max_examples=100, deadline=None)
+@given(heavy_costs(), heavy_costs(), st.integers(0, 30), st.booleans())
+def test_rows_find_the_best_split_close_to_the_largest_numbers(
+    shift: int, case: tuple[list[int], int], other: tuple[list[int], int], slack: int, listed: bool
+) -> None:
+    """Numbers that only just fit are not mixed up, nor are those that do not; with two limits."""
+    costs = [cost << shift for cost in case[0]]
+    others = [other[0][k % len(other[0])] for k in range(len(costs))]
+    sums, other_sums = (list(accumulate(each, initial=0)) for each in (costs, others))
+    least = smallest_limit(sums, sums, case[1], at_least=0).value
+    limit = Limit(sums, sums, least + (slack << shift) * 100)
+    second = smallest_limit(other_sums, other_sums, case[1], at_least=0, limits=[limit]).value
+    limits = [limit, Limit(other_sums, other_sums, second)]
+    reach = meet(*[reach_within(*limit) for limit in limits])
+    if listed:
+        limits = [reach_limit(reach)]
+    with pytest.MonkeyPatch.context() as patch:
+        set_to(patch, BY_ROWS)
+        bounds = fewest_squares(sums, limits, case[1])
+    expected = dense_least_squares(costs, reach, case[1])
+    assert (sum_of_squares(sums, bounds), bounds) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_that_lead_nowhere_are_not_taken(seed: int) -> None:
+    """With windows wider than the known split is even, no partition may begin at some places."""
+    rng = random.Random(seed)
+    costs = [round(1e6 * rng.expovariate(1.0)) for _ in range(1000)]
+    sums = list(accumulate(costs, initial=0))
+    n_partitions = rng.choice([10, 25, 50])
+    least = smallest_limit(sums, sums, n_partitions, at_least=0).value
+    limits = [Limit(sums, sums, least)]
+    lows, highs = range(n_partitions), range(1001 - n_partitions, 1000)
+    found = windows(limits, [*lows, 1000], [0, *highs, 1000])
+    assert found is not None
+    even = near_even.near_even(sums, limits, *found)
+    by_row = by_rows.squares_by_rows(sums, limits, *found, even, 10**9)
+    assert by_row == squares_in_windows(sums, limits, *found)
+
+
+@pytest.mark.parametrize("loose", [1.0, 1.02, 1.1, 1.5])
+@pytest.mark.parametrize("n_partitions", [20, 60, 110])
+@pytest.mark.parametrize("shift", [0, 10])
+def test_rows_and_table_agree_on_long_chains(shift: int, n_partitions: int, loose: float) -> None:
+    """Places from which no even partition begins lead nowhere, however large the numbers are."""
+    rng = random.Random(f"{n_partitions} {loose}")
+    costs = [round(1e6 * rng.expovariate(1.0)) << shift for _ in range(900)]
+    sums = list(accumulate(costs, initial=0))
+    least = smallest_limit(sums, sums, n_partitions, at_least=0).value
+    limit = Limit(sums, sums, int(least * loose))
+    found = []
+    for way in (BY_TABLE, BY_ROWS, {**BY_ROWS, "_WIDE": -1, "_LAYERS": -1}):
+        with pytest.MonkeyPatch.context() as patch:
+            set_to(patch, way)
+            found.append(fewest_squares(sums, [limit], n_partitions))
+    assert found[0] == found[1] == found[2]
