@@ -34,11 +34,13 @@ MOST_RUNS = 300_000
 #: How far HiGHS' bound may be off, as a fraction: it works to feasibility tolerances.
 _TOLERANCE = Fraction(1, 10**6)
 
-#: The value of the split that is known, as HiGHS sees it: its tolerances are absolute.
-_SCALE = 1000
+#: The value of the split that is known, as HiGHS sees it: its tolerances are absolute. The others
+#: are for programs that it fails at, which it then mostly does not.
+_SCALES = (1_000, 10_000, 100)
 
-#: What `scipy.optimize.milp` says of a program without a solution.
-_INFEASIBLE = 2
+#: What `scipy.optimize.milp` says of a program without a solution, and of one that HiGHS gave up
+#: because of its own arithmetic.
+_INFEASIBLE, _FAILED = 2, 4
 
 
 class ProgramResult(NamedTuple):
@@ -186,11 +188,28 @@ def _solve(
     unit: int,
     time_limit: float | None,
 ) -> tuple[Path | None, Fraction, bool]:
-    """Hand the program to HiGHS.
+    """Hand the program to HiGHS, and where that fails, once more with all times scaled.
 
     Returns:
         The path it found, if any; its bound; and where there is no path, whether there is none.
     """
+    for scale in _SCALES:
+        found = _solve_at(scale, problem, levels, runs, objective, unit, time_limit)
+        if found is not None:
+            return found
+    return None, Fraction(0), False
+
+
+def _solve_at(
+    scale: int,
+    problem: Problem,
+    levels: Levels,
+    runs: list[_Run],
+    objective: str,
+    unit: int,
+    time_limit: float | None,
+) -> tuple[Path | None, Fraction, bool] | None:
+    """Do what `_solve` does at one scale; None if HiGHS failed."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
     from scipy.sparse import csr_matrix
 
@@ -223,7 +242,7 @@ def _solve(
 
     def costs(k: int, dimension: str) -> dict[int, float]:
         return {
-            v: getattr(runs[v].option, dimension).of(*runs[v][3:]) * _SCALE / unit
+            v: getattr(runs[v].option, dimension).of(*runs[v][3:]) * scale / unit
             for v in of_level[k]
         }
 
@@ -236,7 +255,7 @@ def _solve(
             if k:
                 rows.add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
         early = {
-            v: _early(problem, levels, runs[v]) * _SCALE / unit
+            v: _early(problem, levels, runs[v]) * scale / unit
             for v in of_level[k]
             if runs[v].option.mode == "always"
         }
@@ -268,9 +287,11 @@ def _solve(
         constraints=LinearConstraint(matrix, rows.lower, rows.upper),
         options=options,
     )
+    if result.status == _FAILED and result.x is None:
+        return None
     dual = result.get("mip_dual_bound")
     usable = dual is not None and np.isfinite(dual)
-    bound = Fraction(float(dual)) * unit / _SCALE if usable else Fraction(0)
+    bound = Fraction(float(dual)) * unit / scale if usable else Fraction(0)
     if result.x is None:
         return None, bound, result.status == _INFEASIBLE
     chosen = [runs[int(v)] for v in np.flatnonzero(result.x[:n_runs] > 0.5)]

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import scipy.optimize
 from hypothesis import given, settings
 from oracles import brute_force
+from scipy.optimize import milp
 from solvers.test_pareto import problems
 
 from gpipebal.errors import BalanceError, InfeasibleError
@@ -21,6 +23,8 @@ CHAIN: tuple[Any, ...] = ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4])
 LINKS = Links([1, 2, 3], [1, 2, 3])
 TWO_KINDS = [Device(), Device(slowness=2)]
 MEMORY = layer_memory([1] * 4, [1] * 4, [1] * 4, chunks=4)
+#: What `scipy.optimize.milp` returns where HiGHS gave up because of its own arithmetic.
+FAILED = SimpleNamespace(status=4, x=None, get=lambda name: None)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,37 @@ def test_peak_memory_names_each_device_once() -> None:
     devices = [Device(memory_limit=50), Device(memory_limit=90)]
     problem = Problem(*CHAIN, 2, 4, devices=devices, memory=MEMORY, any_order=True)
     assert sorted(split(problem, "peak_memory").order) == [0, 1]
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_program_that_highs_fails_at_is_tried_at_another_scale(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiGHS ends some programs of very long and very short times with an error of its own."""
+    failed: list[bool] = []
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if len(failed) < failures:
+            failed.append(True)
+            return FAILED
+        return milp(*arguments, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", fail)
+    problem = Problem(
+        (0, 25, 4),
+        (10**9, 0, 1),
+        (10**9, 0, 0),
+        3,
+        chunks=4,
+        checkpoint=("except_last", "always", "never"),
+        devices=[Device()] * 3,
+        links=Links((1, 2), (0, 0), overlaps=False),
+    )
+    found = split(problem, "makespan", "integer program")
+    assert found.value == 7_000_000_120
+    assert (1 - 2e-6) * found.value <= found.lower_bound <= found.value
+    monkeypatch.setattr(scipy.optimize, "milp", lambda *_, **__: FAILED)
+    assert split(problem, "makespan", "integer program").lower_bound == 0
 
 
 def test_modes_are_chosen_only_where_memory_demands_it() -> None:
