@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import json
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "prediction"
 sys.path.insert(0, str(FOLDER))
 
 from prediction_benchmark import (  # noqa: E402
+    allocator,
+    cuda_tables,
     figures,
     floor,
     measure,
@@ -41,6 +44,7 @@ from prediction_benchmark import (  # noqa: E402
 )
 
 RESULTS = FOLDER / "results.json"
+RESULTS_ON_CUDA = FOLDER / "results-cuda.json"
 TINY = [models.tiny(model) for model in models.MODELS]
 CALL = settings.Setting("loss(pipe(x))", 4, "except_last")
 
@@ -49,6 +53,34 @@ def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert fill_in(readme, tables.blocks(_stored())) == readme
+
+
+def test_readme_says_what_was_measured_on_cuda() -> None:
+    """The README's tables about CUDA are those of results-cuda.json."""
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    blocks = cuda_tables.blocks(_stored(RESULTS_ON_CUDA))
+    assert fill_in(readme, blocks, RESULTS_ON_CUDA.name) == readme
+
+
+def test_stored_result_on_cuda_has_what_its_tables_say() -> None:
+    """It is of full size on CUDA; the allocator was asked of every model in every setting."""
+    record = _stored(RESULTS_ON_CUDA)
+    assert (record["format"], record["version"]) == (figures.FORMAT, figures.VERSION)
+    assert not record["provenance"]["quick"]
+    assert all(device.startswith("cuda") for device in record["provenance"]["devices"])
+    larger = {model.name: models.larger(model).about for model in models.MODELS}
+    assert {name: about["about"] for name, about in record["models"].items()}.items() <= (
+        larger.items()
+    )
+    for name in record["models"]:
+        groups = figures.within([row for row in record["rows"] if row["model"] == name])
+        assert [len(group) >= 5 for group in groups] == [True] * len(settings.SETTINGS)
+    found = [
+        (row["model"], settings.Setting(row["way"], row["chunks"], row["checkpoint"]))
+        for row in record["allocator"]["rows"]
+    ]
+    assert found == [(name, setting) for name in larger for setting in settings.SETTINGS]
+    assert all(type(row["keeps_output"]) is bool for row in record["allocator"]["rows"])
 
 
 def test_stored_result_is_complete() -> None:
@@ -128,6 +160,34 @@ def test_steps_train_the_model(model: models.Model) -> None:
         for other in found[1:]:
             for one, two in zip(found[0], other, strict=True):
                 torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+def test_caller_of_the_allocators_step_keeps_the_output() -> None:
+    """What the pipeline returned is there during the backward, as a prediction counts it."""
+    model, found = TINY[0], list[Any]()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        kept = weakref.ref(output)
+        loss = output.sum()  # a graph that holds no output
+        if loss.requires_grad:
+            loss.register_hook(lambda _: found.append(kept() is not None))
+        return loss
+
+    model = replace(model, loss_fn=loss_fn)
+    layers = model.make()
+    before = [parameter.detach().clone() for parameter in layers.parameters()]
+    pipe = gb.GPipe(layers, [len(layers)], chunks=4)
+    optimizer = model.optimizer(list(pipe.parameters()))
+    try:
+        allocator.run_step(pipe, model, optimizer, model.make_batch(), CALL)
+        assert found == [True]
+        inside = replace(CALL, way="step gpipe")
+        allocator.run_step(pipe, model, optimizer, model.make_batch(), inside)
+        assert len(found) > 1
+    finally:
+        pipe.close()
+    pairs = zip(before, layers.parameters(), strict=True)
+    assert any(not torch.equal(*pair) for pair in pairs)
 
 
 _seconds = st.integers(0, 1000).map(lambda units: units / 64)
@@ -299,7 +359,10 @@ def test_all_models_are_measured_quickly(tmp_path: Path) -> None:
 def test_trial_is_not_stored_as_a_result(capsys: pytest.CaptureFixture[str]) -> None:
     """Tiny layers, or a part of the models, need another file; a whole run does not."""
     make = _make()
+    on_cuda = ["--out", str(RESULTS_ON_CUDA)]
     for words in (["--quick"], ["--model", "mlp"]):
+        with pytest.raises(SystemExit):
+            make.parse([*words, *on_cuda])
         with pytest.raises(SystemExit):
             make.parse(words)
         assert "--out" in capsys.readouterr().err
@@ -460,6 +523,78 @@ def test_models_measured_anew_take_the_place_of_the_old_ones() -> None:
         figures.merge(old, new, ["u-net", "mlp"])
 
 
+def test_machine_without_cuda_measures_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the allocator cannot be asked, and each stored file is of its kind of machine."""
+    make = _make()
+    ours, theirs = [], ["--out", str(RESULTS_ON_CUDA)]
+    with pytest.raises(SystemExit, match=r"--allocator needs a CUDA device(.|\n)*Fix:"):
+        make.check_device(make.parse(["--allocator", *theirs]))
+    with pytest.raises(SystemExit, match=r"not of a machine without CUDA(.|\n)*Fix:"):
+        make.check_device(make.parse(theirs))
+    make.check_device(make.parse(ours))
+    make.check_device(make.parse(["--out", "other.json"]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match=r"not of a machine with CUDA(.|\n)*Fix:"):
+        make.check_device(make.parse(ours))
+    make.check_device(make.parse(theirs))
+    make.check_device(make.parse(["--allocator", *theirs]))
+
+
+def test_models_asked_anew_take_the_place_of_the_old_answers() -> None:
+    """Other models stay, the order is the given one, and another device is refused."""
+    old, new = _answer(("mlp", 1, True), ("u-net", 2, True)), _answer(("mlp", 3, True))
+    merged = figures.merge_allocator(old, new, ["u-net", "mlp"])
+    found = [(row["model"], row["allocated"]) for row in merged["rows"]]
+    assert found == [("u-net", 2), ("u-net", 2), ("mlp", 3), ("mlp", 3)]
+    assert merged["provenance"]["runs"] == 2
+    new["provenance"]["device_name"] = "another device"
+    with pytest.raises(ValueError, match="device_name"):
+        figures.merge_allocator(old, new, ["u-net", "mlp"])
+
+
+def test_answers_to_the_script_are_stored_beside_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--allocator adds its answers and keeps the times; measuring the times keeps the answers."""
+    make, out = _make(), tmp_path / "result.json"
+    out.write_text(json.dumps(_record()))
+    monkeypatch.setattr(make, "check_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    monkeypatch.setattr(
+        make, "measure_allocator", lambda model: _answer((model.name, 100, True))["rows"]
+    )
+    words = ["make.py", "--out", str(out), "--allocator", "--add"]
+    for name in ("u-net", "mlp"):
+        monkeypatch.setattr(sys, "argv", [*words, "--model", name])
+        make.main()
+    record = _stored(out)
+    assert [row["model"] for row in record["allocator"]["rows"]] == ["mlp"] * 2 + ["u-net"] * 2
+    assert record["allocator"]["provenance"]["runs"] == 2
+    assert record["rows"] == _record()["rows"]
+    monkeypatch.setattr(make, "measure", lambda _: _record())
+    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(out)])
+    make.main()
+    assert _stored(out) == record
+
+
+def test_tables_about_cuda_say_what_the_callers_kept() -> None:
+    """Peaks are put over the allocator's, and dropped outputs are told, if there are any."""
+    record = _record()
+    record["provenance"]["cuda"] = "13.0"
+    alone = copy.deepcopy(record["rows"][0])
+    record["rows"].append({**alone, "chunks": 1})
+    record["allocator"] = _answer(("mlp", 100, False), ("u-net", 200, True))
+    found = cuda_tables.blocks(record)
+    assert "In 1 of 2 settings" in found["cuda"]
+    lines = [line.split() for line in found["cuda"].splitlines()]
+    (mlp,) = [line for line in lines if line[:3] == ["loss(pipe(x))", "mlp", "1"]]
+    # 110 predicted and 90 counted, where 100 were allocated.
+    assert mlp[4:7] == ["10.0%", "+10.0%", "+10.0%"] and mlp[-1] == "-10.0%"
+    assert "without uneven, convolutions" in found["cuda-environment"]
+    record["allocator"] = _answer(("mlp", 100, True))
+    assert "dropped" not in cuda_tables.blocks(record)["cuda"]
+
+
 def test_cells_are_compared_by_kind() -> None:
     """Partitions are added up before measured is put over predicted; absent kinds have no ratio."""
     assert figures.cell_ratios(_record()["rows"]) == {"forward": pytest.approx(1.5)}
@@ -482,10 +617,32 @@ _MARKS = "".join(
 )
 
 
-def _stored() -> dict[str, Any]:
-    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+def _stored(path: Path = RESULTS) -> dict[str, Any]:
+    record = json.loads(path.read_text(encoding="utf-8"))
     assert isinstance(record, dict)
     return record
+
+
+def _answer(*asked: tuple[str, int, bool]) -> dict[str, Any]:
+    """Return what an allocator says of models: two settings each, a tenth more was predicted."""
+    about = {"device_name": "a device", "cuda": "13.0", "torch": "2.11.0", "settings": {}}
+    return {
+        "provenance": {**about, "date": "2024-01-01", "runs": 1},
+        "rows": [
+            {
+                "model": name,
+                "way": way,
+                "chunks": 4,
+                "checkpoint": "never",
+                "keeps_output": keeps,
+                "predicted": round(1.1 * allocated),
+                "allocated": allocated,
+                "counted": round(0.9 * allocated),
+            }
+            for name, allocated, keeps in asked
+            for way in ("loss(pipe(x))", "step gpipe")
+        ],
+    }
 
 
 def _make() -> Any:

@@ -2,12 +2,16 @@
 
     python benchmarks/prediction/make.py            measure, write results.json and the README
     python benchmarks/prediction/make.py --quick --out /tmp/quick.json    try it, with tiny layers
-    python benchmarks/prediction/make.py --readme   write the README's tables from results.json
+    python benchmarks/prediction/make.py --readme   write the README's tables from the stored files
     python benchmarks/prediction/make.py --add --model mlp    measure one model of a result anew
     python benchmarks/prediction/make.py --repeats          only how well profiles agree, anew
+    python benchmarks/prediction/make.py --out benchmarks/prediction/results-cuda.json    with CUDA
+    python benchmarks/prediction/make.py --allocator --out F    add what CUDA's allocator says
 
-On a machine with CUDA the partitions are on its devices (on one, if it has one), else on the CPU
-with one thread each.
+Without CUDA the partitions are on the CPU, with one thread each. On a machine with several CUDA
+devices each partition has one; of a single device each has a share of the multiprocessors, which
+needs the package cuda-bindings, and the models have more rows. A result is of one kind of machine:
+results.json of a CPU, results-cuda.json of a CUDA device. The README shows both.
 """
 
 from __future__ import annotations
@@ -29,15 +33,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import OtherLoad, provenance
 from benchmark_tools.text import write_readme
-from prediction_benchmark import figures, tables
+from prediction_benchmark import cuda_tables, figures, tables
+from prediction_benchmark.allocator import measure_allocator
 from prediction_benchmark.measure import MIDDLE, Subject, about, measure_model, take_profiles
-from prediction_benchmark.models import MODELS, tiny
+from prediction_benchmark.models import MODELS, Model, larger, tiny
 from prediction_benchmark.repeats import WORK_SECONDS, measure_repeats
 from prediction_benchmark.settings import CHUNKS
-from prediction_benchmark.steps import about_devices
+from prediction_benchmark.steps import about_devices, devices, on_first_device
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
+RESULTS_ON_CUDA = HERE / "results-cuda.json"
+#: What the README says of each stored file.
+BLOCKS = {RESULTS: tables.blocks, RESULTS_ON_CUDA: cuda_tables.blocks}
 
 #: Turns of each plan, and steps by the clock in each.
 ROUNDS = 4
@@ -53,22 +61,35 @@ QUIET = 0.02
 def main() -> None:
     """Measure, store, print, and write the README."""
     arguments = parse()
+    if not arguments.readme:
+        check_device(arguments)
     if arguments.repeats:
         record = {**_read(arguments.out), "repeats": repeats(arguments, _told())}
         write_record(arguments.out, record)
+    elif arguments.allocator:
+        record = _read(arguments.out)
+        found = allocator(arguments, _told())
+        if arguments.add and "allocator" in record:
+            names = [model.name for model in MODELS]
+            found = figures.merge_allocator(record["allocator"], found, names)
+        write_record(arguments.out, {**record, "allocator": found})
     elif not arguments.readme:
         record = measure(arguments)
         if not arguments.quick and arguments.out.exists():
             # They are measured by themselves.
-            record["repeats"] = _read(arguments.out).get("repeats")
+            old = _read(arguments.out)
+            record |= {key: old[key] for key in ("repeats", "allocator") if key in old}
         if arguments.add and arguments.out.exists():
             record = figures.merge(_read(arguments.out), record, [model.name for model in MODELS])
         write_record(arguments.out, record)
     record = _read(arguments.out)
     print(tables.summary(record))
-    # A trial, or a part of the models, is no result to publish.
-    if arguments.out.resolve() == RESULTS.resolve():
-        write_readme(HERE / "README.md", tables.blocks(record))
+    if "allocator" in record:
+        print(f"\n{cuda_tables.by_allocator(record['allocator']['rows'])}")
+    for path, blocks in BLOCKS.items():
+        # A trial, or a part of the models, is no result to publish.
+        if arguments.readme or arguments.out.resolve() == path.resolve():
+            write_readme(HERE / "README.md", blocks(_read(path)), path.name)
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -82,19 +103,43 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--add", action="store_true", help="keep what the result file says of the other models"
     )
-    parser.add_argument(
-        "--repeats", action="store_true", help="only measure how well profiles agree"
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--repeats", action="store_true", help="only measure how well profiles agree")
+    only.add_argument(
+        "--allocator", action="store_true", help="only ask CUDA's allocator for peaks, and add them"
     )
-    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    only.add_argument("--readme", action="store_true", help="only write the README's tables")
     arguments = parser.parse_args(words)
     partial = arguments.quick or (arguments.model and not arguments.add)
-    if partial and not arguments.readme and arguments.out.resolve() == RESULTS.resolve():
+    if partial and not arguments.readme and _is_stored(arguments.out):
         parser.error(
             "--quick and --model make no complete result: give another file as --out, or --add"
         )
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be 1 or more")
     return arguments
+
+
+def check_device(arguments: argparse.Namespace) -> None:
+    """Refuse to measure what this machine has no device for.
+
+    Raises:
+        SystemExit: the result file is that of another kind of machine, or there is no CUDA device
+            whose allocator could be asked.
+    """
+    on_cuda = torch.cuda.is_available()
+    if arguments.allocator and not on_cuda:
+        raise SystemExit(
+            "--allocator needs a CUDA device, and there is none.\n"
+            "Fix: run it on a machine that has one."
+        )
+    stored = RESULTS_ON_CUDA if on_cuda else RESULTS
+    if _is_stored(arguments.out) and arguments.out.resolve() != stored.resolve():
+        here = "with" if on_cuda else "without"
+        raise SystemExit(
+            f"{arguments.out} is not of a machine {here} CUDA, and this is one.\n"
+            f"Fix: give --out {stored} or another file."
+        )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +158,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     subjects = []
     for model in chosen:
-        model = tiny(model) if quick else model
-        subject = Subject(model, model.make())
+        subject = _subject(model, quick)
         subject.start = take_profiles(subject, CHUNKS, timeout, other_rows=True)
         told(f"{model.name}: profiles")
         subjects.append(subject)
@@ -155,17 +199,38 @@ def repeats(arguments: argparse.Namespace, told: Callable[[str], None]) -> dict[
     torch.set_num_threads(1)
     quick = arguments.quick
     models = [model for model in MODELS if not arguments.model or model.name in arguments.model]
-    models = [tiny(model) if quick else model for model in models]
     load = OtherLoad()
     turns = 2 if quick else REPEATS
     found = measure_repeats(
-        [Subject(model, model.make()) for model in models],
+        [_subject(model, quick) for model in models],
         turns,
         0.0 if quick else None,
         work_seconds=0.01 if quick else WORK_SECONDS,
         told=told,
     )
     return {"provenance": {**provenance(), "other_load": load.share()}, "models": found}
+
+
+def allocator(arguments: argparse.Namespace, told: Callable[[str], None]) -> dict[str, Any]:
+    """Ask the allocator of the first CUDA device for the peak of every model as one partition."""
+    rows = []
+    for model in MODELS:
+        if not arguments.model or model.name in arguments.model:
+            rows += measure_allocator(tiny(model) if arguments.quick else larger(model))
+            told(f"{model.name}: peaks of the allocator")
+    about = {"device_name": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+    return {"provenance": {**provenance(), **about, "runs": 1}, "rows": rows}
+
+
+def _subject(model: Model, quick: bool) -> Subject:
+    """Make a model of the size that the device is for, on that device."""
+    first = devices()[0]
+    if quick:
+        model = tiny(model)
+    elif first.type == "cuda":
+        model = larger(model)
+    with on_first_device():
+        return Subject(model, model.make().to(first))
 
 
 def _told() -> Callable[[str], None]:
@@ -175,6 +240,11 @@ def _told() -> Callable[[str], None]:
         print(f"{time.monotonic() - started:5.0f} s  {line}", file=sys.stderr)
 
     return told
+
+
+def _is_stored(path: Path) -> bool:
+    """Whether a file is one that the README shows."""
+    return path.resolve() in {stored.resolve() for stored in BLOCKS}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ __all__ = [
     "median_parts",
     "memory_errors",
     "merge",
+    "merge_allocator",
     "rank",
     "ranks_within",
     "regret",
@@ -321,6 +322,32 @@ def merge(old: dict[str, Any], new: dict[str, Any], names: Sequence[str]) -> dic
             "other_load": None if None in loads else max(loads),
         },
         "models": {name: about[name] for name in names if name in about},
+        "rows": sorted(rows, key=lambda row: names.index(row["model"])),
+    }
+
+
+def merge_allocator(
+    old: dict[str, Any], new: dict[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Put models whose allocator was asked anew into an older answer.
+
+    Args:
+        old: The older answer, with ``provenance`` and ``rows``.
+        new: The newer one; its provenance holds, with the runs of both.
+        names: The order of the models.
+
+    Raises:
+        ValueError: the two are of other devices, or of other versions.
+    """
+    for key in ("device_name", "cuda", "torch", "settings"):
+        ours, theirs = new["provenance"][key], old["provenance"][key]
+        if ours != theirs:
+            raise ValueError(f"answers differ in {key}: {ours!r} (expected {theirs!r})")
+    anew = {row["model"] for row in new["rows"]}
+    rows = [row for row in old["rows"] if row["model"] not in anew] + new["rows"]
+    runs = sum(answer["provenance"]["runs"] for answer in (old, new))
+    return {
+        "provenance": {**new["provenance"], "runs": runs},
         "rows": sorted(rows, key=lambda row: names.index(row["model"])),
     }
 

@@ -21,7 +21,7 @@ from gpipebal.timeline import Timeline
 from prediction_benchmark.models import Model
 from prediction_benchmark.parts import PARTS, cell_times, explain, predicted_durations
 from prediction_benchmark.settings import CHUNKS, SETTINGS, Setting, choose_balances
-from prediction_benchmark.steps import Steps, devices
+from prediction_benchmark.steps import Steps, devices, on_first_device
 
 __all__ = ["MIDDLE", "Subject", "about", "measure_model", "predict", "take_profiles"]
 
@@ -83,20 +83,21 @@ def take_profiles(
     found = {}
     for m in chunks:
         rows = sorted({model.rows // other for other in CHUNKS if other != m})
-        found[m] = gb.profile_model(
-            subject.layers,
-            inputs,
-            device=devices()[0],
-            chunks=m,
-            rows=rows if m == MIDDLE and other_rows else (),
-            threads=1,
-            partitions=len(devices()),
-            loss_fn=model.loss_fn,
-            target=target,
-            optimizer=model.optimizer,
-            timeout=timeout,
-            progress=False,
-        )
+        with on_first_device():
+            found[m] = gb.profile_model(
+                subject.layers,
+                inputs,
+                device=devices()[0],
+                chunks=m,
+                rows=rows if m == MIDDLE and other_rows else (),
+                threads=1,
+                partitions=len(devices()),
+                loss_fn=model.loss_fn,
+                target=target,
+                optimizer=model.optimizer,
+                timeout=timeout,
+                progress=False,
+            )
     return found
 
 
@@ -105,8 +106,7 @@ def predict(profile: Profile, balance: Sequence[int], setting: Setting) -> Plan:
     rows = profile.mini_batch_rows // setting.chunks
     if rows != profile.rows:
         profile = profile.at_rows(rows)
-    places = devices()
-    shared = places[0] == places[-1]
+    first, *_, last = devices()
     return evaluate(
         profile,
         balance,
@@ -114,7 +114,7 @@ def predict(profile: Profile, balance: Sequence[int], setting: Setting) -> Plan:
         checkpoint=setting.checkpoint,
         schedule=setting.schedule,
         loss_inside=setting.loss_inside,
-        shared_memory=shared,
+        shared_memory=first == last,
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from benchmark_tools.machine import place
+from benchmark_tools.shares import about_shares, shares_of_device
 from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe, measure_memory, trace
@@ -15,24 +17,45 @@ from gpipebal.timeline import Timeline
 from prediction_benchmark.models import Model
 from prediction_benchmark.settings import N_PARTITIONS, Setting
 
-__all__ = ["Steps", "about_devices", "devices", "wait"]
+__all__ = ["Steps", "about_devices", "devices", "on_first_device", "places", "wait"]
 
 
-def devices() -> list[torch.device]:
-    """Return a device for each partition: CUDA's, in turns if there are too few; else the CPU."""
+def places() -> list[torch.device | torch.cuda.Stream]:
+    """Return where each partition runs.
+
+    On the CPU if there is no CUDA device; on a device of its own where there are enough; else on
+    a share of the multiprocessors of the one there is.
+    """
     n = torch.cuda.device_count()
     if not n:
         return [torch.device("cpu")] * N_PARTITIONS
-    return [torch.device("cuda", j % n) for j in range(N_PARTITIONS)]
+    if n >= N_PARTITIONS:
+        return [torch.device("cuda", j) for j in range(N_PARTITIONS)]
+    return list(shares_of_device(N_PARTITIONS))
+
+
+def devices() -> list[torch.device]:
+    """Return the device that each partition is on; several may share one."""
+    return [one.device if isinstance(one, torch.cuda.Stream) else one for one in places()]
+
+
+def on_first_device() -> AbstractContextManager[Any]:
+    """Let the caller compute where the first partition does."""
+    first = places()[0]
+    return torch.cuda.stream(first) if isinstance(first, torch.cuda.Stream) else nullcontext()
 
 
 def about_devices() -> dict[str, Any]:
     """Tell what the partitions run on."""
-    places = devices()
-    on_cuda = places[0].type == "cuda"
+    first, *_ = found = devices()
+    if first.type != "cuda":
+        return {"devices": [str(device) for device in found], "device_name": place()["cpu"]}
+    on_shares = isinstance(places()[0], torch.cuda.Stream)
     return {
-        "devices": [str(device) for device in places],
-        "device_name": torch.cuda.get_device_name(places[0]) if on_cuda else place()["cpu"],
+        "devices": [f"{device}, a share" if on_shares else str(device) for device in found],
+        "device_name": torch.cuda.get_device_name(first),
+        "cuda": torch.version.cuda,
+        **({"shares": about_shares(N_PARTITIONS)} if on_shares else {}),
     }
 
 
@@ -64,22 +87,27 @@ class Steps:
         balance: Sequence[int],
         setting: Setting,
     ) -> None:
-        places = devices()
         self.pipe = GPipe(
             layers,
             list(balance),
-            devices=places,
+            devices=places(),
             chunks=setting.chunks,
             checkpoint=setting.checkpoint,
             threads_per_partition=1,
         )
-        self._inputs, self._target = batch[0].to(places[0]), batch[1].to(places[-1])
+        first, *_, last = devices()
+        with on_first_device():
+            self._inputs, self._target = batch[0].to(first), batch[1].to(last)
         self._loss_fn, self._setting = model.loss_fn, setting
         self._optimizer = model.optimizer(list(self.pipe.parameters()))
         self.run()
 
     def run(self) -> None:
-        """Run a step."""
+        """Run a step; what is between the partitions and behind them runs where the first does."""
+        with on_first_device():
+            self._run()
+
+    def _run(self) -> None:
         self._optimizer.zero_grad()
         if self._setting.loss_inside:
             self.pipe.step(
@@ -117,6 +145,7 @@ class Steps:
         return list(meter.peak_bytes)
 
     def close(self) -> None:
-        """End the threads, and free the gradients."""
+        """Wait for what is under way, end the threads, and free the gradients."""
+        wait()
         self.pipe.close()
         self._optimizer.zero_grad()

@@ -1,0 +1,134 @@
+"""On CUDA, what the allocator says of a step, beside what was predicted and what was counted.
+
+A profile on CUDA has in its peaks what libraries take for the time of an operation, such as the
+workspaces of convolutions. The count of live tensors does not see that, the allocator does; but the
+allocator cannot tell partitions on one device apart. So here the whole model is one partition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gpipebal as gb
+from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.planner import evaluate
+from prediction_benchmark.models import Model
+from prediction_benchmark.settings import CHUNKS, SETTINGS, Setting
+
+__all__ = ["measure_allocator", "run_step"]
+
+
+def measure_allocator(model: Model) -> list[dict[str, Any]]:
+    """Run a model as one partition on the first CUDA device, in every setting.
+
+    Returns:
+        For each setting the bytes that were predicted, the allocator's peak over a step, and the
+        peak of the counted tensors. What the libraries keep between steps is in none of them.
+        ``keeps_output`` says that the caller kept what the pipeline returned through the backward,
+        as a prediction counts it.
+    """
+    device = torch.device("cuda", 0)
+    layers = model.make().to(device)
+    inputs, target = (tensor.to(device) for tensor in model.make_batch())
+    found = []
+    for chunks in CHUNKS:
+        profile = gb.profile_model(
+            layers,
+            inputs,
+            device=device,
+            chunks=chunks,
+            rows=(),
+            loss_fn=model.loss_fn,
+            target=target,
+            optimizer=model.optimizer,
+            timeout=0.0,
+            progress=False,
+        )
+        for setting in SETTINGS:
+            if setting.chunks != chunks:
+                continue
+            plan = evaluate(
+                profile,
+                [profile.n_layers],
+                chunks=chunks,
+                checkpoint=setting.checkpoint,
+                schedule=setting.schedule,
+                loss_inside=setting.loss_inside,
+                shared_memory=True,
+            )
+            found.append(
+                {
+                    "model": model.name,
+                    "way": setting.way,
+                    "chunks": chunks,
+                    "checkpoint": setting.checkpoint,
+                    "keeps_output": True,
+                    "predicted": plan.partitions[0].memory.total,
+                    **_peaks(model, layers, inputs, target, setting),
+                }
+            )
+    return found
+
+
+def run_step(
+    pipe: GPipe,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    setting: Setting,
+) -> None:
+    """Run a training step whose caller keeps the output through the backward."""
+    inputs, target = batch
+    optimizer.zero_grad()
+    if setting.loss_inside:
+        pipe.step(inputs, target=target, loss_fn=model.loss_fn, schedule=setting.schedule)
+    else:
+        output = pipe(inputs)
+        model.loss_fn(output, target).backward()
+    optimizer.step()
+
+
+def _peaks(
+    model: Model, layers: torch.nn.Sequential, inputs: Tensor, target: Tensor, setting: Setting
+) -> dict[str, int]:
+    device = inputs.device
+    pipe = GPipe(
+        layers,
+        [len(layers)],
+        devices=[device],
+        chunks=setting.chunks,
+        checkpoint=setting.checkpoint,
+    )
+    optimizer = model.optimizer(list(pipe.parameters()))
+
+    def step() -> None:
+        run_step(pipe, model, optimizer, (inputs, target), setting)
+
+    try:
+        for _ in range(2):
+            step()  # libraries take what they keep, and the optimizer has its state
+        optimizer.zero_grad()
+        torch.cuda.synchronize(device)
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        ours = [*pipe.parameters(), *pipe.buffers(), *states, inputs, target]
+        kept = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in ours
+            if isinstance(tensor, Tensor) and tensor.is_cuda
+        }
+        others = torch.cuda.memory_allocated(device) - sum(kept.values())
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        allocated = torch.cuda.max_memory_allocated(device) - others
+        optimizer.zero_grad()
+        with measure_memory(pipe, optimizer) as meter:
+            meter.ledger.hold([target], 0)
+            step()
+    finally:
+        pipe.close()
+        optimizer.zero_grad()
+    return {"allocated": allocated, "counted": meter.peak_bytes[0]}
