@@ -183,6 +183,11 @@ def make(stored: Stored, timeout: float | None = None) -> Profile:
             model = entry.build()
         return profile_model(model, sample, method="estimate", rates=stored.estimate, **terms)
     if stored.on_cuda:
+        found = torch.cuda.get_device_name()
+        if "H100" not in found:
+            sys.exit(
+                f"{stored.name} is of an H100, and this is {found}.\nFix: an entry of its own."
+            )
         # All of the model is on the device: neighbours warm its caches.
         with torch.device("cuda"):
             model = entry.build()

@@ -229,8 +229,8 @@ def test_runs_on_shares_stand_beside_their_predictions(monkeypatch: pytest.Monke
 
 
 @pytest.mark.cuda
-def test_shares_of_a_device_do_not_slow_each_other_down() -> None:
-    """Two shares have half of the multiprocessors each, and none in common."""
+def test_a_pipeline_runs_on_shares_of_a_device() -> None:
+    """Two shares have half of the multiprocessors each at most, and a partition each."""
     pytest.importorskip("cuda.bindings")
     about = about_shares(2)
     assert 2 * about["multiprocessors_of_a_share"] <= about["multiprocessors"]
@@ -247,8 +247,9 @@ def test_command_line_knows_the_models() -> None:
     make = _make()
     arguments = make.parse(["--model", "unet", "--measure", "--rounds", "2"])
     assert (arguments.model, arguments.measure, arguments.rounds) == (["unet"], True, 2)
-    with pytest.raises(SystemExit):
-        make.parse(["--model", "alexnet"])
+    for words in (["--model", "alexnet"], ["--predict"], ["--shares", "--merge", "other.json"]):
+        with pytest.raises(SystemExit):
+            make.parse(words)
     assert LINK.bandwidth == 12e9
 
 

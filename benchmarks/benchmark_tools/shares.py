@@ -11,6 +11,7 @@ none in common; torch then uses their streams. It needs the package ``cuda-bindi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -52,10 +53,10 @@ def shares_of_device(n_shares: int, index: int = 0) -> tuple[torch.cuda.Stream, 
     whole = call(driver.cuDeviceGetDevResource, device, kind)
     size = _size(whole.sm.smCount, n_shares)
     groups, count, _rest = call(driver.cuDevSmResourceSplitByCount, n_shares, whole, 0, size)
-    if count < n_shares:
+    if size == 0 or count < n_shares:
         raise RuntimeError(
-            f"the device has too few multiprocessors: {whole.sm.smCount} (expected {size} for each "
-            f"of {n_shares} shares)."
+            f"the device has too few multiprocessors: {whole.sm.smCount} (expected "
+            f"{max(size, 8)} for each of {n_shares} shares)."
         )
     streams = []
     for group in groups[:n_shares]:
@@ -97,7 +98,9 @@ def about_shares(n_shares: int, index: int = 0) -> dict[str, Any]:
     }
 
 
-def seconds_of_product(streams: Any, size: int = 4096, times: int = 10) -> float:
+def seconds_of_product(
+    streams: Sequence[torch.cuda.Stream], size: int = 4096, times: int = 10
+) -> float:
     """Return the seconds of a product of two matrices on each stream, all at once."""
     matrix = torch.randn(size, size, device=streams[0].device)
     torch.cuda.synchronize(streams[0].device)

@@ -69,8 +69,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
     parser.add_argument("--model", action="append", choices=names, help="only this; repeatable")
-    parser.add_argument("--measure", action="store_true", help="measure on the CPU, by the clock")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--measure", action="store_true", help="measure on the CPU, by the clock")
+    what.add_argument(
         "--shares", action="store_true", help="measure at full size on shares of a CUDA device"
     )
     parser.add_argument(
@@ -78,13 +79,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="with --shares: only profile and predict anew, and keep what was measured",
     )
-    parser.add_argument(
+    what.add_argument(
         "--merge", type=Path, help="add what another file says of shares of a CUDA device"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns (%(default)s)")
     parser.add_argument("--timeout", type=float, help="seconds for a profile's repeats")
-    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
-    return parser.parse_args(words)
+    what.add_argument("--readme", action="store_true", help="only write the README's tables")
+    arguments = parser.parse_args(words)
+    if arguments.predict and not arguments.shares:
+        parser.error("--predict needs --shares")
+    return arguments
 
 
 def add_simulated(record: dict[str, Any], models: list[SpeedModel]) -> None:
@@ -122,7 +126,7 @@ def add_shares(record: dict[str, Any], model: SpeedModel, arguments: argparse.Na
         model,
         rounds=arguments.rounds,
         timeout=arguments.timeout,
-        measured=parted[model.name] if arguments.predict else None,
+        measured=_known(parted, model.name) if arguments.predict else None,
     )
     if not arguments.predict:
         record["provenance"]["shares"] = {
@@ -133,8 +137,20 @@ def add_shares(record: dict[str, Any], model: SpeedModel, arguments: argparse.Na
     print(f"{time.monotonic() - started:5.0f} s  {model.name}, on shares", file=sys.stderr)
 
 
+def _known(parted: dict[str, Any], name: str) -> dict[str, Any]:
+    if name not in parted:
+        sys.exit(
+            f"{name} was not measured on shares: there is nothing to predict anew.\n"
+            f"Fix: --shares --model {name} without --predict."
+        )
+    found: dict[str, Any] = parted[name]
+    return found
+
+
 def add_other(record: dict[str, Any], other: dict[str, Any]) -> None:
     """Take over what another file says of shares."""
+    if not other.get("shares"):
+        sys.exit("the file says nothing of shares.\nFix: one that --shares --out wrote.")
     record["shares"] = {**record.get("shares", {}), **other["shares"]}
     record["provenance"]["shares"] = other["provenance"]["shares"]
 

@@ -129,11 +129,12 @@ def profile_model(
         DeviceError: `device` does not exist.
 
     Complexity:
-        Each round costs five forwards and three backwards of one micro-batch, and every third as
-        much of the other sizes; before them come as many to warm up, and five forwards and two
-        backwards at each size to look (on CUDA six and three); behind them, on the CPU, nine
-        training steps as a pipeline, or six with ``timeout=0``. Memory, once per measuring thread:
-        gradients and buffers of the model, and what one micro-batch saves.
+        Each round costs five forwards and three backwards of one micro-batch (on CUDA each of the
+        first three one more of both), and every third as much of the other sizes; before them come
+        as many to warm up, and five forwards and two backwards at each size to look (on CUDA six
+        and three); behind them, on the CPU, nine training steps as a pipeline, or six with
+        ``timeout=0``. Memory, once per measuring thread: gradients and buffers of the model, and
+        what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -152,7 +152,10 @@ def _shorter(model: SpeedModel, run: Run, small: bool) -> Run:
 def _profile(
     model: SpeedModel, net: torch.nn.Sequential, runs: list[Run], timeout: float | None, small: bool
 ) -> Profile:
-    """Measure the layers on the current stream, at the sizes of all micro-batches."""
+    """Measure the layers on the current stream, at micro-batches of several partitions.
+
+    Those are the smallest, the largest, and those of the largest mini-batch.
+    """
     longest = max(runs, key=lambda run: run.batch)
     sizes = {run.rows for run in runs if run.n_partitions > 1}
     images, target = model.make_data(longest.batch, small=small)
@@ -160,7 +163,7 @@ def _profile(
         net,
         images,
         chunks=longest.chunks,
-        # Other sizes are on the line through these.
+        # Other sizes are on the line through these, also the larger ones of one partition.
         rows=sorted({min(sizes), max(sizes)} - {longest.rows}),
         loss_fn=model.loss_fn,
         target=target,
