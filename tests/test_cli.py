@@ -65,6 +65,7 @@ def _wait_for(process: subprocess.Popen[str], word: str) -> None:
     ("words", "message"),
     [
         (["resnet18"], "model is not known: model='resnet18'"),
+        (["my_module"], "model is not known: model='my_module'"),
         (["workloads:missing"], "function cannot be called"),
         (["workloads:model_only"], "function returned the wrong thing"),
         (["no_such_module_at_all:f"], "module cannot be imported"),

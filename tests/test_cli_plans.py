@@ -167,6 +167,21 @@ def test_solve_says_what_single_layers_need(
     assert message in said and "Fix: " in said
 
 
+@pytest.mark.parametrize("limit", ["60", "16GiB,24"])
+def test_a_limit_without_a_unit_is_a_slip(
+    limit: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who writes 60 means no 60 bytes; who writes 60B does, and who writes a million may."""
+    words = ["solve", str(folder / "profile.json"), "-n", "2", "--memory-limit"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, limit])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "has no unit" in said and "Fix: " in said
+    for meant in ("60B", str(2**40)):
+        main([*words, meant])
+        assert "no unit" not in capsys.readouterr().err
+
+
 def test_solve_explains_in_plain_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --explain the plan's own explanation stands below its table."""
     plan = solve(PROFILE, 2)

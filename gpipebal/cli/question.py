@@ -26,6 +26,8 @@ _PLAIN = (
 _OTHERS = ("partitions", "balance", "pin", "bandwidth", "latency")
 #: Words that are there or not.
 _SWITCHES = ("any_order", "no_overlap", "loss_inside")
+#: No device has so little memory: fewer bytes without a unit are a slip.
+_LEAST_BYTES = 2**20
 #: What a balance that is given can be asked about.
 _OF_BALANCE = ("chunks", "checkpoint", "loss_inside", "balance")
 
@@ -69,7 +71,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     limits = command.add_argument_group("devices and their limits")
     limits.add_argument(
         "--memory-limit",
-        type=lambda text: listed(text, str) if "," in text else text,
+        type=_sizes,
         metavar="SIZE",
         help="memory of a device, such as 16GiB; one for all, or one for each with commas between",
     )
@@ -237,6 +239,18 @@ def _layer(text: str) -> int | str:
     """Read a layer: an index, or else a name."""
     text = text.strip()
     return int(text) if text.isdecimal() else text
+
+
+def _sizes(text: str) -> str | list[str]:
+    """Read a size or several; who writes 60 means no 60 bytes."""
+    sizes = listed(text, str) if "," in text else [text]
+    for size in sizes:
+        if size.strip().isdigit() and 0 < int(size) < _LEAST_BYTES:
+            raise argparse.ArgumentTypeError(
+                f"{size!r} has no unit, and is too small for bytes (expected {size.strip()}GiB, "
+                f"say; or {size.strip()}B)"
+            )
+    return sizes if "," in text else text
 
 
 def _pair(text: str) -> tuple[int | str, int | str]:

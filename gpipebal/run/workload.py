@@ -102,11 +102,12 @@ def load_workload(
         _check_arguments(name, function, arguments or {})
         return _users_own(name, function(**(arguments or {})))
     if name not in MODELS:
-        nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(name, MODELS, n=1)
+        own = f"{name}:make_model, where make_model() returns (model, sample)"
         raise UsageError(
             f"model is not known: model={name!r} (expected {', '.join(sorted(MODELS))}, or "
-            f"package.module:function).\nFix: {nearest[0]}, or a function of your own that returns "
-            "(model, sample)."
+            f"package.module:function).\n"
+            f"Fix: {nearest[0] if nearest else own}."
         )
     entry = MODELS[name].configure(**(arguments or {}))
     if image_size is not None and entry.image_size is None:
