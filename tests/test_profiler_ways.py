@@ -16,6 +16,7 @@ from random_chains import NEED_ROW, NEED_ROWS, build, chains
 from skip_layers import hourglass
 from test_profiler import profile, same, state_of
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import gpipebal as gb
 from gpipebal.errors import GpipebalError, ProfileError
@@ -369,6 +370,39 @@ def test_a_size_that_the_loss_refuses_is_noted(way: dict[str, Any]) -> None:
     assert sum("two rows are needed" in flag for flag in result.provenance["flags"]) == 2
     with pytest.raises(ProfileError, match="the loss failed: ValueError: two rows"):
         profile(model, sample, rows=(1,), **options)
+
+
+def test_a_target_that_does_not_fit_is_told_before_anything_is_clocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody waits for the rounds to hear that the target has other rows than the sample."""
+    rounds: list[Any] = []
+    run_round = Times.run_round
+
+    def counted(self: Times, *arguments: Any, **options: Any) -> None:
+        rounds.append(None)
+        run_round(self, *arguments, **options)
+
+    monkeypatch.setattr(Times, "run_round", counted)
+    model, sample = nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4)
+    options: dict[str, Any] = {"chunks": 2, "loss_fn": cross_entropy, "rows": ()}
+    with pytest.raises(ProfileError, match="the loss failed: ValueError"):
+        profile(model, sample, target=torch.zeros(5, dtype=torch.long), **options)
+    assert not rounds
+
+    def of_all(output: Tensor, target: Tensor) -> Tensor:
+        if len(output) < 8:
+            raise ValueError("all rows are needed")
+        return cross_entropy(output, target)
+
+    # A loss that only the mini-batch has is tried early, and is measured later all the same.
+    options["loss_fn"] = of_all
+    found = profile(model, sample, target=torch.zeros(8, dtype=torch.long), **options)
+    assert rounds and found.step.loss is None and found.step.whole_loss is not None
+    used = {k for layer in found.layers for k in (*layer.outputs, *layer.saved)}
+    used |= {*found.inputs, *found.step.gathered}
+    used |= {*found.step.whole_loss.outputs, *found.step.whole_loss.saved}
+    assert set(range(len(found.storages))) <= used | set(found.without_gradient)
 
 
 class Projects(nn.Module):
