@@ -18,7 +18,7 @@ from gpipebal.planner import run_memory
 from gpipebal.planner.moments import moments_of
 from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import step_timeline
-from gpipebal.profile import LayerProfile, SkipProfile
+from gpipebal.profile import LayerProfile, SkipProfile, StepTerms
 from gpipebal.schedule import gpipe_schedule
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -127,3 +127,26 @@ def test_few_moments_stand_for_a_long_row(chunks: int, mode: Any) -> None:
         moments = moments_of(row, loss_inside=False, waiting=waiting)
         assert len(moments) <= 14
         assert max(moment.n_graphs + moment.n_inputs for moment in moments) == chunks
+
+
+def test_what_the_loss_hands_out_is_counted_once() -> None:
+    """A loss that gives its input back holds the memory that an earlier partition waits for."""
+    handed, nothing = (0,), ()
+    layers = [
+        LayerProfile(str(k), "Layer", 1.0, 1.0, 1.0, outputs=outputs)
+        for k, outputs in enumerate((handed, handed, nothing, nothing, nothing))
+    ]
+    loss = LayerProfile("loss", "Layer", 1.0, 1.0, 1.0, outputs=handed)
+    profile = gb.Profile(
+        tuple(layers),
+        rows=1,
+        mini_batch_rows=2,
+        chunks=2,
+        storages=(1,),
+        step=StepTerms(loss=loss, whole_loss=loss),
+    )
+    given: Any = {"chunks": 2, "shared_memory": True, "loss_inside": True, "schedule": "1f1b"}
+    latest = partition_memory(profile, (0, 1, 2, 5), checkpoint="always", latest=True, **given)
+    most = memory_of(profile, **given, n_partitions=3, waiting="most")
+    # Of two micro-batches there are two such tensors, and no more.
+    assert latest[2].total == 2 == int(most.rows(2, 2, "always")[2])

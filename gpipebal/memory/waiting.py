@@ -192,10 +192,12 @@ def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -
         handed: What it hands to `cell`.
     """
     both = handed & other.kept_input
+    # What the loss hands out lives as long as its cell, too.
+    held = cell.graph if cell.loss is None else cell.graph | frozenset(cell.loss.outputs)
     ways: tuple[tuple[Kind, Storages], ...] = (("B", both & other.graph), ("R", both - other.graph))
     for until, storages in ways:
         # The partition's own cells hold it at first, and to the end what their graph needs.
-        own, others = cell.bytes_of(storages & cell.graph), cell.bytes_of(storages - cell.graph)
+        own, others = cell.bytes_of(storages & held), cell.bytes_of(storages - held)
         yield Stream("B", taker, own, own, only_if_recomputed=True, until=until)
         yield Stream("F", taker, others, 0, only_if_recomputed=True, until=until)
         yield Stream("R", taker, 0, others, only_if_recomputed=True, until=until)
