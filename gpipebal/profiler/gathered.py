@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,19 +11,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipebal.errors import GpipebalError
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.loss import measure_whole_loss
 from gpipebal.profiler.replica import parameter_bytes
 from gpipebal.profiler.step import measure_gather
 from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, needs_gradient
 
-__all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered"]
+__all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
 
 #: The loss over a gathered output needs about so many times its bytes.
 COPIES = 4
 
 #: Seconds of joining, the loss over what was joined, and the storages of that.
 GatheredTerms = tuple[float, LayerProfile | None, tuple[int, ...]]
+
+
+def try_gathered(
+    outputs: Arrived,
+    sizes: Sequence[int],
+    numbers: Numbers,
+    device: torch.device,
+    loss_fn: Callable[..., Tensor],
+    target: Any,
+) -> None:
+    """Find out, before anything is clocked, whether a loss fits the gathered output at all.
+
+    Micro-batches may have no such loss though the mini-batch has one.
+
+    Raises:
+        ProfileError: the loss failed; not for want of memory, which a pipeline may need less of.
+    """
+    try:
+        # It numbers storages, and will do so again.
+        measure_gathered(outputs, sizes, copy.deepcopy(numbers), device, loss_fn, target)
+    except (GpipebalError, torch.OutOfMemoryError) as error:
+        if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+            raise
 
 
 def measure_gathered(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from gpipebal.profiler.gathered import (
     measure_gathered,
     most_bytes,
     scaled_gathered,
+    try_gathered,
 )
 from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
@@ -119,7 +119,10 @@ class Study:
         found = Scout(scout, keep_modes=self._keep_modes)
         self._sizes.append(_Size(self.micro_batches[0], survey(scout, self.routes, found), start))
         self._look_at_loss(self._sizes[0])
-        self._try_gathered_loss(self._sizes[0])
+        if self._loss_fn is not None and self._sizes[0].loss is None:
+            size = self._sizes[0].found
+            given = (size.outputs, self.micro_batches, size.numbers, self.device)
+            try_gathered(*given, self._loss_fn, self._target)
         self._private, self._written = found.writers, scout.written
         self._replicas = self._replicate()
         for rows in others:
@@ -292,23 +295,6 @@ class Study:
                     f"the loss is not measured over micro-batches of {rows} rows: "
                     f"{str(error).splitlines()[0]}"
                 )
-
-    def _try_gathered_loss(self, size: _Size) -> None:
-        """Find out now whether a loss that micro-batches cannot have fits the mini-batch at all.
-
-        Raises:
-            ProfileError: it does not; nothing has been clocked yet.
-        """
-        if self._loss_fn is None or size.loss is not None:
-            return
-        # It numbers storages, and will do so again.
-        numbers = copy.deepcopy(size.found.numbers)
-        given = (size.found.outputs, self.micro_batches, numbers, self.device)
-        try:
-            measure_gathered(*given, self._loss_fn, self._target)
-        except (GpipebalError, torch.OutOfMemoryError) as error:
-            if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
-                raise
 
     def _target_of(self, sizes: Sequence[int]) -> Any:
         """Return a target for micro-batches of other sizes: rows of the target, repeated."""
