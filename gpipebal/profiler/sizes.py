@@ -119,9 +119,9 @@ class Study:
         found = Scout(scout, keep_modes=self._keep_modes)
         self._sizes.append(_Size(self.micro_batches[0], survey(scout, self.routes, found), start))
         self._look_at_loss(self._sizes[0])
-        if self._loss_fn is not None and self._sizes[0].loss is None:
-            size = self._sizes[0].found
-            given = (size.outputs, self.micro_batches, size.numbers, self.device)
+        main = self._sizes[0]
+        if self._loss_fn is not None and main.loss is None:
+            given = (main.found.outputs, self.micro_batches, main.found.numbers, self.device)
             try_gathered(*given, self._loss_fn, self._target)
         self._private, self._written = found.writers, scout.written
         self._replicas = self._replicate()

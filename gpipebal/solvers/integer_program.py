@@ -193,8 +193,10 @@ def _solve(
     Returns:
         The path it found, if any; its bound; and where there is no path, whether there is none.
     """
+    started = time.monotonic()
     for scale in _SCALES:
-        found = _solve_at(scale, problem, levels, runs, objective, unit, time_limit)
+        left = None if time_limit is None else time_limit - (time.monotonic() - started)
+        found = _solve_at(scale, problem, levels, runs, objective, unit, left)
         if found is not None:
             return found
     return None, Fraction(0), False
