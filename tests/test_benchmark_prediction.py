@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.planner import evaluate
-from gpipebal.problem import to_bounds
-from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profile import LayerProfile, Profile, SideBySide, StepTerms
 from gpipebal.schedule import make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Event, Timeline
@@ -212,54 +211,63 @@ _settings = st.builds(
 )
 
 
-@given(layers=_layers, loss=_layers, setting=_settings, cut=st.integers(1, 5), pause=_seconds)
-def test_predicted_cells_are_those_of_the_planner(
+_shares = st.none() | st.builds(
+    SideBySide, st.just(2), *[st.floats(0.25, 1.0, exclude_min=True) for _ in range(4)]
+)
+
+
+@given(
+    layers=_layers,
+    loss=_layers,
+    setting=_settings,
+    cut=st.integers(1, 5),
+    pause=_seconds,
+    shares=_shares,
+)
+def test_predicted_timeline_is_the_planners(
     layers: list[LayerProfile],
     loss: list[LayerProfile],
     setting: settings.Setting,
     cut: int,
     pause: float,
+    shares: SideBySide | None,
 ) -> None:
-    """Placed on the schedule, the predicted cells take the planner's step without its optimizer."""
-    profile = _profile(layers, loss[0], setting.chunks, pause)
+    """The predicted timeline takes the planner's step without its optimizer."""
+    profile = _profile(layers, loss[0], setting.chunks, pause, shares)
     end = min(cut, len(layers) - 1)
-    balance = [end, len(layers) - end]
-    plan = measure.predict(profile, balance, setting)
-    durations = parts.predicted_durations(
-        profile, to_bounds(balance), loss_inside=setting.loss_inside
-    )
-    order = make_schedule(setting.schedule, 2, setting.chunks, setting.checkpoint)
-    pause_time = None if setting.loss_inside else plan.pause_time
-    placed = place(order, durations, pause=pause_time).makespan
+    plan = measure.predict(profile, [end, len(layers) - end], setting)
+    placed = parts.predicted_timeline(profile, plan, setting).makespan
     assert plan.step_time == pytest.approx(placed + 0.5, rel=1e-12)
 
 
-@given(layers=_layers, setting=_settings, longer=st.integers(1, 4), beside=_seconds)
+@given(
+    layers=_layers, setting=_settings, longer=st.integers(1, 4), beside=_seconds, shares=_shares
+)
 def test_parts_add_up_to_what_a_step_takes_longer(
-    layers: list[LayerProfile], setting: settings.Setting, longer: int, beside: float
+    layers: list[LayerProfile],
+    setting: settings.Setting,
+    longer: int,
+    beside: float,
+    shares: SideBySide | None,
 ) -> None:
-    """The parts add up; if all cells take longer and nothing else does, it is all in the cells."""
-    profile = _profile(layers, layers[0], setting.chunks, 1.0)
-    balance = [1, len(layers) - 1]
-    plan = measure.predict(profile, balance, setting)
+    """The parts add up; if all takes longer in the same way, no time is between the cells."""
+    profile = _profile(layers, layers[0], setting.chunks, 1.0, shares)
+    plan = measure.predict(profile, [1, len(layers) - 1], setting)
     assert plan.step_time is not None
-    predicted = parts.predicted_durations(
-        profile, to_bounds(balance), loss_inside=setting.loss_inside
-    )
-    names = ("forward", "recompute", "backward", "no_grad_forward")
-    stretched = replace(
-        predicted,
-        **{name: tuple(longer * t for t in getattr(predicted, name) or ()) for name in names},
-    )
-    order = make_schedule(setting.schedule, 2, setting.chunks, setting.checkpoint)
-    pause = None if setting.loss_inside else plan.pause_time
-    timeline = place(order, stretched, pause=pause)
+    predicted = parts.predicted_timeline(profile, plan, setting)
+    events = [
+        event._replace(start=longer * event.start, end=longer * event.end)
+        for event in predicted.events
+    ]
+    timeline = Timeline(events, 2, "measured")
     seconds = timeline.makespan + 0.5 + beside
     found = parts.explain(profile, plan, setting, seconds, timeline)
     assert sum(found.values()) == pytest.approx(seconds - plan.step_time, abs=1e-6)
-    assert found["gaps"] == pytest.approx(0, abs=1e-6)
-    assert found["pause"] == pytest.approx(0, abs=1e-6)
+    pause = 0.0 if setting.loss_inside else plan.pause_time
+    assert found["pause"] == pytest.approx((longer - 1) * pause, abs=1e-6)
     assert found["around"] == pytest.approx(beside, abs=1e-6)
+    if shares is None or longer == 1:
+        assert found["gaps"] == pytest.approx(0, abs=1e-6)
 
 
 def test_waits_and_a_longer_pause_have_a_part_each() -> None:
@@ -657,7 +665,13 @@ def _layer(seconds: float) -> LayerProfile:
     return LayerProfile("layer", "Layer", seconds, 2 * seconds, seconds)
 
 
-def _profile(layers: list[LayerProfile], loss: LayerProfile, chunks: int, pause: float) -> Profile:
+def _profile(
+    layers: list[LayerProfile],
+    loss: LayerProfile,
+    chunks: int,
+    pause: float,
+    shares: SideBySide | None = None,
+) -> Profile:
     """Make a profile of these layers, an optimizer of half a second, and a pause."""
     whole = LayerProfile("loss", "loss", pause / 2, pause / 2, pause / 2)
     return Profile(
@@ -665,7 +679,7 @@ def _profile(layers: list[LayerProfile], loss: LayerProfile, chunks: int, pause:
         rows=1,
         mini_batch_rows=chunks,
         chunks=chunks,
-        step=StepTerms(0.0, replace(loss, name="loss"), whole, (), 0.5),
+        step=StepTerms(0.0, replace(loss, name="loss"), whole, (), 0.5, side_by_side=shares),
     )
 
 

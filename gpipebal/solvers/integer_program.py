@@ -76,7 +76,8 @@ def solve_integer_program(
         value by the solver's tolerance, 1e-6 of it.
 
     Raises:
-        BalanceError: there are more than `MOST_RUNS` runs; or time is up, and no split known.
+        BalanceError: there are more than `MOST_RUNS` runs; or time is up, or HiGHS failed, and no
+            split is known.
 
     Complexity:
         Exponential at worst; 0.1 to some seconds for 20 layers in 4 partitions.
@@ -112,7 +113,8 @@ def solve_integer_program(
     unit = max(max(most) if value is None else value, 1)
     while True:
         left = None if time_limit is None else time_limit - (time.monotonic() - started)
-        path, dual, is_sure = _solve(problem, levels, runs, objective, unit, left)
+        found = _solve(problem, levels, runs, objective, unit, left)
+        path, dual, is_sure = found or (None, Fraction(0), False)
         if path is not None:
             exact = _exact(problem, levels, path, objective)
             if value is None or exact <= value:
@@ -120,11 +122,7 @@ def solve_integer_program(
         if known is None or value is None:
             if is_sure:
                 return None
-            raise BalanceError(
-                f"no split was found in time: time_limit={time_limit} (expected enough for HiGHS "
-                "to find a first one, or to prove that there is none).\n"
-                "Fix: a larger time_limit, or any_order=False."
-            )
+            raise _nothing_found(time_limit, failed=found is None)
         if 2 * value >= unit or value == 0 or (left is not None and left <= 0):
             break
         # What was small beside the first value, HiGHS took for nothing: once more, enlarged.
@@ -134,6 +132,20 @@ def solve_integer_program(
     bound = ceil(dual - Fraction(unit) * _TOLERANCE)
     bound = max(bound, Search(levels).least("load") if objective == "bottleneck" else 0)
     return ProgramResult(value, min(bound, value), known)
+
+
+def _nothing_found(time_limit: float | None, *, failed: bool) -> BalanceError:
+    if failed:
+        return BalanceError(
+            "no split was found: HiGHS gave up because of its own arithmetic (expected a split, or "
+            "a proof that there is none).\n"
+            "Fix: any_order=False, devices in the order in which they are to be used."
+        )
+    return BalanceError(
+        f"no split was found in time: time_limit={time_limit} (expected enough for HiGHS "
+        "to find a first one, or to prove that there is none).\n"
+        "Fix: a larger time_limit, or any_order=False."
+    )
 
 
 def _exact(problem: Problem, levels: Levels, path: Path, objective: str) -> int:
@@ -187,11 +199,12 @@ def _solve(
     objective: str,
     unit: int,
     time_limit: float | None,
-) -> tuple[Path | None, Fraction, bool]:
+) -> tuple[Path | None, Fraction, bool] | None:
     """Hand the program to HiGHS, and where that fails, once more with all times scaled.
 
     Returns:
         The path it found, if any; its bound; and where there is no path, whether there is none.
+        None if HiGHS failed at every scale.
     """
     started = time.monotonic()
     for scale in _SCALES:
@@ -199,7 +212,7 @@ def _solve(
         found = _solve_at(scale, problem, levels, runs, objective, unit, left)
         if found is not None:
             return found
-    return None, Fraction(0), False
+    return None
 
 
 def _solve_at(

@@ -121,6 +121,11 @@ def test_an_integer_program_without_time_does_not_call_a_problem_infeasible(
         split(problem, method="integer program", time_limit=0)
     assert not isinstance(raised.value, InfeasibleError)
     assert "\nFix: a larger time_limit" in str(raised.value)
+    # Nor does it speak of time where HiGHS failed for other reasons.
+    monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: FAILED)
+    with pytest.raises(BalanceError, match="no split was found: HiGHS gave up") as raised:
+        split(problem, method="integer program", time_limit=60)
+    assert not isinstance(raised.value, InfeasibleError)
 
 
 @pytest.mark.parametrize("largest", [10**9, 1e9])

@@ -14,12 +14,11 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.plan import Plan
 from gpipebal.planner import evaluate
-from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import make_schedule
 from gpipebal.timeline import Timeline
 from prediction_benchmark.models import Model
-from prediction_benchmark.parts import PARTS, cell_times, explain, predicted_durations
+from prediction_benchmark.parts import PARTS, cell_times, explain, predicted_timeline
 from prediction_benchmark.settings import CHUNKS, SETTINGS, Setting, choose_balances
 from prediction_benchmark.steps import Steps, devices, on_first_device
 
@@ -214,14 +213,14 @@ def _cells(subject: Subject, trial: _Trial) -> dict[str, list[list[float] | None
     predicted: dict[tuple[str, int], list[float]] = {}
     measured: dict[tuple[str, int], list[float]] = {}
     for number, _, timeline in trial.traced:
-        durations = predicted_durations(
-            subject.rounds[number][setting.chunks],
-            to_bounds(trial.balance),
-            loss_inside=setting.loss_inside,
-        )
-        for (name, j), times in cell_times(timeline, order).items():
-            predicted.setdefault((name, j), []).append(getattr(durations, name)[j])
-            measured.setdefault((name, j), []).extend(times)
+        profile = subject.rounds[number][setting.chunks]
+        plan = predict(profile, trial.balance, setting)
+        for found_in, one in (
+            (predicted, predicted_timeline(profile, plan, setting)),
+            (measured, timeline),
+        ):
+            for key, times in cell_times(one, order).items():
+                found_in.setdefault(key, []).extend(times)
     found: dict[str, list[list[float] | None]] = {}
     for name in ("forward", "no_grad_forward", "recompute", "backward"):
         pairs = [

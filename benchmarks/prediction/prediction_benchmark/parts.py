@@ -4,7 +4,7 @@ A traced step tells when each cell ran. Put in the place of the predicted times 
 other, the measured ones lead from the predicted step to the measured::
 
     predicted step                         the schedule placed with predicted times, the optimizer
-      + cells      longer cells            the same with the measured times of the cells
+      + cells      longer cells            the same with the measured mean times of the cells
       + pause      gather and loss         the same with the measured pause between the phases
       + gaps       hand-overs, waits       what the traced schedule took beyond that
       + around     optimizer and the rest  what the step took beside its schedule
@@ -14,21 +14,18 @@ other, the measured ones lead from the predicted step to the measured::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
-from math import fsum
 from statistics import fmean
 
 from gpipebal.plan import Plan
+from gpipebal.planner.times import step_timeline
 from gpipebal.problem import to_bounds
-from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profile import Profile
 from gpipebal.schedule import Schedule, make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Timeline
 from prediction_benchmark.settings import Setting
 
-__all__ = ["PARTS", "cell_times", "explain", "predicted_durations"]
+__all__ = ["PARTS", "cell_times", "explain", "predicted_timeline"]
 
 PARTS = ("cells", "pause", "gaps", "around")
 
@@ -49,54 +46,48 @@ def explain(
         Seconds by name of the part; they add up to the traced step less the predicted one.
     """
     assert plan.step_time is not None
-    bounds = to_bounds(plan.balance)
     order = make_schedule(setting.schedule, plan.n_partitions, plan.chunks, setting.checkpoint)
-    predicted = predicted_durations(profile, bounds, loss_inside=setting.loss_inside)
-    measured = measured_durations(timeline, order, predicted)
+    predicted = predicted_timeline(profile, plan, setting)
+    measured = _means(timeline, order)
     pause = measured_pause = None
     if not setting.loss_inside:
         pause, measured_pause = plan.pause_time, _pause_of(timeline)
-    at_first = place(order, predicted, pause=pause).makespan
+    at_first = place(order, _means(predicted, order), pause=pause).makespan
     with_cells = place(order, measured, pause=pause).makespan
     with_pause = place(order, measured, pause=measured_pause).makespan
     around = seconds - timeline.makespan
     return {
         "cells": with_cells - at_first,
         "pause": with_pause - with_cells,
-        "gaps": timeline.makespan - with_pause,
-        "around": around - (plan.step_time - at_first),
+        # Cells of one kind are not all equally long, neither here nor there.
+        "gaps": timeline.makespan - with_pause - (predicted.makespan - at_first),
+        "around": around - (plan.step_time - predicted.makespan),
     }
 
 
-def predicted_durations(profile: Profile, bounds: Sequence[int], *, loss_inside: bool) -> Durations:
-    """Add up the profile's times by partition, as the planner does for a step.
-
-    What a cell takes beside its layers is in them.
-    """
-    parts: list[list[LayerProfile]] = [
-        list(profile.layers[start:end]) for start, end in pairwise(bounds)
-    ]
-    if loss_inside and profile.step.loss is not None:
-        parts[-1].append(profile.step.loss)
-    of_layers = Durations(
-        forward=tuple(fsum(layer.forward_time for layer in part) for part in parts),
-        recompute=tuple(fsum(layer.recompute_time for layer in part) for part in parts),
-        backward=tuple(fsum(layer.backward_time for layer in part) for part in parts),
-        no_grad_forward=tuple(fsum(_without_graph(layer) for layer in part) for part in parts),
+def predicted_timeline(profile: Profile, plan: Plan, setting: Setting) -> Timeline:
+    """Place the step that a plan predicts: its cells take longer while others work."""
+    return step_timeline(
+        profile,
+        to_bounds(plan.balance),
+        plan.chunks,
+        setting.checkpoint,
+        setting.schedule,
+        setting.loss_inside,
+        plan.pause_time,
     )
-    return of_layers.longer_by(profile.step.cell_overhead_time or 0.0)
 
 
-def measured_durations(timeline: Timeline, order: Schedule, otherwise: Durations) -> Durations:
-    """Take the mean time of each partition's cells of a kind; where it has none, the other's."""
+def _means(timeline: Timeline, order: Schedule) -> Durations:
+    """Take the mean time of each partition's cells of a kind; where it has none, nothing."""
     found = cell_times(timeline, order)
-
-    def times(field: str) -> tuple[float, ...]:
-        given = getattr(otherwise, field)
-        return tuple(fmean(found.get((field, j)) or [time]) for j, time in enumerate(given))
-
     names = ("forward", "recompute", "backward", "no_grad_forward")
-    return replace(otherwise, **{name: times(name) for name in names})
+    return Durations(
+        **{
+            name: tuple(fmean(found.get((name, j)) or [0.0]) for j in range(order.n_partitions))
+            for name in names
+        }
+    )
 
 
 def cell_times(timeline: Timeline, order: Schedule) -> dict[tuple[str, int], list[float]]:
@@ -126,8 +117,3 @@ def _pause_of(timeline: Timeline) -> float:
     """Return the seconds from the last forward to the first action behind it."""
     until = max(event.end for event in timeline.events if event.kind == "F")
     return max(0.0, min(e.start for e in timeline.events if e.kind in "RB") - until)
-
-
-def _without_graph(layer: LayerProfile) -> float:
-    known = layer.no_grad_forward_time
-    return layer.forward_time if known is None else known
