@@ -240,9 +240,7 @@ def test_predicted_timeline_is_the_planners(
     assert plan.step_time == pytest.approx(placed + 0.5, rel=1e-12)
 
 
-@given(
-    layers=_layers, setting=_settings, longer=st.integers(1, 4), beside=_seconds, shares=_shares
-)
+@given(layers=_layers, setting=_settings, longer=st.integers(1, 4), beside=_seconds, shares=_shares)
 def test_parts_add_up_to_what_a_step_takes_longer(
     layers: list[LayerProfile],
     setting: settings.Setting,

@@ -16,7 +16,8 @@ from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.planner import evaluate
 from gpipebal.profile import Profile, SideBySide, StepTerms
 from gpipebal.profiler.sharing import MOST_PRESSURE, Cell, overlaps, pressure
-from gpipebal.schedule import gpipe_schedule, make_schedule
+from gpipebal.profiler.traces import KINDS, Traced, pressures_of
+from gpipebal.schedule import CheckpointMode, gpipe_schedule, make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.simulator.sharing import place_sharing
 from gpipebal.timeline import Event
@@ -216,3 +217,35 @@ def test_a_profile_of_a_cpu_has_shares() -> None:
     if torch.get_num_threads() > 1 or found[4, 2] is not None:
         assert found[4, 2].n_partitions == 2
     assert found[1, 2] is None and found[4, 1] is None
+
+
+def _traced(
+    mode: CheckpointMode, forward: float, backward: float, balance: tuple[float, ...], longer: float
+) -> Traced:
+    """Place a step of two partitions whose kinds of work press so; recomputes take `longer`."""
+
+    def times(seconds: float, pressure: float) -> tuple[float, ...]:
+        return tuple(seconds * part * (1 + pressure**2) for part in balance)
+
+    together, alone = (
+        Durations(times(1, f), times(longer, f), times(2, b), no_grad_forward=times(1, f))
+        for f, b in ((forward, backward), (0.0, 0.0))
+    )
+    placed = place_sharing(make_schedule("gpipe", 2, 8, mode), together, alone, 2)
+    return Traced(mode, False, 2, [(0.0, placed)])
+
+
+@pytest.mark.parametrize("longer", [1.0, 1.1])
+@pytest.mark.parametrize(("forward", "backward"), [(0.5, 0.0), (0.3, 0.7), (0.0, 0.4)])
+def test_pressures_are_found_in_traces(forward: float, backward: float, longer: float) -> None:
+    """A recompute presses as a forward does; when it takes longer for other reasons too."""
+    ways = [
+        _traced(mode, forward, backward, (1.0, 1.25), longer if mode == "always" else 1.0)
+        for mode in ("never", "always")
+    ]
+    predicted = {name: (1.0, 1.25) for name in KINDS} | {"backward": (2.0, 2.5)}
+    found = pressures_of(ways, predicted, dict.fromkeys(KINDS, 1.0), dict.fromkeys(KINDS, 0.0))
+    assert set(found) == set(KINDS)
+    for name, pressure_of_kind in found.items():
+        expected = backward if name == "backward" else forward
+        assert pressure_of_kind == pytest.approx(expected, abs=1e-6 if longer == 1.0 else 0.08)

@@ -50,8 +50,6 @@ BLOCKS = {RESULTS: tables.blocks, RESULTS_ON_CUDA: cuda_tables.blocks}
 #: Turns of each plan, and steps by the clock in each.
 ROUNDS = 4
 STEPS = 2
-#: Seconds for the repeats of the profiles of a round; the first ones have the profiler's default.
-ROUND_TIMEOUT = 0.8
 #: Profiles of each model one after the other, to see how well they agree.
 REPEATS = 5
 #: Share of the cores that other programs may use before a result is doubtful.
@@ -168,7 +166,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             subject,
             rounds=rounds,
             steps=1 if quick else STEPS,
-            timeout=0.0 if quick else ROUND_TIMEOUT,
+            timeout=timeout,
             told=told,
         )
         gc.collect()

@@ -46,6 +46,8 @@ DEFAULT_STEPS = 10
 TRIAL_PARTS = 2
 LEAST_SECONDS = 2.0
 MOST_SECONDS = 60.0
+#: Seconds of the trial at least: how fast partitions work side by side changes every some tenths.
+LEAST_TRIAL_SECONDS = 3.0
 
 
 def profile_model(
@@ -114,7 +116,7 @@ def profile_model(
             alone.
         timeout: Seconds for the repeats, about; None: the cost of ten training steps, at least 2
             seconds and at most 60, and less what went before them. Each layer is measured at
-            least once.
+            least once. The steps as a pipeline take half as long, by default at least 3 seconds.
         progress: Show a progress bar; None: only on a terminal.
 
     Returns:
@@ -222,7 +224,7 @@ def profile_model(
             parts = len(layers) if alone else 1
             pace = Pace(
                 lambda seconds: _left(
-                    _limit(limit, seconds * len(sizes), parts),
+                    _limit(limit, seconds * len(sizes), parts, LEAST_SECONDS / parts),
                     0.0 if alone else time.perf_counter() - started,
                 ),
                 LEAST_ROUNDS,
@@ -247,14 +249,15 @@ def profile_model(
         if alone or where.type != "cpu" or not as_pipeline:
             return profile
         step = sum(layer.time for layer in profile.layers) * len(sizes)
-        return study.try_out(profile, side_by_side, n_threads, _limit(limit, step, TRIAL_PARTS))
+        seconds = _limit(limit, step, TRIAL_PARTS, LEAST_TRIAL_SECONDS)
+        return study.try_out(profile, side_by_side, n_threads, seconds)
 
 
-def _limit(timeout: float | None, step_seconds: float, parts: int) -> float:
+def _limit(timeout: float | None, step_seconds: float, parts: int, least: float) -> float:
     """Return the seconds that the rounds may take, of the chain or of one of its parts."""
     if timeout is not None:
         return timeout / parts
-    return min(MOST_SECONDS / parts, max(LEAST_SECONDS / parts, DEFAULT_STEPS * step_seconds))
+    return min(MOST_SECONDS / parts, max(least, DEFAULT_STEPS * step_seconds))
 
 
 def _left(seconds: float, spent: float) -> float:

@@ -32,6 +32,13 @@ MOST_FACTOR = 4.0
 LEAST_WORK = 3.0
 #: Fields of `Durations`, and what a profile's layers tell for them.
 KINDS = ("forward", "no_grad_forward", "recompute", "backward")
+#: Kinds of one pressure.
+_PRESSES_AS = {
+    "forward": "forward",
+    "no_grad_forward": "forward",
+    "recompute": "forward",
+    "backward": "backward",
+}
 
 
 @dataclass
@@ -83,43 +90,53 @@ def pressures_of(
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
 ) -> dict[str, float]:
-    """Find the pressure of each kind of work; what is not known is left out."""
+    """Find the pressure of each kind of work; what is not known is left out.
+
+    A forward runs the same operations whether it records a graph or not, and once more when it is
+    recomputed, so all three have one pressure. (Recomputes by themselves tell little: they run
+    beside backwards most of the time.)
+    """
+    cells: dict[str, list[Cell]] = {"forward": [], "backward": []}
+    for way in ways:
+        if way.inside:
+            continue
+        for _, timeline in way.steps:
+            for name, cell in _cells_of(timeline, way.mode, predicted, slow, overheads):
+                if name != "recompute":
+                    cells[_PRESSES_AS[name]].append(cell)
     found: dict[str, float] = {}
-    # Recomputes run beside backwards too: these come first, from steps that have no others.
-    for name, mode in (
-        ("forward", "never"),
-        ("no_grad_forward", "always"),
-        ("backward", "never"),
-        ("recompute", "always"),
-    ):
-        cells: list[Cell] = []
-        for way in ways:
-            if way.mode == mode and not way.inside and name in slow:
-                for _, timeline in way.steps:
-                    cells += _cells_of(name, timeline, mode, predicted, slow, overheads)
-        one = pressure(cells, name, found)
+    # Backwards run beside recomputes too: forwards come first.
+    for name in ("forward", "backward"):
+        one = pressure(cells[name], name, found)
         if one is not None:
             found[name] = one
-    return found
+    return {name: found[like] for name, like in _PRESSES_AS.items() if like in found}
 
 
 def _cells_of(
-    name: str,
     timeline: Timeline,
     mode: CheckpointMode,
     predicted: Mapping[str, Sequence[float]],
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
-) -> list[Cell]:
-    """Set the cells of a kind in a step beside what they would take alone."""
+) -> list[tuple[str, Cell]]:
+    """Set the cells of a step beside what they would take alone; with the kind of each."""
     cells = []
-    beside = overlaps(timeline.events, lambda kind: kind_of(kind, mode))
+
+    def presses_as(kind: str) -> str | None:
+        name = kind_of(kind, mode)
+        return None if name is None else _PRESSES_AS[name]
+
+    beside = overlaps(timeline.events, presses_as)
     for event, others in zip(timeline.events, beside, strict=True):
-        known = predicted[name][event.partition] if kind_of(event.kind, mode) == name else 0.0
+        name = kind_of(event.kind, mode)
+        if name is None or name not in slow:
+            continue
+        known = predicted[name][event.partition]
         # What takes next to nothing tells nothing.
         if known > LEAST_WORK * overheads[name]:
             seconds = max(0.0, event.end - event.start - overheads[name])
-            cells.append(Cell(seconds / (slow[name] * known), others))
+            cells.append((name, Cell(seconds / (slow[name] * known), others)))
     return cells
 
 

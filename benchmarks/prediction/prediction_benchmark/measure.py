@@ -122,7 +122,7 @@ def measure_model(
     *,
     rounds: int,
     steps: int,
-    timeout: float,
+    timeout: float | None,
     settings: Sequence[Setting] = SETTINGS,
     told: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def measure_model(
         subject: The model, with its profiles of the start; gets those of the rounds.
         rounds: How often each plan has its turn.
         steps: Steps by the clock in each turn.
-        timeout: Seconds for the repeats of a round's profiles.
+        timeout: Seconds for the repeats of a round's profiles; None: the profiler's default.
         settings: How to run.
         told: Gets a line now and then.
 
