@@ -301,14 +301,21 @@ def test_the_timeout_bounds_the_repeats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout", "step", "parts", "expected"),
-    [(None, 1.0, 1, 10.0), (None, 1e-3, 1, 2.0), (None, 60.0, 1, 60.0), (5.0, 60.0, 2, 2.5)],
+    ("timeout", "step", "parts", "least", "expected"),
+    [
+        (None, 1.0, 1, 2.0, 10.0),
+        (None, 1e-3, 1, 2.0, 2.0),
+        (None, 1e-3, 2, 3.0, 3.0),
+        (None, 60.0, 1, 2.0, 60.0),
+        (None, 60.0, 2, 3.0, 30.0),
+        (5.0, 60.0, 2, 3.0, 2.5),
+    ],
 )
 def test_the_default_is_about_ten_steps(
-    timeout: float | None, step: float, parts: int, expected: float
+    timeout: float | None, step: float, parts: int, least: float, expected: float
 ) -> None:
     """The rounds may take ten training steps, within bounds, or what the caller allows."""
-    assert measure._limit(timeout, step, parts) == expected
+    assert measure._limit(timeout, step, parts, least) == expected
 
 
 def test_estimates_are_dispatched() -> None:
