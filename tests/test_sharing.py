@@ -20,7 +20,7 @@ from gpipebal.profiler.traces import KINDS, Traced, pressures_of
 from gpipebal.schedule import CheckpointMode, gpipe_schedule, make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.simulator.sharing import place_sharing
-from gpipebal.timeline import Event
+from gpipebal.timeline import Event, Timeline
 
 TIMES = st.floats(0.0, 9.0)
 
@@ -249,3 +249,23 @@ def test_pressures_are_found_in_traces(forward: float, backward: float, longer: 
     for name, pressure_of_kind in found.items():
         expected = backward if name == "backward" else forward
         assert pressure_of_kind == pytest.approx(expected, abs=1e-6 if longer == 1.0 else 0.08)
+
+
+def test_pressures_of_a_chain_that_has_no_backward() -> None:
+    """Where nothing is trained there is no recompute either, and nothing is told of it."""
+    way = _traced("never", 0.5, 0.0, (1.0, 1.25), 1.0)
+    seconds, timeline = way.steps[0]
+    forwards = Timeline([e for e in timeline.events if e.kind == "F"], 2, "measured")
+    way.steps = [(seconds, forwards)]
+    predicted = {name: (1.0, 1.25) for name in KINDS}
+    found = pressures_of([way], predicted, {"forward": 1.0}, dict.fromkeys(KINDS, 0.0))
+    assert found == {"forward": pytest.approx(0.5, abs=1e-6)}
+
+
+def test_a_frozen_model_has_shares_of_its_forwards() -> None:
+    """Layers that press on each other, and have no backward, are profiled."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).requires_grad_(False)
+    profile = gb.profile_model(
+        model, torch.randn(512, 256), chunks=4, partitions=2, timeout=0.2, progress=False
+    )
+    assert {layer.backward_time for layer in profile.layers} == {0.0}

@@ -90,7 +90,7 @@ def pressures_of(
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
 ) -> dict[str, float]:
-    """Find the pressure of each kind of work; what is not known is left out.
+    """Find the pressure of each kind of work that is in `slow`; what is not known is left out.
 
     A forward runs the same operations whether it records a graph or not, and once more when it is
     recomputed, so all three have one pressure. (Recomputes by themselves tell little: they run
@@ -110,7 +110,7 @@ def pressures_of(
         one = pressure(cells[name], name, found)
         if one is not None:
             found[name] = one
-    return {name: found[like] for name, like in _PRESSES_AS.items() if like in found}
+    return {name: found[like] for name in slow if (like := _PRESSES_AS[name]) in found}
 
 
 def _cells_of(
