@@ -116,7 +116,8 @@ def profile_model(
             alone.
         timeout: Seconds for the repeats, about; None: the cost of ten training steps, at least 2
             seconds and at most 60, and less what went before them. Each layer is measured at
-            least once. The steps as a pipeline take half as long, by default at least 3 seconds.
+            least once. The steps as a pipeline take half of `timeout`; by default the cost of ten
+            training steps too, at least 3 seconds and at most 30.
         progress: Show a progress bar; None: only on a terminal.
 
     Returns:
@@ -134,9 +135,9 @@ def profile_model(
         Each round costs five forwards and three backwards of one micro-batch (on CUDA each of the
         first three one more of both), and every third as much of the other sizes; before them come
         as many to warm up, and five forwards and two backwards at each size to look (on CUDA six
-        and three); behind them, on the CPU, nine training steps as a pipeline, or six with
-        ``timeout=0``. Memory, once per measuring thread: gradients and buffers of the model, and
-        what one micro-batch saves.
+        and three); behind them, on the CPU, training steps as a pipeline for as long as `timeout`
+        says, at least 25, or ten with ``timeout=0``. Memory, once per measuring thread: gradients
+        and buffers of the model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
