@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from skip_layers import Join, Keep
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
@@ -18,6 +22,7 @@ from gpipebal.pipeline import convert_deferred_batch_norm, measure_memory, with_
 from gpipebal.planner import recompute_layers
 from gpipebal.planner.recompute_costs import with_runs
 from gpipebal.problem import to_bounds
+from gpipebal.profile import LayerProfile
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -193,14 +198,27 @@ def wide() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def test_the_memory_is_the_one_predicted() -> None:
+def with_other_times(profile: gb.Profile, seed: int) -> gb.Profile:
+    """Return the profile with times that were drawn, so that other runs are the cheapest."""
+    draw = random.Random(seed)
+
+    def changed(layer: LayerProfile) -> LayerProfile:
+        forward, backward = draw.choice([0.2, 1, 1, 3]), draw.choice([1, 1, 2])
+        return replace(layer, forward_time=forward, recompute_time=forward, backward_time=backward)
+
+    return replace(profile, layers=tuple(map(changed, profile.layers)))
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_the_memory_is_the_one_predicted(early_stop: bool) -> None:
     """What lives at once is within 3 % of the prediction, and not above, whatever the limit.
 
-    How much waits for the neighbour is up to the clock of the day: all of it at most.
+    How much waits for the neighbour is up to the clock of the day: all of it at most. A recompute
+    that stops when it has what the backward needs may spare its last layer's output.
     """
     torch.manual_seed(0)
     model, inputs, make = wide(), torch.randn(1024, 16), torch.optim.Adam
-    profile = gb.profile_model(
+    measured = gb.profile_model(
         model,
         inputs,
         chunks=4,
@@ -210,11 +228,15 @@ def test_the_memory_is_the_one_predicted() -> None:
         timeout=0,
         progress=False,
     )
-    plan = gb.evaluate(profile, [9, 8], checkpoint="never")
     seen = set()
-    for share in (1.0, 0.8, 0.6, 0.45):
+    spared = 0
+    for seed, share in itertools.product(range(4), (1.0, 0.8, 0.6, 0.45)):
+        profile = with_other_times(measured, seed)
+        plan = gb.evaluate(profile, [9, 8], checkpoint="never")
         limits = [int(part.memory.total * share) for part in plan.partitions]
         chosen = recompute_layers(profile, plan, memory_limit=limits)
+        if chosen.runs in seen:
+            continue
         seen.add(chosen.runs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # such as that a layer has changed since
@@ -224,13 +246,14 @@ def test_the_memory_is_the_one_predicted() -> None:
                 threads_per_partition=profile.threads,
             )
         optimizer = make(pipe.parameters())
-        for _ in range(2):
-            optimizer.zero_grad()
-            with measure_memory(pipe, optimizer) as meter:
-                out = pipe(inputs)  # kept under a name, as in a training loop
-                loss = out.square().mean()
-                loss.backward()
-                optimizer.step()
+        with set_checkpoint_early_stop(early_stop):
+            for _ in range(2):
+                optimizer.zero_grad()
+                with measure_memory(pipe, optimizer) as meter:
+                    out = pipe(inputs)  # kept under a name, as in a training loop
+                    loss = out.square().mean()
+                    loss.backward()
+                    optimizer.step()
         most = partition_memory(
             with_runs(profile, chosen.runs),
             to_bounds(plan.balance),
@@ -243,6 +266,11 @@ def test_the_memory_is_the_one_predicted() -> None:
         for part, limit, peak, latest in parts:
             known = part.memory.total - part.memory.waiting
             # The loss may be a number more than was predicted, also without any run.
-            assert 0.97 * known <= peak <= latest.total + 4
+            assert peak <= latest.total + 4
             assert part.memory.total <= limit
-    assert len(seen) == 4
+            if early_stop:
+                spared += peak < 0.97 * known
+            else:
+                assert 0.97 * known <= peak
+    assert len(seen) >= 8
+    assert spared or not early_stop

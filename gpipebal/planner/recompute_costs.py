@@ -8,6 +8,11 @@ both graphs at once: which needs less depends on the chain and on how many are i
 
 What a run's layers make again lies in memory of its own, even if their first outputs are still
 there: only the run's input is not made again.
+
+`torch.utils.checkpoint` stops a recompute when it has all that the backward needs, unless
+`torch.utils.checkpoint.set_checkpoint_early_stop(False)` is set. Then the last layer of a run may
+not be run whole (a linear layer is not run at all): its time and its output, which count here, are
+upper bounds.
 """
 
 from __future__ import annotations
