@@ -20,7 +20,7 @@ import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
 
-__all__ = ["MODES", "Found", "all_plans", "profiles"]
+__all__ = ["MODES", "Found", "all_plans", "holding_its_output", "profiles"]
 
 MODES = ("never", "except_last", "always")
 
@@ -100,6 +100,17 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
         ties=tuple(ties),
         without_gradient=draw(some(4)),
     )
+
+
+def holding_its_output(profile: gb.Profile) -> gb.Profile:
+    """Return the profile with a last layer that saves what it hands on, as a ReLU does.
+
+    The layers before it need so much in their backwards that these have the highest moment.
+    """
+    last = profile.layers[-1]
+    holds = replace(last, saved=tuple({*last.saved, *last.outputs}))
+    before = (replace(one, backward_peak_bytes=2000) for one in profile.layers[:-1])
+    return replace(profile, layers=(*before, holds))
 
 
 class Found(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,47 @@ def test_the_formula_is_the_count(model: Any, balances: tuple[list[int], ...]) -
                 if abs(peak.total / n_bytes - 1) > 0.03:
                     wrong.append((balance, way, mode, j, peak.total, n_bytes))
     assert not wrong
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("make", [torch.optim.Adam, functools.partial(torch.optim.SGD, lr=0.1)])
+def test_the_callers_output_outlives_its_graph(make: Any, chunks: int) -> None:
+    """A last layer that saves what it hands on: the caller has it until the step is over."""
+    layers = nn.Sequential(*narrow_cuts()[:7], nn.Linear(320, 512), nn.ReLU())
+    inputs = torch.randn(192 * chunks, 16)
+    profile = gb.profile_model(
+        layers,
+        inputs,
+        chunks=chunks,
+        loss_fn=squares,
+        optimizer=make,
+        rows=(),
+        timeout=0,
+        progress=False,
+    )
+    for balance in ([5, 4], [7, 2], [9]):
+        predicted = partition_memory(
+            profile, to_bounds(balance), chunks=chunks, checkpoint="never", shared_memory=True
+        )
+        pipe = GPipe(layers, balance, chunks=chunks, checkpoint="never")
+        counted = count(pipe, inputs, "loss(pipe(x))", make(layers.parameters()))
+        assert [peak.total for peak in predicted] == pytest.approx(counted, rel=0.01), balance
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_callers_output_is_there_while_the_optimizer_steps(chunks: int) -> None:
+    """Where Adam's step is the highest moment, what the caller has given a name counts in it."""
+    layers = nn.Sequential(nn.Linear(16, 2000), nn.Linear(2000, 512))
+    inputs = torch.randn(192 * chunks, 16)
+    given: Any = {"chunks": chunks, "rows": (), "timeout": 0, "progress": False}
+    profile = gb.profile_model(layers, inputs, loss_fn=squares, optimizer=torch.optim.Adam, **given)
+    predicted = partition_memory(
+        profile, (0, 2), chunks=chunks, checkpoint="never", shared_memory=True
+    )
+    pipe = GPipe(layers, [2], chunks=chunks, checkpoint="never")
+    counted = count(pipe, inputs, "loss(pipe(x))", torch.optim.Adam(layers.parameters()))
+    # More than a hundredth of it is the output.
+    assert predicted[0].total == pytest.approx(counted[0], rel=0.002)
 
 
 def over_the_cut() -> nn.Sequential:

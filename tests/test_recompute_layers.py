@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plan_oracle import profiles
+from plan_oracle import holding_its_output, profiles
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -52,18 +52,29 @@ def all_runs(profile: gb.Profile, first: int, end: int) -> Iterator[tuple[range,
             yield (range(first, last + 1), *rest)
 
 
+@pytest.mark.parametrize("outlives", [False, True])
 @settings(max_examples=120, deadline=None)
 @given(profiles(), st.data())
-def test_runs_of_a_partition_equal_brute_force(profile: gb.Profile, data: st.DataObject) -> None:
-    """Under every limit the runs cost as little as any, and need what `gpipebal.memory` says."""
+def test_runs_of_a_partition_equal_brute_force(
+    outlives: bool, profile: gb.Profile, data: st.DataObject
+) -> None:
+    """Under every limit the runs cost as little as any, and need what `gpipebal.memory` says.
+
+    Args:
+        outlives: The output of one micro-batch, which outlives its graph in the caller's hands.
+        profile: Costs of the layers.
+        data: What else is drawn.
+    """
     n = profile.n_layers
     cuts = data.draw(st.sets(st.integers(1, n - 1)) if n > 1 else st.just(set()))
     bounds = (0, *sorted(cuts), n)
-    j = data.draw(st.integers(0, len(cuts)))
+    j = len(cuts) if outlives else data.draw(st.integers(0, len(cuts)))
     first, end = bounds[j : j + 2]
-    chunks, shared = data.draw(st.integers(1, 4)), data.draw(st.booleans())
-    schedule = data.draw(st.sampled_from(["gpipe", "1f1b"]))
-    inside = schedule == "1f1b" or data.draw(st.booleans())
+    chunks, shared = 1 if outlives else data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    schedule = "gpipe" if outlives else data.draw(st.sampled_from(["gpipe", "1f1b"]))
+    inside = schedule == "1f1b" or (not outlives and data.draw(st.booleans()))
+    if outlives:
+        profile = holding_its_output(profile)
     without = data.draw(st.sets(st.integers(0, len(profile.storages) - 1)))
     profile = replace(profile, without_gradient=tuple(sorted(without)))
     loss = loss_of_micro_batch(profile) if inside and end == n else None

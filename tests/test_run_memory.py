@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import all_bounds
-from plan_oracle import MODES, profiles
+from plan_oracle import MODES, holding_its_output, profiles
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
@@ -57,6 +57,22 @@ def test_every_run_needs_what_its_partition_does(
                     assert need == exact[j].total
                     bound = int(most.rows(start, j, mode)[end - start - 1])
                     assert max(clocked[j].total, latest[j].total) <= bound
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@given(profiles(largest=4), st.sampled_from(MODES), st.booleans())
+def test_the_output_of_one_micro_batch_outlives_its_graph(
+    profile: gb.Profile, mode: Any, shared: bool
+) -> None:
+    """The caller keeps it, whichever layers of the last run hold it too; equal to the byte."""
+    profile = holding_its_output(profile)
+    given: Any = {"chunks": 1, "loss_inside": False, "shared_memory": shared}
+    memory = memory_of(profile, **given)
+    n = profile.n_layers
+    for first in range(n):
+        bounds = (0, *([first] if first else []), n)
+        exact = partition_memory(profile, bounds, checkpoint=mode, **given)[-1].total
+        assert int(memory.rows(first, len(bounds) - 2, mode)[n - first - 1]) == exact
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)

@@ -245,15 +245,33 @@ class Cell:
                 held += self.bytes_of(frozenset(layer.saved) - seen)
                 seen.update(layer.saved)
 
-    def backward(self, *, again: bool, gradients_exist: bool) -> Iterator[Moment]:
-        """Walk through a backward; `again`: of a graph that a recompute made."""
+    def kept_of(self, chunks: int) -> Storages:
+        """Return the storages of outputs that outlive their graphs, in the caller's hands.
+
+        The outputs of several micro-batches are copied into one piece, of one they are the piece.
+        """
+        keeps = chunks == 1 and self.is_last and self.loss is None
+        return self.outputs - self.callers if keeps else frozenset()
+
+    def backward(
+        self, *, again: bool, gradients_exist: bool, kept: Storages = frozenset()
+    ) -> Iterator[Moment]:
+        """Walk through a backward.
+
+        Args:
+            again: Whether it is that of a graph that a recompute made.
+            gradients_exist: Whether the parameters have gradients by then.
+            kept: Storages that are there from its beginning to its end; see `kept_of`.
+        """
         if not self.goes_back:
             yield self._idle(gradients_exist)
             return
         # What a recompute makes anew nobody else holds.
         elsewhere = self.handed_again if again else self.handed
-        seen = set(self.entering | elsewhere)
-        held = self.bytes_of(self.entering - elsewhere)
+        # What the graph does not hold is charged elsewhere too.
+        there = self.entering | (kept & self.graph)
+        seen = set(there | elsewhere)
+        held = self.bytes_of(there - elsewhere)
         held_up_to = []
         for layer in self.layers:
             held += self.bytes_of(frozenset(layer.saved) - seen)

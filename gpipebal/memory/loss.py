@@ -18,11 +18,13 @@ class AroundLoss(NamedTuple):
         most: The most at one time, of outputs, loss and gradients.
         stays: What is still there while the backwards run.
         target: The target, which is there all the time.
+        after: What is still there behind the backwards, while the optimizer steps.
     """
 
     most: int
     stays: int
     target: int
+    after: int = 0
 
 
 def loss_of_micro_batch(profile: Profile) -> LayerProfile:
@@ -69,7 +71,10 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
     # The output, which a caller has given a name; its gradient; and the loss, whose number may have
     # a large storage.
     stays = gathered + gradient + whole.output_bytes
-    return AroundLoss(max(gather, forward, backward), stays, whole.buffer_bytes)
+    # The output of one micro-batch may be one of the tensors of its graph.
+    output = profile.bytes_of(cell.outputs) if chunks == 1 else joined
+    after = output + whole.output_bytes
+    return AroundLoss(max(gather, forward, backward), stays, whole.buffer_bytes, after)
 
 
 def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:

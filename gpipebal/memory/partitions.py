@@ -143,7 +143,9 @@ def _highest(
     exist = np.cumsum(backward) - backward > 0
     codes = kinds.astype(np.int64) * 4 + again * 2 + exist
     own = {
-        code: max(_moments(cell, "FRB"[code // 4], bool(code & 2), bool(code & 1)), key=height)
+        code: max(
+            _moments(cell, "FRB"[code // 4], bool(code & 2), bool(code & 1), chunks), key=height
+        )
         for code in np.unique(codes).tolist()
     }
     held = {flag: cell.held(again=flag) for flag in (False, True)}
@@ -199,7 +201,10 @@ def _highest(
     if around is not None:
         moments.append(Moment(int(in_flight[turn - 1]), outputs=target + around.most))
     moments += highest(turn, len(kinds))
-    moments.append(Moment(callers, cell.gradients_of_step, optimizer_peak(cell), outputs=target))
+    outputs_after = target + (around.after if around is not None else 0)
+    moments.append(
+        Moment(callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs_after)
+    )
     return max(moments, key=height)
 
 
@@ -211,10 +216,14 @@ def optimizer_peak(cell: Cell) -> int:
     return sum(peaks) if cell.profile.step.optimizer_together else max(peaks)
 
 
-def _moments(cell: Cell, kind: str, again: bool, gradients_exist: bool) -> list[Moment]:
+def _moments(
+    cell: Cell, kind: str, again: bool, gradients_exist: bool, chunks: int
+) -> list[Moment]:
     """Walk through one action of one cell, with what this cell holds alone."""
     if kind == "B":
-        return list(cell.backward(again=again, gradients_exist=gradients_exist))
+        # The output of a recompute is another one than the caller's.
+        kept = frozenset() if again else cell.kept_of(chunks)
+        return list(cell.backward(again=again, gradients_exist=gradients_exist, kept=kept))
     if kind == "R":
         return list(cell.recompute(gradients_exist=gradients_exist))
     return list(cell.forward(records=not again, gradients_exist=gradients_exist))

@@ -54,7 +54,7 @@ def partition_network(
     Complexity:
         O(n^2 s) for n layers and s sets of shared storages that can be held at one place.
     """
-    parts = _Parts(cell, costs)
+    parts = _Parts(cell, chunks, costs)
     n_layers = len(cell.layers)
     arcs: dict[Hashable, list[Arc]] = {}
     nodes: list[dict[_Node, None]] = [{} for _ in range(n_layers + 1)]
@@ -76,8 +76,8 @@ def partition_network(
 class _Parts:
     """The steps through one partition; see `partition_network`."""
 
-    def __init__(self, cell: Cell, costs: Sequence[int]) -> None:
-        self._cell, self._costs = cell, costs
+    def __init__(self, cell: Cell, chunks: int, costs: Sequence[int]) -> None:
+        self._cell, self._costs, self._kept = cell, costs, cell.kept_of(chunks)
         self._rests = [self._rest(*walk) for walk in _WALKS]
         self._given = [given_to(cell.profile, cell.first + k) for k in range(len(cell.layers))]
         self._runs = self._find_runs()
@@ -131,7 +131,7 @@ class _Parts:
         held = self.held(node)
         saved = frozenset(layer.saved)
         forward = self._forward(place, layer, held)
-        backward = self._backward(place, layer, self._bytes(saved - held))
+        backward = self._backward(place, layer, self._bytes(saved - held), held | saved)
         yield self._step(node, place + 1, saved, 0, (*forward, *backward))
         forward = backward = (0, 0)
         cost = 0
@@ -141,8 +141,9 @@ class _Parts:
         for k, costs in enumerate(self._runs[place], start=place):
             forward = _higher(forward, self._forward(k, costs.as_last, before, more))
             # The backward of the run's last layer is the first.
-            last = _higher(backward, self._backward(k, costs.as_last, added))
-            backward = _higher(backward, self._backward(k, costs.before_others, added))
+            there = held | given
+            last = _higher(backward, self._backward(k, costs.as_last, added, there))
+            backward = _higher(backward, self._backward(k, costs.before_others, added, there))
             before, more = held | given, added
             cost += self._costs[k]
             run = range(cell.first + place, cell.first + k + 1)
@@ -164,8 +165,12 @@ class _Parts:
         needed += cell.bytes_of(cell.alive[k] - (cell.received | held))
         return without[k] + needed, exist[k] + needed
 
-    def _backward(self, k: int, layer: LayerProfile, added: int) -> tuple[int, int]:
-        """Return the same of a backward, where so many bytes were added up to this layer."""
+    def _backward(self, k: int, layer: LayerProfile, added: int, held: Storages) -> tuple[int, int]:
+        """Return the same of a backward, where so many bytes were added up to this layer.
+
+        With outputs that the caller keeps all the time, whether a graph will hold them or not.
+        """
+        added += self._cell.bytes_of(self._kept - held)
         without, exist = (
             rest[k] + added + self._cell.backward_peak(k, layer, gradients_exist)
             for rest, (_, gradients_exist) in zip(self._rests[2:], _WALKS[2:], strict=True)
@@ -218,6 +223,7 @@ def _ceilings(cell: Cell, row: Sequence[Action], chunks: int, held: Storages) ->
         output = profile.bytes_of(cell.outputs) - profile.bytes_of(cell.outputs & held)
         around = around_loss(cell, chunks, chunks * output)
         target = around.target
+    kept = cell.bytes_of(cell.kept_of(chunks) - held)
     found: dict[tuple[int | None, int], int] = {}
 
     def add(walk: int | None, times: int, beside: int) -> None:
@@ -229,7 +235,8 @@ def _ceilings(cell: Cell, row: Sequence[Action], chunks: int, held: Storages) ->
     for action in row:
         walk = _WALKS.index((action.kind, gradients_exist))
         others = in_flight - (action.kind == "B")
-        add(walk, others, target + outputs)
+        # Walks through backwards have what the caller keeps.
+        add(walk, others, target + outputs - (kept if action.kind == "B" else 0))
         in_flight += 1 if action.kind == "F" else -1
         gradients_exist = gradients_exist or action.kind == "B"
         if action.kind == "F":
@@ -238,7 +245,8 @@ def _ceilings(cell: Cell, row: Sequence[Action], chunks: int, held: Storages) ->
             if around is not None and n_forwards == chunks:
                 add(None, in_flight, target + around.most)
                 outputs = around.stays
-    add(None, 0, cell.gradients_of_step + optimizer_peak(cell) + target)
+    after = 0 if around is None else around.after
+    add(None, 0, cell.gradients_of_step + optimizer_peak(cell) + target + after)
     return [Ceiling(walk, times, beside) for (walk, times), beside in found.items()]
 
 

@@ -161,6 +161,7 @@ class RunPeaks:
         found = {n: around_loss(cell, self._chunks, n) for n in set(given.tolist())}
         around = [found[n] for n in given.tolist()]
         target = self._column([one.target for one in around])
+        after = self._column([one.after for one in around])
         most = self._column([one.most for one in around])
         stays = self._column([one.stays for one in around])
 
@@ -168,7 +169,7 @@ class RunPeaks:
             if moment.kind == "L":
                 return target + most
             if moment.kind == "O":
-                return target
+                return target + after
             if moment.forwards_done:
                 return target + stays
             done = moment.n_graphs + moment.n_inputs
@@ -269,6 +270,8 @@ class RunPeaks:
                 less += self._less_gradients(end, exist)
             if end < self._n and self._shared:
                 less += self._less_handed(end, again)
+            if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
+                less += self._less_kept(last)
             if not less:
                 continue
             start = min(first for first, _ in less)  # the first layer with something to take off
@@ -320,6 +323,17 @@ class RunPeaks:
             if first < end - 1:
                 held = comes_in[:, None] <= np.arange(1, end)[None, :]
                 yield max(first, 0), held * tables.bytes[storage]
+
+    def _less_kept(self, last: int) -> Iterator[tuple[int, Table]]:
+        """Yield what the caller keeps of the last run's graph, as less than nothing."""
+        tables = self._tables
+        for storage in set(self._profile.layers[-1].outputs):
+            comes_in = tables.comes_in(storage)
+            in_graph = (comes_in < tables.n_columns) & ~self._idle[:, -1]
+            if storage in self._profile.inputs:
+                in_graph &= (self._firsts > 0) & (not self._shared)
+            missing = comes_in[:, None] > np.arange(1, last + 1)[None, :]
+            yield 0, -(missing & in_graph[:, None]).astype(tables.kind) * tables.bytes[storage]
 
     def _copies_of_last(self, copies: Table) -> Table:
         """Return the copies of the last layer of each run."""

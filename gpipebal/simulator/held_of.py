@@ -75,7 +75,7 @@ def held_of(
 def _held(cells: Sequence[Cell], j: int, chunks: int, n_recomputed: int) -> HeldBytes:
     """Tell what partition j holds, whose last `n_recomputed` of so many are recomputed."""
     cell = cells[j]
-    recorded, recomputed = (_of_micro_batch(cell, again=again) for again in (False, True))
+    recorded, recomputed = (_of_micro_batch(cell, chunks, again=again) for again in (False, True))
     around, target = None, 0
     if cell.loss is not None:
         target = chunks * cell.loss.buffer_bytes
@@ -100,7 +100,7 @@ def _held(cells: Sequence[Cell], j: int, chunks: int, n_recomputed: int) -> Held
     )
 
 
-def _of_micro_batch(cell: Cell, *, again: bool) -> CellBytes:
+def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
     held = cell.held(again=again)
     graph = cell.bytes_of(cell.graph - cell.handed_again) if again else held
     # The last partition's outputs are kept for the caller; of losses only the numbers.
@@ -108,13 +108,21 @@ def _of_micro_batch(cell: Cell, *, again: bool) -> CellBytes:
     if not again:
         output -= cell.graph
     gradients = cell.all_gradients
+    first_backward, backward = (
+        cell.backward(
+            again=again,
+            gradients_exist=exist,
+            kept=frozenset() if again else cell.kept_of(chunks),
+        )
+        for exist in (False, True)
+    )
     return CellBytes(
         kept=held if again else 0,
         graph=graph,
         forward=_most(cell.forward(records=not again, gradients_exist=False), held),
         recompute=_most(cell.recompute(gradients_exist=False), graph),
-        first_backward=_most(cell.backward(again=again, gradients_exist=False), graph),
-        backward=_most(cell.backward(again=again, gradients_exist=True), graph + gradients),
+        first_backward=_most(first_backward, graph),
+        backward=_most(backward, graph + gradients),
         output=cell.profile.bytes_of(output),
     )
 
