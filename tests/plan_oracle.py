@@ -56,6 +56,7 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             outputs=draw(some(2)),
             saved=draw(some(3)),
             handed_through=draw(some(2)),
+            second_gradient_bytes=draw(few),
             output_bytes=draw(few),
             forward_peak_bytes=draw(more),
             no_grad_forward_peak_bytes=draw(unknown),
@@ -209,10 +210,12 @@ def _crossing(profile: gb.Profile, cut: int) -> tuple[int, int]:
     layers = profile.layers
     trains = [bool(layer.gradient_bytes) for layer in layers]
     there = set(layers[cut - 1].outputs)
-    back = set(there) if any(trains[:cut]) or not any(trains) else set()
+    goes_back = any(trains[:cut]) or not any(trains)
+    back = set(there) if goes_back else set()
     for skip in profile.skips:
         if skip.source < cut <= skip.destination:
             there |= set(skip.storages)
             if any(trains[: skip.source + 1]) or not any(trains):
                 back |= set(skip.storages)
-    return profile.bytes_of(there), profile.bytes_of(back - set(profile.without_gradient))
+    second = layers[cut - 1].second_gradient_bytes if goes_back else 0
+    return profile.bytes_of(there), profile.bytes_of(back - set(profile.without_gradient)) + second

@@ -144,6 +144,72 @@ def test_the_callers_output_is_there_while_the_optimizer_steps(chunks: int) -> N
     assert predicted[0].total == pytest.approx(counted[0], rel=0.002)
 
 
+class Twice(nn.Module):
+    """Hand a value on as itself and as what goes past the next layers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Beside(nn.Module):
+    """Do something to the first of two values."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.inner(values[0]), values[1]
+
+
+class Product(nn.Module):
+    """Multiply two values, so that each has a gradient of its own."""
+
+    def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        return values[0] * values[1]
+
+
+@pytest.mark.parametrize(
+    ("balance", "chunks", "checkpoint"),
+    [([6, 5], 1, "never"), ([5, 6], 1, "never"), ([6, 5], 3, "always"), ([11], 2, "except_last")],
+)
+def test_two_gradients_of_one_tensor_are_there_at_once(
+    balance: list[int], chunks: int, checkpoint: str
+) -> None:
+    """Inside a partition, and where the cut is behind the layer that hands it on twice."""
+    layers = nn.Sequential(
+        nn.Linear(16, 64),
+        nn.ReLU(),
+        *(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 256)),
+        Twice(),
+        Beside(nn.Linear(256, 32)),
+        Beside(nn.Linear(32, 256)),
+        Product(),
+        *(nn.Linear(256, 8), nn.Tanh()),
+    )
+    inputs = torch.randn(512 * chunks, 16)
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    given: Any = {"chunks": chunks, "rows": (), "timeout": 0, "progress": False}
+    profile = gb.profile_model(layers, inputs, loss_fn=squares, optimizer=make, **given)
+    least, most = (
+        partition_memory(
+            profile,
+            to_bounds(balance),
+            chunks=chunks,
+            checkpoint=checkpoint,
+            shared_memory=True,
+            latest=latest,
+        )
+        for latest in (False, True)
+    )
+    pipe = GPipe(layers, balance, chunks=chunks, checkpoint=checkpoint)
+    counted = count(pipe, inputs, "loss(pipe(x))", make(layers.parameters()))
+    for low, high, n_bytes in zip(least, most, counted, strict=True):
+        assert low.total <= n_bytes * 1.01 and n_bytes <= high.total * 1.01
+        if chunks == 1:
+            assert low.total == pytest.approx(n_bytes, rel=0.01)
+
+
 def over_the_cut() -> nn.Sequential:
     """A chain whose widest value goes past the cut as a skip connection."""
     layers: list[nn.Module] = [nn.Linear(16, 200), Keep(200), nn.Linear(200, 8), nn.Linear(8, 8)]

@@ -291,6 +291,45 @@ def test_skips_have_storages_of_their_own() -> None:
     assert gb.Profile.from_dict(result.to_dict()) == result
 
 
+class Hands(nn.Module):
+    """Hand on a value several times, and a number, or its parts."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
+class Takes(nn.Module):
+    """Add up what has a gradient."""
+
+    def forward(self, values: Any) -> Tensor:
+        return torch.stack([value.float().sum(1) for value in values]).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "n_bytes"),
+    [
+        (lambda x: (x, x), 24 * F),
+        (lambda x: (x.tanh(), x), 0),
+        (lambda x: (x, x.detach()), 0),
+        (lambda x: x.chunk(2, 1), 0),
+        (lambda x: (x[:, :4], x, x), 24 * F + 16 * F),
+        (lambda x: (x.long(), x.long()), 0),
+    ],
+)
+def test_a_tensor_handed_on_twice_gets_two_gradients(make: Any, n_bytes: int) -> None:
+    """Two are there beyond the first of each storage; parts of one storage share its bytes."""
+    model = nn.Sequential(nn.Linear(3, 6), Hands(make), Takes())
+    x = torch.randn(4, 3)
+    measured = profile(model, x)
+    estimated = gb.profile_model(model, x, method="estimate", progress=False)
+    for found in (measured, estimated):
+        assert [layer.second_gradient_bytes for layer in found.layers] == [0, n_bytes, 0]
+
+
 def test_autocast_casts_count_while_the_graph_holds_them() -> None:
     """Under autocast the casts of input and weight are saved, and nothing that only a cache has."""
     rows, half = 8, 2

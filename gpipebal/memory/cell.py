@@ -196,10 +196,11 @@ class Cell:
         """Bytes of them when the optimizer steps."""
         return self.all_gradients - self.ties.others
 
-    @cached_property
+    @property
     def input_gradient(self) -> int:
-        """Bytes of the gradient of its value that goes back to the partition before it."""
-        return self.gradient_of(self.value) if self.wants_gradient(self.first) else 0
+        """Bytes of the gradients of its value that go back to the partition before it, if any."""
+        before = self.profile.layers[self.first - 1] if self.first else None
+        return self.gradient_of(self.value) + (before.second_gradient_bytes if before else 0)
 
     def gradient_of(self, storages: Storages) -> int:
         """Bytes of the gradients of tensors."""
@@ -281,7 +282,10 @@ class Cell:
         # The gradient of the last partition's output is the caller's, or that of the loss, a
         # number.
         started_with = self.handed_through[-1]
-        started_from = 0 if self.is_last else self.gradient_of(started_with)
+        started_from = 0
+        if not self.is_last:
+            second = self.layers[-1].second_gradient_bytes
+            started_from = self.gradient_of(started_with) + second
         started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
         gradients = self.all_gradients if gradients_exist else 0
         flowing = waits = 0
@@ -299,8 +303,10 @@ class Cell:
             waits -= sum(self.gradient_of(skip) for skip in self._stashed_within.get(k, ()))
             waits += sum(self.gradient_of(skip) for skip in self._popped.get(k, ()))
             # What is handed through to the end comes back as what the backward started from.
-            into = frozenset(self.layers[k - 1].outputs) if k else frozenset()
-            flowing = self.gradient_of(into - self.handed_through[k])
+            if k:
+                into = self.layers[k - 1]
+                flowing = self.gradient_of(frozenset(into.outputs) - self.handed_through[k])
+                flowing += into.second_gradient_bytes
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""

@@ -168,11 +168,14 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
             cell.bytes_of(storages - (cell.kept_input - cell.handed_again)),
         )
         found.append(Stream("F", taker, recorded, again))
-    back = [(cell.value, j - 1)] if j else []
-    back += [(frozenset(s.storages), bisect_right(ends, s.source)) for s in cell.incoming]
-    for storages, taker in back:
+    back = [(cell.value, cell.input_gradient, j - 1)] if j else []
+    back += [
+        (storages, cell.gradient_of(storages), bisect_right(ends, skip.source))
+        for skip in cell.incoming
+        for storages in [frozenset(skip.storages)]
+    ]
+    for storages, gradient, taker in back:
         if cell.wants_gradient(cells[taker].end):
-            gradient = cell.gradient_of(storages)
             found.append(Stream("B", taker, gradient, gradient))
         # The tensor itself, as long as the graph that it came from needs it.
         handed = storages & cells[taker].handed

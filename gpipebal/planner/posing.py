@@ -215,14 +215,16 @@ def links_of(profile: Profile, link: Link) -> Links:
     sent, returned = [], []
     for cut in range(1, profile.n_layers):
         forward = set(layers[cut - 1].outputs)
-        backward = set(forward) if trained[cut] or not known else set()
+        goes_back = trained[cut] or not known
+        backward = set(forward) if goes_back else set()
+        second = layers[cut - 1].second_gradient_bytes if goes_back else 0
         for skip in profile.skips:
             if skip.source < cut <= skip.destination:
                 forward.update(skip.storages)
                 if trained[skip.source + 1] or not known:
                     backward.update(skip.storages)
         sent.append(profile.bytes_of(forward))
-        returned.append(profile.gradient_bytes_of(backward))
+        returned.append(profile.gradient_bytes_of(backward) + second)
     return Links.from_bytes(
         sent, returned, bandwidth=link.bandwidth, latency=link.latency, overlaps=link.overlaps
     )

@@ -47,11 +47,12 @@ class RunPeaks:
             self._gradient_sums[self._ends][None, :] - self._gradient_sums[self._firsts][:, None]
         ) - self._ties.counted_again
         self._fixed = self._fixed_bytes()
-        outputs = [layer.outputs for layer in self._profile.layers[:-1]]
+        before = self._profile.layers[:-1]
         self._outgoing = tables.stashed[:, self._ends].copy()
-        self._outgoing[:, :-1] += self._column(list(map(self._profile.bytes_of, outputs)))
+        sizes = [self._profile.bytes_of(layer.outputs) for layer in before]
+        self._outgoing[:, :-1] += self._column(sizes)
         self._started = tables.stashed_gradients[:, self._ends].copy()
-        self._started[:, :-1] += self._column(list(map(self._profile.gradient_bytes_of, outputs)))
+        self._started[:, :-1] += self._column(list(map(self._gradients_into, before)))
         self._returned = self._returned_bytes()
         self._idle = self._idle_runs()
         kept = self._column([0, *(la.kept_buffer_bytes for la in self._profile.layers)]).cumsum()
@@ -67,6 +68,10 @@ class RunPeaks:
 
     def _column(self, numbers: Sequence[int]) -> Table:
         return np.array(numbers, dtype=self._tables.kind)
+
+    def _gradients_into(self, layer: LayerProfile) -> int:
+        """Return the bytes of the gradients that a layer's backward is given."""
+        return self._profile.gradient_bytes_of(layer.outputs) + layer.second_gradient_bytes
 
     def _fixed_bytes(self) -> Table:
         """Return parameters, buffers and optimizer state of each run."""
@@ -87,11 +92,11 @@ class RunPeaks:
         for one in self.variants:
             left = 0
             if one.first:
-                outputs = profile.layers[one.first - 1].outputs
+                before = profile.layers[one.first - 1]
                 if trained[one.first]:
-                    left += profile.gradient_bytes_of(outputs) + one.popped_gradients
+                    left += self._gradients_into(before) + one.popped_gradients
                 if self._shared:
-                    left += profile.bytes_of(outputs) + one.popped
+                    left += profile.bytes_of(before.outputs) + one.popped
             found.append(left)
         return self._column(found)[:, None]
 
@@ -224,7 +229,7 @@ class RunPeaks:
     def _backward(self, again: bool, exist: bool) -> Table:
         tables, chain, layers, ends = self._tables, self._chain, self._chain.layers, self._ends
         peaks = self._column([backward_peak(layer, exist) for layer in layers])
-        flowing = self._column([self._profile.gradient_bytes_of(la.outputs) for la in layers])
+        flowing = self._column(list(map(self._gradients_into, layers)))
         # Gradients of skips that a later layer has popped wait for the layer that stashed them.
         skips = chain.skip_gradient_bytes
         waits = self._column([sum(skips[k] for k in crossing) for crossing in chain.crossing[1:]])

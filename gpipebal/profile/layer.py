@@ -38,6 +38,9 @@ class LayerProfile:
             and buffers.
         handed_through: Storages of its input that it hands on as they are: the gradient that its
             backward is given is the one that it returns, in the same memory.
+        second_gradient_bytes: Bytes of the gradients that its backward is given beyond one for
+            each storage in `outputs`: a tensor that is handed on twice gets two, and they are there
+            until their sum is made.
         output_bytes: Bytes of the storages in `outputs`.
         forward_peak_bytes: Largest memory during its forward beyond what was there at its
             start, so with its outputs and what it saves.
@@ -74,6 +77,7 @@ class LayerProfile:
     outputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     handed_through: tuple[int, ...] = ()
+    second_gradient_bytes: int = 0
     output_bytes: int = 0
     forward_peak_bytes: int = 0
     no_grad_forward_peak_bytes: int | None = None

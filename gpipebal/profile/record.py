@@ -2,9 +2,10 @@
 
 Records of version 1 (before the loss was a layer, and without skip connections and other sizes),
 version 2 (without what a trial as a pipeline tells), version 3 (without tied parameters, and what
-has no gradient or is handed through) and version 4 (without copies of buffers, and what partitions
-side by side do to each other) are still read; what they do not tell is unknown, so that everything
-between layers is taken to have a gradient.
+has no gradient or is handed through), version 4 (without copies of buffers, and what partitions
+side by side do to each other) and version 5 (without second gradients) are still read; what they do
+not tell is unknown, so that everything between layers is taken to have a gradient, and one for each
+storage.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 5
+VERSION = 6
 
 _FIELDS = frozenset(
     {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -258,18 +258,11 @@ def _repeat(walk: Walk, twin: _Twin) -> None:
     memory = walk.memory[twin.index]
     handed = [own(number) for number in twin.outputs.numbers]
     walk.memory.append(
-        LayerMemory(
+        replace(
+            memory,
             outputs=distinct_numbers(handed),
             saved=distinct_numbers([own(number) for number in memory.saved]),
             handed_through=distinct_numbers([own(number) for number in memory.handed_through]),
-            output_bytes=memory.output_bytes,
-            forward_peak_bytes=memory.forward_peak_bytes,
-            no_grad_forward_peak_bytes=memory.no_grad_forward_peak_bytes,
-            backward_peak_bytes=memory.backward_peak_bytes,
-            accumulating_peak_bytes=memory.accumulating_peak_bytes,
-            copied_bytes=memory.copied_bytes,
-            kept_buffer_bytes=memory.kept_buffer_bytes,
-            saved_buffer_bytes=memory.saved_buffer_bytes,
         )
     )
     walk.flops.append(walk.flops[twin.index])

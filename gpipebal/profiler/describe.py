@@ -75,6 +75,7 @@ def describe_layers(
             outputs=found.memory[k].outputs,
             saved=found.memory[k].saved,
             handed_through=found.memory[k].handed_through,
+            second_gradient_bytes=found.memory[k].second_gradient_bytes,
             output_bytes=found.memory[k].output_bytes,
             forward_peak_bytes=found.memory[k].forward_peak_bytes,
             no_grad_forward_peak_bytes=found.memory[k].no_grad_forward_peak_bytes,

@@ -46,6 +46,7 @@ class LayerMemory:
     outputs: tuple[int, ...]
     saved: tuple[int, ...]
     handed_through: tuple[int, ...]
+    second_gradient_bytes: int
     output_bytes: int
     forward_peak_bytes: int
     no_grad_forward_peak_bytes: int
@@ -176,6 +177,7 @@ def measure_layer_memory(
             known[key_] = numbers.new(n_bytes)
     handed_through = distinct_numbers(known[key] for key in through)
     saved_numbers = distinct_numbers(known[key] for key in saved)
+    second = _second_gradients(passed)
     # Their keys are used up: they may be given to new storages from now on.
     del outputs, found, known, passed
     hands_on.value = _cut(hands_on.value)
@@ -193,6 +195,7 @@ def measure_layer_memory(
         outputs=hands_on.storages,
         saved=saved_numbers,
         handed_through=handed_through,
+        second_gradient_bytes=second,
         output_bytes=sum(numbers.bytes[number] for number in hands_on.storages),
         forward_peak_bytes=forward,
         no_grad_forward_peak_bytes=without_graph,
@@ -297,6 +300,18 @@ def _forward_and_backward(
             chain.run_backward(roots, inputs, chain.names[k])
         backward = peak.bytes
     return forward, backward, (outputs, passed, saved, constant, through)
+
+
+def _second_gradients(value: Value) -> int:
+    """Return the bytes of a value's gradients beyond one for each of its storages."""
+    beyond, left = 0, dict[int, int]()
+    for leaf in value.leaves:
+        if has_storage(leaf) and needs_gradient(leaf):
+            key, storage = storage_key(leaf), leaf.untyped_storage()
+            room = left.get(key, storage.nbytes())
+            beyond += max(0, leaf.nbytes - room)
+            left[key] = max(0, room - leaf.nbytes)
+    return beyond
 
 
 @contextmanager

@@ -80,10 +80,16 @@ def durations_of(
     )
     transfer = None
     if bandwidth is not None or latency:
-        crossing = [_crossing(profile, cut) for cut in bounds[1:-1]]
+        cuts = bounds[1:-1]
+        crossing = [_crossing(profile, cut) for cut in cuts]
+        sent = [profile.bytes_of(one) for one in crossing]
+        returned = [
+            profile.gradient_bytes_of(one) + profile.layers[cut - 1].second_gradient_bytes
+            for cut, one in zip(cuts, crossing, strict=True)
+        ]
         there, back = (
-            [latency + (size_of(one) / bandwidth if bandwidth else 0.0) for one in crossing]
-            for size_of in (profile.bytes_of, profile.gradient_bytes_of)
+            [latency + (n_bytes / bandwidth if bandwidth else 0.0) for n_bytes in sizes]
+            for sizes in (sent, returned)
         )
         transfer = (0.0, *there), (*back, 0.0)
     return Durations(

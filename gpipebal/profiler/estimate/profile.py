@@ -279,6 +279,7 @@ class _Work:
                 outputs=found.memory.outputs,
                 saved=found.memory.saved,
                 handed_through=found.memory.handed_through,
+                second_gradient_bytes=found.memory.second_gradient_bytes,
                 output_bytes=sum(numbers.bytes[number] for number in found.memory.outputs),
                 forward_peak_bytes=found.memory.forward_peak_bytes,
                 no_grad_forward_peak_bytes=found.memory.no_grad_forward_peak_bytes,
