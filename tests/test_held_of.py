@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import all_bounds
-from plan_oracle import MODES, profiles
+from plan_oracle import MODES, holding_its_output, profiles
 
 import gpipebal as gb
 from gpipebal.memory.cell import Cell
@@ -32,6 +32,7 @@ def at_work(profile: gb.Profile) -> gb.Profile:
     """Let every layer need, while it works, at least what it leaves behind."""
     # Once as an output, and once for every skip: each may be taken by somebody else.
     most = (1 + len(profile.skips)) * sum(profile.storages)
+    most += sum(layer.second_gradient_bytes for layer in profile.layers)
 
     def working(layer: LayerProfile) -> LayerProfile:
         back = layer.gradient_bytes + most
@@ -68,6 +69,22 @@ def both(
     )
     tracks = memory_over_time(timeline, held_of(profile, plan))
     return [part.memory.total for part in plan.partitions], [track.peak for track in tracks]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(profile=profiles(shortest=1, largest=4), shared=st.booleans())
+def test_the_output_of_one_micro_batch_outlives_its_graph(
+    profile: gb.Profile, shared: bool
+) -> None:
+    """Where the last layer saves what it hands on, and the highest moment is behind it."""
+    profile = at_work(holding_its_output(without_optimizer(profile)))
+    options: Any = {"chunks": 1, "checkpoint": "never", "loss_inside": False}
+    n = profile.n_layers
+    for bounds in [(0, n), (0, 1, n)][: min(n, 2)]:
+        if not all(Cell(profile, a, b, None, shared).goes_back for a, b in pairwise(bounds)):
+            continue
+        planned, followed = both(profile, bounds, shared_memory=shared, **options)
+        assert followed == planned
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)

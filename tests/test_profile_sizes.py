@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -61,6 +61,34 @@ def several(rows: list[int], **costs: Any) -> Profile:
     """Return a profile of the first size, with the others beside it."""
     first, *others = rows
     return replace(size(first, **costs), other_sizes=tuple(size(n, **costs) for n in others))
+
+
+#: Bytes that are the same at any number of rows: of parameters, and of what belongs to them.
+OF_PARAMETERS = {
+    "parameter_bytes",
+    "gradient_bytes",
+    "buffer_bytes",
+    "kept_buffer_bytes",
+    "saved_buffer_bytes",
+    "optimizer_bytes",
+    "optimizer_peak_bytes",
+}
+
+
+def test_all_other_bytes_go_by_the_rows() -> None:
+    """Every one that is no parameter's is scaled, between measured sizes and beyond them."""
+    names = {f.name for f in fields(LayerProfile) if f.name.endswith("_bytes")} - OF_PARAMETERS
+    sizes = [
+        replace(
+            found, layers=tuple(replace(la, **dict.fromkeys(names, 8 * n)) for la in found.layers)
+        )
+        for n in (2, 4)
+        for found in [size(n)]
+    ]
+    profile = replace(sizes[0], other_sizes=(sizes[1],))
+    for rows in (1, 2, 3, 4, 8):
+        layer = profile.at_rows(rows).layers[0]
+        assert {name: getattr(layer, name) for name in names} == dict.fromkeys(names, 8 * rows)
 
 
 @settings(deadline=None)

@@ -140,6 +140,7 @@ def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(trial, "_read", noted)
     monkeypatch.setattr(trial, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(trial, "LEAST_TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(trial, "_overheads", lambda *given: dict.fromkeys(trial.KINDS, 1e-6))
     monkeypatch.setattr(trial._Way, "run", running)
     found = run_trial(profile(model, as_pipeline=False), setting(model, 3, 2), 60.0)

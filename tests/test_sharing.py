@@ -269,3 +269,6 @@ def test_a_frozen_model_has_shares_of_its_forwards() -> None:
         model, torch.randn(512, 256), chunks=4, partitions=2, timeout=0.2, progress=False
     )
     assert {layer.backward_time for layer in profile.layers} == {0.0}
+    shares = profile.step.side_by_side
+    # A backward that nobody has does not press, and is not pressed.
+    assert shares is None or (shares.backward == 1 and 0 < shares.forward <= 1)

@@ -133,12 +133,12 @@ def test_gradients_of_parameters_come_with_the_first_backward() -> None:
 
 
 def test_the_callers_loss_stands_between_the_phases() -> None:
-    """Outputs add up; behind the last forward is the most; then what stays, to the end."""
-    size = HeldBytes(recorded=CellBytes(output=10), around=AroundLoss(70, 33, 0))
+    """Outputs add up; behind the last forward is the most; then what stays; then what is left."""
+    size = HeldBytes(recorded=CellBytes(output=10), around=AroundLoss(70, 33, 0, 21))
     (track,) = memory_over_time(place(gpipe_schedule(1, 3, "never"), uniform(1), pause=2.0), [size])
     seen = [track.at(second + 0.5)["outputs"] for second in range(8)]
     assert seen == [0, 10, 20, 70, 70, 33, 33, 33]
-    assert (track.peak, track.peak_time, track.total[-1]) == (70, 3.0, 33)
+    assert (track.peak, track.peak_time, track.total[-1]) == (70, 3.0, 21)
     # Without a pause it takes no time, and is the highest moment all the same.
     (track,) = tracks_of(gpipe_schedule(1, 3, "never"), size)
     assert (track.peak, track.at(3.5)["outputs"]) == (70, 33)

@@ -199,8 +199,9 @@ class Cell:
     @property
     def input_gradient(self) -> int:
         """Bytes of the gradients of its value that go back to the partition before it, if any."""
-        before = self.profile.layers[self.first - 1] if self.first else None
-        return self.gradient_of(self.value) + (before.second_gradient_bytes if before else 0)
+        if self.first:
+            return self.profile.gradients_into(self.first - 1)
+        return self.gradient_of(self.value)
 
     def gradient_of(self, storages: Storages) -> int:
         """Bytes of the gradients of tensors."""
@@ -246,12 +247,13 @@ class Cell:
                 held += self.bytes_of(frozenset(layer.saved) - seen)
                 seen.update(layer.saved)
 
-    def kept_of(self, chunks: int) -> Storages:
+    def kept_of(self, chunks: int, *, again: bool = False) -> Storages:
         """Return the storages of outputs that outlive their graphs, in the caller's hands.
 
         The outputs of several micro-batches are copied into one piece, of one they are the piece.
+        Those of a graph that is made `again` are not the caller's.
         """
-        keeps = chunks == 1 and self.is_last and self.loss is None
+        keeps = chunks == 1 and self.is_last and self.loss is None and not again
         return self.outputs - self.callers if keeps else frozenset()
 
     def backward(
@@ -282,10 +284,11 @@ class Cell:
         # The gradient of the last partition's output is the caller's, or that of the loss, a
         # number.
         started_with = self.handed_through[-1]
-        started_from = 0
+        started_from = second = 0
         if not self.is_last:
+            started_from = self.gradient_of(started_with) + self.layers[-1].second_gradient_bytes
+        if self.loss is None:
             second = self.layers[-1].second_gradient_bytes
-            started_from = self.gradient_of(started_with) + second
         started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
         gradients = self.all_gradients if gradients_exist else 0
         flowing = waits = 0
@@ -306,7 +309,9 @@ class Cell:
             if k:
                 into = self.layers[k - 1]
                 flowing = self.gradient_of(frozenset(into.outputs) - self.handed_through[k])
-                flowing += into.second_gradient_bytes
+                # Second gradients too, as far as every layer behind has as many.
+                second = min(second, into.second_gradient_bytes) if self.handed_through[k] else 0
+                flowing += into.second_gradient_bytes - second
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""

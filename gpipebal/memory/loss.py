@@ -24,7 +24,7 @@ class AroundLoss(NamedTuple):
     most: int
     stays: int
     target: int
-    after: int = 0
+    after: int
 
 
 def loss_of_micro_batch(profile: Profile) -> LayerProfile:
@@ -58,7 +58,8 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
     Args:
         cell: The last partition's.
         chunks: Micro-batches of the mini-batch.
-        outputs: Bytes of the outputs of all micro-batches that no graph holds.
+        outputs: Bytes of the outputs of all micro-batches that no graph holds, without what is the
+            caller's input.
     """
     profile = cell.profile
     whole, joined, gradient = _whole_loss(profile, chunks)
@@ -72,7 +73,7 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
     # a large storage.
     stays = gathered + gradient + whole.output_bytes
     # The output of one micro-batch may be one of the tensors of its graph.
-    output = profile.bytes_of(cell.outputs) if chunks == 1 else joined
+    output = cell.bytes_of(cell.outputs) if chunks == 1 else joined
     after = output + whole.output_bytes
     return AroundLoss(max(gather, forward, backward), stays, whole.buffer_bytes, after)
 
@@ -85,11 +86,13 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
     """
     step, last = profile.step, profile.layers[-1]
     joined = profile.chunks * last.output_bytes
-    gradient = profile.chunks * profile.gradient_bytes_of(last.outputs)
+    gradient = profile.chunks * profile.gradients_into(profile.n_layers - 1)
     if step.whole_loss is not None:
         if step.gathered:
             joined = profile.bytes_of(step.gathered)
             gradient = profile.gradient_bytes_of(step.gathered)
+            if profile.chunks == 1:  # there is one piece only where there is one micro-batch
+                gradient += last.second_gradient_bytes
         loss = _times(step.whole_loss, chunks, profile.chunks)
     elif step.loss is not None:
         loss = _times(step.loss, chunks, 1)

@@ -130,8 +130,8 @@ def _highest(
     callers = 0 if cell.first else chunks * cell.profile.bytes_of(cell.callers)
     # The last partition's outputs are kept for the caller; of losses only the numbers.
     keeps = cell.is_last and cell.loss is None
-    of_output = cell.profile.bytes_of(cell.outputs) if keeps else 0
-    in_graph = cell.profile.bytes_of(cell.outputs & cell.graph) if keeps else 0
+    of_output = cell.bytes_of(cell.outputs) if keeps else 0
+    in_graph = cell.bytes_of(cell.outputs & cell.graph) if keeps else 0
     target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
     around = None
     if cell.is_last and cell.loss is None:
@@ -221,8 +221,7 @@ def _moments(
 ) -> list[Moment]:
     """Walk through one action of one cell, with what this cell holds alone."""
     if kind == "B":
-        # The output of a recompute is another one than the caller's.
-        kept = frozenset() if again else cell.kept_of(chunks)
+        kept = cell.kept_of(chunks, again=again)
         return list(cell.backward(again=again, gradients_exist=gradients_exist, kept=kept))
     if kind == "R":
         return list(cell.recompute(gradients_exist=gradients_exist))

@@ -220,7 +220,7 @@ def _ceilings(cell: Cell, row: Sequence[Action], chunks: int, held: Storages) ->
     target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
     around = None
     if cell.is_last and cell.loss is None:
-        output = profile.bytes_of(cell.outputs) - profile.bytes_of(cell.outputs & held)
+        output = cell.bytes_of(cell.outputs - held)
         around = around_loss(cell, chunks, chunks * output)
         target = around.target
     kept = cell.bytes_of(cell.kept_of(chunks) - held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,12 +47,14 @@ class RunPeaks:
             self._gradient_sums[self._ends][None, :] - self._gradient_sums[self._firsts][:, None]
         ) - self._ties.counted_again
         self._fixed = self._fixed_bytes()
-        before = self._profile.layers[:-1]
         self._outgoing = tables.stashed[:, self._ends].copy()
-        sizes = [self._profile.bytes_of(layer.outputs) for layer in before]
+        sizes = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers[:-1]]
         self._outgoing[:, :-1] += self._column(sizes)
+        #: What the backward of each layer is given; that of a loss nothing.
+        self._flowing = [self._profile.gradients_into(k) for k in range(self._n)]
+        self._flowing += [0] * (len(chain.layers) - self._n)
         self._started = tables.stashed_gradients[:, self._ends].copy()
-        self._started[:, :-1] += self._column(list(map(self._gradients_into, before)))
+        self._started[:, :-1] += self._column(self._flowing[: self._n - 1])
         self._returned = self._returned_bytes()
         self._idle = self._idle_runs()
         kept = self._column([0, *(la.kept_buffer_bytes for la in self._profile.layers)]).cumsum()
@@ -61,17 +63,13 @@ class RunPeaks:
         self._kept_buffers = kept[ends][None, :] - kept[self._firsts][:, None]
         self._graphs = tables.kept[:, self._ends].copy()
         if chain.loss is not None:
-            self._graphs[:, -1] -= self._in_graph(chain.loss.outputs, full=False)
+            self._graphs[:, -1] -= self._in_graph(chain.loss.outputs)
         self._handed = tables.handed[:, self._ends].copy() if self._shared else 0 * self._graphs
         self._handed[:, -1] = 0
         self._known: dict[tuple[str, bool, bool], Table] = {}
 
     def _column(self, numbers: Sequence[int]) -> Table:
         return np.array(numbers, dtype=self._tables.kind)
-
-    def _gradients_into(self, layer: LayerProfile) -> int:
-        """Return the bytes of the gradients that a layer's backward is given."""
-        return self._profile.gradient_bytes_of(layer.outputs) + layer.second_gradient_bytes
 
     def _fixed_bytes(self) -> Table:
         """Return parameters, buffers and optimizer state of each run."""
@@ -92,11 +90,11 @@ class RunPeaks:
         for one in self.variants:
             left = 0
             if one.first:
-                before = profile.layers[one.first - 1]
                 if trained[one.first]:
-                    left += self._gradients_into(before) + one.popped_gradients
+                    left += self._flowing[one.first - 1] + one.popped_gradients
                 if self._shared:
-                    left += profile.bytes_of(before.outputs) + one.popped
+                    outputs = profile.layers[one.first - 1].outputs
+                    left += profile.bytes_of(outputs) + one.popped
             found.append(left)
         return self._column(found)[:, None]
 
@@ -112,16 +110,15 @@ class RunPeaks:
             idle[:, end - 1] = (self._firsts <= something) & (self._firsts > gradient)
         return idle
 
-    def _in_graph(self, storages: Sequence[int], *, full: bool) -> Table:
-        """Return the bytes of storages that the runs to the end hold; `full`: the caller's too."""
+    def _in_graph(self, storages: Iterable[int]) -> Table:
+        """Return the bytes of storages that the runs to the end hold."""
         tables = self._tables
-        sizes = self._profile.storages if full else tables.bytes
         total = self._column([0] * len(self.variants))
         for storage in set(storages):
             held = tables.comes_in(storage) < tables.n_columns
-            if not full and storage in self._profile.inputs:
+            if storage in self._profile.inputs:
                 held &= self._firsts > 0
-            total += (held & ~self._idle[:, -1]) * sizes[storage]
+            total += (held & ~self._idle[:, -1]) * tables.bytes[storage]
         return total
 
     def peaks(self, moments: Sequence[Moment]) -> Table:
@@ -158,13 +155,18 @@ class RunPeaks:
         """Return what tells the outputs that a moment of the last partition has beside it."""
         if self._chain.loss is not None:
             return lambda moment: 0
-        outputs = self._profile.layers[-1].outputs
-        size, in_graph = self._profile.bytes_of(outputs), self._in_graph(outputs, full=True)
+        profile, n = self._profile, self._n
+        outputs = frozenset(profile.layers[-1].outputs)
+        # Runs from the first layer on have the caller's input, in one memory all have it.
+        callers = (self._firsts == 0) | self._shared
+        cells = [Cell(profile, first, n, None, self._shared) for first in (n - 1, 0)]
+        sizes = self._column([cell.bytes_of(outputs) for cell in cells])
+        size, in_graph = sizes[callers.astype(int)], self._in_graph(outputs)
         at_loss = next(moment for moment in moments if moment.kind == "L")
-        cell = Cell(self._profile, self._n - 1, self._n, None, self._shared)
         given = self._chunks * size - at_loss.n_graphs * in_graph
-        found = {n: around_loss(cell, self._chunks, n) for n in set(given.tolist())}
-        around = [found[n] for n in given.tolist()]
+        ways = list(zip(callers.tolist(), given.tolist(), strict=True))
+        found = {way: around_loss(cells[way[0]], self._chunks, way[1]) for way in set(ways)}
+        around = [found[way] for way in ways]
         target = self._column([one.target for one in around])
         after = self._column([one.after for one in around])
         most = self._column([one.most for one in around])
@@ -229,7 +231,7 @@ class RunPeaks:
     def _backward(self, again: bool, exist: bool) -> Table:
         tables, chain, layers, ends = self._tables, self._chain, self._chain.layers, self._ends
         peaks = self._column([backward_peak(layer, exist) for layer in layers])
-        flowing = self._column(list(map(self._gradients_into, layers)))
+        flowing = self._column(self._flowing)
         # Gradients of skips that a later layer has popped wait for the layer that stashed them.
         skips = chain.skip_gradient_bytes
         waits = self._column([sum(skips[k] for k in crossing) for crossing in chain.crossing[1:]])
@@ -299,12 +301,16 @@ class RunPeaks:
                 yield source, (layers >= source)[None, :] * n_bytes
         profile = self._profile
         through = set(profile.layers[end - 1].outputs)
+        second = profile.layers[end - 1].second_gradient_bytes
         for k in range(end - 2, -1, -1):
             # That of what is handed through to the end does not come anew.
             through &= set(profile.layers[k + 1].handed_through)
             if not through:
                 return
             n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
+            # Second gradients too, as far as every layer behind has as many.
+            second = min(second, profile.layers[k].second_gradient_bytes)
+            n_bytes += second
             less: Table = np.full((len(self.variants), 1), n_bytes, dtype=self._tables.kind)
             if not through.isdisjoint(profile.layers[k].handed_through):
                 less[self._firsts == k] -= copied(profile.layers[k], exist)

@@ -40,7 +40,8 @@ class LayerProfile:
             backward is given is the one that it returns, in the same memory.
         second_gradient_bytes: Bytes of the gradients that its backward is given beyond one for
             each storage in `outputs`: a tensor that is handed on twice gets two, and they are there
-            until their sum is made.
+            until their sum is made; that of a tensor which repeats a smaller storage is larger than
+            it. Skip connections have one each anyway.
         output_bytes: Bytes of the storages in `outputs`.
         forward_peak_bytes: Largest memory during its forward beyond what was there at its
             start, so with its outputs and what it saves.

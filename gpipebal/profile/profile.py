@@ -181,6 +181,11 @@ class Profile:
         """Add up the bytes of the gradients of storages, which are as large as they."""
         return self.bytes_of(self.with_gradient(storages))
 
+    def gradients_into(self, layer: int) -> int:
+        """Add up the bytes of the gradients that a layer's backward is given for its outputs."""
+        costs = self.layers[layer]
+        return self.gradient_bytes_of(costs.outputs) + costs.second_gradient_bytes
+
     def with_gradient(self, storages: Iterable[int]) -> frozenset[int]:
         """Return those of some storages that a gradient goes back through."""
         return frozenset(storages) - self._without_gradient

@@ -56,6 +56,7 @@ _COUNTS = (
     "backward_peak_bytes",
     "accumulating_peak_bytes",
     "copied_bytes",
+    "second_gradient_bytes",
 )
 #: A measured size of a layer: its rows, and what it costs.
 _Size = tuple[int, LayerProfile]

@@ -32,6 +32,7 @@ from gpipebal.profiler.setting import (
     to_device,
 )
 from gpipebal.profiler.sizes import Study
+from gpipebal.profiler.trial import LEAST_TRIAL_SECONDS
 from gpipebal.schedule import check_count
 from gpipebal.skip.layout import find_skips
 
@@ -46,8 +47,6 @@ DEFAULT_STEPS = 10
 TRIAL_PARTS = 2
 LEAST_SECONDS = 2.0
 MOST_SECONDS = 60.0
-#: Seconds of the trial at least: how fast partitions work side by side changes every some tenths.
-LEAST_TRIAL_SECONDS = 3.0
 
 
 def profile_model(

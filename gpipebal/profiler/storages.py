@@ -9,7 +9,7 @@ with the values, so that what two layers share has one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +175,7 @@ def measure_layer_memory(
     for key_, n_bytes in saved.items():
         if key_ not in known:
             known[key_] = numbers.new(n_bytes)
-    handed_through = distinct_numbers(known[key] for key in through)
+    handed_through = distinct_numbers(known[key] for key in through.values())
     saved_numbers = distinct_numbers(known[key] for key in saved)
     second = _second_gradients(passed)
     # Their keys are used up: they may be given to new storages from now on.
@@ -187,7 +187,7 @@ def measure_layer_memory(
     without_copies = backward
     if through:
         _, without_copies, _ = _forward_and_backward(
-            chain, k, value, ledger, constants, unwanted=through
+            chain, k, value, ledger, constants, unwanted=set(through)
         )
         for parameter in layer.parameters():
             parameter.grad = None
@@ -259,13 +259,13 @@ def _forward_and_backward(
     value: Value,
     ledger: Ledger,
     constants: Iterable[Tensor],
-    unwanted: Sequence[int] = (),
-) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], set[int], list[int]]]:
+    unwanted: Collection[int] = (),
+) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], set[int], dict[int, int]]]:
     """Run forward and backward of a layer; the gradients of `unwanted` inputs are left out.
 
     Returns:
         The peaks of both; what came out, what of it goes on, which storages were saved, which
-        constants were, and what was handed through, by their keys.
+        constants were, by their keys; and which inputs were handed through, with their keys.
     """
     saved: dict[int, int] = {}
 
@@ -277,9 +277,8 @@ def _forward_and_backward(
 
     with ledger.watch(0):
         inputs, given = chain.prepare(k, value, wants=True)
-        for leaf in inputs:
-            if unwanted and has_storage(leaf) and storage_key(leaf) in unwanted:
-                leaf.requires_grad_(False)
+        for place in unwanted:
+            inputs[place].requires_grad_(False)
         before, peak = ledger.live_keys(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
@@ -294,7 +293,7 @@ def _forward_and_backward(
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
         roots = roots_of(outputs, random_gradients(outputs))
-        through: list[int] = []
+        through: dict[int, int] = {}
         with _handed_through(inputs, roots, through):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
@@ -316,14 +315,14 @@ def _second_gradients(value: Value) -> int:
 
 @contextmanager
 def _handed_through(
-    inputs: Iterable[Any], roots: Sequence[tuple[Tensor, Tensor]], found: list[int]
+    inputs: Iterable[Any], roots: Sequence[tuple[Tensor, Tensor]], found: dict[int, int]
 ) -> Iterator[None]:
     """Find the inputs that are outputs too, and whose gradient in a block's backward is theirs.
 
     Args:
         inputs: Leaves of autograd.
         roots: Outputs, with the gradients that the backward starts from.
-        found: Takes the keys of the storages.
+        found: Takes the places of the inputs, with the keys of their storages.
     """
     given = {
         (storage_key(output), storage_key(gradient))
@@ -331,16 +330,16 @@ def _handed_through(
         if has_storage(output) and has_storage(gradient)
     }
 
-    def look_at(key: int) -> Callable[[Tensor], None]:
+    def look_at(place: int, key: int) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
             if has_storage(gradient) and (key, storage_key(gradient)) in given:
-                found.append(key)
+                found[place] = key
 
         return look
 
     hooks = [
-        leaf.register_hook(look_at(storage_key(leaf)))
-        for leaf in inputs
+        leaf.register_hook(look_at(place, storage_key(leaf)))
+        for place, leaf in enumerate(inputs)
         if has_storage(leaf) and needs_gradient(leaf)
     ]
     try:

@@ -49,10 +49,12 @@ from gpipebal.simulator.sharing import place_sharing
 from gpipebal.solvers import split
 from gpipebal.timeline import Timeline
 
-__all__ = ["MOST_CHUNKS", "Setting", "Trial", "run_trial"]
+__all__ = ["LEAST_TRIAL_SECONDS", "MOST_CHUNKS", "Setting", "Trial", "run_trial"]
 
-#: Rounds, after each way of running has warmed up.
+#: Rounds, after each way of running has warmed up; more where they take less than these seconds.
 MOST_ROUNDS = 8
+#: How fast partitions work side by side changes every some tenths of a second.
+LEAST_TRIAL_SECONDS = 3.0
 #: Steps that count in each way's turn. The one before them finds what another way left in the
 #: caches, and does not: training runs in one way only. Where there are no seconds at all, one step
 #: has to do.
@@ -172,9 +174,9 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
         for way in ways:
             way.run(setting)  # the first warms up: threads are started, facts found out
             way.steps.clear()
-        deadline = time.perf_counter() + seconds
-        rounds = 0
-        while not rounds or (rounds < MOST_ROUNDS and time.perf_counter() < deadline):
+        started = time.perf_counter()
+        rounds, limit = 0, seconds
+        while not rounds or time.perf_counter() < started + limit:
             for way in ways:
                 if seconds:
                     way.run(setting)
@@ -182,6 +184,8 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
                 for _ in range(TURN_STEPS if seconds else 1):
                     way.run(setting)
             rounds += 1
+            if rounds >= MOST_ROUNDS:
+                limit = min(seconds, LEAST_TRIAL_SECONDS)
     finally:
         for way in ways:
             way.pipe.close()

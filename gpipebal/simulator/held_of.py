@@ -109,11 +109,7 @@ def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
         output -= cell.graph
     gradients = cell.all_gradients
     first_backward, backward = (
-        cell.backward(
-            again=again,
-            gradients_exist=exist,
-            kept=frozenset() if again else cell.kept_of(chunks),
-        )
+        cell.backward(again=again, gradients_exist=exist, kept=cell.kept_of(chunks, again=again))
         for exist in (False, True)
     )
     return CellBytes(
@@ -123,7 +119,7 @@ def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
         recompute=_most(cell.recompute(gradients_exist=False), graph),
         first_backward=_most(first_backward, graph),
         backward=_most(backward, graph + gradients),
-        output=cell.profile.bytes_of(output),
+        output=cell.bytes_of(output),
     )
 
 

@@ -11,7 +11,8 @@ Inside an action there is a passing need besides::
 
 Where the caller computes the loss, between the phases, the last partition has its outputs as well:
 they add up until its last forward is over. Then they are gathered, the loss takes what it needs,
-and until the end the gathered output, its gradient and the loss stay.
+and while the backwards run the gathered output, its gradient and the loss stay; behind them the
+output and the loss.
 """
 
 from __future__ import annotations
@@ -230,7 +231,8 @@ class _Moments:
             if size.around is not None:
                 self._change(forward & is_so, _OUTPUTS, cell.output, end=True)
         if size.around is not None:
-            self._gather(np.flatnonzero(here), np.flatnonzero(forward), size.around)
+            backward = np.flatnonzero(back | weights)
+            self._gather(np.flatnonzero(here), np.flatnonzero(forward), backward, size.around)
         for stream in size.streams:
             self._wait(stream, {"F": forward, "R": recompute, "B": back}[stream.kind])
 
@@ -240,7 +242,7 @@ class _Moments:
             places = np.flatnonzero(which) if which.dtype == bool else which
             self._changes[kind, 2 * places + int(end)] += n_bytes
 
-    def _gather(self, here: Ints, forwards: Ints, around: AroundLoss) -> None:
+    def _gather(self, here: Ints, forwards: Ints, backwards: Ints, around: AroundLoss) -> None:
         """Enter the caller's loss between the last forward and what comes behind it."""
         if not len(forwards):
             return
@@ -250,6 +252,8 @@ class _Moments:
         behind = here[here > last]
         if len(behind):
             outputs[2 * behind[0]] += around.stays - around.most
+            if len(backwards) >= len(forwards):
+                outputs[2 * int(backwards[-1]) + 1] += around.after - around.stays
 
     def _wait(self, stream: Stream, makes: Which) -> None:
         """Let what some actions make wait until others take it."""
