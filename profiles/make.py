@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from gpipebal.files import atomic_path
+from gpipebal.memory.layer_peaks import chained_peak
 from gpipebal.models.entries import MODELS
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.profiler import profile_model
@@ -36,6 +37,8 @@ _STAND_INS = {
     "no_grad_forward_peak_bytes": "forward_peak_bytes",
     "accumulating_peak_bytes": "backward_peak_bytes",
 }
+#: Fields that several others stand in for together.
+_CHAINED = ("chained_peak_bytes", "chained_accumulating_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -220,12 +223,27 @@ def shrink(profile: Profile) -> dict[str, Any]:
         }
         for k in range(profile.n_layers)
     ]
+    for k, names in enumerate(left_out):
+        for without in (["output_gradient_bytes"], list(_CHAINED)):
+            if all(_tells_nothing(size, k, without) for size in sizes):
+                names.update(without)
     record = _shrunk(replace(profile, other_sizes=()), left_out)
     record["other_sizes"] = [_shrunk(other, left_out) for other in profile.other_sizes]
     for other in record["other_sizes"]:
         # A list of layers that is the same at all sizes.
         other["provenance"].pop("approximate", None)
     return record
+
+
+def _tells_nothing(profile: Profile, k: int, names: Iterable[str]) -> bool:
+    """Tell whether a profile without these fields of a layer says the same of it."""
+    layer = replace(profile.layers[k], **dict.fromkeys(names))
+    layers = (*profile.layers[:k], layer, *profile.layers[k + 1 :])
+    without = replace(profile, layers=layers, other_sizes=())
+    return without.gradients_into(k) == profile.gradients_into(k) and all(
+        chained_peak(layer, exist) == chained_peak(profile.layers[k], exist)
+        for exist in (False, True)
+    )
 
 
 def _equal(layer: LayerProfile, name: str, stand_in: str) -> bool:

@@ -56,12 +56,14 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             outputs=draw(some(2)),
             saved=draw(some(3)),
             handed_through=draw(some(2)),
-            second_gradient_bytes=draw(few),
+            output_gradient_bytes=draw(unknown),
             output_bytes=draw(few),
             forward_peak_bytes=draw(more),
             no_grad_forward_peak_bytes=draw(unknown),
             backward_peak_bytes=draw(more),
             accumulating_peak_bytes=draw(unknown),
+            chained_peak_bytes=draw(unknown),
+            chained_accumulating_peak_bytes=draw(unknown),
             copied_bytes=draw(few),
             optimizer_peak_bytes=draw(unknown),
         )
@@ -217,5 +219,5 @@ def _crossing(profile: gb.Profile, cut: int) -> tuple[int, int]:
             there |= set(skip.storages)
             if any(trains[: skip.source + 1]) or not any(trains):
                 back |= set(skip.storages)
-    second = layers[cut - 1].second_gradient_bytes if goes_back else 0
+    second = profile.further_gradients(cut - 1) if goes_back else 0
     return profile.bytes_of(there), profile.bytes_of(back - set(profile.without_gradient)) + second

@@ -33,7 +33,7 @@ COUNTED = (
     "saved",
     "handed_through",
     "copied_bytes",
-    "second_gradient_bytes",
+    "output_gradient_bytes",
     "output_bytes",
     "parameter_bytes",
     "gradient_bytes",

@@ -32,7 +32,7 @@ def at_work(profile: gb.Profile) -> gb.Profile:
     """Let every layer need, while it works, at least what it leaves behind."""
     # Once as an output, and once for every skip: each may be taken by somebody else.
     most = (1 + len(profile.skips)) * sum(profile.storages)
-    most += sum(layer.second_gradient_bytes for layer in profile.layers)
+    most += sum(map(profile.gradients_into, range(profile.n_layers)))
 
     def working(layer: LayerProfile) -> LayerProfile:
         back = layer.gradient_bytes + most

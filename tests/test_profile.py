@@ -237,7 +237,7 @@ def test_a_file_of_version_5_is_read() -> None:
     """It does not tell of tensors that are handed on twice."""
     record = {**_record(), "version": 5}
     for layer in record["layers"]:
-        del layer["second_gradient_bytes"]
+        del layer["output_gradient_bytes"]
     assert Profile.from_dict(record) == Profile.from_costs([1.0, 2.0])
 
 

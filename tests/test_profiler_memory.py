@@ -312,22 +312,24 @@ class Takes(nn.Module):
 @pytest.mark.parametrize(
     ("make", "n_bytes"),
     [
-        (lambda x: (x, x), 24 * F),
-        (lambda x: (x.tanh(), x), 0),
-        (lambda x: (x, x.detach()), 0),
-        (lambda x: x.chunk(2, 1), 0),
-        (lambda x: (x[:, :4], x, x), 24 * F + 16 * F),
+        (lambda x: (x, x), 48 * F),
+        (lambda x: (x.tanh(), x), 48 * F),
+        (lambda x: (x, x.detach()), 24 * F),
+        (lambda x: x.chunk(2, 1), 24 * F),
+        (lambda x: (x[:, :4], x, x), (16 + 48) * F),
+        (lambda x: (x[:, :1].expand(4, 6), x.long()), 24 * F),
         (lambda x: (x.long(), x.long()), 0),
     ],
 )
-def test_a_tensor_handed_on_twice_gets_two_gradients(make: Any, n_bytes: int) -> None:
-    """Two are there beyond the first of each storage; parts of one storage share its bytes."""
+def test_gradients_are_of_tensors_and_not_of_storages(make: Any, n_bytes: int) -> None:
+    """A tensor that is handed on twice gets two, a part of one as much as it has itself."""
     model = nn.Sequential(nn.Linear(3, 6), Hands(make), Takes())
     x = torch.randn(4, 3)
     measured = profile(model, x)
     estimated = gb.profile_model(model, x, method="estimate", progress=False)
     for found in (measured, estimated):
-        assert [layer.second_gradient_bytes for layer in found.layers] == [0, n_bytes, 0]
+        gradients = [layer.output_gradient_bytes for layer in found.layers]
+        assert gradients == [24 * F, n_bytes, 4 * F if n_bytes else 0]
 
 
 def test_autocast_casts_count_while_the_graph_holds_them() -> None:

@@ -125,7 +125,7 @@ def test_least_peak_equals_brute_force(profile: gb.Profile, data: st.DataObject)
     assert plan.value == max(part.memory.total for part in plan.partitions) >= best
     assert plan.status == ("optimal" if plan.value == best else "feasible")
     # By as much as waits for busy neighbours, and no more, it may be above the best.
-    waits = sum(profile.storages) + sum(layer.second_gradient_bytes for layer in profile.layers)
+    waits = sum(profile.storages) + sum(map(profile.gradients_into, range(profile.n_layers)))
     assert plan.value <= best + 2 * options["chunks"] * 4 * waits
 
 

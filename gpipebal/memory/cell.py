@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from gpipebal.memory.layer_peaks import (
+    backward_peak,
+    chained_peak,
+    forward_peak,
+    uncopied_peak,
+)
 from gpipebal.memory.ties import Ties
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 
-__all__ = ["Cell", "Moment", "Storages", "backward_peak", "copied", "height", "uncopied_peak"]
+__all__ = ["Cell", "Moment", "Storages", "height"]
 
 #: Storages, as indices into `Profile.storages`.
 Storages = frozenset[int]
@@ -242,7 +248,7 @@ class Cell:
         held = self.bytes_of(self.received) + (0 if records else self.kept_buffers)
         for layer, alive in zip(self.layers, self.alive, strict=True):
             live = self.bytes_of(alive - seen)
-            yield Moment(held, gradients, live + _forward_peak(layer, records))
+            yield Moment(held, gradients, live + forward_peak(layer, records))
             if records:
                 held += self.bytes_of(frozenset(layer.saved) - seen)
                 seen.update(layer.saved)
@@ -283,12 +289,9 @@ class Cell:
             held_up_to.append(held)
         # The gradient of the last partition's output is the caller's, or that of the loss, a
         # number.
-        started_with = self.handed_through[-1]
-        started_from = second = 0
-        if not self.is_last:
-            started_from = self.gradient_of(started_with) + self.layers[-1].second_gradient_bytes
-        if self.loss is None:
-            second = self.layers[-1].second_gradient_bytes
+        last = self.end - 1
+        started_from = 0 if self.is_last else self.profile.gradients_into(last)
+        further = self.profile.further_gradients(last) if self.loss is None else 0
         started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
         gradients = self.all_gradients if gradients_exist else 0
         flowing = waits = 0
@@ -309,16 +312,20 @@ class Cell:
             if k:
                 into = self.layers[k - 1]
                 flowing = self.gradient_of(frozenset(into.outputs) - self.handed_through[k])
-                # Second gradients too, as far as every layer behind has as many.
-                second = min(second, into.second_gradient_bytes) if self.handed_through[k] else 0
-                flowing += into.second_gradient_bytes - second
+                # Further gradients too, as far as every layer behind has as many.
+                own = self.profile.further_gradients(self.first + k - 1)
+                further = min(further, own) if self.handed_through[k] else 0
+                flowing += own - further
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
         # What is handed through is copied only where it is the whole cell's way in and out.
         if not k and self.handed_through[0]:
             return backward_peak(layer, gradients_exist)
-        return uncopied_peak(layer, gradients_exist)
+        # What the backward of the cell started from is not freed.
+        if k + 1 == len(self.layers) or self.handed_through[k + 1]:
+            return uncopied_peak(layer, gradients_exist)
+        return chained_peak(layer, gradients_exist)
 
     @cached_property
     def _popped(self) -> Mapping[int, list[Storages]]:
@@ -354,30 +361,3 @@ class Cell:
             if skip.source != skip.destination:
                 found.setdefault(layer - self.first, []).append(frozenset(skip.storages))
         return found
-
-
-def _forward_peak(layer: LayerProfile, records: bool) -> int:
-    if records or layer.no_grad_forward_peak_bytes is None:
-        return layer.forward_peak_bytes
-    return layer.no_grad_forward_peak_bytes
-
-
-def backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return the largest memory of a layer's backward beyond what was there at its start.
-
-    Where gradients exist and that was not measured, this is an upper bound: of a layer with several
-    parameters, what is added to one gradient is gone before the next is made.
-    """
-    if gradients_exist and layer.accumulating_peak_bytes is not None:
-        return layer.accumulating_peak_bytes
-    return layer.backward_peak_bytes
-
-
-def copied(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return how much of that is copies of gradients that are handed through."""
-    return min(layer.copied_bytes, backward_peak(layer, gradients_exist))
-
-
-def uncopied_peak(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return the largest memory of a layer's backward that makes no such copies."""
-    return backward_peak(layer, gradients_exist) - copied(layer, gradients_exist)

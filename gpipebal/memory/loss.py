@@ -92,7 +92,7 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
             joined = profile.bytes_of(step.gathered)
             gradient = profile.gradient_bytes_of(step.gathered)
             if profile.chunks == 1:  # there is one piece only where there is one micro-batch
-                gradient += last.second_gradient_bytes
+                gradient += profile.further_gradients(profile.n_layers - 1)
         loss = _times(step.whole_loss, chunks, profile.chunks)
     elif step.loss is not None:
         loss = _times(step.loss, chunks, 1)

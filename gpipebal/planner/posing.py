@@ -217,14 +217,14 @@ def links_of(profile: Profile, link: Link) -> Links:
         forward = set(layers[cut - 1].outputs)
         goes_back = trained[cut] or not known
         backward = set(forward) if goes_back else set()
-        second = layers[cut - 1].second_gradient_bytes if goes_back else 0
+        further = profile.further_gradients(cut - 1) if goes_back else 0
         for skip in profile.skips:
             if skip.source < cut <= skip.destination:
                 forward.update(skip.storages)
                 if trained[skip.source + 1] or not known:
                     backward.update(skip.storages)
         sent.append(profile.bytes_of(forward))
-        returned.append(profile.gradient_bytes_of(backward) + second)
+        returned.append(profile.gradient_bytes_of(backward) + further)
     return Links.from_bytes(
         sent, returned, bandwidth=link.bandwidth, latency=link.latency, overlaps=link.overlaps
     )

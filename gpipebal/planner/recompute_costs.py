@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpipebal.memory.cell import backward_peak, uncopied_peak
+from gpipebal.memory.layer_peaks import backward_peak, chained_peak, uncopied_peak
 from gpipebal.profile import LayerProfile, Profile
 
 __all__ = [
@@ -97,6 +97,7 @@ def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int
     peaks = [max(least, remade + backward_peak(layer, exist)) for exist in (False, True)]
     # What the recompute itself needs has no copies that could be spared.
     uncopied = [max(least, remade + uncopied_peak(layer, exist)) for exist in (False, True)]
+    chained = [max(least, remade + chained_peak(layer, exist)) for exist in (False, True)]
     return replace(
         layer,
         backward_time=layer.backward_time + layer.recompute_time,
@@ -105,6 +106,8 @@ def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int
         forward_peak_bytes=layer.forward_peak_bytes if without is None else without,
         backward_peak_bytes=peaks[0],
         accumulating_peak_bytes=None if layer.accumulating_peak_bytes is None else peaks[1],
+        chained_peak_bytes=chained[0],
+        chained_accumulating_peak_bytes=chained[1],
         copied_bytes=min(one - other for one, other in zip(peaks, uncopied, strict=True)),
     )
 

@@ -134,7 +134,8 @@ class RunMemory:
         one = sum(self._profile.storages) * 4
         for name in names:
             one += sum(getattr(layer, f"{name}_bytes") or 0 for layer in layers)
-        one += sum(layer.accumulating_peak_bytes or 0 for layer in layers)
+        for name in ("accumulating", "chained", "chained_accumulating"):
+            one += sum(getattr(layer, f"{name}_peak_bytes") or 0 for layer in layers)
         one += sum(layer.optimizer_peak_bytes or 0 for layer in layers)
         whole = self._profile.step.whole_loss
         if whole is not None:

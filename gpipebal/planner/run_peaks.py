@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.memory.cell import Cell, backward_peak, copied
+from gpipebal.memory.cell import Cell
+from gpipebal.memory.layer_peaks import backward_peak, chained_peak, copied, uncopied_peak
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.moments import Moment
 from gpipebal.planner.storage_tables import StorageTables
@@ -243,11 +244,11 @@ class RunPeaks:
             saved += [0] * (len(layers) - self._n)  # a loss has none
             copies_saved = self._column([0, *saved]).cumsum()
             kept = kept + copies_saved[None, :] - copies_saved[self._firsts][:, None]
-        inner = kept[:, 1:] + (peaks + flowing + waits)
+        chained = self._column([chained_peak(layer, exist) for layer in layers])
+        inner = kept[:, 1:] + (chained + flowing + waits)
         own = kept[:, ends] + peaks[ends - 1]
         # What is handed through is copied only where it is the whole run's way in and out.
         copies_made = self._column([copied(layer, exist) for layer in layers])
-        inner = inner - copies_made
         passes = np.array([not set(la.outputs).isdisjoint(la.handed_through) for la in layers])
         passes[self._n :] = False  # the loss
         is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self._firsts[:, None])
@@ -301,16 +302,19 @@ class RunPeaks:
                 yield source, (layers >= source)[None, :] * n_bytes
         profile = self._profile
         through = set(profile.layers[end - 1].outputs)
-        second = profile.layers[end - 1].second_gradient_bytes
+        further = profile.further_gradients(end - 1)
         for k in range(end - 2, -1, -1):
             # That of what is handed through to the end does not come anew.
             through &= set(profile.layers[k + 1].handed_through)
             if not through:
                 return
             n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
-            # Second gradients too, as far as every layer behind has as many.
-            second = min(second, profile.layers[k].second_gradient_bytes)
-            n_bytes += second
+            # Further gradients too, as far as every layer behind has as many.
+            further = min(further, profile.further_gradients(k))
+            n_bytes += further
+            # What the backward started from is not freed.
+            layer = profile.layers[k]
+            n_bytes -= uncopied_peak(layer, exist) - chained_peak(layer, exist)
             less: Table = np.full((len(self.variants), 1), n_bytes, dtype=self._tables.kind)
             if not through.isdisjoint(profile.layers[k].handed_through):
                 less[self._firsts == k] -= copied(profile.layers[k], exist)

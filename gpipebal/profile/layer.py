@@ -38,11 +38,11 @@ class LayerProfile:
             and buffers.
         handed_through: Storages of its input that it hands on as they are: the gradient that its
             backward is given is the one that it returns, in the same memory.
-        second_gradient_bytes: Bytes of the gradients that its backward is given beyond one for
-            each storage in `outputs`: a tensor that is handed on twice gets two, and they are there
-            until their sum is made; that of a tensor which repeats a smaller storage is larger than
-            it. Skip connections have one each anyway.
         output_bytes: Bytes of the storages in `outputs`.
+        output_gradient_bytes: Bytes of the gradients that its backward is given for what it hands
+            on, without skip connections: more than those storages have where a tensor is handed on
+            twice, fewer where a part of a larger one is; None: not known, take as many as those
+            storages that have a gradient.
         forward_peak_bytes: Largest memory during its forward beyond what was there at its
             start, so with its outputs and what it saves.
         no_grad_forward_peak_bytes: The same of a forward without a graph; None: not known, take
@@ -51,7 +51,12 @@ class LayerProfile:
             start, so with the gradients that it makes.
         accumulating_peak_bytes: The same of a backward that adds to gradients which exist
             already; None: not known, take `backward_peak_bytes`.
-        copied_bytes: How much of both peaks is copies of gradients that are handed through: only
+        chained_peak_bytes: The same where another layer of the partition comes behind it: what the
+            backward is given is freed once it is used, and no copies are made of what is handed
+            through; None: not known, take `backward_peak_bytes` without `copied_bytes`.
+        chained_accumulating_peak_bytes: The same of a backward that adds to gradients which exist
+            already.
+        copied_bytes: How much of the other two is copies of gradients that are handed through: only
             the first layer of a partition makes them.
         optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
             was there at its start, without state that is made only once; None: not known.
@@ -78,12 +83,14 @@ class LayerProfile:
     outputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     handed_through: tuple[int, ...] = ()
-    second_gradient_bytes: int = 0
     output_bytes: int = 0
+    output_gradient_bytes: int | None = None
     forward_peak_bytes: int = 0
     no_grad_forward_peak_bytes: int | None = None
     backward_peak_bytes: int = 0
     accumulating_peak_bytes: int | None = None
+    chained_peak_bytes: int | None = None
+    chained_accumulating_peak_bytes: int | None = None
     copied_bytes: int = 0
     optimizer_peak_bytes: int | None = None
     fingerprint: str = ""

@@ -184,7 +184,12 @@ class Profile:
     def gradients_into(self, layer: int) -> int:
         """Add up the bytes of the gradients that a layer's backward is given for its outputs."""
         costs = self.layers[layer]
-        return self.gradient_bytes_of(costs.outputs) + costs.second_gradient_bytes
+        known = costs.output_gradient_bytes
+        return self.gradient_bytes_of(costs.outputs) if known is None else known
+
+    def further_gradients(self, layer: int) -> int:
+        """Return how much more that is than the storages of the outputs; it may be less than 0."""
+        return self.gradients_into(layer) - self.gradient_bytes_of(self.layers[layer].outputs)
 
     def with_gradient(self, storages: Iterable[int]) -> frozenset[int]:
         """Return those of some storages that a gradient goes back through."""

@@ -3,9 +3,9 @@
 Records of version 1 (before the loss was a layer, and without skip connections and other sizes),
 version 2 (without what a trial as a pipeline tells), version 3 (without tied parameters, and what
 has no gradient or is handed through), version 4 (without copies of buffers, and what partitions
-side by side do to each other) and version 5 (without second gradients) are still read; what they do
-not tell is unknown, so that everything between layers is taken to have a gradient, each storage
-one.
+side by side do to each other) and version 5 (without the bytes of gradients between layers) are
+still read; what they do not tell is unknown, so that everything between layers is taken to have a
+gradient, each storage one.
 """
 
 from __future__ import annotations

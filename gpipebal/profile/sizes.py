@@ -55,8 +55,10 @@ _COUNTS = (
     "no_grad_forward_peak_bytes",
     "backward_peak_bytes",
     "accumulating_peak_bytes",
+    "chained_peak_bytes",
+    "chained_accumulating_peak_bytes",
     "copied_bytes",
-    "second_gradient_bytes",
+    "output_gradient_bytes",
 )
 #: A measured size of a layer: its rows, and what it costs.
 _Size = tuple[int, LayerProfile]

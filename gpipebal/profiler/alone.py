@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.identity import identity_of
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times
@@ -29,7 +30,6 @@ from gpipebal.profiler.storages import (
     Numbers,
     distinct_numbers,
     measure_layer_memory,
-    needs_gradient,
 )
 from gpipebal.profiler.survey import Survey, describe_skips, flops_of
 from gpipebal.profiler.value import Routes, Value, as_leaves

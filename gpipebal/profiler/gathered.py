@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import LayerProfile
+from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.loss import measure_whole_loss
 from gpipebal.profiler.replica import parameter_bytes
 from gpipebal.profiler.step import measure_gather
-from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, needs_gradient
+from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
 

@@ -9,9 +9,9 @@ with the values, so that what two layers share has one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.ledger import Ledger, has_storage, storage_key
 from gpipebal.profiler.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.gradients import (
+    begun_inside,
+    handed_through,
+    needs_gradient,
+)
 from gpipebal.profiler.value import (
     Value,
     as_leaves,
@@ -35,7 +40,6 @@ __all__ = [
     "Numbers",
     "distinct_numbers",
     "measure_layer_memory",
-    "needs_gradient",
 ]
 
 
@@ -46,12 +50,14 @@ class LayerMemory:
     outputs: tuple[int, ...]
     saved: tuple[int, ...]
     handed_through: tuple[int, ...]
-    second_gradient_bytes: int
     output_bytes: int
+    output_gradient_bytes: int
     forward_peak_bytes: int
     no_grad_forward_peak_bytes: int
     backward_peak_bytes: int
     accumulating_peak_bytes: int
+    chained_peak_bytes: int
+    chained_accumulating_peak_bytes: int
     copied_bytes: int
     kept_buffer_bytes: int
     saved_buffer_bytes: int
@@ -175,32 +181,30 @@ def measure_layer_memory(
     for key_, n_bytes in saved.items():
         if key_ not in known:
             known[key_] = numbers.new(n_bytes)
-    handed_through = distinct_numbers(known[key] for key in through.values())
+    through_numbers = distinct_numbers(known[key] for key in through.values())
     saved_numbers = distinct_numbers(known[key] for key in saved)
-    second = _second_gradients(passed)
+    gradients = sum(leaf.nbytes for leaf in passed.leaves if needs_gradient(leaf))
     # Their keys are used up: they may be given to new storages from now on.
     del outputs, found, known, passed
     hands_on.value = _cut(hands_on.value)
-    _, accumulating, _ = _forward_and_backward(chain, k, value, ledger, constants)
-    for parameter in layer.parameters():
-        parameter.grad = None
-    without_copies = backward
-    if through:
-        _, without_copies, _ = _forward_and_backward(
-            chain, k, value, ledger, constants, unwanted=set(through)
-        )
-        for parameter in layer.parameters():
-            parameter.grad = None
+    backward_again = partial(_backward_again, chain, k, value, ledger, constants)
+    accumulating = backward_again(keeps=True)
+    # In a chain what comes in is freed, and what is handed through makes no copies.
+    chained_accumulating = backward_again(set(through), freed=True)
+    chained = backward_again(set(through), freed=True)
+    without_copies = backward_again(set(through)) if through else backward
     memory = LayerMemory(
         outputs=hands_on.storages,
         saved=saved_numbers,
-        handed_through=handed_through,
-        second_gradient_bytes=second,
+        handed_through=through_numbers,
         output_bytes=sum(numbers.bytes[number] for number in hands_on.storages),
+        output_gradient_bytes=gradients,
         forward_peak_bytes=forward,
         no_grad_forward_peak_bytes=without_graph,
         backward_peak_bytes=backward,
         accumulating_peak_bytes=accumulating,
+        chained_peak_bytes=chained,
+        chained_accumulating_peak_bytes=chained_accumulating,
         copied_bytes=max(0, backward - without_copies),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=sum(kept[key] for key in constant & kept.keys()),
@@ -253,6 +257,27 @@ def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -
     return peak.bytes
 
 
+def _backward_again(
+    chain: Chain,
+    k: int,
+    value: Value,
+    ledger: Ledger,
+    constants: Iterable[Tensor],
+    unwanted: Collection[int] = (),
+    *,
+    freed: bool = False,
+    keeps: bool = False,
+) -> int:
+    """Return the peak of another backward; without `keeps` its gradients are dropped behind it."""
+    _, backward, _ = _forward_and_backward(
+        chain, k, value, ledger, constants, unwanted, freed=freed
+    )
+    if not keeps:
+        for parameter in chain.layers[k].parameters():
+            parameter.grad = None
+    return backward
+
+
 def _forward_and_backward(
     chain: Chain,
     k: int,
@@ -260,8 +285,19 @@ def _forward_and_backward(
     ledger: Ledger,
     constants: Iterable[Tensor],
     unwanted: Collection[int] = (),
+    *,
+    freed: bool = False,
 ) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], set[int], dict[int, int]]]:
-    """Run forward and backward of a layer; the gradients of `unwanted` inputs are left out.
+    """Run forward and backward of a layer.
+
+    Args:
+        chain: A chain with the layer.
+        k: Its place in it.
+        value: What goes into it.
+        ledger: Where memory is counted.
+        constants: What is there all the time.
+        unwanted: Places of inputs whose gradients are left out.
+        freed: Whether the gradients that the backward is given are freed once they are used.
 
     Returns:
         The peaks of both; what came out, what of it goes on, which storages were saved, which
@@ -292,61 +328,15 @@ def _forward_and_backward(
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
-        roots = roots_of(outputs, random_gradients(outputs))
+        roots, made = (
+            begun_inside(outputs) if freed else (roots_of(outputs, random_gradients(outputs)), 0)
+        )
         through: dict[int, int] = {}
-        with _handed_through(inputs, roots, through):
+        with handed_through(inputs, roots, through):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
-        backward = peak.bytes
+        backward = max(0, peak.bytes - made)
     return forward, backward, (outputs, passed, saved, constant, through)
-
-
-def _second_gradients(value: Value) -> int:
-    """Return the bytes of a value's gradients beyond one for each of its storages."""
-    beyond, left = 0, dict[int, int]()
-    for leaf in value.leaves:
-        if has_storage(leaf) and needs_gradient(leaf):
-            key, storage = storage_key(leaf), leaf.untyped_storage()
-            room = left.get(key, storage.nbytes())
-            beyond += max(0, leaf.nbytes - room)
-            left[key] = max(0, room - leaf.nbytes)
-    return beyond
-
-
-@contextmanager
-def _handed_through(
-    inputs: Iterable[Any], roots: Sequence[tuple[Tensor, Tensor]], found: dict[int, int]
-) -> Iterator[None]:
-    """Find the inputs that are outputs too, and whose gradient in a block's backward is theirs.
-
-    Args:
-        inputs: Leaves of autograd.
-        roots: Outputs, with the gradients that the backward starts from.
-        found: Takes the places of the inputs, with the keys of their storages.
-    """
-    given = {
-        (storage_key(output), storage_key(gradient))
-        for output, gradient in roots
-        if has_storage(output) and has_storage(gradient)
-    }
-
-    def look_at(place: int, key: int) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            if has_storage(gradient) and (key, storage_key(gradient)) in given:
-                found[place] = key
-
-        return look
-
-    hooks = [
-        leaf.register_hook(look_at(place, storage_key(leaf)))
-        for place, leaf in enumerate(inputs)
-        if has_storage(leaf) and needs_gradient(leaf)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
@@ -378,11 +368,6 @@ def _number(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
     if key not in known:
         known[key] = numbers.new(leaf.untyped_storage().nbytes())
     return known[key]
-
-
-def needs_gradient(leaf: Any) -> bool:
-    """Tell whether a leaf of a value is a tensor that requires a gradient."""
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def distinct_numbers(numbers: Iterable[int | None]) -> tuple[int, ...]:

@@ -84,8 +84,7 @@ def durations_of(
         crossing = [_crossing(profile, cut) for cut in cuts]
         sent = [profile.bytes_of(one) for one in crossing]
         returned = [
-            profile.gradient_bytes_of(one)
-            + (profile.layers[cut - 1].second_gradient_bytes if cut else 0)
+            profile.gradient_bytes_of(one) + (profile.further_gradients(cut - 1) if cut else 0)
             for cut, one in zip(cuts, crossing, strict=True)
         ]
         there, back = (

@@ -1,0 +1,42 @@
+"""What one layer needs in one piece of work, as a profile tells it: several kinds of peaks."""
+
+from __future__ import annotations
+
+from gpipebal.profile import LayerProfile
+
+__all__ = ["backward_peak", "chained_peak", "copied", "forward_peak", "uncopied_peak"]
+
+
+def forward_peak(layer: LayerProfile, records: bool) -> int:
+    """Return the largest memory of a layer's forward beyond what was there at its start."""
+    if records or layer.no_grad_forward_peak_bytes is None:
+        return layer.forward_peak_bytes
+    return layer.no_grad_forward_peak_bytes
+
+
+def backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return the largest memory of a layer's backward beyond what was there at its start.
+
+    Where gradients exist and that was not measured, this is an upper bound: of a layer with several
+    parameters, what is added to one gradient is gone before the next is made.
+    """
+    if gradients_exist and layer.accumulating_peak_bytes is not None:
+        return layer.accumulating_peak_bytes
+    return layer.backward_peak_bytes
+
+
+def copied(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return how much of that is copies of gradients that are handed through."""
+    return min(layer.copied_bytes, backward_peak(layer, gradients_exist))
+
+
+def uncopied_peak(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return the largest memory of a layer's backward that makes no such copies."""
+    return backward_peak(layer, gradients_exist) - copied(layer, gradients_exist)
+
+
+def chained_peak(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return the largest memory of a backward that frees what it is given once it is used."""
+    exist = layer.chained_accumulating_peak_bytes if gradients_exist else None
+    known = layer.chained_peak_bytes if exist is None else exist
+    return uncopied_peak(layer, gradients_exist) if known is None else known

@@ -1,0 +1,91 @@
+"""Gradients that go into a layer's backward and come out of it: whose memory they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipebal.pipeline.ledger import has_storage, storage_key
+
+__all__ = ["begun_inside", "handed_through", "needs_gradient"]
+
+#: What tells how to make a gradient: shape, dtype and device.
+_Recipe = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def needs_gradient(leaf: Any) -> bool:
+    """Tell whether a leaf of a value is a tensor that requires a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def begun_inside(outputs: Sequence[Any]) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Put something behind outputs whose backward makes their gradients.
+
+    Nobody else holds these, so that they are freed once they are used: as in a chain.
+
+    Args:
+        outputs: Leaves of a value.
+
+    Returns:
+        What the backward begins with instead of the outputs, empty if none of them has a gradient;
+        and the bytes of the gradients that it will make.
+    """
+    wanted = [leaf for leaf in outputs if needs_gradient(leaf)]
+    if not wanted:
+        return [], 0
+    root: Tensor = _Begin.apply(*wanted)
+    return [(root, torch.ones_like(root))], sum(leaf.nbytes for leaf in wanted)
+
+
+class _Begin(torch.autograd.Function):
+    """Give a number for outputs; its backward makes a gradient for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.recipes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in outputs]
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        recipes: list[_Recipe] = ctx.recipes
+        return tuple(torch.zeros(shape, dtype=kind, device=at) for shape, kind, at in recipes)
+
+
+@contextmanager
+def handed_through(
+    inputs: Iterable[Any], roots: Sequence[tuple[Tensor, Tensor]], found: dict[int, int]
+) -> Iterator[None]:
+    """Find the inputs that are outputs too, and whose gradient in a block's backward is theirs.
+
+    Args:
+        inputs: Leaves of autograd.
+        roots: Outputs, with the gradients that the backward starts from.
+        found: Takes the places of the inputs, with the keys of their storages.
+    """
+    given = {
+        (storage_key(output), storage_key(gradient))
+        for output, gradient in roots
+        if has_storage(output) and has_storage(gradient)
+    }
+
+    def look_at(place: int, key: int) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            if has_storage(gradient) and (key, storage_key(gradient)) in given:
+                found[place] = key
+
+        return look
+
+    hooks = [
+        leaf.register_hook(look_at(place, storage_key(leaf)))
+        for place, leaf in enumerate(inputs)
+        if has_storage(leaf) and needs_gradient(leaf)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
