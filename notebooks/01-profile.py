@@ -63,8 +63,8 @@ plot_profile(profile).figure
 
 # %% [markdown]
 # Two lessons for cutting. Layers differ widely, so *equally many layers* is a poor rule. And how
-# long a backward takes beside its forward differs from layer to layer: often about twice as long in large ones, less in
-# small ones. So counting forwards only is a poor rule as well.
+# long a backward takes beside its forward differs from layer to layer: from next to nothing (max pooling) to twice as long
+# (the largest convolutions). So counting forwards only is a poor rule as well.
 #
 # Memory looks different again. What stays for the whole step (parameters, their gradients, the optimizer's state)
 # grows towards the end of this model; what is saved for the backward shrinks, because images get smaller:
@@ -86,7 +86,7 @@ by_kind = frame.groupby("kind")[["time", "parameter_bytes"]].sum()
 # ## Smaller and larger micro-batches
 #
 # Half the rows rarely take half the time: every layer has an overhead that does not shrink. The profiler measures at
-# a few sizes by default, and `at_rows` tells what lies between them.
+# a few sizes by default, and `at_rows` tells what lies between and, less surely, beyond them.
 
 # %%
 rows = sorted({profile.rows, *(other.rows for other in profile.other_sizes)})

@@ -49,7 +49,11 @@ plan
 
 # %% [markdown]
 # *Proven optimal* means: no other way to cut these 370 layers into four runs, and there are more than eight million, has
-# a shorter step by these times. The plan carries its lower bound, so nobody has to take that on trust.
+# a shorter step by these times. The plan carries its lower bound; the tests compare every method with trying all splits of short
+# chains.
+#
+# Two words before notebook 3 explains them: the *bubble* is the devices' idle time; with *checkpointing* a partition drops
+# what its layers saved, and computes it again (*recompute*) before the backward.
 #
 # The same as a picture: every layer in the colour of its partition, and the partitions against their mean.
 
@@ -91,7 +95,7 @@ from gpipebal.planner.rule_comparison import compare_rules
 print(compare_rules(profile, gb.solve(profile, 8)))
 
 # %% [markdown]
-# The last column is what the bound is for: it says how far each of them can be from the best there is.
+# The column `gap` is what the bound is for: how far each can be from the best there is, as a share of its own makespan.
 #
 # ## Memory limits
 #

@@ -79,15 +79,16 @@ plot_chunks(candidates).figure
 # ## Checkpointing
 #
 # Until its backward comes, every micro-batch keeps what its layers saved. GPipe holds all of them at the same time. (The last
-# partition has the outputs besides, which are gathered for the loss: the narrow hatched band.)
+# partition has the outputs besides, which are gathered for the loss: the narrow hatched band.) The dashed line is a limit of
+# 120 MiB.
 
 # %%
 plot_memory(memory_over_time(timeline, held_of(profile, plan)), limit="120 MiB").figure
 
 # %% [markdown]
 # **Checkpointing** keeps only the *input* of each partition, and computes the rest again right before the backward. That
-# costs one more forward (hatched) and saves most of the memory. `"except_last"` spares the last micro-batch, whose
-# backward follows its forward at once:
+# costs one more forward (hatched) and saves most of what is held for the backwards; with the parameters, half of the peak.
+# `"except_last"` spares the last micro-batch, whose backward follows its forward at once:
 
 # %%
 checkpointed = gb.solve(profile, 4, checkpoint="except_last")
@@ -121,8 +122,9 @@ shown = {name: gb.simulate(plan, name) for name in ("gpipe", "1f1b", "zb_h1")}
 plot_timelines(shown).figure
 
 # %% [markdown]
-# All of them in one table. `run by` says who can run it: `GPipe` of this library runs the first two, and
-# `torch.distributed.pipelining` the others.
+# All of them in one table. `run by` says who can run it: `GPipe` of this library runs `gpipe` and `1f1b`;
+# `torch.distributed.pipelining` the others. `gpipe_in_order` is torch's GPipe, whose backwards begin with the first
+# micro-batch.
 
 # %%
 table = gb.compare_schedules(equal, 4, chunks=8)

@@ -97,7 +97,8 @@ plot_timeline(predicted, beside=measured).figure
 
 # %% [markdown]
 # And in numbers: how long each kind of cell took, on average. On a machine that does other things at the same time, the
-# measurement is what varies.
+# measurement is what varies, and this is one short run: [benchmarks/prediction](../benchmarks/prediction/README.md) has
+# 450 plans, each with the median over several turns of steps.
 
 # %%
 from gpipebal.side_by_side import set_side_by_side
@@ -163,7 +164,7 @@ plot_chunks(candidates).figure
 pipe.close()
 
 # %% [markdown]
-# The whole notebook in one command, with the plain model timed beside the pipeline:
+# Profile, plan, run and compare from a shell, with the plain model timed beside the pipeline:
 #
 #     gpipebal run my_package.my_module:make_model --partitions 2 --chunks 8
 #     gpipebal compare gpipebal-run/plan.json gpipebal-run/timeline.json

@@ -129,7 +129,7 @@ for inside in (False, True):
         print(f"loss_inside={inside}: {error}")
 
 # %% [markdown]
-# The same from a shell:
+# Nearly the same from a shell (the built-in model trains with plain SGD, not Adam):
 #
 #     gpipebal profile gpt --set layers=24 --set width=1024 --set heads=16 --set vocabulary=256000 --set context=1024 \
 #         --rows 32 --chunks 32 --estimate A100 -o gpt.json
