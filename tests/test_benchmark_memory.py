@@ -350,6 +350,9 @@ def test_what_was_measured_elsewhere_is_added(tmp_path: Path) -> None:
     (unfit,) = [line for line in lines if line.startswith(keys[2])]
     assert unfit.split()[2:6] == ["66.44", "did", "not", "fit"]
     assert len(rows) == 3
+    # By partition only where there are several: of one, the line above says it all.
+    shown = [sum(line.startswith(key) for line in lines) for key in keys]
+    assert shown == [2, 1, 1]
     environment = tables.blocks(record)["environment"]
     assert "measured on A device, 80.00 GiB, CUDA 13, cuDNN 9" in environment
     assert environment.count("measured on") == 1 and ", ".join(keys) in environment

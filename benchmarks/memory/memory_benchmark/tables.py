@@ -292,6 +292,8 @@ def _measured(record: Record) -> str:
                 _published_total(record, experiment),
             ]
         )
+        if len(counted) == 1:
+            continue  # the line above says it all
         by_partition.append(
             [
                 experiment.key,
