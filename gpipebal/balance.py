@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -18,6 +19,7 @@ from gpipebal.planner.run_sizes import sizes_of
 from gpipebal.problem import Problem
 from gpipebal.problem.checks import plain_number
 from gpipebal.profiler import profile_model
+from gpipebal.schedule import check_count
 from gpipebal.solvers import split
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
@@ -156,7 +158,9 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         >>> balance_cost([1, 2, 3, 4], 2)
         [3, 1]
     """
-    return list(split(Problem.from_costs(costs, partitions), "bottleneck").balance)
+    problem = Problem.from_costs(costs, 1)
+    count = _checked(partitions, problem.n_layers)
+    return list(split(replace(problem, n_partitions=count), "bottleneck").balance)
 
 
 def _partitions_for(partitions: int | None, module: nn.Module) -> int:
@@ -167,10 +171,23 @@ def _partitions_for(partitions: int | None, module: nn.Module) -> int:
             check_kind("partitions", partitions, int, order)
         if isinstance(module, nn.Sequential):
             # Said before minutes are spent on measuring.
-            Problem.from_costs([0] * len(module), partitions)
+            return _checked(partitions, len(module))
         return partitions
     count = torch.cuda.device_count()
     if count == 0:
         _logger.warning("no CUDA device: balancing for 2 partitions on the CPU")
         return 2
     return count
+
+
+def _checked(partitions: int, n_layers: int) -> int:
+    """Refuse a number of partitions that cannot be, under the name that the caller knows."""
+    n_partitions = check_count("partitions", partitions)
+    # A chain without layers is refused for that.
+    if n_partitions > n_layers > 0:
+        raise BalanceError(
+            f"chain has fewer layers than partitions: partitions={n_partitions} (expected 1 <= "
+            f"partitions <= {n_layers}, the number of layers).\n"
+            f"Fix: partitions={n_layers}, or open nested layers so that there are more."
+        )
+    return n_partitions

@@ -167,3 +167,27 @@ def test_too_many_partitions_are_noticed_before_measuring() -> None:
         gb.balance_by_time(model, "not even a sample", 2)
     with pytest.raises(ValueError, match="param_scale"):
         gb.balance_by_size(model, torch.ones(2, 4), 1, param_scale=-1)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "message"),
+    [
+        (9, r"partitions=9 \(expected 1 <= partitions <= 3, .*\).\nFix: partitions=3, or "),
+        (0, r"partitions is too small: partitions=0 .*\nFix: partitions=1, or more"),
+        (1.5, r"partitions is not a whole number: partitions=1.5 .*\nFix: partitions=1"),
+    ],
+)
+def test_partitions_are_refused_under_the_name_that_was_given(
+    partitions: Any, message: str
+) -> None:
+    """The error and its fix speak of the argument of the function that was called."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    calls = (
+        lambda: gb.balance_by_time(model, torch.ones(4, 4), partitions),
+        lambda: gb.balance_by_size(model, torch.ones(4, 4), partitions),
+        lambda: gb.balance_cost([1.0, 2.0, 3.0], partitions),
+    )
+    for call in calls:
+        with pytest.raises(BalanceError, match=message) as refused:
+            call()
+        assert "n_partitions" not in str(refused.value)
