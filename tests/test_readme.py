@@ -61,7 +61,8 @@ def test_first_run_figures_are_the_stored_ones(mode: str) -> None:
     for figure in (
         format_seconds(report["predicted_step_time"]),
         format_seconds(report["step_time"]),
-        format_bytes(report["total_peak_bytes"]),
+        format_bytes(sum(report["predicted_peak_bytes"])),
+        format_bytes(sum(report["peak_bytes"])),
         f"{one:.2f}x",
         f"{every:.2f}x",
     ):

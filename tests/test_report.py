@@ -27,7 +27,7 @@ REPORT = RunReport(
     step_times=(2.0, 1.5, 4.0),
     predicted_peak_bytes=(2048, 4096),
     peak_bytes=(2048, 2048),
-    total_peak_bytes=4096,
+    total_peak_bytes=3072,
     plain=(PlainTimes("1 thread", 1, (3.0, 3.0)), PlainTimes("2 threads", 2, (1.0, 2.0))),
     notes=("something to know.",),
 )
@@ -40,7 +40,8 @@ checkpoint='never', loss cross_entropy, optimizer SGD(lr=0.01)
 training step                 1.90 s     2.00 s                -5.0 %
 peak memory, partition 0    2.00 KiB   2.00 KiB                +0.0 %
 peak memory, partition 1    4.00 KiB   2.00 KiB              +100.0 %
-peak memory, all            6.00 KiB   4.00 KiB               +50.0 %
+peak memory, sum            6.00 KiB   4.00 KiB               +50.0 %
+memory, most at one time               3.00 KiB
 
 training step of the     median   fastest   slowest     pipeline is
 pipeline                 2.00 s    1.50 s    4.00 s

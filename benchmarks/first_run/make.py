@@ -89,7 +89,7 @@ def result_table() -> str:
             f"{format_seconds(report['step_time']):>9} "
             f"{format_percent(report['step_time_error']):>8} "
             f"{format_bytes(sum(report['predicted_peak_bytes'])):>23} "
-            f"{format_bytes(report['total_peak_bytes']):>9} "
+            f"{format_bytes(sum(report['peak_bytes'])):>9} "
             f"{one:>18.2f}x {every:>19.2f}x"
         )
     return "\n".join(lines)
