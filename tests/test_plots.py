@@ -87,7 +87,7 @@ def test_zero_costs_are_drawn_as_a_note(draw: Callable[[Profile, Plan], Axes]) -
     """Without any time or size there are no bars to see, and the picture says why."""
     ax = draw(*make_case(6, 2, 3, scale=0.0))
     notes = {text.get_text() for text in ax.texts}
-    reasons = notes & {"all times are 0", "no sizes in this profile"}
+    reasons = notes & {"all times are 0", "no parameters and nothing saved in this profile"}
     assert reasons
     # It covers the lines behind it.
     assert all(text.get_bbox_patch() for text in ax.texts if text.get_text() in reasons)

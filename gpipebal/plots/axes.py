@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -18,6 +19,7 @@ __all__ = [
     "FONT_SIZE",
     "LINE_HEIGHT",
     "add_headline",
+    "dashed",
     "fits",
     "index_step",
     "index_steps",
@@ -67,6 +69,17 @@ def text_width(text: str, size: float = FONT_SIZE) -> float:
         text_to_path.get_text_width_height_descent(line, font, False) for line in text.split("\n")
     ]
     return 2 + max(width for width, _, _ in lines)
+
+
+def dashed(ax: Axes, colour: Any, width: float) -> dict[str, Any]:
+    """Return how a dashed line looks that can be seen on dark areas and on light ones."""
+    # The gaps are filled: a dark line on a dark area would be lost.
+    return {
+        "color": colour,
+        "gapcolor": ax.get_facecolor(),
+        "linewidth": width,
+        "linestyle": (0, (4, 2)),
+    }
 
 
 def fits(text: str, width: float, size: float = FONT_SIZE) -> bool:
@@ -158,6 +171,8 @@ def index_steps() -> Iterator[int]:
 def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
     """Label layers 0, 1, ... on the x axis: by name if all names fit, else by index.
 
+    Names that would be cut to the same text lose what all of them have in common instead.
+
     Args:
         ax: The axes.
         names: Names of the layers.
@@ -165,8 +180,11 @@ def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
             cut shorter.
     """
     room = points(ax)[0] / len(names)
-    short = [_shorten(name, 20 if grow else 16) for name in names]
-    if all(fits(name, room - 3) for name in short):
+    short = _short_names(names, 20 if grow else 16)
+    if len(set(short)) < len(set(names)):
+        label_indices(ax, len(names))
+        ax.set_xlabel("layer (index)")
+    elif all(fits(name, room - 3) for name in short):
         # A name is no formula, even if it holds a dollar sign.
         ax.set_xticks(range(len(names)), short, parse_math=False)
         ax.set_xlabel("layer")
@@ -188,6 +206,26 @@ def label_indices(ax: Axes, n_items: int) -> None:
     """Label items 0, 1, ... on the x axis by index, as many of them as there is room for."""
     need = text_width(str(n_items - 1)) + 4
     ax.set_xticks(range(0, n_items, index_step(points(ax)[0] / n_items, n_items, need)))
+
+
+def _short_names(names: Sequence[str], most: int) -> list[str]:
+    """Cut names to a number of characters, and keep them apart where that can be done."""
+    short = [_shorten(name, most) for name in names]
+    if len(set(short)) == len(set(names)):
+        return short
+    # Whole words only: of conv_1 and conv_12 the 1 is nothing that they have in common.
+    prefix = re.sub(r"[^\W_]+$", "", _common_start(names))
+    rest = [name[len(prefix) :] for name in names]
+    suffix = _common_start([name[::-1] for name in rest])[::-1]
+    suffix = re.sub(r"^[^\W_]+", "", suffix)
+    left, right = "…" if prefix else "", "…" if suffix else ""
+    room = most - len(left) - len(right)
+    return [f"{left}{_shorten(name[: len(name) - len(suffix)], room)}{right}" for name in rest]
+
+
+def _common_start(names: Sequence[str]) -> str:
+    columns = zip(*names, strict=False)
+    return "".join(column[0] for column in itertools.takewhile(lambda c: len({*c}) == 1, columns))
 
 
 def _shorten(name: str, most: int) -> str:

@@ -12,6 +12,7 @@ from gpipebal.plots.axes import (
     FONT_SIZE,
     LINE_HEIGHT,
     add_headline,
+    dashed,
     fits,
     label_indices,
     label_layers,
@@ -26,6 +27,7 @@ from gpipebal.plots.style import (
     kind_patches,
     kind_style,
     partition_colours,
+    readable_on,
     scale_bytes,
     scale_seconds,
 )
@@ -42,7 +44,7 @@ Quantity = Literal["time", "memory"]
 
 _TIME_LABELS = {"F": "forward", "R": "recompute", "B": "backward", "C": "transfer"}
 _MEMORY_LABELS = {"F": "parameters and state", "B": "saved for backward"}
-_EMPTY = {"time": "all times are 0", "memory": "no sizes in this profile"}
+_EMPTY = {"time": "all times are 0", "memory": "no parameters and nothing saved in this profile"}
 
 
 def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "time") -> Axes:
@@ -133,7 +135,8 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     """Draw one bar per partition, its time for one micro-batch, against their mean.
 
     A perfect balance has every bar end at the mean; the longest one is the bottleneck. Transfers
-    stand on top, where the plan counts them; between GPUs they run beside the work.
+    stand on top, where the plan counts them; between GPUs they run beside the work. Mean and
+    imbalance are those of the bars, so with transfers; `Plan.imbalance` is that of the work alone.
 
     Args:
         plan: Gives the times of the partitions.
@@ -162,35 +165,69 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     transfers = [part.receive_time + part.return_time for part in plan.partitions]
     if any(transfers):
         kinds["C"] = transfers
-    entries = _draw_bars(ax, kinds, partition_colours(n), "time")
+    colours = partition_colours(n)
+    entries = _draw_bars(ax, kinds, colours, "time")
     totals = [sum(times) for times in zip(*kinds.values(), strict=True)]
     factor, _ = scale_seconds(max(totals))
     mean = sum(totals) / n
     ink = ax.xaxis.label.get_color()
-    line = ax.axhline(mean / factor, color=ink, linewidth=1.0, linestyle=(0, (4, 2)))
+    line = ax.axhline(mean / factor, **dashed(ax, ink, 1.0))
     line.set_label("mean")
-    texts = [format_seconds(total) for total in totals]
-    room = points(ax)[0] / n
-    if max(totals) and all(fits(text, room) for text in texts):
-        # The mean line must not strike a number out: where it would, the number goes into the bar.
-        height = points(ax)[1] / ax.get_ylim()[1]
-        for j, (text, total) in enumerate(zip(texts, totals, strict=True)):
-            to_line = (mean - total) / factor * height
-            inside = -2 < to_line < LINE_HEIGHT * FONT_SIZE + 3
-            ax.annotate(
-                text,
-                (j, total / factor),
-                xytext=(0, -3 if inside else 2),
-                textcoords="offset points",
-                ha="center",
-                va="top" if inside else "bottom",
-                size=FONT_SIZE,
-            )
+    _write_totals(ax, kinds, colours, totals, mean)
     label_indices(ax, n)
     ax.set_xlabel("partition")
-    title = f"Partitions: mean {format_seconds(mean)}, imbalance {plan.imbalance:.3f}"
+    imbalance = max(totals) / mean if mean else 1.0
+    title = f"Partitions: mean {format_seconds(mean)}, imbalance {imbalance:.3f}"
     add_headline(ax, title, [*entries, line])
     return ax
+
+
+def _write_totals(
+    ax: Axes,
+    kinds: Mapping[str, Sequence[float]],
+    colours: Sequence[Colour],
+    totals: Sequence[float],
+    mean: float,
+) -> None:
+    """Write the totals of partitions above their bars, if all fit, clear of the mean line.
+
+    Where the line would strike a number out, the number goes into the bar; where the bar has no
+    room for it, or changes from dark to light behind it, above the line.
+    """
+    texts = [format_seconds(total) for total in totals]
+    width, height = points(ax)
+    if not max(totals) or not all(fits(text, width / len(texts)) for text in texts):
+        return
+    factor, _ = scale_seconds(max(totals))
+    per_second = height / ax.get_ylim()[1] / factor
+    need = LINE_HEIGHT * FONT_SIZE + 3
+    for j, (text, total) in enumerate(zip(texts, totals, strict=True)):
+        to_line = (mean - total) * per_second
+        rise, va, inks = 2.0, "bottom", set()
+        if -2 < to_line < need:
+            parts = {kind: seconds[j] * per_second for kind, seconds in kinds.items()}
+            inks = _inks(parts, colours[j], need) if total * per_second >= need else set()
+            rise, va = (-3.0, "top") if len(inks) == 1 else (max(2.0, to_line + 2), "bottom")
+        ax.annotate(
+            text,
+            (j, total / factor),
+            xytext=(0, rise),
+            textcoords="offset points",
+            ha="center",
+            va=va,
+            size=FONT_SIZE,
+            color=inks.pop() if va == "top" else None,
+        )
+
+
+def _inks(parts: dict[str, float], colour: Colour, depth: float) -> set[str]:
+    """Return what is readable on the parts of a bar, heights from the bottom, near its top."""
+    found = set()
+    for kind, height in reversed(parts.items()):
+        if depth > 0 and height:
+            found.add(readable_on(kind_style(colour, kind)["facecolor"]))
+        depth -= height
+    return found
 
 
 def _layer_costs(profile: Profile, by: str, *, recomputes: bool) -> dict[str, Sequence[float]]:

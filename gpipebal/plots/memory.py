@@ -13,6 +13,7 @@ from gpipebal.plots.axes import (
     FONT_SIZE,
     LINE_HEIGHT,
     add_headline,
+    dashed,
     index_step,
     new_axes,
     note,
@@ -98,12 +99,13 @@ def plot_memory(
     scale = (1 - _GAP) / max(highest, *(size or 0 for size in limits), 1)
     colours = partition_colours(n)
     fine = points(ax)[1] / n < FINE
+    style = dashed(ax, NEUTRAL, 0.9)
     for j, track in enumerate(tracks):
         _draw_track(ax, track, j, colours[j], scale, factor, end, fine)
         size = limits[j]
         if size is not None:
             height = j + 1 - size * scale
-            ax.hlines(height, 0, end / factor, color=NEUTRAL, linewidth=0.9, linestyle=(0, (4, 2)))
+            ax.plot([0, end / factor], [height, height], **style)
         ax.axhline(j + 1, color="0.75", linewidth=0.5, zorder=0)
     _label_rows(ax, tracks, limits)
     ax.set_xlabel(f"time [{unit}]")
@@ -115,9 +117,10 @@ def plot_memory(
     if limit is not None:
         from matplotlib.lines import Line2D
 
-        dashed = Line2D([], [], color=NEUTRAL, linewidth=0.9, linestyle=(0, (4, 2)), label="limit")
-        title += f", {over} of {n} above the limit" if over else ", all below the limit"
-        add_headline(ax, title, [*entries, dashed])
+        # Without sizes nobody knows.
+        verdict = f"{over} of {n} above the limit" if over else "all below the limit"
+        title += f", {verdict}" if highest else ""
+        add_headline(ax, title, [*entries, Line2D([], [], label="limit", **style)])
     else:
         add_headline(ax, title, entries)
     ax.spines["left"].set_visible(False)

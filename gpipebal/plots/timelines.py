@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import UsageError
@@ -196,21 +197,41 @@ def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: flo
     gap = 0.0 if fine else 0.06
     origin, end = timeline.start, timeline.makespan / factor
     for j in range(timeline.n_devices):
-        ax.broken_barh([(0, end)], (top + j + gap, 1 - 2 * gap), **IDLE)
+        ax.broken_barh([(0, end)], (top + j + gap, 1 - 2 * gap), snap=False, **IDLE)
     colours = partition_colours(timeline.n_partitions)
     for (partition, kind), events in cells.items():
         j = timeline.placement[partition]
         spans = [((e.start - origin) / factor, (e.end - e.start) / factor) for e in events]
         style = kind_style(colours[partition], kind, fine=fine)
+        # Edges stay where they are: moved to whole pixels, gaps narrower than a pixel would vanish
+        # here and be a pixel wide there.
+        style["snap"] = False
+        bars = _joined(spans, ax.get_xlim()[1] / points(ax)[0])
         if kind in _BESIDE:
             # A strip at the edge: these run beside the device's work, not instead of it.
-            ax.broken_barh(spans, (top + j + _BESIDE[kind], 0.14), zorder=3, **style)
+            ax.broken_barh(bars, (top + j + _BESIDE[kind], 0.14), zorder=3, **style)
             continue
-        ax.broken_barh(spans, (top + j + gap, 1 - 2 * gap), **style)
+        ax.broken_barh(bars, (top + j + gap, 1 - 2 * gap), **style)
         if not fine:
             _draw_borders(ax, spans, top + j + gap, top + j + 1 - gap)
             _draw_numbers(ax, events, spans, top + j + 0.5, row, readable_on(style["facecolor"]))
     ax.vlines(end, top, top + timeline.n_devices, color=NEUTRAL, linewidth=0.8)
+
+
+def _joined(spans: Spans, point: float) -> Spans:
+    """Let each cell that ends where the next one starts reach under it, by a point at most.
+
+    Two edges within one pixel, each drawn half, would let through what is behind them.
+    """
+    if not spans:
+        return spans
+    joined = [
+        (start, duration + min(point, following[1]))
+        if abs(following[0] - start - duration) < 0.01 * point
+        else (start, duration)
+        for (start, duration), following in pairwise(spans)
+    ]
+    return [*joined, spans[-1]]
 
 
 def _draw_borders(ax: Axes, spans: Spans, top: float, bottom: float) -> None:

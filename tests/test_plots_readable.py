@@ -1,0 +1,179 @@
+"""Pictures can be read: lines and numbers on dark areas, narrow gaps, low bars, long names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from plot_cases import check_layout, make_case
+
+import gpipebal as gb
+from gpipebal.plots import (
+    plot_balance,
+    plot_memory,
+    plot_partitions,
+    plot_profile,
+    plot_timeline,
+)
+from gpipebal.plots.style import IDLE
+from gpipebal.problem import Link
+from gpipebal.simulator import held_of, memory_over_time
+from gpipebal.timeline import Event, Timeline
+
+MIB = 2**20
+
+
+def plan_with_transfers() -> gb.Plan:
+    """Plan eight equal layers over a slow link: inner partitions hand over twice as much."""
+    profile = gb.Profile.from_costs([1e-3] * 8, output_bytes=[MIB] * 8, chunks=4)
+    return gb.solve(profile, 4, link=Link(bandwidth=1e9))
+
+
+def figure_of(ax: Axes) -> Figure:
+    """Return the whole figure of an axes."""
+    figure = ax.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    return figure
+
+
+def pixels_along(ax: Axes, y: float, left: float, right: float) -> np.ndarray:
+    """Draw a figure and return the pixels of three rows of it, between two points of its data."""
+    canvas = FigureCanvasAgg(figure_of(ax))
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3] / 255
+    (x0, height), (x1, _) = ax.transData.transform([(left, y), (right, y)])
+    middle = len(pixels) - 1 - int(height)
+    return pixels[middle - 1 : middle + 2, int(x0) + 2 : int(x1) - 1].reshape(-1, 3)
+
+
+def luminance(colour: Any) -> float:
+    """Compute the relative luminance of a colour as the WCAG define it."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: Any, other: Any) -> float:
+    """Compute the contrast of two colours as the WCAG define it."""
+    light, dark = sorted([luminance(one), luminance(other)], reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_total_inside_a_bar_is_readable_on_what_is_below_it() -> None:
+    """A number that stands on dark transfers is light."""
+    ax = plot_partitions(plan_with_transfers())
+    check_layout(figure_of(ax))
+    n_inside = 0
+    for text, bar in zip(ax.texts, ax.containers[-1], strict=True):
+        box, face = text.get_window_extent(), bar.get_window_extent()
+        if box.y1 <= face.y1:
+            assert box.y0 >= face.y0
+            assert contrast(text.get_color(), bar.get_facecolor()[:3]) >= 4.5
+            n_inside += 1
+    assert n_inside == 2
+
+
+def test_mean_line_can_be_seen_over_transfers() -> None:
+    """Where the mean line crosses a dark bar, it is not dark all along."""
+    ax = plot_partitions(plan_with_transfers())
+    (line,) = ax.get_lines()
+    row = pixels_along(ax, float(line.get_ydata()[0]), 0.6, 1.4)
+    brightness = [luminance(pixel) for pixel in row]
+    assert max(brightness) > 0.5 and min(brightness) < 0.1
+
+
+def test_title_of_partitions_is_about_the_bars() -> None:
+    """With transfers in the bars, mean and imbalance have them too; without, it is the plan's."""
+    plan = plan_with_transfers()
+    ax = plot_partitions(plan)
+    columns = zip(*([bar.get_height() for bar in kind] for kind in ax.containers), strict=True)
+    totals = [sum(column) for column in columns]
+    mean = sum(totals) / 4
+    assert max(totals) / mean > 1.05 > plan.imbalance
+    title = f"Partitions: mean {mean:.2f} ms, imbalance {max(totals) / mean:.3f}"
+    assert ax.get_title(loc="left") == title
+    work = make_case(24, 4, 8)[1]
+    assert plot_partitions(work).get_title(loc="left").endswith(f" {work.imbalance:.3f}")
+
+
+def test_totals_of_low_bars_stand_above_the_axis() -> None:
+    """One partition far above the others leaves bars too low to write into."""
+    profile = gb.Profile.from_costs([1e-3] * 15 + [60e-3], chunks=4)
+    ax = plot_partitions(gb.solve(profile, 16))
+    check_layout(figure_of(ax))
+    (line,) = ax.get_lines()
+    mean = ax.transData.transform((0, float(line.get_ydata()[0])))[1]
+    assert len(ax.texts) == 16
+    assert all(text.get_window_extent().y0 > mean for text in ax.texts)
+
+
+def test_gaps_narrower_than_a_pixel_stay_narrow() -> None:
+    """Idle time of a fraction of a pixel makes cells lighter, and none of it is a pixel wide."""
+    events = tuple(Event(0, "F", k, k, k + 0.9) for k in range(400))
+    row = pixels_along(plot_timeline(Timeline(events, 1)), 0.5, 0, 400)
+    idle = 1 - IDLE["alpha"] * (1 - np.array(IDLE["facecolor"]))
+    assert np.abs(row - idle).max(axis=1).min() > 0.1
+
+
+def test_cells_without_gaps_have_no_stripes() -> None:
+    """Narrow cells that follow each other at once are one area."""
+    events = tuple(Event(0, "F", k, k, k + 1) for k in range(333))
+    row = pixels_along(plot_timeline(Timeline(events, 1)), 0.5, 0, 333)
+    assert np.ptp(row, axis=0).max() < 0.02
+
+
+LONG = [f"encoder_block_{i}_self_attention_layer" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "axis"),
+    [
+        (LONG, [f"…{i}…" for i in range(12)], "layer"),
+        ([f"{name}_number_{i}" for i, name in enumerate(LONG)], None, "layer"),
+        ([f"layer{i}ofaverylongmodelindeed" for i in (1, 10, 100)], None, "layer"),
+        (["embedding", *LONG], [str(i) for i in range(13)], "layer (index)"),
+        (["a" * 40 + "b" * i + "c" * 40 for i in range(1, 4)], ["0", "1", "2"], "layer (index)"),
+    ],
+    ids=["both ends", "all ends differ", "numbers", "nothing in common", "no words"],
+)
+def test_labels_of_layers_differ(names: list[str], labels: list[str] | None, axis: str) -> None:
+    """Long names are never cut to the same text: what they share goes, or they are numbered."""
+    profile = gb.Profile.from_costs([1e-3] * len(names), names=names, chunks=4)
+    for ax in (plot_profile(profile), plot_balance(profile, gb.solve(profile, 2))):
+        found = [label.get_text() for label in ax.get_xticklabels()]
+        assert len(set(found)) == len(names)
+        assert labels is None or found == labels
+        assert ax.get_xlabel() == axis
+        check_layout(figure_of(ax))
+
+
+def test_limit_can_be_seen_on_what_is_held() -> None:
+    """The line of a limit far below the peak stands out from the dark area behind it."""
+    profile = gb.Profile.from_costs([1e-3] * 4, parameter_bytes=[100 * MIB] * 4, chunks=4)
+    plan = gb.solve(profile, 1)
+    tracks = memory_over_time(gb.simulate(plan), held_of(profile, plan))
+    ax = plot_memory(tracks, limit=100 * MIB)
+    (line,) = (line for line in ax.get_lines() if line.is_dashed())
+    right = ax.get_xlim()[1]
+    area = pixels_along(ax, 0.95, 0, right)
+    row = pixels_along(ax, float(line.get_ydata()[0]), 0, right)
+    assert max(contrast(pixel, area[0]) for pixel in row) >= 3
+
+
+def test_without_sizes_there_is_no_verdict() -> None:
+    """Where nothing is known to be held, nobody says that it stays below the limit."""
+    profile = gb.Profile.from_costs([1e-3] * 4, chunks=4)
+    plan = gb.solve(profile, 2)
+    ax = plot_memory(memory_over_time(gb.simulate(plan), held_of(profile, plan)), limit="1 MiB")
+    assert ax.get_title(loc="left") == "Memory over time: highest peak 0 B"
+
+
+def test_note_says_what_is_missing() -> None:
+    """A profile that knows outputs has sizes, but none of those that the bars stand for."""
+    profile = gb.Profile.from_costs([1e-3] * 4, output_bytes=[MIB] * 4)
+    (note,) = plot_profile(profile, by="memory").texts
+    assert note.get_text() == "no parameters and nothing saved in this profile"
