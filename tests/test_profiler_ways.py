@@ -191,6 +191,13 @@ def test_sizes_that_the_sample_does_not_have(rows: Any) -> None:
     assert "Fix: " in str(caught.value)
 
 
+@pytest.mark.parametrize("options", [{}, {"method": "estimate", "timeout": None}])
+def test_a_sample_without_rows_is_refused(options: dict[str, Any]) -> None:
+    """There is nothing to measure, and no plan to make of it."""
+    with pytest.raises(ProfileError, match=r"sample has no rows.*\n.*Fix: give a mini-batch"):
+        profile(nn.Sequential(nn.Tanh()), torch.randn(0, 4), **options)
+
+
 def test_batch_normalisation_on_one_row() -> None:
     """Where torch refuses, the error names the layer and the fix; another size is left out."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

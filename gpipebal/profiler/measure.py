@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
-from gpipebal.pipeline.microbatch import flatten
-from gpipebal.pipeline.parting import chunk_sizes, count_rows
 from gpipebal.profile import Profile
 from gpipebal.profiler.describe import describe_machine
 from gpipebal.profiler.harmless import left_alone
@@ -27,6 +25,7 @@ from gpipebal.profiler.setting import (
     current_device,
     device_for,
     layers_of,
+    parted_rows,
     random_numbers_kept,
     threads_set,
     to_device,
@@ -127,16 +126,16 @@ def profile_model(
     Raises:
         ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be parted.
         ProfileError: a layer, the loss or the optimizer failed, or has no values to measure with;
-            the error names it.
+            the error names it. Or `sample` has no rows.
         DeviceError: `device` does not exist.
 
     Complexity:
         Each round costs five forwards and three backwards of one micro-batch (on CUDA each of the
         first three one more of both), and every third as much of the other sizes; before them come
-        as many to warm up, and five forwards and two backwards at each size to look (on CUDA six
-        and three); behind them, on the CPU, training steps as a pipeline for as long as `timeout`
-        says, at least 25, or ten with ``timeout=0``. Memory, once per measuring thread: gradients
-        and buffers of the model, and what one micro-batch saves.
+        as many to warm up, and seven forwards and four backwards at each size to look (on CUDA one
+        more of both); behind them, on the CPU, training steps as a pipeline for as long as
+        `timeout` says, at least 25, or ten with ``timeout=0``. Memory, once per measuring thread:
+        gradients and buffers of the model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -190,8 +189,7 @@ def profile_model(
         share_of_cores(n_side_by_side) if threads is None else check_threads("threads", threads)
     )
     limit = None if timeout is None else check_timeout(timeout)
-    n_rows = count_rows(flatten(sample)[0])
-    sizes = chunk_sizes(n_rows, n_chunks)
+    sizes = parted_rows(sample, n_chunks)
     alone = share_identical or _is_alone(one_at_a_time, layers, where)
     side_by_side = 1
     if where.type == "cpu" and not alone:
@@ -215,7 +213,7 @@ def profile_model(
             optimizer=optimizer,
             keep_modes=module.training,
         )
-        others = choose_rows(rows, sizes[0], n_rows)
+        others = choose_rows(rows, sizes[0], sum(sizes))
         total = len(layers) if alone else MOST_ROUNDS * side_by_side
         with (
             threads_set(n_threads if where.type == "cpu" else None),

@@ -15,7 +15,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.devices import parse_device
 from gpipebal.pipeline.microbatch import flatten, unflatten
-from gpipebal.pipeline.parting import scatter_leaves
+from gpipebal.pipeline.parting import chunk_sizes, count_rows, scatter_leaves
 from gpipebal.profile import Profile
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "device_for",
     "first_rows",
     "layers_of",
+    "parted_rows",
     "random_numbers_kept",
     "repeated_rows",
     "threads_set",
@@ -66,6 +67,22 @@ def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
                 f"{what} has no values to measure with: device='meta' (expected a device with "
                 "memory).\nFix: profile_model(model, sample, method='estimate') needs shapes only."
             )
+
+
+def parted_rows(sample: Any, chunks: int) -> list[int]:
+    """Part the rows of a sample into micro-batches.
+
+    Raises:
+        ModelError: it cannot be parted.
+        ProfileError: it has no rows.
+    """
+    rows = count_rows(flatten(sample)[0])
+    if not rows:
+        raise ProfileError(
+            "sample has no rows, so there is nothing to measure (expected 1 or more).\n"
+            "Fix: give a mini-batch of the size that training has."
+        )
+    return chunk_sizes(rows, chunks)
 
 
 def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import gpipebal
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.eager import run_eagerly
-from gpipebal.pipeline.microbatch import flatten
-from gpipebal.pipeline.parting import chunk_sizes, count_rows
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.describe import main_dtype, optimizer_memory
@@ -27,7 +25,7 @@ from gpipebal.profiler.loss import target_of
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.replica import find_ties, layer_of_tensors, own_bytes
-from gpipebal.profiler.setting import choose_rows, layers_of, random_numbers_kept
+from gpipebal.profiler.setting import choose_rows, layers_of, parted_rows, random_numbers_kept
 from gpipebal.profiler.storages import Arrived, Numbers
 from gpipebal.profiler.survey import describe_skips
 from gpipebal.rates import DeviceRates, find_rates
@@ -109,10 +107,9 @@ def estimate_profile(
         check_not_lazy(name, layer)
     routes = find_skips(modules, names)
     device = find_rates(rates)
-    n_rows = count_rows(flatten(sample)[0])
-    sizes = chunk_sizes(n_rows, check_count("chunks", chunks))
+    sizes = parted_rows(sample, check_count("chunks", chunks))
     target_of(target, sizes)  # it must have as many rows
-    wanted = choose_rows(rows, sizes[0], n_rows)
+    wanted = choose_rows(rows, sizes[0], sum(sizes))
     check_count("partitions", partitions)
     _check_autocast(device)
     n_chunks = len(sizes)
