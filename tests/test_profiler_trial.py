@@ -213,11 +213,6 @@ def test_a_frozen_model_is_tried_without_a_loss_inside() -> None:
     assert not any("not tried" in flag for flag in result.provenance["flags"])
 
 
-def test_no_rows_are_not_tried() -> None:
-    """A sample without rows is profiled, and says nothing of a pipeline."""
-    assert "trial" not in profile(chain(), rows=0).provenance
-
-
 def test_a_model_too_large_for_a_trial_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many micro-batches are tried as half of the free memory holds, and none if none fits."""
     big = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 50], parameter_bytes=[30, 20])

@@ -191,11 +191,11 @@ def test_sizes_that_the_sample_does_not_have(rows: Any) -> None:
     assert "Fix: " in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"method": "estimate", "timeout": None}])
-def test_a_sample_without_rows_is_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_a_sample_without_rows_is_refused(method: Any) -> None:
     """There is nothing to measure, and no plan to make of it."""
     with pytest.raises(ProfileError, match=r"sample has no rows.*\n.*Fix: give a mini-batch"):
-        profile(nn.Sequential(nn.Tanh()), torch.randn(0, 4), **options)
+        gb.profile_model(nn.Sequential(nn.Tanh()), torch.randn(0, 4), method=method)
 
 
 def test_batch_normalisation_on_one_row() -> None:

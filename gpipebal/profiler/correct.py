@@ -31,8 +31,6 @@ def try_out(
         The corrected profile; or one that says why there was no trial.
     """
     fitting = chunks_that_fit(profile, min(chunks, MOST_CHUNKS))
-    if not profile.rows:
-        return profile
     if not fitting:
         return _with_flag(profile, "not tried as a pipeline: there is not enough memory")
     try:
