@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpipebal.memory.cell import Cell
-from gpipebal.memory.layer_peaks import backward_peak, chained_peak, copied, uncopied_peak
+from gpipebal.memory.layer_peaks import (
+    backward_peak,
+    chained_peak,
+    copied,
+    forward_peak,
+    uncopied_peak,
+)
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.moments import Moment
 from gpipebal.planner.storage_tables import StorageTables
 from gpipebal.planner.tie_tables import TieTables
-from gpipebal.profile import LayerProfile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -224,7 +229,7 @@ class RunPeaks:
             peaks = self._column([layer.forward_peak_bytes for layer in layers])
             moments = tables.graph[:, :-1] + tables.live[:, :-1] + peaks
         else:
-            peaks = self._column([_peak_without_graph(layer) for layer in layers])
+            peaks = self._column([forward_peak(layer, records=False) for layer in layers])
             moments = tables.received[:, None] + tables.live_without_graph[:, :-1] + peaks
         highest = self._highest_up_to(moments)[:, self._ends - 1]
         return highest + self._all_gradients if exist else highest
@@ -354,8 +359,3 @@ class RunPeaks:
         """Return the copies of the last layer of each run."""
         last = self._ends - 1
         return np.where(last[None, :] >= self._firsts[:, None], copies[:, last], 0)
-
-
-def _peak_without_graph(layer: LayerProfile) -> int:
-    known = layer.no_grad_forward_peak_bytes
-    return layer.forward_peak_bytes if known is None else known
