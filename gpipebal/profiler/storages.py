@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +186,19 @@ def measure_layer_memory(
     # Their keys are used up: they may be given to new storages from now on.
     del outputs, found, known, passed
     hands_on.value = _cut(hands_on.value)
-    backward_again = partial(_backward_again, chain, k, value, ledger, constants)
+
+    def backward_again(
+        unwanted: Collection[int] = (), *, freed: bool = False, keeps: bool = False
+    ) -> int:
+        """Return another peak; without `keeps` the gradients of parameters are dropped."""
+        _, peak, _ = _forward_and_backward(
+            chain, k, value, ledger, constants, unwanted, freed=freed
+        )
+        if not keeps:
+            for parameter in layer.parameters():
+                parameter.grad = None
+        return peak
+
     accumulating = backward_again(keeps=True)
     # In a chain what comes in is freed, and what is handed through makes no copies.
     chained_accumulating = backward_again(set(through), freed=True)
@@ -255,27 +266,6 @@ def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -
         peak = _Peak(ledger, chain.device)
         chain.call(k, given, value)
     return peak.bytes
-
-
-def _backward_again(
-    chain: Chain,
-    k: int,
-    value: Value,
-    ledger: Ledger,
-    constants: Iterable[Tensor],
-    unwanted: Collection[int] = (),
-    *,
-    freed: bool = False,
-    keeps: bool = False,
-) -> int:
-    """Return the peak of another backward; without `keeps` its gradients are dropped behind it."""
-    _, backward, _ = _forward_and_backward(
-        chain, k, value, ledger, constants, unwanted, freed=freed
-    )
-    if not keeps:
-        for parameter in chain.layers[k].parameters():
-            parameter.grad = None
-    return backward
 
 
 def _forward_and_backward(
