@@ -62,17 +62,14 @@ class Waiting:
     """Bytes that wait at the actions of each partition.
 
     Args:
-        cells: One per partition.
         schedule: Order of the actions, one partition on each device.
         timeline: When they start; None: everything waits as long as the order of the actions lets
             it, whatever the clock.
     """
 
-    def __init__(
-        self, cells: Sequence[Cell], schedule: Schedule | Order, timeline: Timeline | None
-    ) -> None:
+    def __init__(self, schedule: Schedule | Order, timeline: Timeline | None) -> None:
         order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
-        self._cells, self._order = cells, order
+        self._order = order
         shape = (order.n_partitions, 1 + int(order.micro_batches.max(initial=-1)))
         self._chunks = shape[1]
         again = order.kinds == _R
@@ -102,12 +99,16 @@ class Waiting:
             self._places[order.kinds, order.partitions, order.micro_batches] = places
             self._ended = _ended_before(order, self._places)
 
-    def of_row(self, j: int) -> list[int]:
-        """Return the bytes that wait in partition j while each action of its row runs."""
+    def of_row(self, j: int, streams: Sequence[Stream]) -> list[int]:
+        """Return the bytes that wait in partition j while each action of its row runs.
+
+        Args:
+            j: The partition.
+            streams: What it makes for others.
+        """
         first, last = self._order.offsets[j : j + 2].tolist()
         kinds = self._order.kinds[first:last]
         micro_batches = self._order.micro_batches[first:last]
-        streams = streams_of(self._cells, j)
         most = sum(max(stream.n_bytes, stream.n_bytes_again) for stream in streams)
         waits: NDArray[Any] = np.zeros(last - first, dtype=number_type(most * self._chunks))
         for stream in streams:

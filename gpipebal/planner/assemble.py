@@ -19,7 +19,12 @@ from gpipebal.profile import Profile
 from gpipebal.schedule import SCHEDULES, Checkpoint
 from gpipebal.timeline import Timeline
 
-__all__ = ["assemble", "equal_split", "peaks_in_time"]
+__all__ = ["CLOCK_MARGIN", "assemble", "equal_split", "peaks_in_time"]
+
+#: How much longer than its neighbours a partition may take beyond what is predicted, as far as
+#: memory goes. Single cells on a machine with other work vary so much, and one that is behind lets
+#: what its neighbours made wait.
+CLOCK_MARGIN = 0.3
 
 
 def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
@@ -46,14 +51,18 @@ def peaks_in_time(
 ) -> tuple[tuple[PeakMemory, ...], Timeline]:
     """Predict the peak memory of every partition in its own timeline, and that timeline.
 
+    What waits for busy neighbours is counted with a margin: the most of that timeline, and of two
+    in which every second partition is slower by `CLOCK_MARGIN`. So each partition meets neighbours
+    that are behind, on either side.
+
     Under schedules that only torch runs, what each partition holds whatever the schedule.
     """
     pause = None if loss_inside else pause_time(profile, chunks)
-    timeline = step_timeline(
-        profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
-    )
+    question = profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
+    timeline = step_timeline(*question)
     if schedule not in SCHEDULES:
         return _what_stays(profile, bounds), timeline
+    slower_clocks = _slower_clocks(len(bounds) - 1, chunks)
     memory = partition_memory(
         profile,
         bounds,
@@ -62,9 +71,17 @@ def peaks_in_time(
         schedule=schedule,
         loss_inside=loss_inside,
         shared_memory=shared_memory,
-        timeline=timeline,
+        timelines=[timeline, *(step_timeline(*question, slower) for slower in slower_clocks)],
     )
     return memory, timeline
+
+
+def _slower_clocks(n_partitions: int, chunks: int) -> list[list[float]]:
+    """Return by what the times of each partition grow in the timelines of the margin."""
+    if n_partitions == 1 or chunks == 1:
+        return []  # there is nobody to wait for, or nothing else to do meanwhile
+    late = 1.0 + CLOCK_MARGIN
+    return [[late if j % 2 == which else 1.0 for j in range(n_partitions)] for which in (0, 1)]
 
 
 def assemble(

@@ -31,8 +31,8 @@ def held_of(
     exceptions: the optimizer's step comes behind the timeline; a layer that needs less while it
     works than it leaves behind counts with what it leaves; and a partition to which no gradient
     comes has those of its parameters after its first backward, and not only when the optimizer
-    steps. How much waits for busy neighbours goes by the clock: under another timeline than the
-    plan's it may differ.
+    steps. How much waits for busy neighbours goes by the clock: a plan counts a margin for slow
+    neighbours, so in its own timeline alone less may wait.
 
     Args:
         profile: Costs of the layers for one micro-batch.
