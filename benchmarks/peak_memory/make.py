@@ -3,7 +3,8 @@
     python benchmarks/peak_memory/make.py            measure, write results.json and the README
     python benchmarks/peak_memory/make.py --readme   write the README's tables from results.json
 
-Every row is one training step that counts all live tensors, after one that does not.
+Every row is one training step that counts all live tensors, after one that does not. When its cells
+started and ended is recorded, and the formula has the same clock.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import gpipebal as gb
 from gpipebal.files import read_record, write_record
 from gpipebal.memory import partition_memory
-from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.pipeline import GPipe, measure_memory, trace
+from gpipebal.plan import PeakMemory
 from gpipebal.planner import evaluate
 from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint
+from gpipebal.timeline import EventTable, Timeline
 
 # What all benchmarks have in common lies beside their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -107,10 +111,10 @@ def measure_model(name: str, model: Model, chunks: int) -> Iterator[dict[str, An
             for mode in modes:
                 checkpoint = MIXED[:n_partitions] if mode == "mixed" else mode
                 pipe = GPipe(layers, balance, chunks=chunks, checkpoint=checkpoint)
-                counted, at_once = count(pipe, model, sample, target, way)
+                counted, at_once, clock = count(pipe, model, sample, target, way)
                 pipe.close()
                 layers.zero_grad()
-                predicted = predict(profile, balance, way, checkpoint)
+                predicted = predict(profile, balance, way, checkpoint, clock)
                 yield {
                     "model": name,
                     "way": way,
@@ -124,19 +128,22 @@ def measure_model(name: str, model: Model, chunks: int) -> Iterator[dict[str, An
 
 
 def predict(
-    profile: Profile, balance: list[int], way: str, checkpoint: Checkpoint
+    profile: Profile, balance: list[int], way: str, checkpoint: Checkpoint, clock: Timeline
 ) -> dict[str, Any]:
-    """Return the parts of each partition's predicted peak, and between what the clock decides.
+    """Return the parts of each partition's predicted peak, and what another clock would make of it.
 
     Returns:
-        ``predicted``, the parts with what waits in the simulated timeline; ``least``, the totals
-        if nothing ever waited for a neighbour; ``most``, those if everything waited as long as
-        the order of the actions lets it.
+        ``predicted``, the parts with what waits by the clock of the counted step; ``taken``, the
+        totals if what neighbours take while an action runs were gone at its start; ``planned``,
+        those of a plan, which knows the simulated clock only, and has a margin; ``least``, those if
+        nothing ever waited for a neighbour; ``most``, those if everything waited as long as the
+        order of the actions lets it.
     """
     schedule, inside = "1f1b" if way == "step 1f1b" else "gpipe", way != "loss(pipe(x))"
     plan = evaluate(profile, balance, checkpoint=checkpoint, schedule=schedule, loss_inside=inside)
-    least, most = (
-        partition_memory(
+
+    def peaks(**clocks: Any) -> tuple[PeakMemory, ...]:
+        return partition_memory(
             profile,
             to_bounds(balance),
             chunks=profile.chunks,
@@ -144,22 +151,41 @@ def predict(
             schedule=schedule,
             loss_inside=inside,
             shared_memory=True,
-            latest=latest,
+            **clocks,
         )
-        for latest in (False, True)
-    )
-    peaks = [part.memory for part in plan.partitions]
+
     return {
-        "predicted": [{**asdict(peak), "total": peak.total} for peak in peaks],
-        "least": [peak.total for peak in least],
-        "most": [peak.total for peak in most],
+        "predicted": [{**asdict(peak), "total": peak.total} for peak in peaks(timelines=[clock])],
+        "taken": [
+            peaks(timelines=[_taken_earlier(clock, j)])[j].total for j in range(len(balance))
+        ],
+        "planned": [part.memory.total for part in plan.partitions],
+        "least": [peak.total for peak in peaks()],
+        "most": [peak.total for peak in peaks(latest=True)],
     }
+
+
+def _taken_earlier(clock: Timeline, j: int) -> Timeline:
+    """Let others start and end just before the actions of partition j that run at that time."""
+    table = clock.table
+    own = table.partitions == j
+    begun = np.sort(table.starts[own])
+    shortest = (table.ends - table.starts)[own].min()
+
+    def earlier(times: np.ndarray) -> np.ndarray:
+        place = np.searchsorted(begun, times, side="right") - 1
+        before = np.where(place < 0, times, begun[place] - shortest / 2)
+        return np.where(own, times, before)
+
+    starts, ends = earlier(table.starts), earlier(table.ends)
+    moved = EventTable(table.partitions, table.kinds, table.micro_batches, starts, ends)
+    return Timeline(moved, clock.n_devices, "measured")
 
 
 def count(
     pipe: GPipe, model: Model, sample: torch.Tensor, target: torch.Tensor, way: str
-) -> tuple[list[int], int]:
-    """Return the most that each partition held, and that all held at one time."""
+) -> tuple[list[int], int, Timeline]:
+    """Return the most that each partition held, that all held at one time, and the step's clock."""
     optimizer = model.optimizer(list(pipe.parameters()))
 
     def step() -> None:
@@ -174,11 +200,11 @@ def count(
 
     step()
     optimizer.zero_grad()
-    with measure_memory(pipe, optimizer) as meter:
+    with trace(pipe) as recorder, measure_memory(pipe, optimizer) as meter:
         # The target lies in the last partition's memory, as the sample does in the first's.
         meter.ledger.hold([target], len(pipe.balance) - 1)
         step()
-    return list(meter.peak_bytes), meter.total_peak_bytes
+    return list(meter.peak_bytes), meter.total_peak_bytes, recorder.timeline
 
 
 if __name__ == "__main__":

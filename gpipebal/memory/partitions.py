@@ -50,7 +50,7 @@ def partition_memory(
             partition with schedules that turn back before the last forward.
         shared_memory: Whether all partitions live in one memory.
         timelines: When the actions of the schedule start and end, which tells what waits for busy
-            neighbours; of several, each action counts with the most. None: everything is taken at
+            neighbours; of several, each action counts with the most. Empty: everything is taken at
             once.
         latest: Whether everything waits as long as the order of the actions lets it: no clock
             makes more wait. It counts instead of `timelines`.
