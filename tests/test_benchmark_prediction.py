@@ -454,6 +454,29 @@ def test_repeated_profiles_are_taken_in_turns() -> None:
     assert "### 2 profiles of each model" in tables.blocks(record)["result"]
 
 
+def test_memory_is_counted_anew_without_times() -> None:
+    """All plans have new figures of memory, and everything else as it was."""
+    subject = measure.Subject(TINY[0], TINY[0].make())
+    stored = [
+        {
+            "model": subject.model.name,
+            "way": way,
+            "chunks": chunks,
+            "checkpoint": "never",
+            "balance": [1, len(subject.layers) - 1],
+            "seconds": {"median": 1.0},
+            "memory": {"predicted": [0, 0], "counted": [0, 0]},
+        }
+        for way, chunks in (("loss(pipe(x))", 1), ("step 1f1b", 4))
+    ]
+    found = measure.measure_memory_of(subject, stored, 0.0)
+    assert [{**row, "memory": None} for row in found] == [{**row, "memory": None} for row in stored]
+    for row in found:
+        assert row["memory"]["predicted"] == pytest.approx(row["memory"]["counted"], rel=0.1)
+    record = {**_stored(), "memory": {"provenance": {"date": "2026-01-01", "gpipebal": "0.1.0"}}}
+    assert "memory: anew, 2026-01-01" in tables.blocks(record)["environment"]
+
+
 def test_how_far_repeats_are_apart_by_hand() -> None:
     """The farthest of a partition's sums counts, and that of the work beside them."""
     times = {"forward": [1.0, 1.0, 1.0], "backward": [1.0, 1.1, 0.9], "recompute": [9.0] * 3}

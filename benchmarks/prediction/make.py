@@ -5,6 +5,7 @@
     python benchmarks/prediction/make.py --readme   write the README's tables from the stored files
     python benchmarks/prediction/make.py --add --model mlp    measure one model of a result anew
     python benchmarks/prediction/make.py --repeats          only how well profiles agree, anew
+    python benchmarks/prediction/make.py --memory           only what partitions hold, anew
     python benchmarks/prediction/make.py --out benchmarks/prediction/results-cuda.json    with CUDA
     python benchmarks/prediction/make.py --allocator --out F    add what CUDA's allocator says
 
@@ -35,7 +36,14 @@ from benchmark_tools.machine import OtherLoad, provenance
 from benchmark_tools.text import write_readme
 from prediction_benchmark import cuda_tables, figures, tables
 from prediction_benchmark.allocator import measure_allocator
-from prediction_benchmark.measure import MIDDLE, Subject, about, measure_model, take_profiles
+from prediction_benchmark.measure import (
+    MIDDLE,
+    Subject,
+    about,
+    measure_memory_of,
+    measure_model,
+    take_profiles,
+)
 from prediction_benchmark.models import MODELS, Model, larger, tiny
 from prediction_benchmark.repeats import WORK_SECONDS, measure_repeats
 from prediction_benchmark.settings import CHUNKS
@@ -64,6 +72,8 @@ def main() -> None:
     if arguments.repeats:
         record = {**_read(arguments.out), "repeats": repeats(arguments, _told())}
         write_record(arguments.out, record)
+    elif arguments.memory:
+        write_record(arguments.out, memory(arguments, _read(arguments.out), _told()))
     elif arguments.allocator:
         record = _read(arguments.out)
         found = allocator(arguments, _told())
@@ -103,6 +113,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--repeats", action="store_true", help="only measure how well profiles agree")
+    only.add_argument(
+        "--memory", action="store_true", help="only predict and count memory anew, of all plans"
+    )
     only.add_argument(
         "--allocator", action="store_true", help="only ask CUDA's allocator for peaks, and add them"
     )
@@ -207,6 +220,21 @@ def repeats(arguments: argparse.Namespace, told: Callable[[str], None]) -> dict[
         told=told,
     )
     return {"provenance": {**provenance(), "other_load": load.share()}, "models": found}
+
+
+def memory(
+    arguments: argparse.Namespace, record: dict[str, Any], told: Callable[[str], None]
+) -> dict[str, Any]:
+    """Predict and count the memory of all stored plans, and return the record with that."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for model in MODELS:
+        stored = [row for row in record["rows"] if row["model"] == model.name]
+        if stored:
+            subject = _subject(model, arguments.quick)
+            rows += measure_memory_of(subject, stored, 0.0 if arguments.quick else None)
+            told(f"{model.name}: memory")
+    return {**record, "rows": rows, "memory": {"provenance": provenance()}}
 
 
 def allocator(arguments: argparse.Namespace, told: Callable[[str], None]) -> dict[str, Any]:

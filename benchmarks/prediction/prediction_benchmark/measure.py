@@ -22,7 +22,15 @@ from prediction_benchmark.parts import PARTS, cell_times, explain, predicted_tim
 from prediction_benchmark.settings import CHUNKS, SETTINGS, Setting, choose_balances
 from prediction_benchmark.steps import Steps, devices, on_first_device
 
-__all__ = ["MIDDLE", "Subject", "about", "measure_model", "predict", "take_profiles"]
+__all__ = [
+    "MIDDLE",
+    "Subject",
+    "about",
+    "measure_memory_of",
+    "measure_model",
+    "predict",
+    "take_profiles",
+]
 
 #: The number of micro-batches whose first profile has the other sizes too.
 MIDDLE = 4
@@ -199,11 +207,40 @@ def _record(subject: Subject, trial: _Trial) -> dict[str, Any]:
         "parts": {name: _rounded(fmean(part[name] for part in parts)) for name in PARTS},
         "traced": _rounded(fmean(seconds for _, seconds, _ in trial.traced)),
         "cells": _cells(subject, trial),
-        "memory": {
-            "predicted": [part.memory.total for part in plan.partitions],
-            "counted": trial.peaks,
-        },
+        "memory": _memory(plan, trial.peaks),
     }
+
+
+def measure_memory_of(
+    subject: Subject, rows: Sequence[dict[str, Any]], timeout: float | None
+) -> list[dict[str, Any]]:
+    """Predict and count the memory of plans anew, and no times.
+
+    Args:
+        subject: Their model.
+        rows: What is stored of them; only what they say of memory is replaced.
+        timeout: Seconds for the repeats of a profile; None: the profiler's default.
+
+    Returns:
+        The rows with the new figures.
+    """
+    profiles = take_profiles(subject, CHUNKS, timeout)
+    batch = subject.model.make_batch()
+    found = []
+    for row in rows:
+        setting = Setting(row["way"], row["chunks"], row["checkpoint"])
+        plan = predict(profiles[setting.chunks], row["balance"], setting)
+        run = Steps(subject.model, subject.layers, batch, row["balance"], setting)
+        try:
+            found.append({**row, "memory": _memory(plan, run.peaks())})
+        finally:
+            run.close()
+    return found
+
+
+def _memory(plan: Plan, counted: Sequence[int]) -> dict[str, list[int]]:
+    predicted = [part.memory.total for part in plan.partitions]
+    return {"predicted": predicted, "counted": list(counted)}
 
 
 def _cells(subject: Subject, trial: _Trial) -> dict[str, list[list[float] | None]]:

@@ -256,6 +256,9 @@ def _environment(record: dict[str, Any]) -> str:
         "other programs' share of the cores meanwhile: "
         + ("unknown" if other is None else f"{100 * other:.1f} %"),
     ]
+    if "memory" in record:
+        of_memory = record["memory"]["provenance"]
+        lines.append(f"memory: anew, {of_memory['date']}, gpipebal {of_memory['gpipebal']}")
     return "```\n" + "\n".join(lines) + "\n```"
 
 
