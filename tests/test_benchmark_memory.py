@@ -150,6 +150,15 @@ def test_gradients_that_exist_count_from_the_beginning() -> None:
     assert (kept.total, kept.activations) == (1000 + 1000 + 20 + 1500, 20)
 
 
+def test_gradients_that_exist_count_inside_a_partition_too() -> None:
+    """Of a layer with others behind it, the backward that adds to gradients counts alone."""
+    profile = Profile.from_costs([1.0, 1.0], parameter_bytes=[1000, 0], chunks=2)
+    layer = replace(profile.layers[0], chained_peak_bytes=7, chained_accumulating_peak_bytes=5)
+    profile = replace(profile, layers=(layer, profile.layers[1]))
+    assert estimate.with_gradients(profile).layers[0].chained_peak_bytes == 5
+    assert estimate.with_gradients(profile).layers[1].chained_peak_bytes is None
+
+
 @given(
     peaks=st.integers(2, 6).flatmap(
         lambda n: st.lists(

@@ -69,6 +69,11 @@ def with_gradients(profile: Profile) -> Profile:
                     if layer.accumulating_peak_bytes is None
                     else layer.accumulating_peak_bytes
                 ),
+                chained_peak_bytes=(
+                    layer.chained_peak_bytes
+                    if layer.chained_accumulating_peak_bytes is None
+                    else layer.chained_accumulating_peak_bytes
+                ),
             )
             for layer in profile.layers
         ),
