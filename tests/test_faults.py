@@ -82,7 +82,9 @@ def test_the_original_error_arrives_with_its_place(where: str, layer: int, at: i
     notes = "\n".join(caught.value.__notes__)
     partition = [0, 1, 1, 2][layer]
     assert f"in partition {partition}, {where} of micro-batch" in notes
-    if where != "backward":
+    if where == "backward":
+        assert f"in the backward of layer '{layer}' (layer {layer} of the chain)\n" in notes
+    else:
         assert f"in layer '{layer}'" in notes
         assert "maybe" in "".join(traceback.format_exception(caught.value))
     faults[layer].where = ""

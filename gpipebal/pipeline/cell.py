@@ -56,6 +56,7 @@ class Cell:
         "_kept",
         "_kind",
         "_leaves",
+        "_marks",
         "_micro_batch",
         "_mode",
         "_n_inputs",
@@ -100,6 +101,7 @@ class Cell:
         self._input: Packet | None = None
         self._leaves: list[Tensor | None] = []
         self._edges: list[GradientEdge | None] = []
+        self._marks: list[int] = []
         self._kept: Kept | None = None
         self._promised: list[bool] = []
         self._states: States = []
@@ -124,10 +126,12 @@ class Cell:
         # Before the layers run: one may write to its input that did not when it was looked at.
         versions = _versions(packet.leaves) if self.checkpointed else []
         states: States | None = [] if self.checkpointed else None
+        randomness = OwnRandomness(self._seed, self._micro_batch, states)
+        marks: list[int] = []
         with phase(checkpointing=self.checkpointed):
             result = self._partition.forward(
                 packet,
-                Pass(self._kind, state, OwnRandomness(self._seed, self._micro_batch, states), tail),
+                Pass(self._kind, state, randomness, tail, marks),
                 checkpointed=self.checkpointed,
                 protect=self._protect,
                 look=self.checkpointed and self._micro_batch == 0,
@@ -142,7 +146,7 @@ class Cell:
             self._tail = tail
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
-            self._edges = _edges(result.leaves)
+            self._edges, self._marks = _edges(result.leaves), marks
         check_nothing_hidden(result.leaves, f"the output of partition {self._partition.index}")
         return Packet(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in result.leaves],
@@ -173,10 +177,11 @@ class Cell:
                 "of a partition write to its input always or never; or checkpoint='never'."
             )
         randomness = OwnRandomness(self._seed, self._micro_batch, self._states, again=True)
+        marks: list[int] = []
         with phase(recomputing=True):
             leaves, outputs = self._partition.recompute(
                 packet,
-                Pass(self._kind, state, randomness, self._tail),
+                Pass(self._kind, state, randomness, self._tail, marks),
                 promised=self._promised,
                 kept=kept.again() if self._keep else kept,
             )
@@ -184,7 +189,7 @@ class Cell:
             self._input, self._kept, self._tail = None, None, None
             self._states = []
         self._leaves = _wanted(packet, leaves)
-        self._edges = _edges(outputs)
+        self._edges, self._marks = _edges(outputs), marks
 
     def backward(self, gradients: Sequence[Any]) -> list[Tensor | None]:
         """Run the cell's graph; return the gradient of each leaf of the input, or None."""
@@ -200,13 +205,20 @@ class Cell:
         if roots and (self._parameters or wanted):
             randomness = OwnRandomness(self._seed, self._micro_batch)
             randomness.enter_backward(self._partition.index)
-            with randomness.watching():
-                torch.autograd.backward(
-                    roots,
-                    seeds,
-                    retain_graph=keep,
-                    inputs=None if self._parameters else wanted,
-                )
+            try:
+                with randomness.watching():
+                    torch.autograd.backward(
+                        roots,
+                        seeds,
+                        retain_graph=keep,
+                        inputs=None if self._parameters else wanted,
+                    )
+            except BaseException as error:
+                # Only a graph that is freed on the way, all of it, shows how far it came.
+                if self._parameters and not keep:
+                    nodes = [edge.node for edge in roots]
+                    self._partition.note_failed_backward(error, nodes, self._marks)
+                raise
         found = [None if leaf is None else leaf.grad for leaf in self._leaves]
         for leaf in wanted:
             leaf.grad = None

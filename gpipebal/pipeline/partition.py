@@ -17,7 +17,7 @@ layer that changes otherwise is noticed in the recompute, before it can make a w
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.blame import failed_layers, next_node
 from gpipebal.pipeline.buffers import Buffers, Kept, Place
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.facts import MOST_KINDS, Facts, version_of, was_written
@@ -58,12 +59,14 @@ class Pass(NamedTuple):
         state: Settings of the caller.
         randomness: Random numbers of the micro-batch.
         tail: Runs behind the layers.
+        marks: Takes the number of autograd's next node before each layer.
     """
 
     kind: Hashable
     state: CallerState
     randomness: OwnRandomness
     tail: Tail | None
+    marks: list[int]
 
 
 @dataclass
@@ -291,6 +294,29 @@ class Partition:
             )
         return leaves, outputs
 
+    def note_failed_backward(
+        self, error: BaseException, roots: Sequence[Any], marks: Sequence[int]
+    ) -> None:
+        """Note in an error in whose layers' backward it came up, as far as that can be told.
+
+        Args:
+            error: What a backward raised that has not kept its graph.
+            roots: The nodes that it started from.
+            marks: What the pass through the layers noted of autograd's nodes.
+        """
+        # Whatever happens here, the error itself is what the caller needs.
+        with suppress(Exception):
+            found = failed_layers(roots, marks, error)
+            if found is not None:
+                first, last = (self._describe(k) for k in found)
+                between = f" or before it, down to {first}" if first != last else ""
+                error.add_note(f"in the backward of {last}{between}")
+
+    def _describe(self, k: int) -> str:
+        if k == len(self.layers):
+            return "the loss"
+        return f"layer {self.names[k]!r} (layer {self.first + k} of the chain)"
+
     def _remember(self, kind: Hashable, facts: Facts) -> None:
         self._facts[kind] = facts
         while len(self._facts) > MOST_KINDS:
@@ -298,7 +324,7 @@ class Partition:
             self._facts.pop(next(iter(self._facts)), None)
 
     def _run_layers(self, value: Any, run: Pass) -> Any:
-        randomness, tail = run.randomness, run.tail
+        randomness, tail, marks = run.randomness, run.tail, run.marks
         skips = None
         if self._skips:
             arrived: list[Any] = []
@@ -314,7 +340,8 @@ class Partition:
                     if self.is_given_up:
                         raise InboxClosedError
                     self.running = k
-                    where = f"in layer {self.names[k]!r} (layer {self.first + k} of the chain)"
+                    where = f"in {self._describe(k)}"
+                    marks.append(next_node())
                     randomness.enter_layer(self.first + k)
                     if isinstance(value, Call):
                         value = layer(value.input, **value.keywords)
@@ -323,6 +350,7 @@ class Partition:
                     check_travels(value, self.names[k])
                 if tail is not None:
                     where, self.running = "in the loss", len(self.layers)
+                    marks.append(next_node())
                     randomness.enter_layer(self.first + len(self.layers))
                     value = tail(value)
         except BaseException as error:

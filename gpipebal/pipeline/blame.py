@@ -1,0 +1,119 @@
+"""Which layer's backward failed: found out afterwards, so that a step that succeeds pays nothing.
+
+Autograd numbers the nodes of a graph as they are made, and runs them backwards, highest first. A
+node frees what it saved once it is through. So the node that failed lies between the lowest that
+has freed something and the highest that has all of it still; and numbers that were read between
+the layers of the forward, one for each, tell whose it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+__all__ = ["failed_layers", "next_node"]
+
+_known: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
+#: Nodes that add a gradient up have this number, and no place in the order.
+_LAST = 2**64 - 1
+
+
+def next_node() -> int:
+    """Return the number that the next node of this thread will have; 0 if torch does not tell."""
+    return 0 if _known is None else _known()
+
+
+def failed_layers(
+    roots: Iterable[Any], marks: Sequence[int], error: BaseException
+) -> tuple[int, int] | None:
+    """Tell in whose backward an error came up.
+
+    Args:
+        roots: Nodes that the backward started from; it has not kept the graph.
+        marks: What `next_node` returned before each layer.
+        error: What it raised.
+
+    Returns:
+        The places of the first and the last layer in question, mostly the same; None: nothing is
+        known.
+    """
+    nodes = {node: node._sequence_nr() for node in _graph(roots)}
+    numbers = sorted({number for number in nodes.values() if number != _LAST})
+    if not numbers or not any(marks):
+        return None
+    states = {number: state for node, number in nodes.items() if (state := _has_freed(node))}
+    freed = min((n for n, state in states.items() if state == "freed"), default=_LAST)
+    whole = max((n for n, state in states.items() if state == "whole"), default=-1)
+    numbers = [number for number in numbers if whole <= number < freed]
+    # A view of a parameter saves nothing either, but nothing of it can fail.
+    views = {nodes[node] for node in nodes if nodes[node] not in states and _is_of_parameter(node)}
+    numbers = [number for number in numbers if number not in views] or numbers
+    # What has saved nothing does not show whether it is through; code in Python shows that it ran.
+    ran = {nodes[node] for node in nodes if _was_running(node, error.__traceback__)}
+    numbers = [number for number in numbers if number in ran] or numbers
+    if not numbers:
+        return None
+    first, last = (max(0, bisect_right(marks, at) - 1) for at in (numbers[0], numbers[-1]))
+    return first, last
+
+
+def _graph(roots: Iterable[Any]) -> Iterable[Any]:
+    """Yield each node of a graph once."""
+    seen: set[Any] = set()
+    left = [node for node in roots if node is not None]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += [before for before, _ in node.next_functions if before is not None]
+
+
+def _has_freed(node: Any) -> str:
+    """Tell whether a node has ``'freed'`` what it saved, is ``'whole'``, or ``''``: saved nothing.
+
+    Asking for a saved tensor would run hooks that may compute or load it. So it is asked to take
+    other hooks, which it refuses once it is freed; nobody will use the graph again.
+    """
+    found = ""
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            saved = getattr(node, name)
+            for one in saved if isinstance(saved, tuple | list) else (saved,):
+                one.register_hooks(_same, _same)
+                found = "whole"
+        except RuntimeError as refusal:
+            text = str(refusal)
+            if "freed" in text or "second time" in text:
+                return "freed"
+            if "None" not in text:
+                found = "whole"
+    return found
+
+
+def _is_of_parameter(node: Any) -> bool:
+    """Tell whether all that comes out of a node's backward is added to gradients of parameters."""
+    return all(
+        before is None or before._sequence_nr() == _LAST for before, _ in node.next_functions
+    )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _was_running(node: Any, traceback: TracebackType | None) -> bool:
+    """Tell whether an error came through the backward that a node's class has in Python."""
+    backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    code = getattr(backward, "__code__", None)
+    while code is not None and traceback is not None:
+        if traceback.tb_frame.f_code is code:
+            return True
+        traceback = traceback.tb_next
+    return False
