@@ -15,7 +15,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
-from gpipebal.memory.waiting import Waiting, streams_of
+from gpipebal.memory.waiting import Waiting
 from gpipebal.plan import PeakMemory
 from gpipebal.planner import evaluate
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms
@@ -172,8 +172,8 @@ def waits(profile: gb.Profile, bounds: tuple[int, ...], **options: Any) -> list[
     cells = [
         Cell(profile, a, b, None, options.get("shared_memory", False)) for a, b in pairwise(bounds)
     ]
-    waiting = Waiting(order, None if options.get("latest") else timeline)
-    return [waiting.of_row(j, streams_of(cells, j)) for j in range(len(cells))]
+    waiting = Waiting(cells, order, None if options.get("latest") else timeline)
+    return [waiting.of_row(j) for j in range(len(cells))]
 
 
 def test_what_waits_by_hand() -> None:

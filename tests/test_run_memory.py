@@ -48,7 +48,7 @@ def test_every_run_needs_what_its_partition_does(
                 exact = partition_memory(profile, bounds, checkpoint=mode, **given)
                 timeline = step_timeline(profile, bounds, chunks, mode, "gpipe", inside, None)
                 clocked = partition_memory(
-                    profile, bounds, checkpoint=mode, timelines=[timeline], **given
+                    profile, bounds, checkpoint=mode, timeline=timeline, **given
                 )
                 # Without a pause between the phases, nothing makes more wait than the order lets.
                 latest = partition_memory(profile, bounds, checkpoint=mode, latest=inside, **given)

@@ -118,7 +118,7 @@ def test_limits_and_modes_equal_brute_force(profile: gb.Profile, data: st.DataOb
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(profiles(largest=5), st.data())
 def test_least_peak_equals_brute_force(profile: gb.Profile, data: st.DataObject) -> None:
-    """The smallest peak memory, proven but for what waits in the plan's own timeline."""
+    """The smallest peak memory, proven but for what waits by the plan's own clock."""
     n = data.draw(st.integers(1, min(3, profile.n_layers)))
     options: Any = {"chunks": data.draw(st.integers(1, 4)), "checkpoint": data.draw(checkpoints)}
     options |= {"loss_inside": data.draw(st.booleans()), "shared_memory": data.draw(st.booleans())}

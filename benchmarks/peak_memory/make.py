@@ -155,10 +155,8 @@ def predict(
         )
 
     return {
-        "predicted": [{**asdict(peak), "total": peak.total} for peak in peaks(timelines=[clock])],
-        "taken": [
-            peaks(timelines=[_taken_earlier(clock, j)])[j].total for j in range(len(balance))
-        ],
+        "predicted": [{**asdict(peak), "total": peak.total} for peak in peaks(timeline=clock)],
+        "taken": [peaks(timeline=_taken_earlier(clock, j))[j].total for j in range(len(balance))],
         "planned": [part.memory.total for part in plan.partitions],
         "least": [peak.total for peak in peaks()],
         "most": [peak.total for peak in peaks(latest=True)],
@@ -166,16 +164,20 @@ def predict(
 
 
 def _taken_earlier(clock: Timeline, j: int) -> Timeline:
-    """Let others start and end just before the actions of partition j that run at that time."""
+    """Let others start and end just before the actions of partition j that run at that time.
+
+    What they do while nothing runs there stays where it is.
+    """
     table = clock.table
     own = table.partitions == j
-    begun = np.sort(table.starts[own])
-    shortest = (table.ends - table.starts)[own].min()
+    in_order = np.argsort(table.starts[own])
+    begun, ended = table.starts[own][in_order], table.ends[own][in_order]
+    shortest = (ended - begun).min()
 
     def earlier(times: np.ndarray) -> np.ndarray:
         place = np.searchsorted(begun, times, side="right") - 1
-        before = np.where(place < 0, times, begun[place] - shortest / 2)
-        return np.where(own, times, before)
+        is_beside = (place >= 0) & (times < ended[place]) & ~own
+        return np.where(is_beside, begun[place] - shortest / 2, times)
 
     starts, ends = earlier(table.starts), earlier(table.ends)
     moved = EventTable(table.partitions, table.kinds, table.micro_batches, starts, ends)

@@ -24,12 +24,12 @@ of the last partition.
 takes it; then it is the receiver's. So what waits for a busy neighbour, outputs on the way up and
 gradients on the way down, is charged to who made it, and so is a skip connection on its way past
 the partitions in between; how many wait at once a timeline tells, simulated or measured. A plan
-counts the most of three: its own, and two in which every second partition is slower, so that a
-neighbour that is late for once does not break a limit. Where two neighbours share one memory
-(partitions on one CPU) the tensor at their cut exists once. It is charged to the receiver from its
-forward on, and as long as the sender's graph or kept input still holds it, also when the receiver
-is through with it; what a sender makes anew in a recompute is its own. The mini-batch stays with
-the first partition, also where it is handed through to others.
+counts with a margin: with each neighbour as if it were slower by itself than predicted, so that one
+that is behind for once does not break a limit. Where two neighbours share one memory (partitions on
+one CPU) the tensor at their cut exists once. It is charged to the receiver from its forward on, and
+as long as the sender's graph or kept input still holds it, also when the receiver is through with
+it; what a sender makes anew in a recompute is its own. The mini-batch stays with the first
+partition, also where it is handed through to others.
 
 **What has no gradient** (integers, constants, what comes before the first layer that is trained)
 makes none, and is held until a backward only where a layer saves it or a recompute needs it. A

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.loss import around_loss, loss_of_micro_batch
-from gpipebal.memory.waiting import Waiting, number_type, streams_of
+from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_schedule, order_of
@@ -34,7 +34,8 @@ def partition_memory(
     schedule: str = "gpipe",
     loss_inside: bool | None = None,
     shared_memory: bool = False,
-    timelines: Sequence[Timeline] = (),
+    timeline: Timeline | None = None,
+    margin: float = 0.0,
     latest: bool = False,
 ) -> tuple[PeakMemory, ...]:
     """Predict the peak memory of every partition in a training step.
@@ -49,11 +50,12 @@ def partition_memory(
             in `GPipe.step`, or the caller does; None: the caller with ``'gpipe'``, and the last
             partition with schedules that turn back before the last forward.
         shared_memory: Whether all partitions live in one memory.
-        timelines: When the actions of the schedule start and end, which tells what waits for busy
-            neighbours; of several, each action counts with the most. Empty: everything is taken at
-            once.
+        timeline: When the actions of the schedule start and end, which tells what waits for busy
+            neighbours; None: everything is taken at once.
+        margin: By how much longer than in `timeline` the actions of any one partition may take, as
+            a fraction: what waits for it until then counts too.
         latest: Whether everything waits as long as the order of the actions lets it: no clock
-            makes more wait. It counts instead of `timelines`.
+            makes more wait. It counts instead of `timeline`.
 
     Returns:
         One `PeakMemory` per partition, in bytes.
@@ -83,16 +85,14 @@ def partition_memory(
         Cell(profile, first, end, loss if end == bounds[-1] else None, shared_memory)
         for first, end in pairwise(bounds)
     ]
-    clocks = (None,) if latest else timelines
-    waiting = [Waiting(order, clock) for clock in clocks]
+    waiting = None
+    if latest or timeline is not None:
+        waiting = Waiting(cells, order, None if latest else timeline, margin, not inside)
     peaks = []
     for j, cell in enumerate(cells):
         own = slice(*order.offsets[j : j + 2].tolist())
         row = order.kinds[own], order.micro_batches[own]
-        streams = streams_of(cells, j) if waiting else []
-        by_clock = [one.of_row(j, streams) for one in waiting]
-        waits = [max(at_once) for at_once in zip(*by_clock, strict=True)]
-        highest = _highest(cell, *row, waits or None, chunks)
+        highest = _highest(cell, *row, None if waiting is None else waiting.of_row(j), chunks)
         layers = profile.layers[cell.first : cell.end]
         states = [layer.optimizer_bytes for layer in layers]
         peaks.append(

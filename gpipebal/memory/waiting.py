@@ -62,14 +62,25 @@ class Waiting:
     """Bytes that wait at the actions of each partition.
 
     Args:
+        cells: One per partition.
         schedule: Order of the actions, one partition on each device.
         timeline: When they start; None: everything waits as long as the order of the actions lets
             it, whatever the clock.
+        margin: By how much longer than in the timeline the actions of any one partition may take,
+            as a fraction: what others have made for it waits until then, too.
+        pause: Whether the caller's loss comes between forwards and backwards, for which all wait.
     """
 
-    def __init__(self, schedule: Schedule | Order, timeline: Timeline | None) -> None:
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        schedule: Schedule | Order,
+        timeline: Timeline | None,
+        margin: float = 0.0,
+        pause: bool = False,
+    ) -> None:
         order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
-        self._order = order
+        self._cells, self._order = cells, order
         shape = (order.n_partitions, 1 + int(order.micro_batches.max(initial=-1)))
         self._chunks = shape[1]
         again = order.kinds == _R
@@ -80,35 +91,61 @@ class Waiting:
         self._starts: NDArray[np.float64] | None = None
         self._taken: NDArray[np.float64] | None = None
         self._ended: NDArray[np.int32] | None = None
+        # When an action takes what waits for it if its partition is slower than all others.
+        self._taken_late: NDArray[np.float64] | None = None
+        lengths = np.diff(order.offsets)
+        places = np.arange(order.n_actions) - np.repeat(order.offsets[:-1], lengths)
+        self._places[order.kinds, order.partitions, order.micro_batches] = places
+        self._pause = pause
+        # Whether all forwards come first, so that nobody has to wait for a backward with them.
+        n_forwards = np.bincount(order.partitions[order.kinds == _F], minlength=shape[0])
+        self._forwards_first = bool((self._places[_F].max(axis=1) == n_forwards - 1).all())
         shortest = np.inf
         if timeline is not None:
             table = timeline.table
             self._late = AT_ONCE * timeline.makespan
             # When an action takes what waits for it: at its start, a recompute at its end.
-            self._starts, self._taken = (np.zeros(self._places.shape) for _ in range(2))
+            self._starts, self._taken, ends = (np.zeros(self._places.shape) for _ in range(3))
             for kind in (_F, _R, _B):
                 own = table.of_kind(KINDS[kind])
                 where = table.partitions[own], table.micro_batches[own]
                 self._starts[kind][where] = table.starts[own]
                 self._taken[kind][where] = (table.ends if kind == _R else table.starts)[own]
+                ends[kind][where] = table.ends[own]
                 shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
+            if margin:
+                self._taken_late = self._slower(ends, margin)
         if timeline is None or shortest <= self._late:
             # Of actions that take no time the clock says less than their order.
-            lengths = np.diff(order.offsets)
-            places = np.arange(order.n_actions) - np.repeat(order.offsets[:-1], lengths)
-            self._places[order.kinds, order.partitions, order.micro_batches] = places
             self._ended = _ended_before(order, self._places)
 
-    def of_row(self, j: int, streams: Sequence[Stream]) -> list[int]:
-        """Return the bytes that wait in partition j while each action of its row runs.
+    def _slower(self, ends: NDArray[np.float64], margin: float) -> NDArray[np.float64]:
+        """Return when actions take what waits for them, each partition by itself being slower.
 
-        Args:
-            j: The partition.
-            streams: What it makes for others.
+        An action starts no earlier than in the timeline, and not before the longer one in front of
+        it is over. Where all forwards come first a lag ends with them: at the turn who is ahead has
+        to wait.
         """
+        assert self._starts is not None
+        order, late = self._order, np.zeros(self._places.shape)
+        for j in range(order.n_partitions):
+            own = slice(*order.offsets[j : j + 2].tolist())
+            kinds, micro_batches = order.kinds[own], order.micro_batches[own]
+            starts, longer = self._starts[kinds, j, micro_batches], ends[kinds, j, micro_batches]
+            longer = (1.0 + margin) * (longer - starts)
+            turn = int((kinds == _F).sum()) if self._forwards_first else len(kinds)
+            for part in (slice(0, turn), slice(turn, len(kinds))):
+                before = np.cumsum(longer[part]) - longer[part]
+                starts[part] = np.maximum.accumulate(starts[part] - before) + before
+            late[kinds, j, micro_batches] = np.where(kinds == _R, starts + longer, starts)
+        return late
+
+    def of_row(self, j: int) -> list[int]:
+        """Return the bytes that wait in partition j while each action of its row runs."""
         first, last = self._order.offsets[j : j + 2].tolist()
         kinds = self._order.kinds[first:last]
         micro_batches = self._order.micro_batches[first:last]
+        streams = streams_of(self._cells, j)
         most = sum(max(stream.n_bytes, stream.n_bytes_again) for stream in streams)
         waits: NDArray[Any] = np.zeros(last - first, dtype=number_type(most * self._chunks))
         for stream in streams:
@@ -118,7 +155,7 @@ class Waiting:
             # It waits from the next action on, until the taker has it.
             since = made + 1
             taken_by = KINDS.index(stream.taken_by)
-            until = np.maximum(since, self._until(j, stream.taker, taken_by)[i])
+            until = np.maximum(since, self._until(j, stream.taker, taken_by, kind)[i])
             again = self._recomputed[j, i]
             exists = np.ones(len(i), dtype=bool)
             if stream.only_if_recomputed is not None:
@@ -134,20 +171,44 @@ class Waiting:
         found: list[int] = waits.tolist()
         return found
 
-    def _until(self, j: int, taker: int, kind: int) -> NDArray[np.int64]:
-        """Return at which action of row j the taker has what it takes, by micro-batch."""
+    def _until(self, j: int, taker: int, kind: int, made: int) -> NDArray[np.int64]:
+        """Return at which action of row j the taker has what it takes, by micro-batch.
+
+        Args:
+            j: Who has made it.
+            taker: Who takes it.
+            kind: Kind of the taker's actions that do.
+            made: Kind of the actions that have made it.
+        """
         first, last = self._order.offsets[j : j + 2].tolist()
         until: NDArray[np.int64] = np.full(self._chunks, last - first)
+        places = self._places[kind, taker]
         if self._ended is not None:
             # How far the taker must have come before each action of the row; it never goes back.
             ended = self._ended[first:last, taker]
-            until = np.searchsorted(ended, self._places[kind, taker], side="right")
-        if self._starts is not None and self._taken is not None:
-            columns = self._order.kinds[first:last], j, self._order.micro_batches[first:last]
-            taken = self._taken[kind, taker] + self._late
-            by_clock = np.searchsorted(self._starts[columns], taken, side="right")
-            until = np.minimum(until, by_clock)
-        return until
+            until = np.searchsorted(ended, places, side="right")
+        if self._starts is None or self._taken is None:
+            return until
+        kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
+        starts = self._starts[kinds, j, micro_batches]
+        by_clock = np.searchsorted(starts, self._taken[kind, taker] + self._late, side="right")
+        if self._taken_late is None:
+            return np.minimum(until, by_clock)
+        late = np.searchsorted(starts, self._taken_late[kind, taker] + self._late, side="right")
+        if self._forwards_first:
+            if made == kind == _F:
+                # No backward starts before the last forward of those behind it, nor anything else
+                # that comes behind a pause.
+                is_behind = kinds != _F if self._pause else kinds == _B
+                late = np.minimum(late, np.append(is_behind, True).argmax())
+        elif (beside := {j + 1: _B, j - 1: _F}.get(taker)) is not None:
+            # What comes from the taker shows how far it is: without that its lag would stop others.
+            needed = np.where(kinds == beside, self._places[beside, taker, micro_batches] + 1, 0)
+            ended = np.maximum.accumulate(needed)
+            late = np.minimum(late, np.searchsorted(ended, places, side="right"))
+        else:
+            late = by_clock  # nobody knows how far others let it lag
+        return np.minimum(until, np.maximum(by_clock, late))
 
 
 def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:

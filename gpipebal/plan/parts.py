@@ -21,8 +21,8 @@ class PeakMemory:
         outputs: On the last partition, what is there of the outputs, the target, the loss and
             their gradients.
         waiting: What it has made and a busy neighbour has not taken yet. It depends on the clock:
-            this much waits in the simulated timeline, or where every second partition takes 30 %
-            longer than predicted, whichever is most.
+            this much waits in the simulated timeline, each neighbour taken to be 30 % slower than
+            predicted.
     """
 
     parameters: int = 0

@@ -72,7 +72,7 @@ class Plan:
         overlaps: Whether transfers between partitions run beside the devices' work.
         sensitivity: For each cut, how much the value grows if it is moved by one layer to the
             left, and to the right, with the same modes and devices; None: there is no such plan,
-            or it breaks a limit or a rule. What waits for busy neighbours counts as in the timeline
+            or it breaks a limit or a rule. What waits for busy neighbours counts by the clock
             that the plan would then have; but against a limit it does not where that would take
             longer than the search, in plans of many layers and actions. Empty: not worked out.
         notes: What a reader should know about how the plan was made, in sentences.

@@ -94,8 +94,8 @@ def _about_waiting(posed: Posed, lack: int) -> str:
         return f"{text}it would be {format_bytes(without[0])} more"
     # What waits depends on the clock, and many plans are not all tried that might fit by it.
     if all_ways(posed, MOST_WAYS) is None:
-        return f"{text}some splits fit, but those that were tried do not in their own timelines"
-    return f"{text}some splits fit, but none does in its own timeline"
+        return f"{text}some fit, but those that were tried do not with what waits by their clocks"
+    return f"{text}some fit, but none does with what waits by its clock"
 
 
 def _to_explain(posed: Posed) -> Problem:

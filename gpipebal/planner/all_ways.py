@@ -1,7 +1,7 @@
 """All ways to run a short chain, one by one: where no formula says what fits.
 
 What waits for busy neighbours depends on the clock, so whether a split keeps its limits is known
-only from its own timeline. Where there are few ways to cut and run a chain, all are looked at.
+only from its own clock. Where there are few ways to cut and run a chain, all are looked at.
 """
 
 from __future__ import annotations

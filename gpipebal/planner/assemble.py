@@ -21,9 +21,9 @@ from gpipebal.timeline import Timeline
 
 __all__ = ["CLOCK_MARGIN", "assemble", "equal_split", "peaks_in_time"]
 
-#: How much longer than its neighbours a partition may take beyond what is predicted, as far as
-#: memory goes. Single cells on a machine with other work vary so much, and one that is behind lets
-#: what its neighbours made wait.
+#: How much longer than predicted any one partition may take, as a fraction, as far as memory goes.
+#: Single cells vary so much on a machine with other work, and what others have made for the one
+#: that is behind waits.
 CLOCK_MARGIN = 0.3
 
 
@@ -49,20 +49,18 @@ def peaks_in_time(
     shared_memory: bool,
     around: Surroundings | None = None,
 ) -> tuple[tuple[PeakMemory, ...], Timeline]:
-    """Predict the peak memory of every partition in its own timeline, and that timeline.
+    """Predict the peak memory of every partition in its timeline with a margin, and that timeline.
 
-    What waits for busy neighbours is counted with a margin: the most of that timeline, and of two
-    in which every second partition is slower by `CLOCK_MARGIN`. So each partition meets neighbours
-    that are behind, on either side.
+    What waits for a busy neighbour is counted as if that took longer by `CLOCK_MARGIN`.
 
     Under schedules that only torch runs, what each partition holds whatever the schedule.
     """
     pause = None if loss_inside else pause_time(profile, chunks)
-    question = profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
-    timeline = step_timeline(*question)
+    timeline = step_timeline(
+        profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
+    )
     if schedule not in SCHEDULES:
         return _what_stays(profile, bounds), timeline
-    slower_clocks = _slower_clocks(len(bounds) - 1, chunks)
     memory = partition_memory(
         profile,
         bounds,
@@ -71,17 +69,10 @@ def peaks_in_time(
         schedule=schedule,
         loss_inside=loss_inside,
         shared_memory=shared_memory,
-        timelines=[timeline, *(step_timeline(*question, slower) for slower in slower_clocks)],
+        timeline=timeline,
+        margin=CLOCK_MARGIN,
     )
     return memory, timeline
-
-
-def _slower_clocks(n_partitions: int, chunks: int) -> list[list[float]]:
-    """Return by what the times of each partition grow in the timelines of the margin."""
-    if n_partitions == 1 or chunks == 1:
-        return []  # there is nobody to wait for, or nothing else to do meanwhile
-    late = 1.0 + CLOCK_MARGIN
-    return [[late if j % 2 == which else 1.0 for j in range(n_partitions)] for which in (0, 1)]
 
 
 def assemble(

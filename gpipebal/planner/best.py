@@ -90,7 +90,7 @@ def best_of(posed: Posed) -> Best:
     """Find the best plan at one number of micro-batches.
 
     Limits are first compared without what waits for busy neighbours. If the plan that is found
-    exceeds one of them in its own timeline, all ways are tried if they are few. If not, more is
+    exceeds one of them by its own clock, all ways are tried if they are few. If not, more is
     recomputed, where that is open; the search is done again with the most that can wait; and the
     next best splits are tried, and those that lack least. The gap tells between which values the
     best plan is.
@@ -131,7 +131,7 @@ def best_of(posed: Posed) -> Best:
 
 
 def _best_way(posed: Posed, ways: Sequence[Split], method: str) -> Best:
-    """Return the best of all ways that keeps its limits in its own timeline."""
+    """Return the best of all ways that keeps its limits by its own clock."""
 
     def rank(way: Split, value: float) -> tuple[float, ...]:
         counted = posed.counted(way.modes)

@@ -120,7 +120,7 @@ def value_of(
 def _peaks_of(
     posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
 ) -> list[int]:
-    """Return the peak memory of every partition of a split, in its own timeline."""
+    """Return the peak memory of every partition of a split, with what waits by its clock."""
     question = posed.question
     memory, _ = peaks_in_time(
         posed.profile,

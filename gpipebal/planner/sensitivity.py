@@ -46,7 +46,7 @@ def sensitivity(
         order: Device of each partition.
         objective: What was minimised.
         cost: The cost of runs, if that was minimised.
-        peaks: What partitions need with what waits for busy neighbours in the split's own timeline;
+        peaks: What partitions need with what waits for busy neighbours by the split's own clock;
             None: limits are compared without that. Needed if peak memory was minimised.
         makespans: Simulates splits, if their makespan was minimised under a schedule without a
             formula; None: GPipe's formula.

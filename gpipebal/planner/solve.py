@@ -81,7 +81,7 @@ def solve(
         any_order: Whether devices may change places; the plan's `devices` tells which runs what.
         memory_limit: Memory of a device, as bytes or as a text such as ``'16 GiB'``: one for all,
             or one for each. A partition may need what `reserve` leaves of it, including what waits
-            for busy neighbours, also for such as take 30 % longer than predicted. None: no limit.
+            for busy neighbours, each taken to be 30 % slower than predicted. None: no limit.
         reserve: Memory that is kept free on every device; None: 0 on CPUs, and on GPUs 512 MiB and
             a twentieth. The plan says how much.
         link: What connects the devices: everything that crosses a cut takes its time, with skip

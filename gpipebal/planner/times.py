@@ -104,17 +104,11 @@ def step_timeline(
     loss_inside: bool,
     pause: float | None,
     around: Surroundings | None = None,
-    slowness: Sequence[float] | None = None,
 ) -> Timeline:
-    """Simulate a training step without its optimizer, as well as the profile tells.
-
-    `slowness` is by how much each partition takes longer than that; None: by nothing.
-    """
+    """Simulate a training step without its optimizer, as well as the profile tells."""
     around = around or Surroundings()
     loss = loss_of_micro_batch(profile) if loss_inside else None
     of_layers = durations(profile, bounds, loss, without_graph=True, around=around)
-    if slowness is not None:
-        of_layers = of_layers.slower_by(slowness)
     overhead = profile.step.cell_overhead_time or 0.0
     times = of_layers.longer_by(overhead)
     if schedule in SCHEDULES:

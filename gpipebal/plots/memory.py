@@ -58,8 +58,9 @@ def plot_memory(
 ) -> Axes:
     """Draw what every device holds over time, on one scale, with its peak and its limit.
 
-    With what `gpipebal.simulator.held_of` tells of a plan, the peaks are those of the plan itself
-    in this timeline, but for the optimizer's step, which comes behind it. A loss behind the
+    With what `gpipebal.simulator.held_of` tells of a plan, the peaks are those of this timeline,
+    without the optimizer's step, which comes behind it, and without the plan's margin for slow
+    neighbours. A loss behind the
     pipeline is in the last row: gathered outputs, what the loss takes, and what stays of both.
 
     Args:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from operator import mul
 
 from gpipebal.errors import ProfileError
 from gpipebal.plan import Plan
@@ -122,29 +120,6 @@ class Durations:
             self,
             **{
                 name: tuple(time + seconds for time in times)
-                for name, times in known.items()
-                if times is not None
-            },
-        )
-
-    def slower_by(self, factors: Sequence[float]) -> Durations:
-        """Multiply the times of every partition's own work, but not those of transfers.
-
-        Args:
-            factors: One for each partition.
-
-        Example:
-            >>> Durations((1.0, 1.0), (1.0, 1.0), (2.0, 2.0)).slower_by([1.0, 1.5]).backward
-            (2.0, 3.0)
-        """
-        names = ("forward", "recompute", "backward", "no_grad_forward")
-        known = {
-            name: getattr(self, name) for name in (*names, "input_gradient", "weight_gradient")
-        }
-        return replace(
-            self,
-            **{
-                name: tuple(map(mul, times, factors))
                 for name, times in known.items()
                 if times is not None
             },

@@ -27,12 +27,12 @@ def held_of(
 ) -> list[HeldBytes]:
     """Tell what each partition of a plan holds: by the same rules as the plan's own peak memory.
 
-    In the same timeline, peaks over time equal those of the plan to the byte, with three
+    In the same timeline, peaks over time equal those of `partition_memory` to the byte, with three
     exceptions: the optimizer's step comes behind the timeline; a layer that needs less while it
     works than it leaves behind counts with what it leaves; and a partition to which no gradient
     comes has those of its parameters after its first backward, and not only when the optimizer
-    steps. How much waits for busy neighbours goes by the clock: a plan counts a margin for slow
-    neighbours, so in its own timeline alone less may wait.
+    steps. How much waits for busy neighbours goes by the clock, and a plan counts a margin for
+    slow ones: over time there may be less.
 
     Args:
         profile: Costs of the layers for one micro-batch.
