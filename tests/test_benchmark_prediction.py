@@ -236,7 +236,7 @@ def test_predicted_timeline_is_the_planners(
     profile = _profile(layers, loss[0], setting.chunks, pause, shares)
     end = min(cut, len(layers) - 1)
     plan = measure.predict(profile, [end, len(layers) - end], setting)
-    placed = parts.predicted_timeline(profile, plan, setting).makespan
+    placed = parts.predicted_timeline(profile, plan).makespan
     assert plan.step_time == pytest.approx(placed + 0.5, rel=1e-12)
 
 
@@ -252,7 +252,7 @@ def test_parts_add_up_to_what_a_step_takes_longer(
     profile = _profile(layers, layers[0], setting.chunks, 1.0, shares)
     plan = measure.predict(profile, [1, len(layers) - 1], setting)
     assert plan.step_time is not None
-    predicted = parts.predicted_timeline(profile, plan, setting)
+    predicted = parts.predicted_timeline(profile, plan)
     events = [
         event._replace(start=longer * event.start, end=longer * event.end)
         for event in predicted.events

@@ -14,6 +14,7 @@ from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.waiting import Waiting
 from gpipebal.planner.assemble import CLOCK_MARGIN
+from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import durations, order_for, step_timeline
 from gpipebal.schedule import SCHEDULES
 from gpipebal.simulator import Durations, place
@@ -27,7 +28,7 @@ def slower(
 ) -> Timeline:
     """Place the step of a chain, a layer in each partition, of which one is slower."""
     n = profile.n_layers
-    times = durations(profile, range(n + 1))
+    times = durations(profile, range(n + 1), Execution(profile.chunks, "never"))
     factors = [factor if j == which else 1.0 for j in range(n)]
 
     def scaled(name: str) -> tuple[float, ...]:
@@ -48,7 +49,7 @@ def test_an_output_for_a_late_partition_by_hand() -> None:
         [1.0, 1.0], output_bytes=[100, 0], parameter_bytes=[4, 4], chunks=8
     )
     options: Any = {"chunks": 8, "checkpoint": "never", "loss_inside": True}
-    clock = step_timeline(profile, (0, 1, 2), 8, "never", "gpipe", True, None)
+    clock = step_timeline(profile, (0, 1, 2), Execution(8, "never", loss_inside=True))
     exact = partition_memory(profile, (0, 1, 2), timeline=clock, **options)
     plan = gb.evaluate(profile, [1, 1], **options)
     assert pytest.approx(0.3) == CLOCK_MARGIN
@@ -65,7 +66,7 @@ def test_a_gradient_for_a_late_partition_by_hand() -> None:
     profile = gb.Profile.from_costs(
         [1e-6] * 2, [1.0] * 2, output_bytes=[100, 0], parameter_bytes=[4, 4], chunks=8
     )
-    clock = step_timeline(profile, (0, 1, 2), 8, "never", "gpipe", True, None)
+    clock = step_timeline(profile, (0, 1, 2), Execution(8, "never", loss_inside=True))
     cells = [Cell(profile, j, j + 1, None, False) for j in range(2)]
     order = order_for("gpipe", 2, 8, "never")
     both = Waiting(cells, order, clock), Waiting(cells, order, clock, CLOCK_MARGIN)
@@ -133,7 +134,7 @@ def test_no_margin_makes_more_wait_than_the_order_lets(
     )
     bounds = range(len(times) + 1)
     options: Any = {"chunks": 6, "checkpoint": mode, "schedule": schedule, "loss_inside": True}
-    clock = step_timeline(profile, bounds, 6, mode, schedule, True, None)
+    clock = step_timeline(profile, bounds, Execution(**options))
     nominal, late = (
         partition_memory(profile, bounds, timeline=clock, margin=each, **options)
         for each in (0.0, margin)

@@ -16,7 +16,8 @@ from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.planner import evaluate
-from gpipebal.planner.times import pause_time, step_timeline
+from gpipebal.planner.execution import Execution
+from gpipebal.planner.times import step_timeline
 from gpipebal.profile import LayerProfile
 from gpipebal.simulator import held_of, memory_over_time
 
@@ -66,16 +67,12 @@ def both(
     """
     balance = [end - start for start, end in pairwise(bounds)]
     plan = evaluate(profile, balance, **options)
-    m = plan.chunks
-    pause = None if plan.loss_inside else pause_time(profile, m)
-    timeline = step_timeline(
-        profile, bounds, m, plan.checkpoint, plan.schedule, plan.loss_inside, pause
-    )
+    timeline = step_timeline(profile, bounds, Execution.of(plan))
     tracks = memory_over_time(timeline, held_of(profile, plan))
     exact = partition_memory(
         profile,
         bounds,
-        chunks=m,
+        chunks=plan.chunks,
         checkpoint=plan.checkpoint,
         schedule=plan.schedule,
         loss_inside=plan.loss_inside,

@@ -15,6 +15,7 @@ from plan_oracle import MODES, holding_its_output, profiles
 import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.planner import run_memory
+from gpipebal.planner.execution import Execution
 from gpipebal.planner.moments import moments_of
 from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import step_timeline
@@ -46,7 +47,7 @@ def test_every_run_needs_what_its_partition_does(
         for n in range(1, profile.n_layers + 1):
             for bounds in all_bounds(profile.n_layers, n):
                 exact = partition_memory(profile, bounds, checkpoint=mode, **given)
-                timeline = step_timeline(profile, bounds, chunks, mode, "gpipe", inside, None)
+                timeline = step_timeline(profile, bounds, Execution(chunks, mode, "gpipe", inside))
                 clocked = partition_memory(
                     profile, bounds, checkpoint=mode, timeline=timeline, **given
                 )

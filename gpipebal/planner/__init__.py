@@ -4,7 +4,8 @@ Read in this order: `solve`, `question` (what can be asked, with `layer_rules`),
 question as a problem for the solvers; `chunking`, `quantiles`, and `run_memory` with `moments` and
 `storage_tables`), `best` (which split it is; `all_ways` where only a clock tells what fits),
 `plans` (a split as a plan; `assemble`, and `sensitivity`), `advice` (why there is none);
-`evaluate`; `times` (what partitions and steps take, from the layers' times). Beside them:
+`evaluate`; `execution` (how a split is run), `times` (what partitions and steps take, from the
+layers' times). Beside them:
 `schedules` (the search under schedules without a closed form, with its `schedule_bounds`), `grid`
 (pipelines side by side; `replicated` for one number of them), `rule_comparison` (a plan beside the
 rules of thumb), and `recompute` (single layers recomputed inside the partitions of a plan:

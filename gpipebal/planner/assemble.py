@@ -1,4 +1,4 @@
-"""A split and what it is predicted to cost, put into a plan."""
+"""What the partitions of a split are predicted to cost, in time and memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gpipebal.memory import partition_memory
-from gpipebal.plan import PartitionPlan, PeakMemory, Plan
+from gpipebal.plan import PartitionPlan, PeakMemory
+from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import (
-    Surroundings,
     durations,
     loss_of_micro_batch,
     pause_time,
@@ -16,7 +16,6 @@ from gpipebal.planner.times import (
     time_beside,
 )
 from gpipebal.profile import Profile
-from gpipebal.schedule import SCHEDULES, Checkpoint
 from gpipebal.timeline import Timeline
 
 __all__ = ["CLOCK_MARGIN", "assemble", "equal_split", "peaks_in_time"]
@@ -39,15 +38,7 @@ def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
 
 
 def peaks_in_time(
-    profile: Profile,
-    bounds: Sequence[int],
-    *,
-    chunks: int,
-    checkpoint: Checkpoint,
-    schedule: str,
-    loss_inside: bool,
-    shared_memory: bool,
-    around: Surroundings | None = None,
+    profile: Profile, bounds: Sequence[int], execution: Execution
 ) -> tuple[tuple[PeakMemory, ...], Timeline]:
     """Predict the peak memory of every partition in its timeline with a margin, and that timeline.
 
@@ -55,20 +46,17 @@ def peaks_in_time(
 
     Under schedules that only torch runs, what each partition holds whatever the schedule.
     """
-    pause = None if loss_inside else pause_time(profile, chunks)
-    timeline = step_timeline(
-        profile, bounds, chunks, checkpoint, schedule, loss_inside, pause, around
-    )
-    if schedule not in SCHEDULES:
+    timeline = step_timeline(profile, bounds, execution)
+    if not execution.is_ours:
         return _what_stays(profile, bounds), timeline
     memory = partition_memory(
         profile,
         bounds,
-        chunks=chunks,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        loss_inside=loss_inside,
-        shared_memory=shared_memory,
+        chunks=execution.chunks,
+        checkpoint=execution.checkpoint,
+        schedule=execution.schedule,
+        loss_inside=execution.loss_inside,
+        shared_memory=execution.shared_memory,
         timeline=timeline,
         margin=CLOCK_MARGIN,
     )
@@ -78,45 +66,22 @@ def peaks_in_time(
 def assemble(
     profile: Profile,
     bounds: Sequence[int],
-    *,
-    chunks: int,
-    checkpoint: Checkpoint,
-    schedule: str,
-    loss_inside: bool,
-    objective: str,
-    value: float,
-    lower_bound: float,
-    status: str,
-    method: str,
-    makespan: float,
-    bottleneck: float,
-    equal_split_value: float | None,
-    shared_memory: bool,
-    around: Surroundings | None = None,
+    execution: Execution,
     limits: Sequence[int | None] | None = None,
-    device_order: tuple[int, ...] = (),
-    notes: tuple[str, ...] = (),
-) -> Plan:
-    """Put everything into a plan: times and memory of the partitions, and the step's time.
+) -> tuple[tuple[PartitionPlan, ...], float | None]:
+    """Predict what every partition of a split costs, and the seconds of a training step.
 
-    `profile` is that at the rows of the plan's micro-batches. `around` has the devices, partition
-    by partition, and the links, and `limits` the memory limit of each partition; None: nothing
-    special. All else is as in `Plan`.
+    Args:
+        profile: Costs of the layers, at the rows of the micro-batches.
+        bounds: First layer of each partition, then the number of layers.
+        execution: How it runs.
+        limits: Memory limit of each partition; None: none.
+
+    Returns:
+        The partitions, and the seconds of a step; None if something of it was not measured.
     """
-    around = around or Surroundings()
-    memory, timeline = peaks_in_time(
-        profile,
-        bounds,
-        chunks=chunks,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        loss_inside=loss_inside,
-        shared_memory=shared_memory,
-        around=around,
-    )
-    if schedule not in SCHEDULES:
-        notes = (*notes, f"Memory is that of the model: under {schedule!r} no more is predicted.")
-    times = durations(profile, bounds, around=around)
+    memory, timeline = peaks_in_time(profile, bounds, execution)
+    times = durations(profile, bounds, execution)
     partitions = []
     for j, peak in enumerate(memory):
         layers = profile.layers[bounds[j] : bounds[j + 1]]
@@ -134,33 +99,17 @@ def assemble(
                 weight_time=times.weight_gradients[j],
             )
         )
-    pause = None if loss_inside else pause_time(profile, chunks)
-    loss_known = pause is not None or (loss_inside and loss_of_micro_batch(profile) is not None)
-    beside = time_beside(profile, loss_inside)
-    step_time = None if not loss_known or beside is None else timeline.makespan + beside
-    return Plan(
-        partitions=tuple(partitions),
-        chunks=chunks,
-        rows=profile.rows,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        objective=objective,
-        value=value,
-        lower_bound=lower_bound,
-        status=status,
-        method=method,
-        makespan=makespan,
-        bottleneck=bottleneck,
-        step_time=step_time,
-        pause_time=pause,
-        loss_inside=loss_inside,
-        equal_split_value=equal_split_value,
-        shared_memory=shared_memory,
-        device_order=device_order,
-        overlaps=around.overlaps,
-        notes=notes,
-        provenance=dict(profile.provenance),
-    )
+    return tuple(partitions), _step_time(profile, execution, timeline)
+
+
+def _step_time(profile: Profile, execution: Execution, timeline: Timeline) -> float | None:
+    """Add to the schedule what a step takes beside it; None if something was not measured."""
+    if execution.loss_inside:
+        is_known = loss_of_micro_batch(profile) is not None
+    else:
+        is_known = pause_time(profile, execution.chunks) is not None
+    beside = time_beside(profile, execution.loss_inside)
+    return timeline.makespan + beside if is_known and beside is not None else None
 
 
 def _what_stays(profile: Profile, bounds: Sequence[int]) -> tuple[PeakMemory, ...]:

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 from gpipebal.plan import PartitionPlan, Plan
 from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
+from gpipebal.planner.execution import Execution
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedule_costs import ScheduleCosts
 from gpipebal.planner.sensitivity import sensitivity
-from gpipebal.planner.times import Surroundings, durations, order_for
+from gpipebal.planner.times import durations, order_for, pause_time
 from gpipebal.problem import to_bounds
-from gpipebal.schedule import Checkpoint, CheckpointMode, modes_of
+from gpipebal.schedule import CheckpointMode, Order, modes_of
 from gpipebal.simulator import place, weight_shares
 from gpipebal.solvers import Split
 
@@ -45,40 +46,50 @@ def keeps_limit(part: PartitionPlan) -> bool:
 
 def plan_of_split(posed: Posed, found: Split) -> Plan:
     """Put a split into a plan."""
-    problem, question = posed.problem, posed.question
+    problem, question, profile = posed.problem, posed.question, posed.profile
     bounds, order = found.bounds, found.order
     modes = found.modes
     if question.checkpoint != "auto":
         # As they were asked for: solvers see those that count under the schedule.
         modes = modes_of(question.checkpoint, problem.n_partitions)
     n = problem.n_partitions
+    execution = posed.execution(modes, order)
+    limits = [posed.limits[k] for k in order] if posed.is_limited else None
+    partitions, step_time = assemble(profile, bounds, execution, limits)
+    notes = posed.notes
+    if not execution.is_ours:
+        unknown = f"Memory is that of the model: under {execution.schedule!r} no more is predicted."
+        notes = (*notes, unknown)
+    value, lower_bound, status = float(found.value), float(found.lower_bound), found.status
     objective = "cost" if question.cost is not None else question.objective
-    plan = assemble(
-        posed.profile,
-        bounds,
-        chunks=posed.chunks,
-        checkpoint=_checkpoint_of(modes),
-        schedule=question.schedule,
-        loss_inside=question.loss_inside,
+    if objective == "peak_memory":
+        # With what waits by the plan's own clock, which solvers do not know.
+        value = max(part.memory.total for part in partitions)
+        lower_bound = found.lower_bound
+        status = "optimal" if value <= lower_bound else "feasible"
+    return Plan(
+        partitions=partitions,
+        chunks=execution.chunks,
+        rows=profile.rows,
+        checkpoint=execution.checkpoint,
+        schedule=execution.schedule,
         objective=objective,
-        value=float(found.value),
-        lower_bound=float(found.lower_bound),
-        status=found.status,
+        value=value,
+        lower_bound=lower_bound,
+        status=status,
         method=found.method,
         makespan=_makespan_of(posed, bounds, modes, order),
         bottleneck=_bottleneck_of(posed, bounds, modes, order),
+        step_time=step_time,
+        pause_time=None if execution.loss_inside else pause_time(profile, execution.chunks),
+        loss_inside=execution.loss_inside,
         equal_split_value=value_of(posed, equal_split(problem.n_layers, n), modes, order),
-        shared_memory=question.shared_memory,
-        around=_around(posed, order),
-        limits=[posed.limits[k] for k in order] if posed.is_limited else None,
+        shared_memory=execution.shared_memory,
         device_order=() if order == tuple(range(n)) else order,
-        notes=posed.notes,
+        overlaps=execution.overlaps,
+        notes=notes,
+        provenance=dict(profile.provenance),
     )
-    if objective == "peak_memory":
-        peak = max(part.memory.total for part in plan.partitions)
-        status = "optimal" if peak <= found.lower_bound else "feasible"
-        plan = replace(plan, value=peak, lower_bound=found.lower_bound, status=status)
-    return plan
 
 
 def plan_of_balance(
@@ -121,42 +132,23 @@ def _peaks_of(
     posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
 ) -> list[int]:
     """Return the peak memory of every partition of a split, with what waits by its clock."""
-    question = posed.question
-    memory, _ = peaks_in_time(
-        posed.profile,
-        bounds,
-        chunks=posed.chunks,
-        checkpoint=_checkpoint_of(modes),
-        schedule=question.schedule,
-        loss_inside=question.loss_inside,
-        shared_memory=question.shared_memory,
-        around=_around(posed, order),
-    )
+    memory, _ = peaks_in_time(posed.profile, bounds, posed.execution(modes, order))
     return [peak.total for peak in memory]
-
-
-def _checkpoint_of(modes: Sequence[CheckpointMode]) -> Checkpoint:
-    return modes[0] if len(set(modes)) == 1 else tuple(modes)
-
-
-def _around(posed: Posed, order: Sequence[int]) -> Surroundings:
-    devices = posed.problem.devices
-    return Surroundings(
-        None if devices is None else [devices[k] for k in order], posed.problem.links
-    )
 
 
 def _makespan_of(
     posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
 ) -> float:
     """Return the makespan of a split: GPipe's formula, or a simulation."""
-    schedule = posed.question.schedule
-    if schedule == "gpipe":
+    if posed.question.schedule == "gpipe":
         return float(posed.problem.makespan(bounds, modes, order))
-    around = _around(posed, order)
-    times = durations(posed.profile, bounds, around=around)
-    actions = order_for(schedule, len(bounds) - 1, posed.chunks, _checkpoint_of(modes))
-    return place(actions, times, overlap=around.overlaps).makespan
+    execution = posed.execution(modes, order)
+    times = durations(posed.profile, bounds, execution)
+    return place(_order_of(execution, len(bounds) - 1), times, overlap=execution.overlaps).makespan
+
+
+def _order_of(execution: Execution, n_partitions: int) -> Order:
+    return order_for(execution.schedule, n_partitions, execution.chunks, execution.checkpoint)
 
 
 def _bottleneck_of(
@@ -195,7 +187,6 @@ def _simulator_of(
     posed: Posed, modes: Sequence[CheckpointMode], order: Sequence[int]
 ) -> Callable[[Sequence[Sequence[int]]], list[float]]:
     """Return what simulates splits as the search for the best of them does."""
-    n_partitions, checkpoint = posed.problem.n_partitions, _checkpoint_of(modes)
-    actions = order_for(posed.question.schedule, n_partitions, posed.chunks, checkpoint)
+    actions = _order_of(posed.execution(modes, order), posed.problem.n_partitions)
     shares = weight_shares(posed.profile)
     return ScheduleCosts(posed.problem, actions, order, shares).makespans

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from gpipebal.errors import BalanceError
 from gpipebal.planner.chunking import at_chunks
+from gpipebal.planner.execution import Execution
 from gpipebal.planner.question import Place, Question
 from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import recomputes_for
@@ -50,6 +51,19 @@ class Posed:
     def counted(self, modes: Sequence[CheckpointMode]) -> tuple[CheckpointMode, ...]:
         """Return the modes of partitions as they count under the schedule."""
         return _counted(self.question, self.chunks, modes)
+
+    def execution(self, modes: Sequence[CheckpointMode], order: Sequence[int]) -> Execution:
+        """Return how splits run whose partitions have such modes and devices."""
+        question, devices = self.question, self.problem.devices
+        return Execution(
+            chunks=self.chunks,
+            checkpoint=modes[0] if len(set(modes)) == 1 else tuple(modes),
+            schedule=question.schedule,
+            loss_inside=question.loss_inside,
+            shared_memory=question.shared_memory,
+            devices=None if devices is None else [devices[k] for k in order],
+            links=self.problem.links,
+        )
 
     @property
     def limits(self) -> tuple[int | None, ...]:

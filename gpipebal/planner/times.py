@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from operator import mul
 
 from gpipebal.errors import BalanceError
-from gpipebal.problem import Device, Links, Problem
+from gpipebal.planner.execution import Execution
+from gpipebal.problem import Problem
 from gpipebal.profile import LayerProfile, Profile, SideBySide
 from gpipebal.schedule import (
     SCHEDULES,
@@ -25,7 +26,6 @@ from gpipebal.simulator.sharing import place_sharing
 from gpipebal.timeline import Timeline
 
 __all__ = [
-    "Surroundings",
     "durations",
     "loss_of_micro_batch",
     "order_for",
@@ -77,48 +77,21 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile | None:
     )
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What the partitions of a plan run on, beside the layers' times; nothing special by default.
-
-    Attributes:
-        devices: The device of each partition; None: all as the profile's.
-        links: What handing over each cut takes; None: nothing.
-    """
-
-    devices: Sequence[Device] | None = None
-    links: Links | None = None
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether transfers run beside the devices' work."""
-        return self.links is None or self.links.overlaps
-
-
-def step_timeline(
-    profile: Profile,
-    bounds: Sequence[int],
-    chunks: int,
-    checkpoint: Checkpoint,
-    schedule: str,
-    loss_inside: bool,
-    pause: float | None,
-    around: Surroundings | None = None,
-) -> Timeline:
+def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution) -> Timeline:
     """Simulate a training step without its optimizer, as well as the profile tells."""
-    around = around or Surroundings()
-    loss = loss_of_micro_batch(profile) if loss_inside else None
-    of_layers = durations(profile, bounds, loss, without_graph=True, around=around)
+    inside = execution.loss_inside
+    loss = loss_of_micro_batch(profile) if inside else None
+    of_layers = durations(profile, bounds, execution, loss, without_graph=True)
     overhead = profile.step.cell_overhead_time or 0.0
     times = of_layers.longer_by(overhead)
-    if schedule in SCHEDULES:
+    if execution.is_ours:
         times = replace(times, **_launches(profile, bounds, loss))
-    order = order_for(schedule, len(bounds) - 1, chunks, checkpoint)
-    pause = None if loss_inside else pause or 0.0
+    order = order_for(execution.schedule, len(bounds) - 1, execution.chunks, execution.checkpoint)
+    pause = None if inside else pause_time(profile, execution.chunks) or 0.0
     shares = profile.step.side_by_side
-    alike = around.devices is None and around.links is None and schedule in SCHEDULES
+    alike = execution.devices is None and execution.links is None and execution.is_ours
     if shares is None or shares.changes_nothing or not alike or times.has_launches:
-        return place(order, times, pause=pause, overlap=around.overlaps)
+        return place(order, times, pause=pause, overlap=execution.overlaps)
     alone = _alone(of_layers, shares).longer_by(overhead)
     return place_sharing(order, times, alone, shares.n_partitions, pause=pause)
 
@@ -209,22 +182,22 @@ def _dealt_out(schedule: str, n_partitions: int) -> tuple[int, int]:
 def durations(
     profile: Profile,
     bounds: Sequence[int],
+    execution: Execution,
     loss: LayerProfile | None = None,
     *,
     without_graph: bool = False,
-    around: Surroundings | None = None,
 ) -> Durations:
     """Add up the times of every partition.
 
     Args:
         profile: Costs of the layers.
         bounds: First layer of each partition, then the number of layers.
+        execution: What it runs on: its devices and links.
         loss: A loss that the last partition computes behind its layers.
         without_graph: Whether forwards of micro-batches that are recomputed later take the time
             that such a forward takes, as far as it is known.
-        around: Devices and links; None: nothing special.
     """
-    around = around or Surroundings()
+    devices, links = execution.devices, execution.links
     runs = list(pairwise(bounds))
     shares = weight_shares(profile)
 
@@ -235,7 +208,7 @@ def durations(
     ) -> tuple[float, ...]:
         sums = []
         for j, (start, end) in enumerate(runs):
-            device = None if around.devices is None else around.devices[j]
+            device = None if devices is None else devices[j]
             own = None if device is None else getattr(device, name)
             layers = profile.layers[start:end]
             times = list(map(time_of, layers)) if own is None else list(own[start:end])
@@ -247,7 +220,6 @@ def durations(
             sums.append(total if device is None else total * device.slowness)
         return tuple(sums)
 
-    links = around.links
     to, back = None, None
     if links is not None:
         to = (0.0, *(float(links.forward[cut - 1]) for cut in bounds[1:-1]))

@@ -253,7 +253,7 @@ def _cells(subject: Subject, trial: _Trial) -> dict[str, list[list[float] | None
         profile = subject.rounds[number][setting.chunks]
         plan = predict(profile, trial.balance, setting)
         for found_in, one in (
-            (predicted, predicted_timeline(profile, plan, setting)),
+            (predicted, predicted_timeline(profile, plan)),
             (measured, timeline),
         ):
             for key, times in cell_times(one, order).items():

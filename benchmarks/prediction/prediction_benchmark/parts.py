@@ -17,6 +17,7 @@ from collections import defaultdict
 from statistics import fmean
 
 from gpipebal.plan import Plan
+from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import step_timeline
 from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
@@ -47,7 +48,7 @@ def explain(
     """
     assert plan.step_time is not None
     order = make_schedule(setting.schedule, plan.n_partitions, plan.chunks, setting.checkpoint)
-    predicted = predicted_timeline(profile, plan, setting)
+    predicted = predicted_timeline(profile, plan)
     measured = _means(timeline, order)
     pause = measured_pause = None
     if not setting.loss_inside:
@@ -65,17 +66,9 @@ def explain(
     }
 
 
-def predicted_timeline(profile: Profile, plan: Plan, setting: Setting) -> Timeline:
+def predicted_timeline(profile: Profile, plan: Plan) -> Timeline:
     """Place the step that a plan predicts: its cells take longer while others work."""
-    return step_timeline(
-        profile,
-        to_bounds(plan.balance),
-        plan.chunks,
-        setting.checkpoint,
-        setting.schedule,
-        setting.loss_inside,
-        plan.pause_time,
-    )
+    return step_timeline(profile, to_bounds(plan.balance), Execution.of(plan))
 
 
 def _means(timeline: Timeline, order: Schedule) -> Durations:

@@ -1,0 +1,52 @@
+"""How a mini-batch runs, whatever the split: what times and memory depend on beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpipebal.plan import Plan
+from gpipebal.problem import Device, Links
+from gpipebal.schedule import SCHEDULES, Checkpoint
+
+__all__ = ["Execution"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a mini-batch runs, whatever the split.
+
+    Attributes:
+        chunks: Micro-batches.
+        checkpoint: Which of them are recomputed: one mode, or one for each partition.
+        schedule: Name of the schedule.
+        loss_inside: Whether the last partition computes the loss.
+        shared_memory: Whether all partitions live in one memory.
+        devices: The device of each partition; None: all as the profile's.
+        links: What handing over each cut takes; None: nothing.
+    """
+
+    chunks: int
+    checkpoint: Checkpoint
+    schedule: str = "gpipe"
+    loss_inside: bool = False
+    shared_memory: bool = False
+    devices: Sequence[Device] | None = None
+    links: Links | None = None
+
+    @classmethod
+    def of(cls, plan: Plan) -> Execution:
+        """Return how a plan is run on devices as the profile's, with links that take no time."""
+        return cls(
+            plan.chunks, plan.checkpoint, plan.schedule, plan.loss_inside, plan.shared_memory
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers run beside the devices' work."""
+        return self.links is None or self.links.overlaps
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether `GPipe` runs the schedule; others only torch runs."""
+        return self.schedule in SCHEDULES
