@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gpipebal.profile import LayerProfile, Profile
+from gpipebal.text import aligned
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 __all__ = ["profile_table"]
@@ -39,7 +38,7 @@ parameters 0 B
     by_time = sorted(range(profile.n_layers), key=lambda k: -profile.layers[k].time)
     shown = sorted(by_time[: max(0, n_layers)])
     rows = [_COLUMNS, *(_row(profile, k, profile.layers[k], total) for k in shown)]
-    lines = [str(profile), *_aligned(rows)]
+    lines = [str(profile), *aligned(rows, left=(1, 2))]
     left_out = profile.n_layers - len(shown)
     if left_out:
         rest = sum(profile.layers[k].time for k in by_time[len(shown) :])
@@ -92,14 +91,3 @@ def _step_lines(profile: Profile) -> list[str]:
 
 def _texts(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, (list, tuple)) else []
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if k in (1, 2) else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpipebal.files import atomic_path
+from gpipebal.text import aligned
 
 __all__ = ["block", "fill_in", "gib", "percent", "table", "write_readme"]
 
@@ -58,14 +59,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequenc
         a     10
         bc     5
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    )
+    return "\n".join(aligned([header, *rows], left))
 
 
 def gib(n_bytes: float | None) -> str:

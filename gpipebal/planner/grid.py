@@ -24,6 +24,7 @@ from gpipebal.planner.solve import posed_of, solve
 from gpipebal.problem import Link
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
+from gpipebal.text import aligned
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -161,13 +162,8 @@ class GridTable:
                     format_bytes(_peak(plan)),
                 ]
             )
-        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-        table = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in lines
-        ]
         title = f"{self.n_devices} devices, mini-batch of {self.mini_batch_rows} rows"
-        return "\n".join([title, *table, *notes])
+        return "\n".join([title, *aligned(lines, left=()), *notes])
 
 
 def solve_grid(

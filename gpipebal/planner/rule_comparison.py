@@ -21,6 +21,7 @@ from gpipebal.problem import to_balance, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split
+from gpipebal.text import aligned
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -117,18 +118,10 @@ class RuleTable:
                     _shortened(row.balance),
                 ]
             )
-        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-        table = [
-            "  ".join(
-                cell.ljust(width) if k in (0, len(widths) - 1) else cell.rjust(width)
-                for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
         title = (
             f"objective {self.objective}, {self.chunks} micro-batches, schedule {self.schedule!r}"
         )
-        return "\n".join([title, *table, *notes])
+        return "\n".join([title, *aligned(lines, left=(0, len(header))), *notes])
 
 
 def compare_rules(

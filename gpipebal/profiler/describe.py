@@ -72,22 +72,8 @@ def describe_layers(
             flops=found.flops[k],
             optimizer_bytes=optimizer.state_of(k),
             optimizer_peak_bytes=optimizer.peak_of(k),
-            outputs=found.memory[k].outputs,
-            saved=found.memory[k].saved,
-            handed_through=found.memory[k].handed_through,
-            output_gradient_bytes=found.memory[k].output_gradient_bytes,
-            output_bytes=found.memory[k].output_bytes,
-            forward_peak_bytes=found.memory[k].forward_peak_bytes,
-            no_grad_forward_peak_bytes=found.memory[k].no_grad_forward_peak_bytes,
-            backward_peak_bytes=found.memory[k].backward_peak_bytes,
-            accumulating_peak_bytes=found.memory[k].accumulating_peak_bytes,
-            chained_peak_bytes=found.memory[k].chained_peak_bytes,
-            chained_accumulating_peak_bytes=found.memory[k].chained_accumulating_peak_bytes,
-            copied_bytes=found.memory[k].copied_bytes,
-            kept_buffer_bytes=found.memory[k].kept_buffer_bytes,
-            saved_buffer_bytes=found.memory[k].saved_buffer_bytes,
             fingerprint=fingerprint(module),
-            **own_bytes(modules, k, owner),
+            **vars(found.memory[k]) | own_bytes(modules, k, owner),
         )
         for k, module in enumerate(modules)
     )

@@ -12,6 +12,7 @@ from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.held import HeldBytes
 from gpipebal.simulator.place import place
 from gpipebal.simulator.tracks import memory_over_time
+from gpipebal.text import aligned
 from gpipebal.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -106,18 +107,10 @@ class ScheduleTable:
                     row.run_by,
                 )
             )
-        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-        table = [
-            "  ".join(
-                cell.ljust(width) if k in (0, len(widths) - 1) else cell.rjust(width)
-                for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
         title = (
             f"{self.n_devices} devices, {self.chunks} micro-batches, checkpoint {self.checkpoint!r}"
         )
-        return "\n".join([title, *table, *notes])
+        return "\n".join([title, *aligned(lines, left=(0, len(lines[0]) - 1)), *notes])
 
 
 def compare_durations(

@@ -209,11 +209,4 @@ def least_once(search: Search, limits: Mapping[str, int]) -> Path | None:
                         break
         after = here
         choices.append(chosen)
-    choices.reverse()
-    bounds, steps, state = [0], list[Step](), 0
-    for chosen in choices:
-        end, step = chosen[state, bounds[-1]]
-        bounds.append(end)
-        steps.append(step)
-        state = step.next_state
-    return search.path(bounds, steps, limits)
+    return search.follow(choices, limits)

@@ -79,14 +79,7 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
                     chosen[step.state, start] = int(ends[place]), step
         squares.append(here)
         choices.append(chosen)
-    choices.reverse()
-    bounds, steps, state = [0], list[Step](), 0
-    for chosen in choices:
-        end, step = chosen[state, bounds[-1]]
-        bounds.append(end)
-        steps.append(step)
-        state = step.next_state
-    return search.path(bounds, steps, limits)
+    return search.follow(choices, limits)
 
 
 def _members(places: int) -> list[int]:

@@ -171,6 +171,26 @@ class Search:
             state = best[1].next_state
         return self.path(bounds, steps, limits)
 
+    def follow(
+        self,
+        choices: Sequence[Mapping[tuple[int, int], tuple[int, Step]]],
+        limits: Mapping[str, int],
+    ) -> Path:
+        """Walk through tables from the left: for each partition, by state and start, what is next.
+
+        Args:
+            choices: The end of the partition and the step that runs it; the last partition's first,
+                as tables are filled.
+            limits: What every partition keeps.
+        """
+        bounds, steps, state = [0], list[Step](), 0
+        for chosen in reversed(choices):
+            end, step = chosen[state, bounds[-1]]
+            bounds.append(end)
+            steps.append(step)
+            state = step.next_state
+        return self.path(bounds, steps, limits)
+
     def path(self, bounds: Sequence[int], steps: Sequence[Step], limits: Mapping[str, int]) -> Path:
         """Choose the fastest way to run each partition that keeps all limits."""
         options = []

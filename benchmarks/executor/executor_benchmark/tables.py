@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+
+from benchmark_tools.text import block, table
 
 from executor_benchmark.floors import floors
 from executor_benchmark.result import Case, Result
@@ -41,18 +42,18 @@ def blocks(result: Result) -> dict[str, str]:
 
 def results(result: Result) -> str:
     """Write all tables, as Markdown."""
-    parts = ["### Floors", _fenced(floors_table(result))]
-    parts += ["### Where another way is faster", _fenced(_losses_table(result))]
+    parts = ["### Floors", block(floors_table(result))]
+    parts += ["### Where another way is faster", block(_losses_table(result))]
     for name in result.workloads:
         parts += [f"### {name}: {result.record['workloads'][name]['about']}"]
         parts += [_about_balance(result, name)]
-        parts += [_fenced(_times_table(result, name)), _fenced(_ratios_table(result, name))]
+        parts += [block(_times_table(result, name)), block(_ratios_table(result, name))]
     if result.record["one_partition"]:
         parts += ["### One partition, chunks=1, `never`"]
-        parts += [_fenced(_one_partition_table(result))]
+        parts += [block(_one_partition_table(result))]
     for name in result.small:
         parts += [f"### {name}: {result.record['workloads'][name]['about']}"]
-        parts += [_fenced(_times_table(result, name)), _fenced(_ratios_table(result, name))]
+        parts += [block(_times_table(result, name)), block(_ratios_table(result, name))]
     return "\n\n".join(parts)
 
 
@@ -69,7 +70,7 @@ def floors_table(result: Result) -> str:
         ]
         for floor in floors(result)
     ]
-    return _table(["floor", "limit", "value", "", "where"], rows, left=(0, 3, 4))
+    return table(["floor", "limit", "value", "", "where"], rows, left=(0, 3, 4))
 
 
 def environment(result: Result) -> str:
@@ -89,7 +90,7 @@ def environment(result: Result) -> str:
         "half the distance of the quartiles of a step time, in the middle of all rows: "
         + ("unknown" if spread is None else f"{100 * spread:.1f} %"),
     ]
-    return _fenced("\n".join(lines))
+    return block("\n".join(lines))
 
 
 def _losses_table(result: Result) -> str:
@@ -113,7 +114,7 @@ def _losses_table(result: Result) -> str:
                 f"{where[0]}, chunks={where[1]}, {where[2]}" if ahead else "",
             ]
         )
-    return _table(["way", "than", "faster in", "at most by", "where"], rows, left=(0, 1, 4))
+    return table(["way", "than", "faster in", "at most by", "where"], rows, left=(0, 1, 4))
 
 
 def _times_table(result: Result, workload: str) -> str:
@@ -122,9 +123,8 @@ def _times_table(result: Result, workload: str) -> str:
         [str(case[1]), _mode(case), *(_time(result.row(case, way)) for way in _COLUMNS)]
         for case in result.cases(workload)
     ]
-    return _table(
-        ["chunks", "checkpoint", *_COLUMNS.values()], rows, left=(1,), title="ms per step"
-    )
+    text = table(["chunks", "checkpoint", *_COLUMNS.values()], rows, left=(1,))
+    return f"ms per step\n{text}"
 
 
 def _ratios_table(result: Result, workload: str) -> str:
@@ -145,7 +145,7 @@ def _ratios_table(result: Result, workload: str) -> str:
         "efficiency of gpipebal's three ways and of bare threads, then step time of each other way "
         "over gpipebal's (above 1, gpipebal is faster)"
     )
-    return _table(header, rows, left=(1,), title=title)
+    return f"{title}\n{table(header, rows, left=(1,))}"
 
 
 def _one_partition_table(result: Result) -> str:
@@ -158,7 +158,7 @@ def _one_partition_table(result: Result) -> str:
         ]
         for row in result.record["one_partition"]
     ]
-    return _table(["workload", "plain, ms", "gpipebal, ms", "gpipebal / plain"], rows, left=(0,))
+    return table(["workload", "plain, ms", "gpipebal, ms", "gpipebal / plain"], rows, left=(0,))
 
 
 def _about_balance(result: Result, workload: str) -> str:
@@ -192,25 +192,3 @@ def _short(status: str) -> str:
         return "failed"
     # Said in the README's text, for all rows at once.
     return "-" if status in ("no checkpointing", "needs 2 micro-batches") else status
-
-
-def _table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    left: Sequence[int],
-    title: str | None = None,
-) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    ]
-    return "\n".join([title, *lines] if title else lines)
-
-
-def _fenced(text: str) -> str:
-    return f"```\n{text}\n```"

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from benchmark_tools.text import percent, table
+
 from prediction_benchmark import figures, floor
 from prediction_benchmark.figures import Row
 from prediction_benchmark.parts import PARTS
@@ -59,11 +61,11 @@ def _bars(record: dict[str, Any]) -> str:
     words = {True: "reached", False: "NOT REACHED", None: ""}
     lines = []
     for bar in figures.bars(record):
-        show: Callable[[float], str] = _number if "rank" in bar.name else _percent
+        show: Callable[[float], str] = _number if "rank" in bar.name else percent
         limit = "" if bar.limit is None else f"{'<=' if bar.at_most else '>='} {show(bar.limit)}"
         value = "not measured" if bar.value is None else show(bar.value)
         lines.append([bar.name, limit, value, words[bar.reached], bar.where])
-    return _table(["figure", "bar", "value", "", "where"], lines, left=(0, 3, 4))
+    return table(["figure", "bar", "value", "", "where"], lines, left=(0, 3, 4))
 
 
 def _times_by_model(record: dict[str, Any]) -> str:
@@ -93,22 +95,22 @@ def _times_by_model(record: dict[str, Any]) -> str:
                 name,
                 str(len(rows)),
                 f"{min(times):.0f}-{max(times):.0f}",
-                _percent(figures.spread(rows)),
-                _percent(fmean(found), sign=True),
-                _percent(_mean_absolute(found)),
-                _percent(_unavoidable(rows)),
-                _percent(max(found, key=abs), sign=True),
+                percent(figures.spread(rows)),
+                percent(fmean(found), sign=True),
+                percent(_mean_absolute(found)),
+                percent(_unavoidable(rows)),
+                percent(max(found, key=abs), sign=True),
                 _number(figures.rank(rows)),
                 _number(floor.best_rank(rows)),
                 _number(fmean(within) if within else None),
-                _percent(figures.regret(rows)),
-                _percent(_mean_absolute(figures.errors(rows, "start"))),
-                _percent(_mean_absolute(figures.errors(rows, "one profile"))),
-                _percent(figures.drift(about), sign=True),
-                _percent(figures.disagreement(about)),
+                percent(figures.regret(rows)),
+                percent(_mean_absolute(figures.errors(rows, "start"))),
+                percent(_mean_absolute(figures.errors(rows, "one profile"))),
+                percent(figures.drift(about), sign=True),
+                percent(figures.disagreement(about)),
             ]
         )
-    return _table(header, lines, left=(0,))
+    return table(header, lines, left=(0,))
 
 
 def _times_by_setting(record: dict[str, Any]) -> str:
@@ -125,14 +127,14 @@ def _times_by_setting(record: dict[str, Any]) -> str:
         lines.append(
             [
                 *(setting.way, str(setting.chunks), setting.checkpoint),
-                _percent(fmean(found), sign=True),
-                _percent(_mean_absolute(found)),
-                _percent(max(found, key=abs), sign=True),
-                *(_percent(fmean(errors), sign=True) if errors else "-" for errors in by_model),
+                percent(fmean(found), sign=True),
+                percent(_mean_absolute(found)),
+                percent(max(found, key=abs), sign=True),
+                *(percent(fmean(errors), sign=True) if errors else "-" for errors in by_model),
             ]
         )
     header = ["step", "chunks", "checkpoint", "off by", "mean abs", "worst", *names]
-    return _table(header, lines, left=(0, 2))
+    return table(header, lines, left=(0, 2))
 
 
 def _parts(record: dict[str, Any]) -> str:
@@ -144,12 +146,12 @@ def _parts(record: dict[str, Any]) -> str:
             ]
             if rows:
                 parts, seconds = figures.mean_parts(rows), figures.median_parts(rows)
-                values = [_percent(parts[part], sign=True) for part in PARTS]
-                total = _percent(sum(parts.values()), sign=True)
+                values = [percent(parts[part], sign=True) for part in PARTS]
+                total = percent(sum(parts.values()), sign=True)
                 times = [f"{1e3 * seconds[part]:+.2f}" for part in PARTS]
                 lines.append([name, "4, 8" if several else "1", *values, total, *times])
     header = ["model", "chunks", *PARTS, "sum", *(f"{part}, ms" for part in PARTS)]
-    return _table(header, lines, left=(0,))
+    return table(header, lines, left=(0,))
 
 
 def _cells(record: dict[str, Any]) -> str:
@@ -162,8 +164,8 @@ def _cells(record: dict[str, Any]) -> str:
             by_setting.append([*map(str, about.values()), *_ratios(found)])
     return "\n\n".join(
         (
-            _table(["model", *_KINDS.values()], by_model, left=(0,)),
-            _table(["step", "chunks", "checkpoint", *_KINDS.values()], by_setting, left=(0, 2)),
+            table(["model", *_KINDS.values()], by_model, left=(0,)),
+            table(["step", "chunks", "checkpoint", *_KINDS.values()], by_setting, left=(0, 2)),
         )
     )
 
@@ -184,15 +186,15 @@ def _memory_by_model(record: dict[str, Any]) -> str:
                 name,
                 str(len(found)),
                 f"{min(counted):.1f}-{max(counted):.1f}",
-                _percent(_mean_absolute(found)),
-                _percent(max(found), sign=True),
-                _percent(min(found), sign=True),
-                _percent(sum(abs(error) <= 0.02 for error in found) / len(found)),
-                _percent(figures.share_under(found)),
+                percent(_mean_absolute(found)),
+                percent(max(found), sign=True),
+                percent(min(found), sign=True),
+                percent(sum(abs(error) <= 0.02 for error in found) / len(found)),
+                percent(figures.share_under(found)),
             ]
         )
     header = ["model", "partitions", "MiB", "mean abs", "most over", "most under"]
-    return _table([*header, "within 2%", "under by > 1%"], lines, left=(0,))
+    return table([*header, "within 2%", "under by > 1%"], lines, left=(0,))
 
 
 def _farthest(rows: Sequence[Row]) -> str:
@@ -203,15 +205,15 @@ def _farthest(rows: Sequence[Row]) -> str:
         lines.append(
             [
                 figures.describe(row),
-                _percent(figures.errors([row])[0], sign=True),
-                _percent(figures.errors([row], "start")[0], sign=True),
+                percent(figures.errors([row])[0], sign=True),
+                percent(figures.errors([row], "start")[0], sign=True),
                 f"{1e3 * row['predicted']['same minutes']:.1f}",
                 f"{1e3 * seconds['median']:.1f}",
                 f"{1e3 * seconds['q1']:.1f}-{1e3 * seconds['q3']:.1f}",
             ]
         )
     header = ["plan", "off by", "before", "predicted", "measured ms", "quartiles"]
-    return _table(header, lines, left=(0,))
+    return table(header, lines, left=(0,))
 
 
 def _repeats(repeats: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -226,8 +228,8 @@ def _repeats(repeats: dict[str, Any] | None) -> list[tuple[str, str]]:
                 name,
                 ", ".join(map(str, about["balance"])),
                 *(f"{1e3 * median(of_partition):.1f}" for of_partition in times),
-                *(_percent(floor.far_from_median(of_partition)) for of_partition in times),
-                *(_percent(floor.far_from_median(work)) for work in about["work"].values()),
+                *(percent(floor.far_from_median(of_partition)) for of_partition in times),
+                *(percent(floor.far_from_median(work)) for work in about["work"].values()),
             ]
         )
     first = next(iter(repeats["models"].values()))
@@ -235,7 +237,7 @@ def _repeats(repeats: dict[str, Any] | None) -> list[tuple[str, str]]:
     header = ["model", "balance", *(f"ms of {j}" for j in range(n))]
     header += [*(f"partition {j}" for j in range(n)), *first["work"]]
     turns = len(first["partitions"][0]["forward"])
-    text = _table(header, lines, left=(0, 1))
+    text = table(header, lines, left=(0, 1))
     other = repeats["provenance"].get("other_load")
     share = "unknown" if other is None else f"{100 * other:.1f} %"
     text += f"\n\nother programs' share of the cores meanwhile: {share}"
@@ -277,22 +279,3 @@ def _unavoidable(rows: Sequence[Row]) -> float | None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _percent(fraction: float | None, *, sign: bool = False) -> str:
-    if fraction is None:
-        return "-"
-    text = f"{fraction:+.1%}" if sign else f"{fraction:.1%}"
-    # No sign for what rounds to nothing.
-    return text.lstrip("+-") if float(text[:-1]) == 0 else text
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+
+from benchmark_tools.text import block, table
 
 from soak_benchmark.growth import Growth
 
@@ -64,27 +65,18 @@ def _growth_table(record: dict[str, Any]) -> str:
         ]
         for growth in _growths(record)
     ]
-    return _table(["", "first quarter", "last quarter", "growth", "bound", ""], rows)
+    return block(
+        table(["", "first quarter", "last quarter", "growth", "bound", ""], rows, left=(0, 5))
+    )
 
 
 def _fault_table(record: dict[str, Any]) -> str:
     times = {(fault["kind"], fault["phase"]): fault["times"] for fault in record["faults"]}
     kinds = sorted({kind for kind, _ in times}, key=str.lower)
     rows = [[kind, *(f"{times.get((kind, phase), 0):,}" for phase in _PHASES)] for kind in kinds]
-    return _table(["fault", *_PHASES], rows)
+    return block(table(["fault", *_PHASES], rows, left=[0]))
 
 
 def _two_columns(left: str, right: str, counts: dict[str, int]) -> str:
-    return _table([left, right], [[name, f"{times:,}"] for name, times in counts.items()])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(width) if k == 0 or k == 5 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(["```", *lines, "```"])
+    rows = [[name, f"{times:,}"] for name, times in counts.items()]
+    return block(table([left, right], rows, left=[0]))

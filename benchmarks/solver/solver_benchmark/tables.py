@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
+
+from benchmark_tools.text import percent, table
 
 from solver_benchmark import figures
 from solver_benchmark.figures import Row
@@ -56,13 +57,13 @@ def _bars(record: dict[str, Any]) -> str:
     for bar in figures.bars(record):
         sign = "<=" if bar.at_most else ">="
         if "gap" in bar.name:
-            limit, value = "<= 0 %", _percent(bar.value)
+            limit, value = "<= 0 %", percent(bar.value)
         elif bar.at_most:
             limit, value = f"{sign} {1e3 * bar.limit:g} ms", _ms(bar.value)
         else:
             limit, value = f"{sign} {bar.limit:g}x", _times_faster(bar.value)
         lines.append([bar.name, limit, value, words[bar.reached], bar.where])
-    return _table(["figure", "bar", "value", "", "worst at"], lines, left=(0, 3, 4))
+    return table(["figure", "bar", "value", "", "worst at"], lines, left=(0, 3, 4))
 
 
 def _times(record: dict[str, Any]) -> str:
@@ -82,7 +83,7 @@ def _times(record: dict[str, Any]) -> str:
     header = ["chain", "N", "K", *_TIMED]
     for name in names:
         header += [name, "above", "slower"]
-    return _table(header, lines, left=(0,))
+    return table(header, lines, left=(0,))
 
 
 def _peer_time(peer: Row, limit: float) -> str:
@@ -94,7 +95,7 @@ def _peer_time(peer: Row, limit: float) -> str:
 def _above(peer: Row) -> str:
     if peer["seconds"] is None:
         return "-"
-    return "no answer" if peer["excess"] is None else _percent(peer["excess"])
+    return "no answer" if peer["excess"] is None else percent(peer["excess"])
 
 
 def _growth(record: dict[str, Any]) -> str:
@@ -105,7 +106,7 @@ def _growth(record: dict[str, Any]) -> str:
             found = [figures.growth(record, name, kind, n_partitions) for name in _TIMED]
             if None not in found:
                 lines.append([kind, str(n_partitions), *(f"{power:.2f}" for power in found)])
-    return _table(["p of c * N ** p", "K", *_TIMED], lines, left=(0,))
+    return table(["p of c * N ** p", "K", *_TIMED], lines, left=(0,))
 
 
 def _gaps(record: dict[str, Any]) -> str:
@@ -114,14 +115,14 @@ def _gaps(record: dict[str, Any]) -> str:
         line = [row["kind"], f"{row['n_layers']} / {row['n_partitions']}"]
         for name in record["peers"]:
             found = row[name]
-            line += [_percent(found["mean"]), _percent(found["worst"])]
+            line += [percent(found["mean"]), percent(found["worst"])]
             line.append(f"{found['optimal']} of {found['draws']}")
             line.append(str(found["no_answer"]) if found["no_answer"] else "-")
         lines.append(line)
     header = ["chain", "N / K"]
     for name in record["peers"]:
         header += [f"{name}: mean", "worst", "optimal", "no answer"]
-    return _table(header, lines, left=(0,))
+    return table(header, lines, left=(0,))
 
 
 def _joint(record: dict[str, Any]) -> str:
@@ -129,21 +130,21 @@ def _joint(record: dict[str, Any]) -> str:
         [row["name"], _ms(row["seconds"]), f"{row['status']}, gap {row['gap']:.1%}", row["method"]]
         for row in record["joint"]
     ]
-    return _table(["question to solve()", "time", "result", "method"], lines, left=(0, 2, 3))
+    return table(["question to solve()", "time", "result", "method"], lines, left=(0, 2, 3))
 
 
 def _plans(record: dict[str, Any]) -> str:
     lines = []
     for row in record["plans"]:
         line = [row["profile"], str(row["n_layers"]), str(row["n_partitions"]), str(row["chunks"])]
-        lines.append([*line, *(_percent(row["above"].get(rule)) for rule in _RULES)])
+        lines.append([*line, *(percent(row["above"].get(rule)) for rule in _RULES)])
     for name, pick in (("mean", fmean), ("worst", max)):
         line = [name, "", "", ""]
         for rule in _RULES:
             found = [row["above"].get(rule) for row in record["plans"]]
-            line.append(_percent(pick([above for above in found if above is not None])))
+            line.append(percent(pick([above for above in found if above is not None])))
         lines.append(line)
-    return _table(["profile", "N", "K", "chunks", *_RULES], lines, left=(0,))
+    return table(["profile", "N", "K", "chunks", *_RULES], lines, left=(0,))
 
 
 def _searches(record: dict[str, Any]) -> str:
@@ -156,13 +157,13 @@ def _searches(record: dict[str, Any]) -> str:
             (row,) = figures.pick(
                 record["searches"], profile=profile, n_partitions=n_partitions, schedule=schedule
             )
-            proof = "optimal" if row["status"] == "optimal" else _percent(row["gap"])
-            line += [proof, _percent(row["gain"]), f"{1e3 * row['seconds']:.0f} ms"]
+            proof = "optimal" if row["status"] == "optimal" else percent(row["gap"])
+            line += [proof, percent(row["gain"]), f"{1e3 * row['seconds']:.0f} ms"]
         lines.append(line)
     header = ["profile", "K"]
     for schedule in schedules:
         header += [f"{schedule}: gap", "gain", "search"]
-    return _table(header, lines, left=(0,))
+    return table(header, lines, left=(0,))
 
 
 def _environment(record: dict[str, Any]) -> str:
@@ -190,18 +191,3 @@ def _ms(seconds: float | None) -> str:
 
 def _times_faster(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:,.1f}x" if ratio < 100 else f"{ratio:,.0f}x"
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{fraction:.1%}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, *rows)
-    )

@@ -273,22 +273,8 @@ class _Work:
                 flops=found.costs.flops,
                 optimizer_bytes=self._memory.state_of(k),
                 optimizer_peak_bytes=self._memory.peak_of(k),
-                outputs=found.memory.outputs,
-                saved=found.memory.saved,
-                handed_through=found.memory.handed_through,
-                output_gradient_bytes=found.memory.output_gradient_bytes,
-                output_bytes=sum(numbers.bytes[number] for number in found.memory.outputs),
-                forward_peak_bytes=found.memory.forward_peak_bytes,
-                no_grad_forward_peak_bytes=found.memory.no_grad_forward_peak_bytes,
-                backward_peak_bytes=found.memory.backward_peak_bytes,
-                accumulating_peak_bytes=found.memory.accumulating_peak_bytes,
-                chained_peak_bytes=found.memory.chained_peak_bytes,
-                chained_accumulating_peak_bytes=found.memory.chained_accumulating_peak_bytes,
-                copied_bytes=found.memory.copied_bytes,
-                kept_buffer_bytes=found.memory.kept_buffer_bytes,
-                saved_buffer_bytes=found.memory.saved_buffer_bytes,
                 fingerprint=fingerprint(module),
-                **own_bytes(self.modules, k, owner),
+                **vars(found.memory) | own_bytes(self.modules, k, owner),
             )
             for k, (module, found) in enumerate(zip(self.modules, estimates, strict=True))
         )

@@ -161,11 +161,13 @@ class Walk:
             found = self._known[key] = self._run(k, here, stashed, len(local.outer))
         outer = [*local.outer, *(numbers.new(n_bytes) for n_bytes in found.new_bytes)]
         memory = found.estimate.memory
+        outputs = tuple(outer[number] for number in memory.outputs)
         estimate = replace(
             found.estimate,
             memory=replace(
                 memory,
-                outputs=tuple(outer[number] for number in memory.outputs),
+                outputs=outputs,
+                output_bytes=sum(numbers.bytes[number] for number in outputs),
                 saved=tuple(outer[number] for number in memory.saved),
                 handed_through=tuple(outer[number] for number in memory.handed_through),
             ),
