@@ -67,6 +67,17 @@ class Half(nn.Module):
         return self.linear(x[:, 1:2])
 
 
+class Shift(nn.Module):
+    """Add parameters to a view: of one row, all gradients are one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape) + self.first.unsqueeze(0) + self.second[None]
+
+
 class Make(nn.Module):
     """Turn a tensor into a pytree."""
 
@@ -166,6 +177,7 @@ _FORMS = ("pair", "none", "dict", "twice", "views", "constants", "columns", "int
 _ANY = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "half": Half,
+    "shift": Shift,
     "tanh": nn.Tanh,
     "identity": nn.Identity,
     "detach": lambda: Apply(Tensor.detach),

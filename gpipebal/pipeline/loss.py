@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -63,7 +63,7 @@ class MicroBatchLoss:
         return [] if self._target is None else self._target.events()
 
     def of(
-        self, i: int, lane: Lane, ready: Any, tie: Callable[[Iterable[nn.Parameter]], None]
+        self, i: int, lane: Lane, ready: Any, meet: Callable[[Sequence[nn.Parameter]], None]
     ) -> Tail:
         """Return the loss of micro-batch `i` as a function of its output; called by the worker.
 
@@ -71,7 +71,7 @@ class MicroBatchLoss:
             i: The micro-batch.
             lane: Device and streams of the last partition.
             ready: What to wait for before reading the target.
-            tie: Told which parameters the loss uses by itself, not through the output, whenever a
+            meet: Told which parameters the loss uses by itself, not through the output, whenever a
                 graph of it is recorded.
         """
         loss_fn, target = self._loss_fn, self._target
@@ -85,15 +85,14 @@ class MicroBatchLoss:
                 with target.lent(i, leaves) as of_micro_batch:
                     loss = check_loss(loss_fn(output, of_micro_batch))
             if torch.is_grad_enabled():
-                tie(parameters_behind(loss, before))
+                meet(parameters_behind(loss, before))
             return loss
 
         return tail
 
-    def keep_gradients(self, i: int) -> None:
-        """Take what the backward of micro-batch `i` left at the target; called by the worker."""
-        if self._target is not None:
-            self._target.keep_gradients(i)
+    def keep_gradients(self, i: int) -> Sequence[Tensor | None]:
+        """Take and return the target's gradients of micro-batch `i`; called by the worker."""
+        return () if self._target is None else self._target.keep_gradients(i)
 
     def target_gradients(self, lane: Lane) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors of the target that want a gradient, with theirs."""

@@ -24,7 +24,7 @@ then raises the failure that comes first in schedule order, with its own type an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ from gpipebal.pipeline.inputs import Inputs
 from gpipebal.pipeline.lane import caller_events
 from gpipebal.pipeline.loss import MicroBatchLoss
 from gpipebal.pipeline.microbatch import Packet, find_overlaps
+from gpipebal.pipeline.new_gradients import NewGradients
 from gpipebal.pipeline.randomness import MiniBatchSeed
 from gpipebal.pipeline.routes import Routes
 from gpipebal.pipeline.runtime import Runtime
@@ -127,6 +128,8 @@ class MiniBatch:
                 ),
             )
         self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
+        # Parameters without a gradient, by partition, while backwards run.
+        self._new: list[NewGradients] = []
         # What a recompute needs unchanged: the layers' modes and parameters.
         self._states: list[Any] = []
         # Keeping them here would keep their memory.
@@ -163,6 +166,7 @@ class MiniBatch:
             for row in self._cells:
                 for cell in row:
                     cell.begin_backward(keep=False, parameters=True)
+            self._begin_gradients(parameters=True)
             self._run_forward_phase("FRB")
             received = self._take_input_gradients()
         self.lanes[-1].give_to_caller(self.losses, None)
@@ -206,12 +210,19 @@ class MiniBatch:
         for row in self._cells:
             for cell in row:
                 cell.begin_backward(keep=keep, parameters=parameters)
+        self._begin_gradients(parameters=parameters)
         with self.state.default_dtype():
             self._run_phase("RB")
         received = self._take_input_gradients()
         if self._spent:
             self._release_cells()
         return received
+
+    def _begin_gradients(self, *, parameters: bool) -> None:
+        self._new = [
+            NewGradients(part.parameters() if parameters else ())
+            for part in self.runtime.partitions
+        ]
 
     def _take_input_gradients(self) -> list[list[Tensor | None]]:
         found = [self._routes.take_input_gradients(i) for i in range(self.chunks)]
@@ -323,7 +334,7 @@ class MiniBatch:
             packet = self._routes.take_input(j, i)
             started = self._start(action)
             loss = self._loss if j == len(self.lanes) - 1 else None
-            tail = None if loss is None else loss.of(i, lane, self._target_ready, self._tie)
+            tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
             output = cell.forward(packet, self.state, tail)
             self._end(action, started)
             if loss is None:
@@ -345,15 +356,18 @@ class MiniBatch:
                 gradients = [loss.gradient(i, self.losses[i])]
             started = self._start(action)
             received = cell.backward(gradients)
+            of_target = () if loss is None else loss.keep_gradients(i)
+            self._new[j].part_from([*gradients, *received, *of_target])
             # They may be in the same memory, which is the receiver's from now on.
             del gradients
             self._end(action, started)
-            if loss is not None:
-                loss.keep_gradients(i)
             self._routes.put_gradients(j, i, received, lane.mark())
 
-    def _tie(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _meet(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take in the parameters that the loss of a micro-batch uses by itself."""
         self.runtime.tied.tie(len(self.lanes) - 1, parameters)
+        if self._new:
+            self._new[-1].add(parameters)
 
     def _start(self, action: Action) -> Any:
         j = action.partition

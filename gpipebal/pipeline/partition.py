@@ -145,6 +145,10 @@ class Partition:
             ),
         )
 
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters of its layers, one that is shared as often as it stands there."""
+        return [p for p in chain.from_iterable(self._parameter_views) if p is not None]
+
     def is_as_made(self) -> bool:
         """Tell whether all modules inside the layers are the ones that were there at first."""
         return self._nested() == self._children

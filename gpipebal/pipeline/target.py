@@ -116,11 +116,13 @@ class Target:
                     "Fix: let loss_fn work on target.clone()."
                 )
 
-    def keep_gradients(self, i: int) -> None:
-        """Take the gradients that the backward of micro-batch `i` found; called by its worker."""
+    def keep_gradients(self, i: int) -> Sequence[Tensor | None]:
+        """Take and return what the backward of micro-batch `i` found; called by its worker."""
         leaves = self._lent.pop(i, None)
-        if leaves is not None:
-            self._gradients[i] = [None if leaf is None else leaf.grad for leaf in leaves]
+        if leaves is None:
+            return ()
+        found = self._gradients[i] = [None if leaf is None else leaf.grad for leaf in leaves]
+        return found
 
     def gradients(self, lane: Lane) -> list[tuple[Tensor, Tensor]]:
         """Return the target's tensors with their gradients; called in the caller's thread."""

@@ -1,0 +1,168 @@
+"""A parameter's new gradient lies in memory of its own, whatever the first backward leaves it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.pipeline.new_gradients import NewGradients
+
+MODES = ["always", "except_last", "never"]
+
+
+class AddRow(nn.Module):
+    """Add a learned row: of one row, the gradients of both are that of the sum."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape) + self.row.unsqueeze(0)
+
+
+class AddRows(nn.Module):
+    """Add two: their gradients are each other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one.unsqueeze(0) + self.two[None]
+
+
+class ReadsLate(nn.Module):
+    """Give time to others before the gradient is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        if y.requires_grad:
+            y.register_hook(lambda gradient: time.sleep(0.02))
+        return y
+
+
+def gradients(module: nn.Module, run: Any) -> list[Tensor]:
+    """Return the gradients that a step leaves."""
+    module.zero_grad()
+    run()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Compare gradients, one by one."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+def test_at_a_cut(mode: str, schedule: str | None) -> None:
+    """The partition before reads the gradient late; the next micro-batch has been added by then."""
+    model = nn.Sequential(nn.Linear(4, 4), ReadsLate(), AddRow(), nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(4, 4)
+    expected = gradients(model, lambda: model(x).square().mean().backward())
+    pipe = gb.GPipe(model, [2, 3], chunks=4, checkpoint=mode)
+
+    def run() -> None:
+        if schedule is None:
+            pipe(x).square().mean().backward()
+        else:
+            pipe.step(x, loss_fn=lambda y: y.square().mean(), schedule=schedule)
+
+    assert_same(gradients(model, run), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_the_input(mode: str) -> None:
+    """The input's gradients are joined when all micro-batches have been through."""
+    model, x = nn.Sequential(AddRow(), nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
+    x.requires_grad_()
+    expected = gradients(model, lambda: model(x).sin().sum().backward())
+    of_input, x.grad = x.grad, None
+    pipe = gb.GPipe(model, [1, 2], chunks=4, checkpoint=mode)
+    found = gradients(model, lambda: pipe(x).sin().sum().backward())
+    assert_same([*found, x.grad], [*expected, of_input])  # type: ignore[list-item]
+
+
+def test_of_the_target() -> None:
+    """A loss with a parameter of its own, and a target that wants a gradient."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row = nn.Parameter(torch.randn(4))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (output + target.view(target.shape) + self.row.unsqueeze(0)).sin().sum()
+
+    model, loss = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Loss()
+    x, target = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    every = nn.ModuleList([model, loss, nn.ParameterList([nn.Parameter(torch.zeros(1))])])
+    expected = gradients(every, lambda: loss(model(x), target).backward())
+    of_target, target.grad = target.grad, None
+    pipe = gb.GPipe(model, [1, 1], chunks=4)
+    found = gradients(every, lambda: pipe.step(x, target=target, loss_fn=loss, reduction="sum"))
+    assert_same([*found, target.grad], [*expected, of_target])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_the_caller(mode: str) -> None:
+    """The last layer: what the caller gave, and what its own graph reads, stays as it was."""
+    model, outer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), AddRow()), nn.Linear(4, 4)
+    x, every = torch.randn(4, 4), nn.ModuleList([model, outer])
+    pipe = gb.GPipe(model, [2, 1], chunks=4, checkpoint=mode)
+
+    def step(f: Any) -> None:
+        shared = outer(x)
+        (shared + f(x)).sin().sum().backward()
+
+    expected = gradients(every, lambda: step(model))
+    assert_same(gradients(every, lambda: step(pipe)), expected)
+    given = torch.randn(4, 4)
+    before = given.clone()
+    model.zero_grad()
+    pipe(x).backward(given)
+    assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_two_parameters(mode: str) -> None:
+    """Each is added to by itself."""
+    model, x = nn.Sequential(nn.Linear(4, 4), AddRows(), nn.Linear(4, 4)), torch.randn(4, 4)
+    expected = gradients(model, lambda: model(x).sin().sum().backward())
+    pipe = gb.GPipe(model, [1, 2], chunks=4, checkpoint=mode)
+    assert_same(gradients(model, lambda: pipe(x).sin().sum().backward()), expected)
+
+
+def test_only_what_is_shared_is_copied() -> None:
+    """Parts of one piece that have no element in common stay where they are."""
+    apart, shared, other, late = (nn.Parameter(torch.zeros(2)) for _ in range(4))
+    new = NewGradients([apart, shared, other])
+    piece, travels = torch.arange(6.0), torch.arange(4.0)
+    apart.grad, shared.grad, other.grad = piece[:2], travels[2:], piece[2:4]
+    places = [p.grad.data_ptr() for p in (apart, shared, other)]
+    new.part_from([travels[:3], None, torch.empty(0)])
+    assert [p.grad.data_ptr() for p in (apart, other)] == places[::2]
+    assert shared.grad.data_ptr() != places[1]
+    assert shared.grad.tolist() == [2.0, 3.0]
+    # Once parted, never again; and who comes later is looked at then.
+    new.add([late, shared])
+    late.grad, shared.grad = travels[:2], travels[2:]
+    new.part_from([travels])
+    assert shared.grad.data_ptr() == travels[2:].data_ptr()
+    assert late.grad.data_ptr() != travels.data_ptr()
