@@ -12,9 +12,10 @@ from chains import run_plain
 from skip_layers import Join, Keep
 from torch import Tensor, nn
 
+import gpipebal as gb
 from gpipebal.errors import DuplicateLayerError
 from gpipebal.pipeline import GPipe, trace
-from gpipebal.pipeline.buffers import SMALL
+from gpipebal.pipeline.buffers import SMALL, are_equal, bytes_of
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)
@@ -217,3 +218,61 @@ def test_layers_with_the_names_of_the_pipelines_own_attributes(name: str) -> Non
     assert pipe[1] is layers[name]
     assert copy.deepcopy(pipe)(torch.ones(4, 2)).shape == (4, 2)
     assert layers[name].weight.grad is not None
+
+
+class Graph(nn.Module):
+    """Mix rows by a sparse matrix, as graph networks do."""
+
+    def __init__(self, layout: Any, n: int) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(n).double().to_sparse(layout=layout) * 2)
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.adjacency @ self.linear(x[0])
+        return mixed[None]
+
+
+@MODES
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+@pytest.mark.parametrize("n", [3, 5000])
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support:UserWarning")
+def test_sparse_buffers(checkpoint: CheckpointMode, layout: Any, n: int) -> None:
+    """Kept for the recompute like others, and counted: small ones and large ones."""
+    plain, other = (nn.Sequential(Graph(layout, n), nn.Tanh(), Graph(layout, n)) for _ in range(2))
+    for parameter, same in zip(other.parameters(), plain.parameters(), strict=True):
+        parameter.data.copy_(same.data)
+    pipe = GPipe(other, [2, 1], chunks=2, checkpoint=checkpoint)
+    same_step(pipe, plain, torch.randn(2, n, 4, dtype=torch.double))
+    if checkpoint == "always":
+        profile = gb.profile_model(plain, torch.randn(2, n, 4).double(), chunks=2, timeout=0)
+        buffer = plain[0].adjacency
+        assert isinstance(buffer, Tensor)
+        assert profile.layers[0].buffer_bytes == bytes_of(buffer) > 8 * n
+
+
+def test_what_is_not_a_number_in_a_shared_buffer_has_not_been_written_to() -> None:
+    """Two partitions read a buffer that is not equal to itself."""
+
+    class Reads(nn.Module):
+        def __init__(self, buffer: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("buffer", buffer)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.nan_to_num(self.buffer)
+
+    buffer = torch.tensor([1.0, float("nan"), 2.0, -0.0])
+    pipe = GPipe(nn.Sequential(Reads(buffer), Reads(buffer)), [1, 1], chunks=2)
+    assert pipe(torch.zeros(2, 4)).tolist() == [[2.0, 0.0, 4.0, 0.0]] * 2
+
+
+def test_equal_elements() -> None:
+    """Shapes and layouts count, and which places are not numbers."""
+    one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")])
+    assert are_equal(one, one.clone()) and are_equal(nan, nan.clone())
+    assert are_equal(nan.to_sparse(), nan.clone().to_sparse())
+    for other in (nan, one[:1], one.to_sparse(), None, torch.tensor([1.0, 3.0])):
+        assert not are_equal(one, other)
+    assert not are_equal(nan, nan.flip(0))
+    assert not are_equal(one.to_sparse(), torch.tensor([1.0, 0.0]).to_sparse())

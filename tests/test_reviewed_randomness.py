@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, is_recomputing, random_ops, randomness
@@ -223,6 +225,48 @@ def test_a_torch_without_the_key(checkpoint: CheckpointMode, monkeypatch: Any) -
         pipe(torch.ones(4, 3)).sum().backward()
         found.append([parameter.grad for parameter in mine.parameters()])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_mapped_layer_is_the_first_to_draw() -> None:
+    """The seed of the mini-batch is not mapped; the layer's numbers are as it asks for."""
+
+    def mapped(x: Tensor, randomness: str) -> Tensor:
+        result: Tensor = torch.func.vmap(torch.rand_like, randomness=randomness)(x)
+        return result
+
+    pipe = GPipe(nn.Sequential(Noise(lambda x: mapped(x, "different"))), [1], chunks=2)
+    rows = pipe(torch.ones(4, 3, dtype=torch.double)).unique(dim=0)
+    assert len(rows) == 4
+    same = GPipe(nn.Sequential(Noise(lambda x: mapped(x, "same"))), [1], chunks=2)
+    assert len(same(torch.ones(4, 3, dtype=torch.double)).unique(dim=0)) == 2
+
+
+@MODES
+def test_the_default_generator_by_name(checkpoint: CheckpointMode) -> None:
+    """Who names torch's default generator draws as who names none: by no clock."""
+    layers = [Noise(lambda x: torch.rand(x.shape, generator=torch.default_generator)) for _ in "ab"]
+    pipe = GPipe(nn.Sequential(*layers), [1, 1], chunks=4, checkpoint=checkpoint)
+    found = []
+    for _ in range(5):
+        torch.manual_seed(3)
+        found.append(pipe(torch.ones(4, 3, dtype=torch.double)))
+        assert torch.equal(found[0], found[-1])
+    noise = Noise(lambda x: torch.rand(x.shape, generator=torch.default_generator))
+    assert gradient_is_right(noise, GPipe(nn.Sequential(noise), [1], checkpoint=checkpoint))
+
+
+def test_what_is_traced_draws_nothing() -> None:
+    """A compiler's backend traces random operations in a worker, and finds them as they are."""
+    own = OwnRandomness(0, 0)
+    with own.watching():
+        graph = make_fx(torch.rand_like)(torch.ones(3)).graph
+        with FakeTensorMode():
+            assert torch.rand(3).shape == (3,)
+        drawn = torch.rand(3)
+    (node,) = [node for node in graph.nodes if node.op == "call_function"]
+    assert node.target is torch.ops.aten.rand_like.default
+    with OwnRandomness(0, 0).watching():
+        assert torch.equal(drawn, torch.rand(3))
 
 
 @pytest.mark.cuda

@@ -12,6 +12,7 @@ from random_chains import Apply
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+import gpipebal as gb
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.microbatch import find_hidden_tensor
@@ -172,3 +173,48 @@ def test_outputs_of_different_structure_are_refused() -> None:
     pipe = GPipe(nn.Sequential(layer), [1], chunks=2)
     with pytest.raises(ModelError, match=r"(?s)differ: micro-batch 1 gave .* as micro-batch 0\)"):
         pipe(torch.ones(3, 2))
+
+
+def test_an_object_inside_a_partition() -> None:
+    """What torch cannot take apart is refused at a cut only, and by the profiler."""
+
+    class Wrap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return Dict(y=self.linear(x))
+
+    model = nn.Sequential(Wrap(), Apply(lambda value: value["y"].tanh()), nn.Linear(4, 4))
+    inputs = torch.randn(4, 4)
+    torch.testing.assert_close(GPipe(model, [2, 1], chunks=2)(inputs), model(inputs))
+    with pytest.raises(ModelError, match="the output of partition 0 has tensors inside"):
+        GPipe(model, [1, 2], chunks=2)(inputs)
+    with pytest.raises(ModelError, match="the output of layer '0' has tensors inside"):
+        gb.profile_model(model, inputs, chunks=2, timeout=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_cannot_be_parted_is_refused() -> None:
+    """Sparse and nested tensors have no rows that could be parted; whole they pass."""
+    pipe, dense = GPipe(nn.Sequential(Apply(sum_up)), [1], chunks=2), torch.eye(4)
+    nested = [torch.nested.nested_tensor([dense], layout=x) for x in (torch.strided, torch.jagged)]
+    for tensor in (dense.to_sparse(), *nested):
+        with pytest.raises(ModelError, match=r"(?s)cannot be parted: .*expected a dense.*in_dims"):
+            pipe((dense, tensor))
+    whole = GPipe(nn.Sequential(Apply(sum_up)), [1], chunks=2, in_dims=(0, None))
+    assert whole((dense, dense.to_sparse())).tolist() == (dense + 1).tolist()
+
+
+def sum_up(value: Any) -> Tensor:
+    """Add how many elements the second has in a row, all over it."""
+    total: Tensor = value[0] + value[1].to_dense().sum(0)
+    return total
+
+
+def test_a_complex_loss_is_refused() -> None:
+    """It has no gradient that one could go down, in plain torch neither."""
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], chunks=2)
+    with pytest.raises(ModelError, match=r"(?s)no real number.*complex64.*Fix: .*absolute value"):
+        pipe.step(torch.randn(4, 4), loss_fn=lambda y: y.sum() * 1j)

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
 
-__all__ = ["Buffers", "Kept", "Place"]
+__all__ = ["Buffers", "Kept", "Place", "are_equal", "bytes_of", "parts_of"]
 
 #: Where a buffer stands: the module that has it, and its name there.
 Place = tuple[nn.Module, str]
@@ -82,7 +82,7 @@ class Buffers:
                 continue  # nobody writes to it, and another worker may be reading it
             if is_lazy(buffer):
                 copies[place] = None
-            elif buffer.nbytes <= SMALL or place in self._written:
+            elif bytes_of(buffer) <= SMALL or place in self._written:
                 copies[place] = buffer.detach().clone()
             else:
                 others[place] = (buffer, _version(buffer))
@@ -98,9 +98,7 @@ class Buffers:
             place: (buffer, buffer.detach().clone())
             for place, buffer in self._present()
             if not is_lazy(buffer)
-            and (
-                place in self._foreign if alone else buffer.nbytes > SMALL or place in self._foreign
-            )
+            and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
         }
 
     def look(self, before: Mapping[Place, tuple[Tensor, Tensor]]) -> dict[Place, Tensor]:
@@ -114,7 +112,7 @@ class Buffers:
             # A foreign one is missed by the other partitions too if it is replaced.
             now = place[0]._buffers.get(place[1]) if place in self._foreign else buffer
             # By value, because torch's batch normalisation writes without counting a version.
-            if not _equal(copy, now):
+            if not are_equal(copy, now):
                 changed[place] = copy
         for module, name in changed:
             if (module, name) in self._foreign:
@@ -183,5 +181,32 @@ def _version(buffer: Tensor) -> int | None:
     return None if buffer.is_inference() else buffer._version
 
 
-def _equal(left: Tensor, right: Tensor | None) -> bool:
-    return right is not None and left.shape == right.shape and torch.equal(left, right)
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with memory that a sparse tensor is made of; of others themselves."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, of a sparse one those of what it is made of."""
+    return sum([part.nbytes for part in parts_of(tensor)])
+
+
+def are_equal(left: Tensor, right: Tensor | None) -> bool:
+    """Tell whether two tensors have the same elements; what is not a number equals its like."""
+    if right is None or left.shape != right.shape or left.layout != right.layout:
+        return False
+    return all(map(_have_same_elements, parts_of(left), parts_of(right)))
+
+
+def _have_same_elements(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or torch.equal(left, right):
+        return left.shape == right.shape
+    # Nothing else is not equal to itself.
+    both_no_numbers = (left != left) & (right != right)
+    return bool(((left == right) | both_no_numbers).all())

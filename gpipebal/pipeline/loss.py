@@ -155,12 +155,17 @@ def check_loss(loss: Any) -> Tensor:
     """Return what a `loss_fn` returned.
 
     Raises:
-        ModelError: it is not a tensor with one element.
+        ModelError: it is not a tensor with one real number.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(
             f"loss_fn returned no loss: got {got} (expected a tensor with one element).\n"
             "Fix: let loss_fn take the mean or the sum over the rows."
+        )
+    if loss.is_complex():
+        raise ModelError(
+            f"loss_fn returned no real number: got dtype {loss.dtype} (expected a real one).\n"
+            "Fix: let loss_fn return its absolute value or its real part."
         )
     return loss

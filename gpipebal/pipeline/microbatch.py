@@ -235,18 +235,29 @@ def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
         )
 
 
-def check_travels(value: Any, layer: str) -> None:
+def check_travels(value: Any, layer: str, *, cut: bool) -> None:
     """Refuse a value that no tensor is in: it cannot go on to the next layer as a micro-batch.
 
+    Args:
+        value: What the layer returned.
+        layer: Its name.
+        cut: Whether it is taken apart behind this layer. Inside a partition a tensor may go on in
+            an object that torch cannot take apart.
+
     Raises:
-        ModelError: `value` holds no tensor.
+        ModelError: `value` holds no tensor, or hides it.
     """
     if isinstance(value, Tensor):
         return
     leaves, _ = flatten(value)
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
-        raise ModelError(
-            f"layer {layer!r} returned no tensor: got {type(value).__name__} "
-            "(expected a tensor or a tuple of tensors).\n"
-            "Fix: let the layer return its result as tensors."
-        )
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return
+    if cut:
+        check_nothing_hidden(leaves, f"the output of layer {layer!r}")
+    elif find_hidden_tensor(leaves) is not None:
+        return
+    raise ModelError(
+        f"layer {layer!r} returned no tensor: got {type(value).__name__} "
+        "(expected a tensor or a tuple of tensors).\n"
+        "Fix: let the layer return its result as tensors."
+    )

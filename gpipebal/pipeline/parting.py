@@ -113,6 +113,13 @@ def count_rows(
                 "Fix: give it one value per row, make it a Python number, or name its dimension in "
                 f"{argument} (None: every micro-batch gets all of it)."
             )
+        if leaf.layout != torch.strided or leaf.is_nested:
+            raise ModelError(
+                f"{what} tensor cannot be parted: {name_of_leaf(structure, index)} is "
+                f"{'nested' if leaf.is_nested else leaf.layout} (expected a dense tensor).\n"
+                f"Fix: make it dense, or name it in {argument} as None: every micro-batch gets all "
+                "of it."
+            )
         if rows is not None and leaf.shape[dim] != rows:
             raise ModelError(
                 f"{what} tensors have different rows: {name_of_leaf(structure, index)} has "

@@ -351,7 +351,7 @@ class Partition:
                         value = layer(value.input, **value.keywords)
                     else:
                         value = layer(value)
-                    check_travels(value, self.names[k])
+                    check_travels(value, self.names[k], cut=False)
                 if tail is not None:
                     where, self.running = "in the loss", len(self.layers)
                     marks.append(next_node())

@@ -20,7 +20,7 @@ import torch
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Draw", "catch_random_operations", "current_draw", "prepare"]
+__all__ = ["Draw", "catch_random_operations", "current_draw", "is_transformed", "prepare"]
 
 #: Runs a random operation: given the operation, its arguments and its keyword arguments.
 Draw = Callable[[Any, Any, dict[str, Any]], Any]
@@ -129,9 +129,27 @@ class _Catcher:
     def _kernel(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
         draw = current_draw()
         with torch._C._ExcludeDispatchKeyGuard(self._keys):
-            if draw is None or TracingContext.try_get() is not None:
+            if draw is None or _is_traced():
                 return operation(*args, **kwargs)
             return draw(operation, args, kwargs)
+
+
+def _is_traced() -> bool:
+    """Tell whether operations of this thread are written down, or only pretend to run.
+
+    A compiler does so in a context of its own; its backend, which traces the patterns that it will
+    look for when it compiles for the first time, does without.
+    """
+    if TracingContext.try_get() is not None:
+        return True
+    kinds = torch._C._TorchDispatchModeKey
+    modes = [torch._C._get_dispatch_mode(kind) for kind in (kinds.PROXY, kinds.FAKE)]
+    return any(mode is not None for mode in modes)
+
+
+def is_transformed() -> bool:
+    """Tell whether this thread is inside of a transform of `torch.func`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _make_catcher() -> _Catcher | None:

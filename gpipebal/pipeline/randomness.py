@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.random_ops import catch_random_operations, current_draw
+from gpipebal.pipeline.random_ops import catch_random_operations, current_draw, is_transformed
 
 __all__ = [
     "MiniBatchSeed",
@@ -50,8 +50,20 @@ _given_generators = threading.Lock()
 
 def draw_seed() -> int:
     """Draw a mini-batch's seed from the default CPU generator."""
-    with _default_generators:
+
+    def draw() -> int:
         return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu"))
+
+    with _default_generators:
+        if not is_transformed():
+            return draw()
+        # A layer maps over rows or the like, and a number drawn here would be one for each of them.
+        # Transforms are the thread's; another has none.
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(draw()))
+        thread.start()
+        thread.join()
+        return found[0]
 
 
 def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:
@@ -175,7 +187,8 @@ class OwnRandomness:
         if device.type == "meta":
             return operation(*args, **kwargs)
         generator = self._generator(device)
-        if way.run is None:
+        # With a generator an operation cannot be mapped: torch would run it row by row.
+        if way.run is None or is_transformed():
             return _run_with_default(generator, operation, args, kwargs)
         return way.call(generator, args, kwargs)
 
@@ -294,9 +307,10 @@ def _dropout(
 
 
 def _is_default(generator: torch.Generator) -> bool:
-    if generator.device.type == "cuda":
-        return any(generator is other for other in torch.cuda.default_generators)
-    return generator is torch.default_generator
+    # The dispatcher hands over the default generators in new Python objects.
+    is_cuda = generator.device.type == "cuda"
+    defaults = torch.cuda.default_generators if is_cuda else (torch.default_generator,)
+    return any(generator._cdata == default._cdata for default in defaults)  # type: ignore[attr-defined]
 
 
 #: Arguments that, if they are 0 or False, keep an operation from drawing at all.

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipebal.pipeline.buffers import SMALL
+from gpipebal.pipeline.buffers import SMALL, are_equal, bytes_of, parts_of
 
 __all__ = ["copies_of_large", "kept_buffers"]
 
@@ -26,19 +25,20 @@ def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [
         (buffer, buffer.detach().clone())
         for buffer in _buffers(layer)
-        if buffer.nbytes > SMALL and buffer.device.type != "meta"
+        if bytes_of(buffer) > SMALL and buffer.device.type != "meta"
     ]
 
 
 def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return the buffers that a recomputed micro-batch keeps copies of.
+    """Return the buffers that a recomputed micro-batch keeps copies of, of sparse ones the parts.
 
     Args:
         layer: The layer, after a forward.
         before: What `copies_of_large` returned before it.
     """
-    small = [buffer for buffer in _buffers(layer) if buffer.nbytes <= SMALL]
-    return small + [buffer for buffer, copy in before if not torch.equal(buffer, copy)]
+    small = [buffer for buffer in _buffers(layer) if bytes_of(buffer) <= SMALL]
+    written = [buffer for buffer, copy in before if not are_equal(buffer, copy)]
+    return [part for buffer in small + written for part in parts_of(buffer)]
 
 
 def _buffers(layer: nn.Module) -> Iterator[Tensor]:

@@ -179,7 +179,7 @@ class Chain:
                 output = layer(whole)
                 end = self.clock.end()
             del whole
-            check_travels(output, self.names[k])
+            check_travels(output, self.names[k], cut=True)
         except (ModelError, RoundStoppedError):
             raise
         except Exception as error:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.buffers import bytes_of
 from gpipebal.profile import TieProfile
 from gpipebal.profiler.compiled import compile_alike
 from gpipebal.profiler.copying import copy_layer
@@ -113,7 +114,7 @@ def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) ->
     return {
         "parameter_bytes": sum(p.nbytes for p in parameters if mine(p)),
         "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
-        "buffer_bytes": sum(b.nbytes for b in layers[index].buffers() if mine(b)),
+        "buffer_bytes": sum(bytes_of(b) for b in layers[index].buffers() if mine(b)),
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipebal.pipeline.buffers import parts_of
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.ledger import Ledger, has_storage, storage_key
 from gpipebal.profiler.buffers import copies_of_large, kept_buffers
@@ -155,7 +156,7 @@ def measure_layer_memory(
     layer, value = chain.layers[k], arrived.value
     if chain.device.type == "cuda":
         _warm_up(chain, k, value)
-    constants = [*_own_tensors(layer), *constants]
+    constants = [part for own in (*_own_tensors(layer), *constants) for part in parts_of(own)]
     known = _known(chain, k, arrived)
     ledger = Ledger()
     ledger.hold([*chain.inputs(k, value), *constants], 0)
