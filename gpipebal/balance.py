@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -158,7 +158,12 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         >>> balance_cost([1, 2, 3, 4], 2)
         [3, 1]
     """
-    problem = Problem.from_costs(costs, 1)
+    if isinstance(costs, str) or not isinstance(costs, Iterable):
+        raise BalanceError(
+            f"costs are no list: costs={costs!r:.60} (expected one number for each layer).\n"
+            f"Fix: balance_cost([1, 2, 3], {partitions!r:.20})."
+        )
+    problem = Problem.from_costs(list(costs), 1)
     count = _checked(partitions, problem.n_layers)
     return list(split(replace(problem, n_partitions=count), "bottleneck").balance)
 

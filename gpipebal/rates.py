@@ -63,6 +63,11 @@ class DeviceRates:
                 f"device_type={self.device_type!r} (expected 'cuda' or 'cpu').\n"
                 "Fix: device_type='cuda' for a GPU."
             )
+        if not isinstance(self.flops, Mapping):
+            raise DeviceError(
+                f"rates of {self.name!r} are no mapping: flops={self.flops!r:.60} (expected rates "
+                "by dtype).\nFix: DeviceRates(name, {'float32': 1e12}, bandwidth=1e11)."
+            )
         if not self.flops.get("float32"):
             raise DeviceError(
                 f"rates of {self.name!r} lack what every other dtype falls back to: "

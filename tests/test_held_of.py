@@ -77,6 +77,7 @@ def both(
         schedule=plan.schedule,
         loss_inside=plan.loss_inside,
         shared_memory=plan.shared_memory,
+        gradients_exist=plan.gradients_exist,
         timeline=timeline,
     )
     for part, peak in zip(plan.partitions, exact, strict=True):
@@ -101,9 +102,9 @@ def test_the_output_of_one_micro_batch_outlives_its_graph(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
-@given(data=st.data(), shared=st.booleans(), chunks=st.integers(1, 5))
+@given(data=st.data(), shared=st.booleans(), exist=st.booleans(), chunks=st.integers(1, 5))
 def test_peaks_over_time_are_those_of_the_formula(
-    data: st.DataObject, shared: bool, chunks: int
+    data: st.DataObject, shared: bool, exist: bool, chunks: int
 ) -> None:
     """Any storages, skips, ties, modes and losses, in or behind the pipeline: to the byte."""
     profile = without_optimizer(data.draw(profiles(shortest=1)))
@@ -117,6 +118,7 @@ def test_peaks_over_time_are_those_of_the_formula(
         "checkpoint": modes,
         "loss_inside": inside,
         "shared_memory": shared,
+        "gradients_exist": exist,
     }
     loss = loss_of_micro_batch(profile) if inside else None
     for bounds in all_bounds(profile.n_layers, n):

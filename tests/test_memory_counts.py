@@ -64,11 +64,15 @@ WAYS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("exist", [False, True])
 @pytest.mark.parametrize(
     ("model", "balances"), [(narrow_cuts, ([5, 8], [5, 4, 4])), (wide_output, ([5, 5],))]
 )
-def test_the_formula_is_the_count(model: Any, balances: tuple[list[int], ...]) -> None:
-    """Every partition's predicted peak is within 3 % of what lives at once, in every way."""
+def test_the_formula_is_the_count(model: Any, balances: tuple[list[int], ...], exist: bool) -> None:
+    """Every partition's predicted peak is within 3 % of what lives at once, in every way.
+
+    Also where gradients of another mini-batch exist, to which those of this one are added.
+    """
     torch.manual_seed(0)
     layers = model()
     inputs = torch.randn(192 * CHUNKS, 16)
@@ -96,9 +100,10 @@ def test_the_formula_is_the_count(model: Any, balances: tuple[list[int], ...]) -
                 schedule="1f1b" if way == "1f1b" else "gpipe",
                 loss_inside=way != "loss(pipe(x))",
                 shared_memory=True,
+                gradients_exist=exist,
             )
             pipe = GPipe(layers, balance, chunks=CHUNKS, checkpoint=checkpoint)
-            counted = count(pipe, inputs, way, make(layers.parameters()))
+            counted = count(pipe, inputs, way, make(layers.parameters()), exist=exist)
             for j, (peak, n_bytes) in enumerate(zip(predicted, counted, strict=True)):
                 if abs(peak.total / n_bytes - 1) > 0.03:
                     wrong.append((balance, way, mode, j, peak.total, n_bytes))
@@ -305,11 +310,23 @@ def count(
     way: str,
     optimizer: torch.optim.Optimizer,
     loss_fn: Callable[[Any], Tensor] = squares,
+    *,
+    exist: bool = False,
 ) -> tuple[int, ...]:
-    """Count each partition's peak in a step, after one in which facts are found out."""
+    """Count each partition's peak in a step, after one in which facts are found out.
+
+    Args:
+        pipe: The pipeline.
+        inputs: A mini-batch.
+        way: How it is run.
+        optimizer: Steps behind it.
+        loss_fn: The loss.
+        exist: Whether the gradients are kept from step to step.
+    """
 
     def step() -> None:
-        optimizer.zero_grad()
+        if not exist:
+            optimizer.zero_grad()
         if way == "loss(pipe(x))":
             output = pipe(inputs)  # which a training loop gives a name
             loss_fn(output).backward()
@@ -318,7 +335,8 @@ def count(
         optimizer.step()
 
     step()
-    optimizer.zero_grad()
+    if not exist:
+        optimizer.zero_grad()
     with measure_memory(pipe, optimizer) as meter:
         step()
     pipe.close()

@@ -23,7 +23,7 @@ from gpipebal.schedule import ALL_SCHEDULES, counted_modes, order_of, recomputes
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 #: What `evaluate` is asked too.
-OF_BALANCE = ("chunks", "schedule", "loss_inside", "shared_memory", "link")
+OF_BALANCE = ("chunks", "schedule", "loss_inside", "shared_memory", "gradients_exist", "link")
 
 OBJECTIVES = ("makespan", "bottleneck", "peak_memory")
 
@@ -43,6 +43,7 @@ def questions(draw: st.DrawFn) -> tuple[gb.Profile, int, dict[str, Any]]:
         "objective": draw(st.sampled_from(OBJECTIVES)),
         "loss_inside": draw(st.none() | st.just(True)),
         "shared_memory": draw(st.booleans()),
+        "gradients_exist": draw(st.booleans()),
     }
     if draw(st.booleans()):
         options["link"] = Link(

@@ -126,7 +126,7 @@ def test_from_costs_keeps_every_cost() -> None:
 def test_from_costs_refuses_other_lengths(column: str) -> None:
     """Every cost is given per layer, or not at all."""
     with pytest.raises(ProfileError, match=rf"len\({column}\)=3 \(expected 2"):
-        Profile.from_costs([1.0, 2.0], **{column: [1, 2, 3]})
+        Profile.from_costs([1.0, 2.0], **{column: list("abc") if column == "names" else [1, 2, 3]})
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def test_runs_of_a_partition_equal_brute_force(
     assume(cell.goes_back)
     times = [int(layer.recompute_time) for layer in profile.layers]
     row = make_schedule(schedule, len(bounds) - 1, chunks, "never").rows[j]
-    network = partition_network(cell, row, chunks, [*times[first:end], 0])
+    exist = data.draw(st.booleans())
+    network = partition_network(cell, row, chunks, [*times[first:end], 0], gradients_exist=exist)
     peaks = {
         runs: partition_memory(
             with_runs(profile, runs),
@@ -92,6 +93,7 @@ def test_runs_of_a_partition_equal_brute_force(
             schedule=schedule,
             loss_inside=inside,
             shared_memory=shared,
+            gradients_exist=exist,
         )[j].total
         for runs in all_runs(profile, first, end)
     }

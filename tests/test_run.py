@@ -184,7 +184,7 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"model": "workloads:mapping_without_sample"}, UsageError, "returned dict with 'model'"),
         ({"model": "workloads:mapping_with_surprise"}, UsageError, "with .*'losses'"),
         ({"model": "workloads:no_chain"}, UsageError, "a model of type Linear"),
-        ({"model": "workloads:made_optimizer"}, UsageError, "optimizer to be callable"),
+        ({"model": "workloads:made_optimizer"}, UsageError, "Fix: .*lambda parameters: SGD"),
         ({"model": "workloads:no_tensors"}, ModelError, "input has no tensor"),
         ({"rows": 4}, UsageError, "--rows is for built-in models: rows=4"),
         ({"image_size": 64}, UsageError, "--image-size is for built-in models"),

@@ -33,12 +33,20 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_run_needs_what_its_partition_does(
-    profile: gb.Profile, chunks: int, mode: Any, inside: bool, shared: bool, pieces: bool
+    profile: gb.Profile,
+    chunks: int,
+    mode: Any,
+    inside: bool,
+    shared: bool,
+    exist: bool,
+    pieces: bool,
 ) -> None:
-    """All splits, storages shared in any way, skips, losses: equal to the byte."""
+    """All splits, storages shared in any way, skips, losses, ties: equal to the byte."""
     given: Any = {"chunks": chunks, "loss_inside": inside, "shared_memory": shared}
+    given["gradients_exist"] = exist
     with pytest.MonkeyPatch.context() as patch:
         if pieces:
             patch.setattr(run_memory, "_MOST_ENTRIES", 5)
@@ -77,13 +85,13 @@ def test_the_output_of_one_micro_batch_outlives_its_graph(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
-@given(profiles(), st.integers(1, 6), st.sampled_from(MODES), st.booleans())
+@given(profiles(), st.integers(1, 6), st.sampled_from(MODES), st.booleans(), st.booleans())
 def test_every_run_needs_what_its_partition_does_under_1f1b(
-    profile: gb.Profile, chunks: int, mode: Any, shared: bool
+    profile: gb.Profile, chunks: int, mode: Any, shared: bool, exist: bool
 ) -> None:
     """Earlier partitions have more in flight; equal to the byte, and bounded for every clock."""
     given: Any = {"chunks": chunks, "loss_inside": True, "shared_memory": shared}
-    given["schedule"] = "1f1b"
+    given |= {"schedule": "1f1b", "gradients_exist": exist}
     for n in range(1, profile.n_layers + 1):
         memory = memory_of(profile, **given, n_partitions=n)
         most = memory_of(profile, **given, n_partitions=n, waiting="most")

@@ -176,7 +176,7 @@ def slowly(timeline: Timeline, sizes: list[HeldBytes], time: float) -> list[int]
         return min(spans[cell][1] for cell in cells if cell[0] == j and cell[1] in "BW")
 
     for j, size in enumerate(sizes):
-        if end_of_first_gradient(j) <= time:
+        if size.gradients_exist or end_of_first_gradient(j) <= time:
             held[j] += size.gradients
     for j, i in {(j, i) for j, _, i in cells}:
         again = (j, "R", i) in cells
@@ -191,11 +191,12 @@ def slowly(timeline: Timeline, sizes: list[HeldBytes], time: float) -> list[int]
         if ends["I"][1] <= time < ends["W"][1]:
             held[j] += size.graph if size.weights is None else size.weights
         back = "B" if (j, "B", i) in cells else "I"
+        first = float("-inf") if sizes[j].gradients_exist else end_of_first_gradient(j)
         for kind, need in (
             ("F", size.forward),
             ("R", size.recompute),
             *(
-                (kind, size.first_backward if start < end_of_first_gradient(j) else size.backward)
+                (kind, size.first_backward if start < first else size.backward)
                 for kind, (start, _) in ((kind, ends[kind]) for kind in (back, "W"))
             ),
         ):
@@ -240,7 +241,14 @@ def test_tracks_equal_a_slow_count(data: st.DataObject) -> None:
         ]
 
     sizes = [
-        HeldBytes(data.draw(number), data.draw(number), cell(), cell(), streams(j))
+        HeldBytes(
+            data.draw(number),
+            data.draw(number),
+            cell(),
+            cell(),
+            streams(j),
+            gradients_exist=data.draw(st.booleans()),
+        )
         for j in range(n)
     ]
     tracks = memory_over_time(timeline, sizes)
@@ -255,7 +263,8 @@ def test_tracks_equal_a_slow_count(data: st.DataObject) -> None:
         here = [size for size, device in zip(sizes, schedule.placement, strict=True) if device == d]
         assert all((track.held[kind] >= 0).all() for kind in HELD_KINDS)
         # In the end everything has been given back, but for the gradients of the parameters.
-        assert track.total[0] == sum(size.fixed for size in here)
+        exist = sum(size.gradients for size in here if size.gradients_exist)
+        assert track.total[0] == exist + sum(size.fixed for size in here)
         assert track.total[-1] == sum(size.fixed + size.gradients for size in here)
         assert (track.times[1:] >= track.times[:-1]).all()
 

@@ -25,11 +25,11 @@ _PLAIN = (
 #: Words that make something else of it.
 _OTHERS = ("partitions", "balance", "pin", "bandwidth", "latency")
 #: Words that are there or not.
-_SWITCHES = ("any_order", "no_overlap", "loss_inside")
+_SWITCHES = ("any_order", "no_overlap", "loss_inside", "gradients_exist")
 #: No device has so little memory: fewer bytes without a unit are a slip.
 _LEAST_BYTES = 2**20
 #: What a balance that is given can be asked about.
-_OF_BALANCE = ("chunks", "checkpoint", "loss_inside", "balance")
+_OF_BALANCE = ("chunks", "checkpoint", "loss_inside", "gradients_exist", "balance")
 
 
 def add_question(command: argparse.ArgumentParser) -> None:
@@ -67,6 +67,11 @@ def add_question(command: argparse.ArgumentParser) -> None:
         "--loss-inside",
         action="store_true",
         help="the last partition computes the loss of each micro-batch, as GPipe.step does",
+    )
+    what.add_argument(
+        "--gradients-exist",
+        action="store_true",
+        help="parameters have gradients before the step, as when several mini-batches add up",
     )
     limits = command.add_argument_group("devices and their limits")
     limits.add_argument(
@@ -153,7 +158,7 @@ def question_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what was asked for, as arguments of `gpipebal.solve`; the rest is for it to say."""
     given = asked(options)
     question = {name: getattr(options, name) for name in given if name in _PLAIN}
-    for name in ("any_order", "loss_inside"):
+    for name in ("any_order", "loss_inside", "gradients_exist"):
         if name in given:
             question[name] = True
     if "pin" in given:

@@ -11,7 +11,8 @@ at once is up to the schedule, so each partition's row of it is walked, action b
 with parameters, gradients, buffers and optimizer state beside them. Inside an action the layers
 are walked too. The peak is mostly in a backward: in the first, where the gradients of the
 parameters come into being one by one (``zero_grad`` frees them between steps), or in the next,
-where all of them exist, and what a layer adds to them lives beside them for a moment.
+where all of them exist, and what a layer adds to them lives beside them for a moment. Where
+gradients exist before the step, they do in all of it.
 
 Some things live longer than they are needed. The mini-batch's input and target are the caller's,
 and there all the time. A backward keeps the gradient that it started from until it ends: the engine

@@ -37,6 +37,7 @@ def partition_memory(
     timeline: Timeline | None = None,
     margin: float = 0.0,
     latest: bool = False,
+    gradients_exist: bool = False,
 ) -> tuple[PeakMemory, ...]:
     """Predict the peak memory of every partition in a training step.
 
@@ -56,6 +57,9 @@ def partition_memory(
             a fraction: what waits for it until then counts too.
         latest: Whether everything waits as long as the order of the actions lets it: no clock
             makes more wait. It counts instead of `timeline`.
+        gradients_exist: Whether the parameters have gradients before the step, as when those of
+            several mini-batches are accumulated. Of parameters that several partitions use, an
+            upper bound.
 
     Returns:
         One `PeakMemory` per partition, in bytes.
@@ -92,13 +96,14 @@ def partition_memory(
     for j, cell in enumerate(cells):
         own = slice(*order.offsets[j : j + 2].tolist())
         row = order.kinds[own], order.micro_batches[own]
-        highest = _highest(cell, *row, None if waiting is None else waiting.of_row(j), chunks)
+        waits = None if waiting is None else waiting.of_row(j)
+        highest = _highest(cell, *row, waits, chunks, gradients_exist)
         layers = profile.layers[cell.first : cell.end]
         states = [layer.optimizer_bytes for layer in layers]
         peaks.append(
             PeakMemory(
                 parameters=sum(layer.parameter_bytes for layer in layers),
-                gradients=highest.gradients,
+                gradients=highest.gradients + (cell.ties.summed_apart if gradients_exist else 0),
                 buffers=sum(layer.buffer_bytes for layer in layers),
                 optimizer=None if None in states else sum(b for b in states if b is not None),
                 activations=highest.activations,
@@ -116,6 +121,7 @@ def _highest(
     micro_batches: NDArray[np.integer],
     waits: Sequence[int] | None,
     chunks: int,
+    gradients_exist: bool,
 ) -> Moment:
     """Walk through a row of the schedule, and return the moment with the most memory.
 
@@ -125,6 +131,7 @@ def _highest(
         micro_batches: Their micro-batches.
         waits: What waits while each of them runs; None: nothing.
         chunks: Micro-batches of a mini-batch.
+        gradients_exist: Whether the parameters have gradients before the step.
     """
     recomputed = np.zeros(chunks, dtype=bool)
     recomputed[micro_batches[kinds == _R]] = True
@@ -143,7 +150,7 @@ def _highest(
         target = around.target
     # Cells are alike, so one of each kind is walked through.
     backward = kinds == _B
-    exist = np.cumsum(backward) - backward > 0
+    exist = (np.cumsum(backward) - backward > 0) | gradients_exist
     codes = kinds.astype(np.int64) * 4 + again * 2 + exist
     own = {
         code: max(
@@ -202,7 +209,8 @@ def _highest(
 
     moments = highest(0, turn)
     if around is not None:
-        moments.append(Moment(int(in_flight[turn - 1]), outputs=target + around.most))
+        gradients = cell.all_gradients if gradients_exist else 0
+        moments.append(Moment(int(in_flight[turn - 1]), gradients, outputs=target + around.most))
     moments += highest(turn, len(kinds))
     outputs_after = target + (around.after if around is not None else 0)
     moments.append(

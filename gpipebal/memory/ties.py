@@ -43,6 +43,18 @@ class Ties:
         """Bytes of gradients that are another partition's at the end of the step."""
         return sum(tie.gradient_bytes for tie, _ in self._uses if tie.layers[0] < self._first)
 
+    @cached_property
+    def summed_apart(self) -> int:
+        """Bytes of sums that lie beside the run's own gradients, if these exist before the step.
+
+        Of parameters that other partitions use too. The others have only the sums of this step.
+        """
+        return sum(
+            tie.gradient_bytes
+            for tie, uses in self._uses
+            if tie.layers[0] >= self._first and len(uses) < len(tie.layers)
+        )
+
     def counted_before(self, k: int) -> int:
         """Return the bytes of layer k's gradients that a later layer of the run makes too."""
         return sum(tie.gradient_bytes for tie, uses in self._uses if k in uses[:-1])

@@ -14,7 +14,7 @@ from gpipebal.schedule import check_count, modes_of
 if TYPE_CHECKING:
     from gpipebal.plan.plan import Plan
 
-__all__ = ["check_plan"]
+__all__ = ["check_chunks", "check_plan"]
 
 #: More micro-batches than this are a mistake, and their schedule would fill the memory.
 MOST_CHUNKS = 2**20
@@ -29,6 +29,21 @@ _WHOLE = ("rows", "memory_limit")
 _OTHERS = ("sensitivity",)
 
 
+def check_chunks(chunks: object) -> int:
+    """Return a number of micro-batches that a plan can have.
+
+    Raises:
+        BalanceError: no whole number, fewer than 1, or more than anybody can mean.
+    """
+    count = check_count("chunks", chunks)
+    if count > MOST_CHUNKS:
+        raise BalanceError(
+            f"plan has too many micro-batches: chunks={count} (expected at most {MOST_CHUNKS}).\n"
+            "Fix: plan with fewer chunks."
+        )
+    return count
+
+
 def check_plan(plan: Plan) -> None:
     """Verify the invariants of a plan.
 
@@ -38,11 +53,7 @@ def check_plan(plan: Plan) -> None:
     """
     check_count("partitions", plan.n_partitions)
     modes_of(plan.checkpoint, plan.n_partitions)
-    if check_count("chunks", plan.chunks) > MOST_CHUNKS:
-        raise BalanceError(
-            f"plan has too many micro-batches: chunks={plan.chunks} (expected at most "
-            f"{MOST_CHUNKS}).\nFix: plan with fewer chunks."
-        )
+    check_chunks(plan.chunks)
     for j, partition in enumerate(plan.partitions):
         check_count(f"layers of partition {j}", len(partition.layers))
         _check_quantities(f"partition {j}", partition)
@@ -54,7 +65,7 @@ def check_plan(plan: Plan) -> None:
     for name in ("schedule", "objective", "method"):
         if not isinstance(getattr(plan, name), str):
             raise _bad_value("plan", name, getattr(plan, name))
-    for name in ("shared_memory", "loss_inside", "overlaps"):
+    for name in ("shared_memory", "gradients_exist", "loss_inside", "overlaps"):
         if not isinstance(getattr(plan, name), bool):
             raise _bad_value("plan", name, getattr(plan, name))
     if plan.lower_bound > plan.value * (1 + 1e-9):

@@ -30,8 +30,8 @@ __all__ = ["Plan"]
 
 FORMAT = "gpipebal-plan"
 #: Versions 1 and 2, which knew no links, limits, orders of devices and notes, are still read; and
-#: version 3, which knew no parts of backwards.
-VERSION = 4
+#: version 3, which knew no parts of backwards; and version 4, whose steps begin without gradients.
+VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Plan:
         equal_split_value: The objective's value of the split into equally many layers.
         shared_memory: Whether neighbouring partitions share one memory (one CPU), so that the
             tensor at a cut exists once.
+        gradients_exist: Whether its memory is that of a step before which the parameters have
+            gradients already.
         device_order: Which of the devices that the plan was made for runs each partition, as
             indices; empty: in order.
         overlaps: Whether transfers between partitions run beside the devices' work.
@@ -108,6 +110,7 @@ class Plan:
     loss_inside: bool = False
     equal_split_value: float | None = None
     shared_memory: bool = False
+    gradients_exist: bool = False
     device_order: tuple[int, ...] = ()
     overlaps: bool = True
     sensitivity: tuple[tuple[float | None, float | None], ...] = ()

@@ -59,6 +59,7 @@ def peaks_in_time(
         shared_memory=execution.shared_memory,
         timeline=timeline,
         margin=CLOCK_MARGIN,
+        gradients_exist=execution.gradients_exist,
     )
     return memory, timeline
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
+from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.plans import plan_of_balance
 from gpipebal.planner.posing import pose
@@ -29,6 +30,7 @@ def evaluate(
     schedule: str = "gpipe",
     loss_inside: bool | None = None,
     shared_memory: bool | None = None,
+    gradients_exist: bool = False,
     devices: Sequence[Place] | None = None,
     link: Link | None = None,
     memory_limit: Size | Sequence[Size | None] | None = None,
@@ -55,6 +57,7 @@ def evaluate(
             `GPipe.step`, or the caller that of the mini-batch, as in ``loss(pipe(x)).backward()``;
             None: the caller with ``'gpipe'``, the last partition with ``'1f1b'``.
         shared_memory: As for `solve`.
+        gradients_exist: As for `solve`.
         devices: As for `solve`, in the order of the partitions.
         link: As for `solve`.
         memory_limit: As for `solve`. What exceeds it is not refused: the plan shows both.
@@ -85,7 +88,7 @@ def evaluate(
     bounds = _bounds_of(balance, profile.n_layers)
     n_partitions = len(bounds) - 1
     if chunks is not None:
-        check_count("chunks", chunks)
+        check_chunks(chunks)
     modes = modes_of(checkpoint, n_partitions)
     check_schedule(schedule)
     options = Options(
@@ -93,6 +96,7 @@ def evaluate(
         schedule=schedule,
         loss_inside=loss_inside,
         shared_memory=shared_memory,
+        gradients_exist=gradients_exist,
         devices=devices,
         link=link,
         memory_limit=memory_limit,
@@ -120,6 +124,11 @@ def _least_makespan(plan: Plan) -> float:
 
 
 def _bounds_of(balance: Iterable[int], n_layers: int) -> tuple[int, ...]:
+    if isinstance(balance, str) or not isinstance(balance, Iterable):
+        raise BalanceError(
+            f"balance is no list: balance={balance!r:.60} (expected the number of layers of each "
+            f"partition).\nFix: balance=[{n_layers}], all in one."
+        )
     sizes = [check_count(f"balance[{j}]", size) for j, size in enumerate(balance)]
     if sum(sizes) != n_layers:
         n_partitions = min(max(1, len(sizes)), n_layers)

@@ -22,6 +22,7 @@ class Execution:
         schedule: Name of the schedule.
         loss_inside: Whether the last partition computes the loss.
         shared_memory: Whether all partitions live in one memory.
+        gradients_exist: Whether the parameters have gradients before it.
         devices: The device of each partition; None: all as the profile's.
         links: What handing over each cut takes; None: nothing.
     """
@@ -31,6 +32,7 @@ class Execution:
     schedule: str = "gpipe"
     loss_inside: bool = False
     shared_memory: bool = False
+    gradients_exist: bool = False
     devices: Sequence[Device] | None = None
     links: Links | None = None
 
@@ -38,7 +40,12 @@ class Execution:
     def of(cls, plan: Plan) -> Execution:
         """Return how a plan is run on devices as the profile's, with links that take no time."""
         return cls(
-            plan.chunks, plan.checkpoint, plan.schedule, plan.loss_inside, plan.shared_memory
+            plan.chunks,
+            plan.checkpoint,
+            plan.schedule,
+            plan.loss_inside,
+            plan.shared_memory,
+            plan.gradients_exist,
         )
 
     @property

@@ -11,6 +11,7 @@ of the other replicas::
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ _MOST_CANDIDATES = 20
 #: Splits that are looked at most for each number of micro-batches.
 _MOST_TRIED = 40
 #: Options of `solve` that are about single partitions, of which there is another number each time.
-_REFUSED = ("devices", "any_order", "pin", "cost", "rules")
+_REFUSED = ("partitions", "devices", "any_order", "pin", "cost", "rules")
 #: Options that are one for all partitions.
 _ONE_FOR_ALL = ("memory_limit", "checkpoint")
 #: Options that have to be what they are by default.
@@ -240,11 +241,17 @@ def solve_grid(
                 f"option does not apply to a grid: {name}={given[name]!r} (expected {value!r}).\n"
                 f"Fix: {name}={value!r}."
             )
-    rows: list[GridRow] = []
-    for replicas in range(1, n_devices + 1):
-        if n_devices % replicas == 0:
-            partitions = n_devices // replicas
-            rows.append(_best(profile, replicas, partitions, replica_link, options))
+    most = profile.n_layers * profile.mini_batch_rows
+    if n_devices > most:
+        raise BalanceError(
+            f"devices are more than the mini-batch can use: n_devices={n_devices} (expected at "
+            f"most {most}: {profile.n_layers} layers for each of {profile.mini_batch_rows} rows).\n"
+            f"Fix: n_devices={most} or fewer."
+        )
+    rows = [
+        _best(profile, replicas, n_devices // replicas, replica_link, options)
+        for replicas in _divisors(n_devices)
+    ]
     rows.sort(key=lambda row: (row.time is None, row.time or 0.0, row.replicas))
     if rows[0].plan is None:
         reasons = "\n".join(f"  {row.replicas} x {row.partitions}: {row.refusal}" for row in rows)
@@ -281,7 +288,7 @@ def _best(
         try:
             plan = solve(sized, partitions, **rest)
         except GpipebalError as error:
-            refusal = refusal or str(error).replace("\n", " ")
+            refusal = refusal or _of_grid(str(error).replace("\n", " "), replicas)
             continue
         (posed,) = posed_of(sized, partitions, rest)
         most = _MOST_TRIED if plain else 0
@@ -299,6 +306,18 @@ def _best(
         all_reduce_time=max(best.additions),
         waiting_time=best.time - best.plan.makespan,
         lower_bound=min(bound, best.time),
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
+
+
+def _of_grid(refusal: str, replicas: int) -> str:
+    """Put the advice that more partitions would do in the words of a grid, as devices."""
+    return re.sub(
+        r"\bpartitions=(\d+)", lambda found: f"n_devices={replicas * int(found[1])}", refusal
     )
 
 

@@ -71,7 +71,7 @@ def join_rules(
 def _groups(profile: Profile, given: Any) -> list[Any]:
     """Return the groups of layers to keep together; one layer is no group."""
     groups = [given] if _is_one(given) else list(given or ())
-    if any(map(_is_one, groups)):
+    if any(one is None or _is_one(one) for one in groups):
         ends = (profile.names[0], profile.names[min(1, profile.n_layers - 1)])
         if len(groups) > 1 and all(isinstance(one, LayerKey) for one in groups):
             ends = tuple(groups)  # one flat list is mostly meant as one group

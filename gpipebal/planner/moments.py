@@ -37,7 +37,12 @@ class Moment(NamedTuple):
 
 
 def moments_of(
-    row: Sequence[Action], *, loss_inside: bool, waiting: bool = False, ahead: int | None = None
+    row: Sequence[Action],
+    *,
+    loss_inside: bool,
+    waiting: bool = False,
+    ahead: int | None = None,
+    gradients_exist: bool = False,
 ) -> list[Moment]:
     """Walk through the row of a partition, and keep the moments that can be the highest.
 
@@ -47,6 +52,7 @@ def moments_of(
         waiting: Whether to count micro-batches that may wait for a neighbour.
         ahead: How many forwards the partition before runs ahead of its first backward, where it
             goes on with one forward and one backward; None: it runs all of them.
+        gradients_exist: Whether the parameters have gradients before the step.
 
     Example:
         >>> from gpipebal.schedule import gpipe_schedule
@@ -73,7 +79,7 @@ def moments_of(
         return forwards if kind == "F" or early else 0, backwards
 
     def meet(kind: str, is_again: bool, n_graphs: int, n_inputs: int) -> None:
-        key = (kind, is_again, backwards > 0, forwards == chunks)
+        key = (kind, is_again, gradients_exist or backwards > 0, forwards == chunks)
         moments = found.setdefault(key, [])
         new = Moment(*key, n_graphs, n_inputs, *waits(kind))
         counts = new[4:]

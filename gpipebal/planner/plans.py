@@ -85,6 +85,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         loss_inside=execution.loss_inside,
         equal_split_value=value_of(posed, equal_split(problem.n_layers, n), modes, order),
         shared_memory=execution.shared_memory,
+        gradients_exist=execution.gradients_exist,
         device_order=() if order == tuple(range(n)) else order,
         overlaps=execution.overlaps,
         notes=notes,

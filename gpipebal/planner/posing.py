@@ -61,6 +61,7 @@ class Posed:
             schedule=question.schedule,
             loss_inside=question.loss_inside,
             shared_memory=question.shared_memory,
+            gradients_exist=question.gradients_exist,
             devices=None if devices is None else [devices[k] for k in order],
             links=self.problem.links,
         )
@@ -139,11 +140,14 @@ def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: b
         waiting="most" if cautious else "none",
         schedule=question.schedule,
         n_partitions=question.n_partitions,
+        gradients_exist=question.gradients_exist,
     )
 
 
 def _notes_of(question: Question, limited: bool) -> list[str]:
     notes = []
+    if question.gradients_exist:
+        notes.append("Memory is that of steps before which the parameters have gradients.")
     limits = question.limits
     if limits is not None:
         given = sorted({n for n in (limits if isinstance(limits, tuple) else [limits]) if n})

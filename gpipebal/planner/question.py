@@ -11,13 +11,14 @@ from typing import Any, Literal, TypedDict
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.kinds import check_kind
+from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
-from gpipebal.problem.checks import check_bytes, plain_number
+from gpipebal.problem.checks import check_bytes, check_flag, plain_number
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
     ALL_SCHEDULES,
@@ -61,6 +62,7 @@ class Options(TypedDict, total=False):
     time_limit: float | None
     loss_inside: bool | None
     shared_memory: bool | None
+    gradients_exist: bool
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Question:
         time_limit: Seconds for a search that has no end of its own; None: as long as it takes.
         loss_inside: Whether the last partition computes the loss.
         shared_memory: Whether all partitions live in one memory.
+        gradients_exist: Whether the parameters have gradients before the step.
         notes: What a reader should know.
     """
 
@@ -106,6 +109,7 @@ class Question:
     time_limit: float | None = None
     loss_inside: bool = False
     shared_memory: bool = False
+    gradients_exist: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -158,10 +162,10 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             f"Times are upper quantiles ({quantile:g}) of the measured spread, not medians."
         )
     schedule = _schedule(options)
-    loss_inside = options.get("loss_inside")
-    shared = options.get("shared_memory")
-    if shared is None:
-        shared = profile.provenance.get("device_type") == "cpu"
+    inside, shared = options.get("loss_inside"), options.get("shared_memory")
+    inside = schedule != "gpipe" if inside is None else check_flag("loss_inside", inside)
+    on_cpu = profile.provenance.get("device_type") == "cpu"
+    shared = on_cpu if shared is None else check_flag("shared_memory", shared)
     checkpoint = options.get("checkpoint", "except_last")
     if checkpoint != "auto":
         check_checkpoint(checkpoint)
@@ -175,7 +179,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             f"Fix: objective={OBJECTIVES[0]!r}."
         )
     devices = _devices(options.get("devices"), profile, n_partitions, quantile)
-    any_order = bool(options.get("any_order", False))
+    any_order = check_flag("any_order", options.get("any_order", False))
     if any_order and devices is None:
         raise BalanceError(
             "devices may change places, but there are none: devices=None (expected one per "
@@ -228,8 +232,9 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         cost=cost,
         method=options.get("method", "auto"),
         time_limit=_time_limit(options.get("time_limit")),
-        loss_inside=schedule != "gpipe" if loss_inside is None else bool(loss_inside),
+        loss_inside=inside,
         shared_memory=shared,
+        gradients_exist=check_flag("gradients_exist", options.get("gradients_exist", False)),
         notes=tuple(notes),
     )
     _check_method(question)
@@ -287,10 +292,12 @@ def _schedule(options: Options) -> str:
 def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | None:
     if chunks is None:
         return None
+    if hasattr(chunks, "tolist"):  # an array, or one of its elements
+        chunks = chunks.tolist()
     if chunks == "auto":
         found = tuple(chunk_candidates(profile))
     elif isinstance(chunks, (list, tuple, range)):
-        found = tuple(dict.fromkeys(check_count("chunks", one) for one in chunks))
+        found = tuple(dict.fromkeys(map(check_chunks, chunks)))
         if not found:
             raise BalanceError(
                 "chunks leave no choice: chunks=[] (expected one or more numbers of micro-batches)"
@@ -299,7 +306,7 @@ def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | 
         if len(found) > 1:
             chunk_candidates(profile)  # says so where the profile cannot compare them
     else:
-        return (check_count("chunks", chunks),)
+        return (check_chunks(chunks),)
     if len(found) > 1 and objective in ("bottleneck", "cost"):
         raise BalanceError(
             f"numbers of micro-batches cannot be compared by the {objective}: chunks={chunks!r} "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.kinds import check_kind
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.plan import Plan
@@ -75,6 +76,7 @@ def recompute_layers(
 
     Raises:
         BalanceError: there is no limit, or the profile is not the plan's.
+        KindError: `profile` is no Profile, or `plan` no Plan.
         InfeasibleError: a partition exceeds its limit whatever is recomputed, or, where what waits
             for busy neighbours decides and there are many runs, with those that were tried; the
             text says which it is, and which limit would do.
@@ -108,6 +110,8 @@ def _posed(
     link: Link | None,
 ) -> Posed:
     """Put the plan as a question, with devices and limits in the order of its partitions."""
+    check_kind("profile", profile, Profile)
+    check_kind("plan", plan, Plan)
     names = tuple(name for part in plan.partitions for name in part.layers)
     prints = tuple(one for part in plan.partitions for one in part.fingerprints)
     if names != profile.names or prints != tuple(layer.fingerprint for layer in profile.layers):
@@ -127,6 +131,7 @@ def _posed(
         schedule=plan.schedule,
         loss_inside=plan.loss_inside,
         shared_memory=plan.shared_memory,
+        gradients_exist=plan.gradients_exist,
         devices=devices,
         link=link,
         memory_limit=memory_limit,
@@ -267,14 +272,14 @@ class _Search:
             cell = Cell(profile, first, end, loss, question.shared_memory)
             if not cell.goes_back:
                 return None
-            row = make_schedule(
-                question.schedule, question.n_partitions, self._posed.chunks, self._modes_with(j)
-            ).rows[j]
+            modes, chunks = self._modes_with(j), self._posed.chunks
+            row = make_schedule(question.schedule, question.n_partitions, chunks, modes).rows[j]
             costs = [*scaled(self._times(j), self._scale(j)), 0]
             # Of ways that take as long, one that recomputes fewer layers.
-            n_layers = end - first + 1
-            costs = [n_layers * cost + 1 for cost in costs]
-            self._networks[j] = partition_network(cell, row, self._posed.chunks, costs)
+            costs = [(end - first + 1) * cost + 1 for cost in costs]
+            self._networks[j] = partition_network(
+                cell, row, chunks, costs, gradients_exist=question.gradients_exist
+            )
         return self._networks[j]
 
     def _times(self, j: int) -> list[float]:
@@ -316,6 +321,7 @@ class _Search:
             schedule=question.schedule,
             loss_inside=question.loss_inside,
             shared_memory=question.shared_memory,
+            gradients_exist=question.gradients_exist,
             devices=self._devices(runs),
             link=question.link,
         )

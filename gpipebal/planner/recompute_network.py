@@ -37,7 +37,12 @@ _Node = tuple[int, Storages]
 
 
 def partition_network(
-    cell: Cell, row: Sequence[Action], chunks: int, costs: Sequence[int]
+    cell: Cell,
+    row: Sequence[Action],
+    chunks: int,
+    costs: Sequence[int],
+    *,
+    gradients_exist: bool = False,
 ) -> Network:
     """List all ways to recompute layers of one partition.
 
@@ -46,6 +51,7 @@ def partition_network(
         row: The actions of the partition, without recomputes.
         chunks: Micro-batches of a mini-batch.
         costs: For each layer of the partition what it costs to recompute it, a whole number.
+        gradients_exist: Whether the parameters have gradients before the step.
 
     Returns:
         The network; a step's name is the run that it recomputes, or None. Nothing waits for busy
@@ -67,7 +73,10 @@ def partition_network(
                 nodes[end[0]][end] = None
     return Network(
         arcs,
-        {end: _ceilings(cell, row, chunks, parts.held(end)) for end in nodes[n_layers]},
+        {
+            end: _ceilings(cell, row, chunks, parts.held(end), gradients_exist)
+            for end in nodes[n_layers]
+        },
         held=cell.bytes_of(cell.entering - cell.handed),
         n_walks=len(_WALKS),
     )
@@ -201,7 +210,9 @@ class _Parts:
         return there, Arc(there, cost, self._bytes(saved - held), tuple(peaks), run)
 
 
-def _ceilings(cell: Cell, row: Sequence[Action], chunks: int, held: Storages) -> list[Ceiling]:
+def _ceilings(
+    cell: Cell, row: Sequence[Action], chunks: int, held: Storages, gradients_exist: bool
+) -> list[Ceiling]:
     """Return the peaks of a step whose cells hold these storages at their ends.
 
     As in `gpipebal.memory.partitions`, action by action.
@@ -231,19 +242,21 @@ def _ceilings(cell: Cell, row: Sequence[Action], chunks: int, held: Storages) ->
         found[walk, times] = max(value, found.get((walk, times), value))
 
     in_flight = n_forwards = outputs = 0
-    gradients_exist = False
+    exist = gradients_exist
+    if gradients_exist:
+        fixed += cell.ties.summed_apart
     for action in row:
-        walk = _WALKS.index((action.kind, gradients_exist))
+        walk = _WALKS.index((action.kind, exist))
         others = in_flight - (action.kind == "B")
         # Walks through backwards have what the caller keeps.
         add(walk, others, target + outputs - (kept if action.kind == "B" else 0))
         in_flight += 1 if action.kind == "F" else -1
-        gradients_exist = gradients_exist or action.kind == "B"
+        exist = exist or action.kind == "B"
         if action.kind == "F":
             n_forwards += 1
             outputs += output
             if around is not None and n_forwards == chunks:
-                add(None, in_flight, target + around.most)
+                add(None, in_flight, target + around.most + (cell.all_gradients if exist else 0))
                 outputs = around.stays
     after = 0 if around is None else around.after
     add(None, 0, cell.gradients_of_step + optimizer_peak(cell) + target + after)

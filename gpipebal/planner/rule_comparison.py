@@ -225,6 +225,7 @@ class _CostsOf:
             "link": options.get("link"),
             "loss_inside": plan.loss_inside,
             "shared_memory": plan.shared_memory,
+            "gradients_exist": plan.gradients_exist,
         }
         self._posed = pose(ask(self.profile, plan.n_partitions, asked), plan.chunks)
 

@@ -45,6 +45,7 @@ def memory_of(
     waiting: Literal["none", "most"] = "none",
     schedule: str = "gpipe",
     n_partitions: int = 1,
+    gradients_exist: bool = False,
 ) -> Memory:
     """Predict the peak memory of every run of layers.
 
@@ -57,6 +58,7 @@ def memory_of(
             the ``'most'`` that any clock allows.
         schedule: ``'gpipe'`` or ``'1f1b'``.
         n_partitions: Number of partitions; under ``'gpipe'`` it does not matter.
+        gradients_exist: Whether the parameters have gradients before the step.
 
     Returns:
         Peaks of a run depend on its first and last layer; on which partition it is only under
@@ -80,7 +82,7 @@ def memory_of(
     ahead = None
     if schedule == "1f1b":
         ahead = tuple(min(chunks, n_partitions - 1 - j) for j in range(n_partitions))
-    runs = RunMemory(profile, chunks, loss_inside, shared_memory, waiting, ahead)
+    runs = RunMemory(profile, chunks, loss_inside, shared_memory, waiting, ahead, gradients_exist)
     return Memory(runs.rows, alike="all" if ahead is None else ahead)
 
 
@@ -98,10 +100,12 @@ class RunMemory:
         shared_memory: bool,
         waiting: Literal["none", "most"],
         ahead: tuple[int, ...] | None,
+        gradients_exist: bool,
     ) -> None:
         self._profile, self._chunks = profile, chunks
         self._waiting = waiting == "most"
         self._ahead = ahead
+        self._gradients_exist = gradients_exist
         loss = loss_of_micro_batch(profile) if loss_inside else None
         self._chain = Chain(profile, loss, shared_memory)
         self._kind = self._number_type()
@@ -117,14 +121,18 @@ class RunMemory:
         return self._peaks[key][first]
 
     def _moments(self, mode: CheckpointMode, ahead: int) -> list[Moment]:
-        inside = self._chain.loss is not None
-        if self._ahead is None:
-            row = make_schedule("gpipe", 1, self._chunks, mode).rows[0]
-            return moments_of(row, loss_inside=inside, waiting=self._waiting)
-        row = make_schedule("1f1b", ahead + 1, self._chunks, mode).rows[0]
-        # The gradient of a skip connection may wait for a partition far before.
-        before = self._chunks if self._profile.skips else ahead + 1
-        return moments_of(row, loss_inside=inside, waiting=self._waiting, ahead=before)
+        schedule = "gpipe" if self._ahead is None else "1f1b"
+        n, before = (1, None) if self._ahead is None else (ahead + 1, ahead + 1)
+        if before is not None and self._profile.skips:
+            # The gradient of a skip connection may wait for a partition far before.
+            before = self._chunks
+        return moments_of(
+            make_schedule(schedule, n, self._chunks, mode).rows[0],
+            loss_inside=self._chain.loss is not None,
+            waiting=self._waiting,
+            ahead=before,
+            gradients_exist=self._gradients_exist,
+        )
 
     def _number_type(self) -> type:
         """Return a type of numbers that all sums fit into."""

@@ -149,11 +149,15 @@ class RunPeaks:
             else:
                 total[:, :-1] = _NONE
                 total[:, -1] += outputs(moment)
+                if exist:
+                    total[:, -1] += self._all_gradients[:, -1]
             highest = total if highest is None else np.maximum(highest, total)
         assert highest is not None
         if chain.loss is not None:
             highest[:, -1] += self._chunks * chain.loss.buffer_bytes
         highest += self._fixed
+        if moments[0].gradients_exist:  # before anything has been done
+            highest += self._ties.summed_apart
         highest[self._firsts == 0] += self._chunks * n_callers
         return highest
 

@@ -50,6 +50,7 @@ def solve(
     time_limit: float | None = None,
     loss_inside: bool | None = None,
     shared_memory: bool | None = None,
+    gradients_exist: bool = False,
 ) -> Plan:
     """Find the best way to cut a profiled chain into partitions, with its proof.
 
@@ -103,6 +104,9 @@ def solve(
             its time is no part of the makespan, but of the step.
         shared_memory: Whether all partitions live in one memory, which decides what a cut costs;
             None: if the profile was taken on a CPU.
+        gradients_exist: Whether the parameters have gradients before the step, as when those of
+            several mini-batches are accumulated, or behind ``zero_grad(set_to_none=False)``: they
+            take memory from its beginning. As a default they do not.
 
     Returns:
         A `Plan`, whose ``status`` is ``'optimal'`` when ``value == lower_bound``. Its `notes` say
@@ -149,6 +153,7 @@ def solve(
         time_limit=time_limit,
         loss_inside=loss_inside,
         shared_memory=shared_memory,
+        gradients_exist=gradients_exist,
     )
     posed = posed_of(profile, partitions, options)
     best = best_of_all(posed)

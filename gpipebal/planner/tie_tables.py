@@ -32,6 +32,7 @@ class TieTables:
         counted_again: For the run to each end, bytes of gradients that are one, though several of
             its layers count them.
         others: Bytes of gradients that are another partition's at the end of the step.
+        summed_apart: Bytes of sums beside its own gradients, if these exist before the step.
     """
 
     def __init__(self, profile: Profile, firsts: Table, kind: type) -> None:
@@ -40,11 +41,14 @@ class TieTables:
         ends = np.arange(1, self._n + 1)
         self.counted_again: Table = np.zeros((len(firsts), self._n), dtype=kind)
         self.others = self.counted_again.copy()
+        self.summed_apart = self.counted_again.copy()
         for tie in self._ties:
             uses = np.searchsorted(tie.layers, ends)[None, :] - self._before(tie)[:, None]
             self.counted_again += np.maximum(uses - 1, 0).astype(kind) * tie.gradient_bytes
             has_none_before = (firsts <= tie.layers[0])[:, None]
             self.others += ((uses > 0) & ~has_none_before).astype(kind) * tie.gradient_bytes
+            some_elsewhere = (uses > 0) & (uses < len(tie.layers)) & has_none_before
+            self.summed_apart += some_elsewhere.astype(kind) * tie.gradient_bytes
 
     def copies(self, n_columns: int) -> Table:
         """Return what each layer's first backward needs beside gradients: a copy, or a sum."""

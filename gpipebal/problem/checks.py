@@ -11,7 +11,14 @@ import numpy as np
 
 from gpipebal.errors import BalanceError
 
-__all__ = ["check_bytes", "check_times", "largest_denominator", "plain_number", "scaled"]
+__all__ = [
+    "check_bytes",
+    "check_flag",
+    "check_times",
+    "largest_denominator",
+    "plain_number",
+    "scaled",
+]
 
 
 def plain_number(value: object) -> float:
@@ -29,6 +36,24 @@ def plain_number(value: object) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     return math.nan
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return what is true or false, and refuse what only counts as one, as the text ``'no'`` does.
+
+    Raises:
+        BalanceError: it is neither.
+
+    Example:
+        >>> check_flag("any_order", False)
+        False
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise BalanceError(
+        f"{name} is neither true nor false: {name}={value!r:.60} (expected a bool).\n"
+        f"Fix: {name}=True or {name}=False."
+    )
 
 
 def check_times(name: str, values: Sequence[float], what: str = "layer") -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
@@ -12,7 +13,7 @@ from gpipebal.profile.layer import LayerProfile, SideBySide, TieProfile
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
 
-__all__ = ["STORAGE_FIELDS", "TEXT_FIELDS", "check_profile"]
+__all__ = ["STORAGE_FIELDS", "TEXT_FIELDS", "check_columns", "check_profile"]
 
 TEXT_FIELDS = ("name", "kind", "fingerprint")
 STORAGE_FIELDS = ("outputs", "saved", "handed_through")
@@ -25,6 +26,31 @@ _STEP_TIMES = (
 )
 #: More micro-batches than this are a mistake, and their schedule would fill the memory.
 MOST_CHUNKS = 2**20
+
+
+def check_columns(rows: object, chunks: object, **columns: Any) -> None:
+    """Make sure that costs are lists of numbers, or of names, before they are worked with.
+
+    Args:
+        rows: Rows of a micro-batch.
+        chunks: Micro-batches.
+        columns: Values of the layers, by name of the argument; None: not given.
+
+    Raises:
+        ProfileError: one is no list, or has something else in it.
+    """
+    for name, count in (("rows", rows), ("chunks", chunks)):
+        if not isinstance(count, Integral):
+            raise _bad_value("profile", name, count)
+    for name, column in columns.items():
+        kind, what = (str, "names") if name == "names" else (Real, "numbers")
+        if column is None and name != "forward":
+            continue
+        if not hasattr(column, "__len__") or not all(isinstance(one, kind) for one in column):
+            raise ProfileError(
+                f"costs are no list of {what}: {name}={column!r:.60} (expected one for each "
+                "layer).\nFix: give a list."
+            )
 
 
 def check_profile(profile: Profile) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.errors import ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
-from gpipebal.profile.checks import STORAGE_FIELDS, check_profile
+from gpipebal.profile.checks import STORAGE_FIELDS, check_columns, check_profile
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
@@ -122,6 +122,17 @@ class Profile:
             >>> Profile.from_costs([1.0, 2.0]).layers[1].backward_time
             4.0
         """
+        check_columns(
+            rows,
+            chunks,
+            forward=forward,
+            backward=backward,
+            recompute=recompute,
+            names=names,
+            parameter_bytes=parameter_bytes,
+            saved_bytes=saved_bytes,
+            output_bytes=output_bytes,
+        )
         backward = [2 * time for time in forward] if backward is None else backward
         recompute = forward if recompute is None else recompute
         names = [str(index) for index in range(len(forward))] if names is None else names

@@ -255,6 +255,13 @@ def _users_own(name: str, found: Any) -> Workload:
     model, target = found["model"], found.get("target")
     if not isinstance(model, nn.Sequential):
         raise _wrong_result(name, f"a model of type {type(model).__name__}", "nn.Sequential")
+    if isinstance(found.get("optimizer"), torch.optim.Optimizer):
+        kind = type(found["optimizer"]).__name__
+        raise UsageError(
+            f"function returned an optimizer: {name} returned a {kind} as 'optimizer' (expected "
+            "what makes one of a list of parameters: the plain model gets one, and the pipeline "
+            f"another).\nFix: 'optimizer': lambda parameters: {kind}(parameters)."
+        )
     for key in ("loss_fn", "optimizer"):
         if found.get(key) is not None and not callable(found[key]):
             raise _wrong_result(name, f"{key}={found[key]!r}", f"{key} to be callable")

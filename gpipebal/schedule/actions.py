@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError
@@ -87,15 +89,19 @@ def check_count(name: str, value: object) -> int:
     Raises:
         BalanceError: `value` is not a whole number, or below 1.
     """
-    whole = isinstance(value, float) and value.is_integer()
-    if isinstance(value, bool) or not (whole or hasattr(value, "__index__")):
+    count = None
+    if isinstance(value, float) and value.is_integer():
+        count = int(value)
+    elif not isinstance(value, bool):
+        with suppress(TypeError, ValueError, RuntimeError):  # arrays of several raise
+            count = index(value)  # type: ignore[arg-type]
+    if count is None:
         raise BalanceError(
-            f"{name} is not a whole number: {name}={value!r} (expected an int of 1 or more).\n"
+            f"{name} is not a whole number: {name}={value!r:.60} (expected an int of 1 or more).\n"
             f"Fix: {name}=1, or more."
         )
-    count = int(value)  # type: ignore[call-overload]  # an index or a whole float, see above
     if count < 1:
         raise BalanceError(
             f"{name} is too small: {name}={count} (expected 1 or more).\nFix: {name}=1, or more."
         )
-    return int(count)
+    return count

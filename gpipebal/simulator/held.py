@@ -63,6 +63,7 @@ class HeldBytes:
         streams: What it makes for other partitions, and is charged with until they take it.
         around: What the caller adds on the last partition, who gathers the outputs and computes
             the loss between the phases; None: nobody does.
+        gradients_exist: Whether the gradients are there from the beginning.
 
     Raises:
         ProfileError: a size that is negative or no whole number.
@@ -74,6 +75,7 @@ class HeldBytes:
     recomputed: CellBytes = field(default_factory=CellBytes)
     streams: Sequence[Stream] = ()
     around: AroundLoss | None = None
+    gradients_exist: bool = False
 
     def __post_init__(self) -> None:
         _check_size("fixed", self.fixed)

@@ -69,10 +69,13 @@ def held_of(
         for first, end in pairwise(bounds)
     ]
     n_recomputed = sum(is_checkpointed(mode, i, m) for i in range(m))
-    return [_held(cells, j, m, n_recomputed) for j in range(len(cells))]
+    exist = isinstance(plan, Plan) and plan.gradients_exist
+    return [_held(cells, j, m, n_recomputed, exist) for j in range(len(cells))]
 
 
-def _held(cells: Sequence[Cell], j: int, chunks: int, n_recomputed: int) -> HeldBytes:
+def _held(
+    cells: Sequence[Cell], j: int, chunks: int, n_recomputed: int, gradients_exist: bool
+) -> HeldBytes:
     """Tell what partition j holds, whose last `n_recomputed` of so many are recomputed."""
     cell = cells[j]
     recorded, recomputed = (_of_micro_batch(cell, chunks, again=again) for again in (False, True))
@@ -89,10 +92,12 @@ def _held(cells: Sequence[Cell], j: int, chunks: int, n_recomputed: int) -> Held
     of_layers = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
     if None not in states:  # as in `PeakMemory`
         of_layers += sum(n_bytes or 0 for n_bytes in states)
+    of_layers += cell.ties.summed_apart if gradients_exist else 0
     mini_batch = 0 if cell.first else chunks * cell.profile.bytes_of(cell.callers)
     return HeldBytes(
         fixed=of_layers + mini_batch + target,
         gradients=cell.all_gradients,
+        gradients_exist=gradients_exist,
         recorded=recorded,
         recomputed=recomputed,
         streams=tuple(streams_of(cells, j)),

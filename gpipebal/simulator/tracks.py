@@ -195,6 +195,7 @@ class _Moments:
         self._changes = np.zeros((len(HELD_KINDS), 2 * len(own)), dtype=np.int64)
         #: Times, places in the order, bytes.
         self._taken: list[tuple[Floats, Ints, Ints]] = []
+        self._gradients_before = 0
 
     def follow(self, j: int, size: HeldBytes) -> None:
         """Enter what every action of a partition takes and gives back."""
@@ -205,8 +206,10 @@ class _Moments:
         input_only = here & self._own.of_kind("I")
         # Gradients of parameters come with a backward that is not only the input's.
         made = np.flatnonzero((back | weights) & ~input_only)
-        exist = np.zeros(len(self._own), dtype=bool)
-        if len(made):
+        exist = np.full(len(self._own), size.gradients_exist)
+        if size.gradients_exist:
+            self._gradients_before += size.gradients
+        elif len(made):
             exist[made[0] + 1 :] = True
             self._change(made[:1], _GRADIENTS, size.gradients, end=True)
         self._change(forward & self._again, _INPUTS, size.recomputed.kept)
@@ -291,10 +294,11 @@ class _Moments:
             changes = np.concatenate((changes, taken), axis=1)[:, order]
             # Rounding, or a measurement, may let it be taken before it is made.
             times = np.maximum.accumulate(times[order])
-        # Nothing but what is fixed before the first moment.
+        # Nothing but what is fixed, and gradients of steps before, before the first moment.
         held = np.zeros((len(HELD_KINDS), len(times) + 1), dtype=np.int64)
         np.cumsum(changes, axis=1, out=held[:, 1:])
         held[_FIXED] += fixed
+        held[_GRADIENTS] += self._gradients_before
         return MemoryTrack(
             device,
             partitions,

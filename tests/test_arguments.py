@@ -1,0 +1,127 @@
+"""Arguments of the planner that make no sense: one error that says the fix, before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gpipebal as gb
+from gpipebal.errors import BalanceError, DeviceError, GpipebalError, KindError, ProfileError
+from gpipebal.planner import evaluate, recompute_layers
+from gpipebal.rates import DeviceRates
+
+pytestmark = pytest.mark.timeout(60)
+
+PROFILE = gb.Profile.from_costs([1.0, 2.0, 3.0], chunks=4)
+PLAN = gb.solve(PROFILE, 2)
+TWO = (torch.tensor([1, 2]), np.array([1, 2]))
+anything: Any = object()
+
+#: Calls, the error and what it says.
+CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
+    "balance": (lambda: evaluate(PROFILE, 2), BalanceError, "balance=[3]"),  # type: ignore[arg-type]
+    "text": (lambda: evaluate(PROFILE, "21"), BalanceError, "balance=[3]"),  # type: ignore[arg-type]
+    "costs": (lambda: gb.balance_cost(3, 2), BalanceError, "balance_cost([1, 2, 3], 2)"),  # type: ignore[arg-type]
+    "plan": (
+        lambda: recompute_layers(PROFILE, "plan.json"),  # type: ignore[arg-type]
+        KindError,
+        "plan = Plan.load('plan.json')",
+    ),
+    "profile": (lambda: recompute_layers(PLAN, PLAN), KindError, "profile is no Profile"),  # type: ignore[arg-type]
+    "rates": (lambda: DeviceRates("own", 1e12, 1e9), DeviceError, "{'float32': 1e12}"),  # type: ignore[arg-type]
+    "no list": (lambda: gb.Profile.from_costs(3), ProfileError, "no list of numbers: forward=3"),  # type: ignore[arg-type]
+    "no number": (
+        lambda: gb.Profile.from_costs([anything]),
+        ProfileError,
+        "no list of numbers: forward=[<object",
+    ),
+    "names": (
+        lambda: gb.Profile.from_costs([1, 2], names=3),  # type: ignore[arg-type]
+        ProfileError,
+        "no list of names: names=3",
+    ),
+    "chunks of costs": (
+        lambda: gb.Profile.from_costs([1], chunks={}),  # type: ignore[arg-type]
+        ProfileError,
+        "chunks={}",
+    ),
+    "nothing to keep": (
+        lambda: gb.solve(PROFILE, 2, keep_together=[None]),  # type: ignore[list-item]
+        BalanceError,
+        "keep_together=[('0', '1')]",
+    ),
+    "many chunks": (lambda: gb.solve(PROFILE, 2, chunks=10**30), BalanceError, "at most 1048576"),
+    "many chunks of a balance": (
+        lambda: evaluate(PROFILE, [1, 2], chunks=10**30),
+        BalanceError,
+        "at most 1048576",
+    ),
+    "many devices": (lambda: gb.solve_grid(PROFILE, 10**30), BalanceError, "n_devices=12 or fewer"),
+    "partitions of a grid": (
+        lambda: gb.solve_grid(PROFILE, 4, partitions=2),
+        BalanceError,
+        "another one each time",
+    ),
+    **{
+        f"{type(two).__name__} of partitions": (
+            lambda two=two: gb.solve(PROFILE, two),
+            BalanceError,
+            "partitions is not a whole number",
+        )
+        for two in TWO
+    },
+    **{
+        name: (
+            lambda name=name: gb.solve(PROFILE, 2, **{name: "no"}),
+            BalanceError,
+            f"Fix: {name}=True or {name}=False",
+        )
+        for name in ("any_order", "loss_inside", "shared_memory", "gradients_exist")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_makes_no_sense_is_refused(name: str) -> None:
+    """By its own name, with what to do instead."""
+    call, kind, says = CALLS[name]
+    with pytest.raises(kind) as refused:
+        call()
+    assert says in str(refused.value)
+    assert "Fix: " in str(refused.value)
+
+
+@pytest.mark.parametrize("two", [torch.tensor(2), np.int64(2), 2.0, np.array(2)])
+def test_numbers_of_any_kind_are_taken(two: Any) -> None:
+    """Numbers of micro-batches as an array too."""
+    assert gb.solve(PROFILE, two) == PLAN
+    assert gb.solve(PROFILE, 2, chunks=np.array([4])) == PLAN
+    assert gb.solve(PROFILE, 2, loss_inside=np.bool_(False)) == PLAN  # type: ignore[arg-type]
+
+
+def test_advice_to_a_grid_is_in_its_words() -> None:
+    """More partitions for a replica are more devices, and these have been seen to do."""
+    profile = gb.Profile.from_costs(
+        [1.0] * 8,
+        saved_bytes=[100] * 8,
+        parameter_bytes=[50] * 8,
+        output_bytes=[1] * 8,
+        rows=2,
+        chunks=4,
+    )
+    options: Any = {"memory_limit": 500, "checkpoint": "never"}
+    with pytest.raises(BalanceError) as refused:
+        gb.solve_grid(profile, 4, **options)
+    text = str(refused.value)
+    assert "partitions=" not in text
+    for replicas, devices in ((1, 8), (2, 16), (4, 12)):
+        assert f"n_devices={devices}" in text
+        row = next(
+            row
+            for row in gb.solve_grid(profile, devices, **options).rows
+            if row.replicas == replicas
+        )
+        assert row.plan is not None
