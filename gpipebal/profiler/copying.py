@@ -90,12 +90,36 @@ def _copy(value: Any, memo: dict[int, Any], seen: set[int]) -> Any:
 
 def _attempt(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a value, or leave nothing of it in the memo."""
-    trial = dict(memo)
+    trial = _Trial(memo)
     copied = copy.deepcopy(value, trial)
-    memo.update(trial)
+    new = dict(trial)  # without the way to what was known, which would go in a circle
+    memo.update(new)
     # What the copies were made of is held by its memo, and that is known by its identity too.
-    memo.setdefault(id(memo), []).append(trial)
+    memo.setdefault(id(memo), []).append(new)
     return copied
+
+
+class _Trial(dict[int, Any]):
+    """A memo that knows what another one does, and leaves that one alone.
+
+    A copy of it would be as long as the chain is by then, for every layer.
+    """
+
+    def __init__(self, known: dict[int, Any]) -> None:
+        super().__init__()
+        self._known = known
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._known
+
+    def __missing__(self, key: int) -> Any:
+        return self._known[key]
+
+    def get(self, key: int, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
