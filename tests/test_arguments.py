@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -32,16 +34,16 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
     ),
     "profile": (lambda: recompute_layers(PLAN, PLAN), KindError, "profile is no Profile"),  # type: ignore[arg-type]
     "rates": (lambda: DeviceRates("own", 1e12, 1e9), DeviceError, "{'float32': 1e12}"),  # type: ignore[arg-type]
-    "no list": (lambda: gb.Profile.from_costs(3), ProfileError, "no list of numbers: forward=3"),  # type: ignore[arg-type]
+    "no list": (lambda: gb.Profile.from_costs(3), ProfileError, "no list: forward=3"),  # type: ignore[arg-type]
     "no number": (
         lambda: gb.Profile.from_costs([anything]),
         ProfileError,
-        "no list of numbers: forward=[<object",
+        "forward[0] is a object",
     ),
     "names": (
         lambda: gb.Profile.from_costs([1, 2], names=3),  # type: ignore[arg-type]
         ProfileError,
-        "no list of names: names=3",
+        "no list: names=3",
     ),
     "chunks of costs": (
         lambda: gb.Profile.from_costs([1], chunks={}),  # type: ignore[arg-type]
@@ -125,3 +127,22 @@ def test_advice_to_a_grid_is_in_its_words() -> None:
             if row.replicas == replicas
         )
         assert row.plan is not None
+
+
+def test_costs_of_any_kind() -> None:
+    """Arrays, columns of tables in their order, views and fractions are lists of numbers."""
+    plain = gb.Profile.from_costs([1.0, 2.0], parameter_bytes=[4, 8], names=["a", "b"])
+    column = pd.Series([1.0, 2.0], index=[1, 0])
+    sizes = np.array([4, 8])
+    for times in (column, {"a": 1.0, "b": 2.0}.values(), np.array([1, 2]), [Fraction(1), 2]):
+        found = gb.Profile.from_costs(times, parameter_bytes=sizes, names=["a", "b"])
+        assert found.layers == plain.layers
+    assert gb.Profile.from_costs([1, 2], names=[0, 1]).names == ("0", "1")  # type: ignore[list-item]
+
+
+def test_numbers_for_flags() -> None:
+    """As files have them; other numbers are none."""
+    assert gb.solve(PROFILE, 2, any_order=0, loss_inside=0) == PLAN  # type: ignore[arg-type]
+    assert gb.solve(PROFILE, 2, any_order=None) == PLAN  # type: ignore[arg-type]
+    with pytest.raises(BalanceError, match="neither true nor false: shared_memory=2"):
+        gb.solve(PROFILE, 2, shared_memory=2)  # type: ignore[arg-type]

@@ -125,7 +125,8 @@ def test_of_the_caller(mode: str) -> None:
     """The last layer: what the caller gave, and what its own graph reads, stays as it was."""
     model, outer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), AddRow()), nn.Linear(4, 4)
     x, every = torch.randn(4, 4), nn.ModuleList([model, outer])
-    pipe = gb.GPipe(model, [2, 1], chunks=4, checkpoint=mode)
+    # Cut where the partition's own gradient is another piece of memory.
+    pipe = gb.GPipe(model, [1, 2], chunks=4, checkpoint=mode)
 
     def step(f: Any) -> None:
         shared = outer(x)
@@ -149,10 +150,95 @@ def test_of_two_parameters(mode: str) -> None:
     assert_same(gradients(model, lambda: pipe(x).sin().sum().backward()), expected)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[3], [1, 2]])
+def test_beside_a_sparse_gradient(balance: list[int], mode: str) -> None:
+    """The values of an embedding's gradient may be the memory of a dense one."""
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), AddRow(), nn.Linear(4, 4))
+    x = torch.tensor([1, 2, 3, 4])
+    expected = gradients(model, lambda: model(x).sin().sum().backward())
+    pipe = gb.GPipe(model, balance, chunks=4, checkpoint=mode)
+    found = gradients(model, lambda: pipe(x).sin().sum().backward())
+    assert_same([g.to_dense() for g in found], [g.to_dense() for g in expected])
+
+
+def test_of_a_loss_with_a_leaf_of_its_own() -> None:
+    """A tensor that requires a gradient is no less than a parameter."""
+    row = torch.randn(4, requires_grad=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x, target = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output + target.view(target.shape) + row.unsqueeze(0)).sin().sum()
+
+    loss(model(x), target).backward()
+    expected = [row.grad, target.grad]
+    row.grad = target.grad = None
+    gb.GPipe(model, [1, 2], chunks=4).step(x, target=target, loss_fn=loss, reduction="sum")
+    assert_same([row.grad, target.grad], expected)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_hook_has_taken_a_gradient(mode: str) -> None:
+    """The next one that a parameter gets is as new as the first."""
+    model = nn.Sequential(nn.Linear(4, 4), ReadsLate(), AddRow(), nn.Linear(4, 4), nn.Tanh())
+    x, row = torch.randn(8, 4), model[2].row
+    assert isinstance(row, nn.Parameter)
+    expected = gradients(model, lambda: model(x).sin().sum().backward())[:2]
+    calls = []
+
+    def take(parameter: Tensor) -> None:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            parameter.grad = None
+
+    row.register_post_accumulate_grad_hook(take)
+    pipe = gb.GPipe(model, [2, 3], chunks=8, checkpoint=mode)
+    assert_same(gradients(model, lambda: pipe(x).sin().sum().backward())[:2], expected)
+    assert len(calls) == 8
+
+
+def test_of_a_parameter_made_in_the_first_forward() -> None:
+    """Only the first backward knows of it."""
+
+    class Late(AddRow):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.row.numel() == 0:
+                self.row = nn.Parameter(torch.ones(4))
+            return super().forward(x)
+
+    x = torch.randn(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), ReadsLate(), Late(0), nn.Linear(4, 4), nn.Tanh())
+    pipe = gb.GPipe(model, [2, 3], chunks=4, checkpoint="never")
+    found = gradients(model, lambda: pipe.step(x, loss_fn=lambda y: y.sin().sum(), reduction="sum"))
+    assert_same(found, gradients(model, lambda: model(x).sin().sum().backward()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_stands_in_a_parameters_place_is_left_alone() -> None:
+    """Under `functional_call` it is no leaf, and has no gradient of its own."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+            self.pipe = gb.GPipe(layers, [2, 1], chunks=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pipe.step(x, loss_fn=lambda y: y.sin().sum())
+
+    net = Net()
+    base = {name: p.detach().requires_grad_() for name, p in net.named_parameters()}
+    moved = {name: value.clone() for name, value in base.items()}
+    torch.func.functional_call(net, moved, (torch.randn(4, 4),))
+    assert all(value.grad is not None for value in base.values())
+
+
 def test_only_what_is_shared_is_copied() -> None:
     """Parts of one piece that have no element in common stay where they are."""
     apart, shared, other, late = (nn.Parameter(torch.zeros(2)) for _ in range(4))
-    new = NewGradients([apart, shared, other])
+    new = NewGradients()
+    new.begin([apart, shared, other])
     piece, travels = torch.arange(6.0), torch.arange(4.0)
     apart.grad, shared.grad, other.grad = piece[:2], travels[2:], piece[2:4]
     places = [p.grad.data_ptr() for p in (apart, shared, other)]
@@ -166,3 +252,20 @@ def test_only_what_is_shared_is_copied() -> None:
     new.part_from([travels])
     assert shared.grad.data_ptr() == travels[2:].data_ptr()
     assert late.grad.data_ptr() != travels.data_ptr()
+
+
+def test_of_several_in_one_place_one_stays() -> None:
+    """Unless something else lies there, or they touch it in a chain."""
+    one, two, three = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    new = NewGradients()
+    new.begin([one, two, three])
+    piece = torch.arange(6.0)
+    one.grad, two.grad, three.grad = piece[:2], piece[1:3], piece[3:5]
+    places = [p.grad.data_ptr() for p in (one, two, three)]
+    new.part_from([])
+    assert [p.grad.data_ptr() == at for p, at in zip((one, two, three), places, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+    assert two.grad.tolist() == [1.0, 2.0]

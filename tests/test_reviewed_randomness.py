@@ -255,8 +255,11 @@ def test_the_default_generator_by_name(checkpoint: CheckpointMode) -> None:
     assert gradient_is_right(noise, GPipe(nn.Sequential(noise), [1], checkpoint=checkpoint))
 
 
-def test_what_is_traced_draws_nothing() -> None:
+@pytest.mark.parametrize("catchers", [random_ops._catchers, [None]], ids=["key", "mode"])
+def test_what_is_traced_draws_nothing(catchers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler's backend traces random operations in a worker, and finds them as they are."""
+    random_ops.prepare()
+    monkeypatch.setattr(random_ops, "_catchers", catchers)
     own = OwnRandomness(0, 0)
     with own.watching():
         graph = make_fx(torch.rand_like)(torch.ones(3)).graph

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipebal.errors import DuplicateLayerError, ModelError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.runtime import check_shared
-from gpipebal.pipeline.tied import outer_nodes, parameters_behind
+from gpipebal.pipeline.tied import leaves_behind, outer_nodes
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)
@@ -201,15 +201,15 @@ def test_a_parameter_that_the_loss_uses_too(checkpoint: CheckpointMode, schedule
         torch.testing.assert_close(gradients(pipe)[name], gradient)
 
 
-def test_parameters_behind_a_loss_end_at_its_output() -> None:
+def test_leaves_behind_a_loss_end_at_its_output() -> None:
     """What the output itself was made of does not count; what the loss uses besides does."""
     layer, other = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     output = layer(torch.ones(1, 2))
     before = outer_nodes((output, 3))
-    assert parameters_behind(output.sum(), before) == []
-    (found,) = parameters_behind((output.mul_(2) @ other).sum(), before)
+    assert leaves_behind(output.sum(), before) == []
+    (found,) = leaves_behind((output.mul_(2) @ other).sum(), before)
     assert found is other
-    assert parameters_behind(torch.ones(()), before) == []
+    assert leaves_behind(torch.ones(()), before) == []
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, "enabled"])

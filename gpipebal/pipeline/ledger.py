@@ -170,4 +170,4 @@ def _leaves(value: Any) -> Sequence[Any]:
 
 def has_storage(value: Any) -> bool:
     """Tell whether a value is a tensor with a storage of its own."""
-    return isinstance(value, Tensor) and value.layout == torch.strided
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.microbatch import Packet
 from gpipebal.pipeline.partition import Tail
 from gpipebal.pipeline.target import Target
-from gpipebal.pipeline.tied import outer_nodes, parameters_behind
+from gpipebal.pipeline.tied import leaves_behind, outer_nodes
 
 __all__ = ["MicroBatchLoss", "Reduction", "check_loss"]
 
@@ -62,17 +62,15 @@ class MicroBatchLoss:
         """Return what a lane must wait for before it reads the target."""
         return [] if self._target is None else self._target.events()
 
-    def of(
-        self, i: int, lane: Lane, ready: Any, meet: Callable[[Sequence[nn.Parameter]], None]
-    ) -> Tail:
+    def of(self, i: int, lane: Lane, ready: Any, meet: Callable[[Sequence[Tensor]], None]) -> Tail:
         """Return the loss of micro-batch `i` as a function of its output; called by the worker.
 
         Args:
             i: The micro-batch.
             lane: Device and streams of the last partition.
             ready: What to wait for before reading the target.
-            meet: Told which parameters the loss uses by itself, not through the output, whenever a
-                graph of it is recorded.
+            meet: Told which parameters, or other leaves of autograd, the loss uses by itself, not
+                through the output, whenever a graph of it is recorded.
         """
         loss_fn, target = self._loss_fn, self._target
         leaves = [] if target is None else target.receive(i, lane, ready)
@@ -85,7 +83,8 @@ class MicroBatchLoss:
                 with target.lent(i, leaves) as of_micro_batch:
                     loss = check_loss(loss_fn(output, of_micro_batch))
             if torch.is_grad_enabled():
-                meet(parameters_behind(loss, before))
+                own = {id(leaf) for leaf in (() if target is None else target.leaves_of(i))}
+                meet([leaf for leaf in leaves_behind(loss, before) if id(leaf) not in own])
             return loss
 
         return tail

@@ -219,10 +219,7 @@ class MiniBatch:
         return received
 
     def _begin_gradients(self, *, parameters: bool) -> None:
-        self._new = [
-            NewGradients(part.parameters() if parameters else ())
-            for part in self.runtime.partitions
-        ]
+        self._new = [NewGradients() for _ in self.runtime.partitions] if parameters else []
 
     def _take_input_gradients(self) -> list[list[Tensor | None]]:
         found = [self._routes.take_input_gradients(i) for i in range(self.chunks)]
@@ -354,20 +351,25 @@ class MiniBatch:
             else:
                 self._stop.check()
                 gradients = [loss.gradient(i, self.losses[i])]
+            new = self._new[j] if self._new else None
+            if new is not None and not new.has_begun:
+                new.begin(self.runtime.partitions[j].parameters())
             started = self._start(action)
             received = cell.backward(gradients)
             of_target = () if loss is None else loss.keep_gradients(i)
-            self._new[j].part_from([*gradients, *received, *of_target])
+            if new is not None:
+                new.part_from([*gradients, *received, *of_target])
             # They may be in the same memory, which is the receiver's from now on.
             del gradients
             self._end(action, started)
             self._routes.put_gradients(j, i, received, lane.mark())
 
-    def _meet(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take in the parameters that the loss of a micro-batch uses by itself."""
+    def _meet(self, leaves: Sequence[Tensor]) -> None:
+        """Take in the parameters, or the like, that the loss of a micro-batch uses by itself."""
+        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         self.runtime.tied.tie(len(self.lanes) - 1, parameters)
         if self._new:
-            self._new[-1].add(parameters)
+            self._new[-1].add(leaves)
 
     def _start(self, action: Action) -> Any:
         j = action.partition

@@ -1,4 +1,4 @@
-"""New gradients of parameters: none lies in memory that somebody else reads.
+"""New gradients of parameters: none lies in memory that other cells or the caller read.
 
 The first gradient that a backward finds becomes a parameter's ``.grad`` as it is. It may be a view:
 behind ``x.view(..) + bias.unsqueeze(0)`` on a micro-batch of one row, ``x.grad``, ``bias.grad`` and
@@ -7,30 +7,26 @@ the gradient that the backward began with are one piece of memory. The next micr
 of them have been used by then; here each cell's end is the last moment at which they can be parted.
 
 So whoever has run a cell's backward lets parameters keep copies of what lies in memory that
-travels, or in another's gradient, before anything is handed on.
+travels, or in another's gradient, before anything is handed on. What else may look on (a hook that
+keeps a gradient) is not known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gpipebal.pipeline.buffers import parts_of
 from gpipebal.pipeline.ledger import has_storage, storage_key
 
 __all__ = ["NewGradients"]
 
-
-class _Piece(NamedTuple):
-    """Where in a storage the elements of a tensor lie, in bytes: from `begin` to before `end`."""
-
-    begin: int
-    end: int
-
-    def overlaps(self, other: _Piece) -> bool:
-        return self.begin < other.end and other.begin < self.end
+#: Where in a storage elements lie, in bytes: from the first to before the second; and whose
+#: gradient that is; None: something else.
+_Piece = tuple[int, int, Tensor | None]
 
 
 class NewGradients:
@@ -38,19 +34,25 @@ class NewGradients:
 
     Belongs to the partition's worker while it runs.
 
-    Args:
-        parameters: Its parameters.
+    Attributes:
+        has_begun: Whether it knows the partition's parameters.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._without: dict[int, nn.Parameter] = {}
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._watched: dict[int, Tensor] = {}
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Take in the parameters of the partition, at its first backward."""
+        self.has_begun = True
         self.add(parameters)
 
-    def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in parameters that have got a gradient from nobody yet, if they want one."""
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.grad is None:
-                self._without[id(parameter)] = parameter
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Take in what wants a gradient, and has got none yet or may lose it again to a hook."""
+        for one in parameters:
+            # Under `torch.func.functional_call` something else may stand in a parameter's place.
+            if one.is_leaf and one.requires_grad and (one.grad is None or _may_lose(one)):
+                self._watched[id(one)] = one
 
     def part_from(self, others: Sequence[Any]) -> None:
         """Let gradients that have come into being keep copies of what others read too.
@@ -58,32 +60,63 @@ class NewGradients:
         Args:
             others: What the backward began with and what it found for others; what is no tensor
                 is passed over.
+
+        Complexity:
+            O(n log n) for n new gradients and others, once for each mini-batch; then nothing.
         """
-        found = [p for p in self._without.values() if p.grad is not None]
+        found = [one for one in self._watched.values() if one.grad is not None]
         if not found:
             return
         pieces: dict[int, list[_Piece]] = {}
         for other in others:
-            _enter(other, pieces)
-        for parameter in found:
-            del self._without[id(parameter)]
-            gradient = parameter.grad
-            if _enter(gradient, pieces):
-                assert gradient is not None
-                with torch.no_grad():
-                    parameter.grad = gradient.clone()
+            _enter(other, None, pieces)
+        for one in found:
+            if not _may_lose(one):
+                del self._watched[id(one)]
+            _enter(one.grad, one, pieces)
+        shared: dict[int, Tensor] = {}
+        for in_storage in pieces.values():
+            if len(in_storage) > 1:
+                shared.update((id(one), one) for one in _sharing(in_storage))
+        with torch.no_grad():
+            for one in shared.values():
+                assert one.grad is not None
+                one.grad = one.grad.clone()
 
 
-def _enter(value: Any, pieces: dict[int, list[_Piece]]) -> bool:
-    """Enter where a tensor lies; tell whether it shares elements with one that lies there."""
-    if not has_storage(value) or not value.numel():
-        return False
-    tensor: Tensor = value
-    size = tensor.element_size()
-    begin = int(tensor.storage_offset()) * size
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    piece = _Piece(begin, begin + (1 + sum([(n - 1) * step for n, step in steps])) * size)
-    known = pieces.setdefault(storage_key(tensor), [])
-    shares = any(map(piece.overlaps, known))
-    known.append(piece)
-    return shares
+def _may_lose(parameter: Tensor) -> bool:
+    """Tell whether a hook may take the gradient away in the middle of a mini-batch."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def _enter(value: Any, owner: Tensor | None, pieces: dict[int, list[_Piece]]) -> None:
+    """Enter where the elements of a tensor lie, of a sparse one those of its parts."""
+    for part in parts_of(value) if isinstance(value, Tensor) else ():
+        if has_storage(part) and part.numel():
+            size = part.element_size()
+            begin = int(part.storage_offset()) * size
+            steps = zip(part.shape, part.stride(), strict=True)
+            end = begin + (1 + sum([(n - 1) * step for n, step in steps])) * size
+            pieces.setdefault(storage_key(part), []).append((begin, end, owner))
+
+
+def _sharing(pieces: list[_Piece]) -> list[Tensor]:
+    """Return whose gradients must move so that no two pieces of a storage have a byte in common.
+
+    Of several that lie in one place, and nothing else there, the first may stay.
+    """
+    moving: list[Tensor] = []
+    group: list[Tensor | None] = []
+    reached = -1
+    for begin, end, owner in sorted(pieces, key=lambda piece: piece[:2]):
+        if begin >= reached:
+            moving += _movers(group)
+            group = []
+        group.append(owner)
+        reached = max(reached, end)
+    return moving + _movers(group)
+
+
+def _movers(group: list[Tensor | None]) -> list[Tensor]:
+    owners = [owner for owner in group if owner is not None]
+    return owners if len(owners) < len(group) else owners[1:]

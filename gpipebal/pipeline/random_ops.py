@@ -92,7 +92,7 @@ class _CatchAll(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _is_random(func):
+        if not _is_random(func) or _is_traced():
             return func(*args, **(kwargs or {}))
         return self._draw(func, args, kwargs or {})
 

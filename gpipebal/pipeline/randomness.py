@@ -19,6 +19,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -59,11 +60,8 @@ def draw_seed() -> int:
             return draw()
         # A layer maps over rows or the like, and a number drawn here would be one for each of them.
         # Transforms are the thread's; another has none.
-        found: list[int] = []
-        thread = threading.Thread(target=lambda: found.append(draw()))
-        thread.start()
-        thread.join()
-        return found[0]
+        with ThreadPoolExecutor(1) as another:
+            return another.submit(draw).result()
 
 
 def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:

@@ -116,6 +116,10 @@ class Target:
                     "Fix: let loss_fn work on target.clone()."
                 )
 
+    def leaves_of(self, i: int) -> Sequence[Tensor | None]:
+        """Return the leaves of autograd that are the target in the loss of micro-batch `i`."""
+        return self._lent.get(i, ())
+
     def keep_gradients(self, i: int) -> Sequence[Tensor | None]:
         """Take and return what the backward of micro-batch `i` found; called by its worker."""
         leaves = self._lent.pop(i, None)

@@ -24,7 +24,7 @@ from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.microbatch import flatten
 from gpipebal.pipeline.partition import Partition
 
-__all__ = ["TiedParameters", "drop_gradients", "outer_nodes", "parameters_behind"]
+__all__ = ["TiedParameters", "drop_gradients", "leaves_behind", "outer_nodes"]
 
 #: The gradients of a partition's tied parameters, and what must be waited for to read each.
 _Sums = dict[nn.Parameter, tuple[Tensor, Any]]
@@ -127,14 +127,14 @@ def outer_nodes(value: Any) -> set[Any]:
     return {leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor)}
 
 
-def parameters_behind(tensor: Tensor, before: set[Any]) -> list[nn.Parameter]:
-    """Return the parameters that a tensor was made of after certain nodes.
+def leaves_behind(tensor: Tensor, before: set[Any]) -> list[Tensor]:
+    """Return the leaves of autograd, such as parameters, that a tensor was made of after nodes.
 
     Args:
         tensor: The tensor.
         before: Nodes of its graph, from `outer_nodes`, behind which not to look.
     """
-    found = []
+    found: list[Tensor] = []
     seen, waiting = {None, *before}, [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -147,7 +147,7 @@ def parameters_behind(tensor: Tensor, before: set[Any]) -> list[nn.Parameter]:
         else:
             # Only a node that adds to a `.grad` has it, and nothing comes before such a one.
             variable = getattr(node, "variable", None)
-            if isinstance(variable, nn.Parameter):
+            if variable is not None:
                 found.append(variable)
     return found
 

@@ -15,7 +15,7 @@ from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Link, Links, Memory, Problem
 from gpipebal.profile import Profile
-from gpipebal.schedule import CheckpointMode, counted_modes, modes_of
+from gpipebal.schedule import SCHEDULES, CheckpointMode, counted_modes, modes_of
 from gpipebal.units import format_bytes
 
 __all__ = ["Posed", "links_of", "pose"]
@@ -146,7 +146,7 @@ def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: b
 
 def _notes_of(question: Question, limited: bool) -> list[str]:
     notes = []
-    if question.gradients_exist:
+    if question.gradients_exist and question.schedule in SCHEDULES:
         notes.append("Memory is that of steps before which the parameters have gradients.")
     limits = question.limits
     if limits is not None:

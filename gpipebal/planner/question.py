@@ -179,7 +179,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             f"Fix: objective={OBJECTIVES[0]!r}."
         )
     devices = _devices(options.get("devices"), profile, n_partitions, quantile)
-    any_order = check_flag("any_order", options.get("any_order", False))
+    any_order = check_flag("any_order", options.get("any_order") or False)
     if any_order and devices is None:
         raise BalanceError(
             "devices may change places, but there are none: devices=None (expected one per "

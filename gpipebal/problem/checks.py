@@ -48,7 +48,7 @@ def check_flag(name: str, value: object) -> bool:
         >>> check_flag("any_order", False)
         False
     """
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, Integral) and value in (0, 1)):
         return bool(value)
     raise BalanceError(
         f"{name} is neither true nor false: {name}={value!r:.60} (expected a bool).\n"

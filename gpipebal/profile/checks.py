@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from gpipebal.profile.layer import LayerProfile, SideBySide, TieProfile
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
 
-__all__ = ["STORAGE_FIELDS", "TEXT_FIELDS", "check_columns", "check_profile"]
+__all__ = ["STORAGE_FIELDS", "TEXT_FIELDS", "check_profile", "read_columns"]
 
 TEXT_FIELDS = ("name", "kind", "fingerprint")
 STORAGE_FIELDS = ("outputs", "saved", "handed_through")
@@ -28,8 +29,8 @@ _STEP_TIMES = (
 MOST_CHUNKS = 2**20
 
 
-def check_columns(rows: object, chunks: object, **columns: Any) -> None:
-    """Make sure that costs are lists of numbers, or of names, before they are worked with.
+def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list[Any] | None]:
+    """Return costs as lists of plain numbers, and names as texts.
 
     Args:
         rows: Rows of a micro-batch.
@@ -42,15 +43,32 @@ def check_columns(rows: object, chunks: object, **columns: Any) -> None:
     for name, count in (("rows", rows), ("chunks", chunks)):
         if not isinstance(count, Integral):
             raise _bad_value("profile", name, count)
+    found: dict[str, list[Any] | None] = {}
     for name, column in columns.items():
-        kind, what = (str, "names") if name == "names" else (Real, "numbers")
         if column is None and name != "forward":
+            found[name] = None
             continue
-        if not hasattr(column, "__len__") or not all(isinstance(one, kind) for one in column):
+        if isinstance(column, (str, Mapping)) or not isinstance(column, Iterable):
             raise ProfileError(
-                f"costs are no list of {what}: {name}={column!r:.60} (expected one for each "
-                "layer).\nFix: give a list."
+                f"costs are no list: {name}={column!r:.60} (expected one for each layer).\n"
+                "Fix: give a list."
             )
+        values = list(column)
+        found[name] = [str(value) if name == "names" else _plain(value) for value in values]
+        for k, plain in enumerate(found[name] or ()):
+            if plain is None:
+                raise ProfileError(
+                    f"cost is no number: {name}[{k}] is a {type(values[k]).__name__} (expected an "
+                    "int or a float).\nFix: give numbers."
+                )
+    return found
+
+
+def _plain(value: object) -> int | float | None:
+    """Return a number of any kind, such as numpy's, as Python's; None if it is none."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
 
 
 def check_profile(profile: Profile) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.errors import ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
-from gpipebal.profile.checks import STORAGE_FIELDS, check_columns, check_profile
+from gpipebal.profile.checks import STORAGE_FIELDS, check_profile, read_columns
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
@@ -122,7 +122,7 @@ class Profile:
             >>> Profile.from_costs([1.0, 2.0]).layers[1].backward_time
             4.0
         """
-        check_columns(
+        given = read_columns(
             rows,
             chunks,
             forward=forward,
@@ -133,46 +133,43 @@ class Profile:
             saved_bytes=saved_bytes,
             output_bytes=output_bytes,
         )
-        backward = [2 * time for time in forward] if backward is None else backward
-        recompute = forward if recompute is None else recompute
-        names = [str(index) for index in range(len(forward))] if names is None else names
-        nothing = [0] * len(forward)
-        parameter_bytes = nothing if parameter_bytes is None else parameter_bytes
-        saved_bytes = nothing if saved_bytes is None else saved_bytes
-        output_bytes = nothing if output_bytes is None else output_bytes
+        times = given["forward"] or []
+        usual: dict[str, list[Any]] = {
+            "backward": [2 * time for time in times],
+            "recompute": times,
+            "names": [str(index) for index in range(len(times))],
+        }
+        nothing = [0] * len(times)
         columns = {
-            "backward": backward,
-            "recompute": recompute,
-            "names": names,
-            "parameter_bytes": parameter_bytes,
-            "saved_bytes": saved_bytes,
-            "output_bytes": output_bytes,
+            name: usual.get(name, nothing) if column is None else column
+            for name, column in given.items()
         }
         for name, column in columns.items():
-            if len(column) != len(forward):
+            if len(column) != len(times):
                 raise ProfileError(
                     f"costs have different lengths: len({name})={len(column)} "
-                    f"(expected {len(forward)}, as many as forward).\n"
+                    f"(expected {len(times)}, as many as forward).\n"
                     "Fix: give one value per layer."
                 )
         layers = []
         storages: list[int] = []
-        for index, name in enumerate(names):
-            storages += [saved_bytes[index], output_bytes[index]]
+        for index, name in enumerate(columns["names"]):
+            cost = {key: column[index] for key, column in columns.items()}
+            storages += [cost["saved_bytes"], cost["output_bytes"]]
             layers.append(
                 LayerProfile(
                     name=name,
                     kind="Layer",
-                    forward_time=forward[index],
-                    backward_time=backward[index],
-                    recompute_time=recompute[index],
-                    parameter_bytes=parameter_bytes[index],
-                    gradient_bytes=parameter_bytes[index],
+                    forward_time=cost["forward"],
+                    backward_time=cost["backward"],
+                    recompute_time=cost["recompute"],
+                    parameter_bytes=cost["parameter_bytes"],
+                    gradient_bytes=cost["parameter_bytes"],
                     saved=(2 * index,),
                     outputs=(2 * index + 1,),
-                    output_bytes=output_bytes[index],
-                    forward_peak_bytes=saved_bytes[index] + output_bytes[index],
-                    backward_peak_bytes=output_bytes[index - 1] if index else 0,
+                    output_bytes=cost["output_bytes"],
+                    forward_peak_bytes=cost["saved_bytes"] + cost["output_bytes"],
+                    backward_peak_bytes=columns["output_bytes"][index - 1] if index else 0,
                 )
             )
         return cls(
