@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
     "partitions of a grid": (
         lambda: gb.solve_grid(PROFILE, 4, partitions=2),
         BalanceError,
-        "another one each time",
+        "Fix: leave it out, or solve(profile, 2) for one number",
     ),
     **{
         f"{type(two).__name__} of partitions": (

@@ -22,7 +22,7 @@ class Execution:
         schedule: Name of the schedule.
         loss_inside: Whether the last partition computes the loss.
         shared_memory: Whether all partitions live in one memory.
-        gradients_exist: Whether the parameters have gradients before it.
+        gradients_exist: Whether the parameters have gradients before the step.
         devices: The device of each partition; None: all as the profile's.
         links: What handing over each cut takes; None: nothing.
     """

@@ -223,10 +223,11 @@ def solve_grid(
     given: dict[str, Any] = {**options}
     for name in _REFUSED:
         if given.get(name):
+            call = f"partitions, {name}=..." if name != "partitions" else repr(given[name])
             raise BalanceError(
                 f"option does not apply to a grid: {name}={given[name]!r} (expected none: the "
                 "number of partitions is another one each time).\n"
-                f"Fix: leave it out, or solve(profile, partitions, {name}=...) for one number."
+                f"Fix: leave it out, or solve(profile, {call}) for one number."
             )
     for name in _ONE_FOR_ALL:
         if isinstance(given.get(name), (list, tuple)):
