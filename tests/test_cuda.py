@@ -158,6 +158,40 @@ def test_dropout_is_the_same_in_the_recompute(checkpoint: CheckpointMode) -> Non
     torch.testing.assert_close(results[1], results[0])
 
 
+class Recurrent(nn.Module):
+    """An LSTM with dropout between its two parts, which hands on its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 64, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+@MODES
+def test_dropout_of_recurrent_layers_is_the_same_in_the_recompute(
+    checkpoint: CheckpointMode,
+) -> None:
+    """The process has one state of dropout of cuDNN: other users of it change nothing here."""
+    inputs = torch.ones(8, 16, 64, device=CUDA)
+    outside = Recurrent().to(CUDA)
+    torch.manual_seed(0)
+    layers = [Recurrent().to(CUDA), Recurrent().to(CUDA)]
+    results = []
+    for balance, mode in (([2], "never"), ([1, 1], checkpoint), ([1, 1], checkpoint)):
+        model = copy.deepcopy(nn.Sequential(*layers))
+        pipe = GPipe(model, balance, devices=[CUDA] * len(balance), chunks=8)
+        pipe.checkpoint = mode  # type: ignore[assignment]
+        outside(inputs)  # what cuDNN has kept by now is of another generator
+        torch.manual_seed(3)
+        output = pipe(inputs)
+        output.square().sum().backward()
+        results.append([output.detach(), *(p.grad for p in model.parameters())])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-3, atol=1e-3)
+
+
 def test_skips_and_batch_normalisation() -> None:
     """Skips cross streams, and deferred statistics are committed after all of them."""
 
@@ -225,6 +259,109 @@ def test_a_fault_on_cuda_leaves_the_pipeline_usable() -> None:
     fail[0] = False
     pipe(inputs).sum().backward()
     assert pipe[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_caller_who_catches_a_fault_comes_behind_what_was_launched(schedule: str) -> None:
+    """What cells still add to the statistics is overwritten by what the caller loads then."""
+    fail = [False]
+
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if fail[0]:
+                torch.cuda._sleep(200_000_000)
+            return x
+
+    class Fault(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if fail[0]:
+                raise ValueError("broken")
+            return x
+
+    model = nn.Sequential(nn.Linear(8, 8), Late(), nn.BatchNorm1d(8), Fault())
+    pipe = GPipe(model, [3, 1], devices=[CUDA, CUDA], chunks=1, checkpoint="never")
+    inputs = torch.randn(16, 8, device=CUDA)
+    pipe.step(inputs, target=inputs, loss_fn=mse_loss, schedule=schedule)
+    good = {name: value.clone() for name, value in pipe.state_dict().items()}
+    fail[0] = True
+    with pytest.raises(ValueError, match="broken"):
+        pipe.step(inputs, target=inputs, loss_fn=mse_loss, schedule=schedule)
+    pipe.load_state_dict(good)
+    torch.cuda.synchronize()
+    for name, value in pipe.state_dict().items():
+        torch.testing.assert_close(value, good[name], rtol=0, atol=0)
+
+
+@MODES
+def test_a_tied_embedding_with_sparse_gradients(checkpoint: CheckpointMode) -> None:
+    """A sparse gradient of two partitions is summed up, and a sparse input handed to all rows."""
+
+    class Product(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return torch.sparse.mm(pair[1], pair[0])  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    table = nn.Embedding(20, 8, sparse=True)
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table(torch.zeros(x.shape[0], dtype=torch.int64, device=x.device))
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return self.table(pair[0]), pair[1]
+
+    results = []
+    words, mix = torch.arange(8) % 5, torch.eye(2).to_sparse()
+    for device in ("cpu", CUDA):
+        table.zero_grad()
+        pipe = GPipe(
+            nn.Sequential(First(), Product(), Again()),
+            [1, 2],
+            devices=[device] * 2,
+            chunks=4,
+            checkpoint=checkpoint,
+            in_dims=(0, None),
+        )
+        pipe((words.to(device), mix.to(device))).square().sum().backward()
+        assert table.weight.grad is not None
+        results.append(table.weight.grad.to_dense().cpu())
+        pipe.close()
+    torch.testing.assert_close(results[1], results[0])
+
+
+@MODES
+def test_tied_parameters_under_autocast_are_cast_by_each_cell(checkpoint: CheckpointMode) -> None:
+    """A cast that another cell's stream still makes is not read; the store of torch's is off."""
+
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.cuda._sleep(5_000_000)
+            return x
+
+    torch.manual_seed(0)
+    shared = nn.Linear(128, 128).to(CUDA)
+    model = nn.Sequential(Late(), shared, nn.Tanh(), shared)
+    inputs = torch.randn(64, 128, device=CUDA)
+    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+        run_plain(model, inputs, 8).float().square().mean().backward()
+    assert shared.weight.grad is not None
+    expected = shared.weight.grad.clone()
+    pipe = GPipe(model, [3, 1], devices=[CUDA] * 2, chunks=8, checkpoint=checkpoint)
+    for _ in range(5):
+        pipe.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            output = pipe(inputs)
+        output.float().square().mean().backward()
+        torch.testing.assert_close(shared.weight.grad, expected, rtol=2e-2, atol=1e-4)
 
 
 def test_half_precision_with_a_grad_scaler() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe, is_recomputing, minibatch
+from gpipebal.pipeline.lane import Lane
 from gpipebal.schedule import CHECKPOINT_MODES
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,6 +91,46 @@ def test_the_original_error_arrives_with_its_place(where: str, layer: int, at: i
     faults[layer].where = ""
     pipe.zero_grad()
     assert torch.equal(step(pipe), expected)
+
+
+class EventLane(Lane):
+    """A lane that notes which of its marks the caller has waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.marks: list[object] = []
+        self.waited: list[object] = []
+        self.refuses = False
+
+    def mark(self) -> object:
+        if self.refuses:
+            raise torch.AcceleratorError("the device is lost")
+        self.marks.append(object())
+        return self.marks[-1]
+
+    def wait_for(self, ready: object) -> None:
+        pass
+
+    def give_to_caller(self, leaves: object, ready: object) -> None:
+        self.waited.append(ready)
+
+
+@pytest.mark.parametrize("kind", [OddError, KeyboardInterrupt])
+def test_a_caller_who_catches_a_fault_comes_behind_what_was_launched(kind: type) -> None:
+    """On a device work goes on behind a fault: its streams are waited for, unless it is lost."""
+    model, faults = make(2)
+    pipe = GPipe(model, [1, 1], chunks=4, checkpoint="never")
+    step(pipe)
+    assert pipe._runtime is not None
+    lanes = pipe._runtime.lanes = [EventLane(), EventLane()]
+    for refuses in (False, True):
+        lanes[1].refuses = refuses
+        faults[1].where, faults[1].calls = "forward", 0
+        faults[1].error = OddError(1, right=2) if kind is OddError else kind()
+        with pytest.raises(kind):
+            pipe(torch.ones(8, 3))
+        assert lanes[0].waited[-1] is lanes[0].marks[-1]
+        assert refuses or lanes[1].waited[-1] is lanes[1].marks[-1]
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError])

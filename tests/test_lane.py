@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.lane import CudaLane
+from gpipebal.pipeline.lane import CudaLane, record_stream
 
 HOME = torch.device("meta")
 
@@ -87,6 +87,41 @@ def test_a_copy_between_devices_runs_on_streams_of_its_own(entered: list[list[St
         lane.receive([torch.ones(2).as_subclass(Far), torch.ones(2)], "ready")
     (source,) = lane._sources.values()
     assert source.device == torch.device("cpu")
+    # A tensor with gaps is put into one piece on the source's stream, before any wait of torch's.
+    assert source.waited == ["ready"] * 2
     assert entered == [[source, lane.copy], [lane.upload]] * 2
     assert (lane.copy.waited, lane.upload.waited) == (["ready"] * 2, [])
     assert lane.compute.waited == [lane.copy, lane.upload] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested")
+def test_memory_is_kept_of_all_that_a_tensor_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps that of dense tensors only, so a sparse one is taken apart."""
+    recorded: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
+    stream = Stream(HOME)
+    dense = torch.ones(3)
+    record_stream(dense, stream)  # type: ignore[arg-type]
+    assert recorded == [dense]
+    for layout, n_parts in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
+        recorded.clear()
+        record_stream(torch.eye(3).to_sparse(layout=layout), stream)  # type: ignore[arg-type]
+        assert [part.layout for part in recorded] == [torch.strided] * n_parts
+    recorded.clear()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    record_stream(nested, stream)  # type: ignore[arg-type]
+    assert [part.numel() for part in recorded] == [5]
+
+
+def test_a_caller_waits_for_a_tensor_on_the_device_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A parameter of another partition's device is read on that device's stream."""
+    streams = {name: Stream(torch.device(name)) for name in ("meta", "cpu")}
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.type])
+    recorded: list[object] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    CudaLane(HOME).give_to_caller([torch.ones(2).as_subclass(Far)], "ready")
+    assert [stream.waited for stream in streams.values()] == [["ready"], ["ready"]]
+    assert recorded == [streams["cpu"]]

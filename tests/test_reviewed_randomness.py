@@ -289,3 +289,70 @@ def test_dropout_on_cuda_is_torchs_own() -> None:
     (mine,) = torch.autograd.grad(drawn.sum(), x)
     (theirs,) = torch.autograd.grad(expected.sum(), x)
     torch.testing.assert_close(mine, theirs)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with dropout between its two parts, which hands on its outputs."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.inner = kind(4, 4, num_layers=2, dropout=0.5, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("out_of_sight", [False, True])
+def test_recurrent_layers_with_dropout_draw_the_same_again(
+    kind: type[nn.RNNBase], out_of_sight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any mode and balance; also where the operation draws as a whole, as cuDNN's does."""
+    monkeypatch.setattr(random_ops, "_draws_out_of_sight", lambda args: out_of_sight)
+    torch.manual_seed(0)
+    model = nn.Sequential(Recurrent(kind), Recurrent(kind))
+    inputs = torch.randn(4, 3, 4, dtype=torch.double)
+    found = []
+    settings: list[tuple[list[int], CheckpointMode]] = [([1, 1], "never"), ([1, 1], "always")]
+    for balance, checkpoint in (*settings, ([2], "always")):
+        devices = ["cpu"] * len(balance)
+        pipe = GPipe(model, balance, devices=devices, chunks=2, checkpoint=checkpoint)
+        model.zero_grad()
+        torch.manual_seed(1)
+        output = pipe(inputs)
+        output.square().sum().backward()
+        found.append([output.detach(), *(p.grad for p in model.parameters())])
+        # Every micro-batch, and both layers, have masks of their own.
+        torch.manual_seed(2)
+        assert not torch.equal(pipe(inputs), output)
+        pipe.close()
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_a_recurrent_operation_that_draws_as_a_whole_borrows_the_default_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its state is the layer's while the operation runs, and the caller's again afterwards."""
+    seen: list[tuple[str, int]] = []
+    run = randomness._run_with_default
+
+    def note(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((operation.name(), generator.initial_seed()))
+        return run(generator, operation, args, kwargs)
+
+    monkeypatch.setattr(randomness, "_run_with_default", note)
+    monkeypatch.setattr(random_ops, "_draws_out_of_sight", lambda args: True)
+    layer = Recurrent(nn.LSTM)
+    inputs = torch.randn(2, 3, 4, dtype=torch.double)
+    before = torch.get_rng_state()
+    with OwnRandomness(7, 0).watching():
+        one = layer(inputs)
+    with OwnRandomness(7, 0).watching():
+        torch.testing.assert_close(layer(inputs), one)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [name for name, _ in seen] == ["aten::lstm.input"] * 2 and len(set(seen)) == 1
+    layer.eval()
+    with OwnRandomness(7, 0).watching():
+        layer(inputs)  # nothing is drawn
+    assert len(seen) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -291,6 +292,54 @@ def test_autocast_reaches_the_workers(checkpoint: CheckpointMode) -> None:
     expected.float().sum().backward()
     # The plain model adds the micro-batches' gradients up in bfloat16, the cells in float32.
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_casts_of_parameters_are_each_cells_own() -> None:
+    """Torch has one store of them for all threads: what is in it would go by the clock."""
+    seen: list[bool] = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_cache_enabled())
+            return x
+
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Look(), nn.Linear(2, 2)), [1, 2], chunks=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe(torch.ones(4, 2)).sum().backward()
+        assert torch.is_autocast_cache_enabled()
+    assert seen and not any(seen)
+
+
+class _ScaleInBackward(torch.autograd.Function):
+    """The identity, whose backward makes a tensor on the default device."""
+
+    made: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _ScaleInBackward.made.append(torch.ones(1).device.type)
+        return gradients[0]
+
+
+class _Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _ScaleInBackward.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_the_default_device_reaches_backwards(checkpoint: CheckpointMode) -> None:
+    """What a layer's own backward makes is on the caller's default device, as in plain torch."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), _Scaled()), [1, 1], chunks=2, checkpoint=checkpoint)
+    inputs = torch.ones(4, 2)
+    for device in ("meta", "cpu"):
+        _ScaleInBackward.made.clear()
+        with torch.device(device):
+            pipe(inputs).sum().backward()
+        assert _ScaleInBackward.made == [device] * 2
 
 
 def test_the_callers_batch_is_unharmed() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.checkpoint import is_recomputing
+from gpipebal.pipeline.lane import record_stream
 from gpipebal.pipeline.recomputed import Recomputed
 
 __all__ = [
@@ -88,6 +89,10 @@ class Statistics:
         """Update every layer's running statistics, once; afterwards nothing is gathered."""
         moments, self._moments = self._moments, {}
         for layer, seen in moments.items():
+            for tensor in (seen.mean, seen.deviations):
+                if tensor.is_cuda:
+                    # Of the worker's stream, whose memory may be used again before this is read.
+                    record_stream(tensor, torch.cuda.current_stream(tensor.device))
             layer.update(seen.count, seen.mean, seen.deviations / max(1, seen.count - 1))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ class CallerState:
     grad_enabled: bool
     inference_mode: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
-    autocast_cache: bool
     device: torch.device | None
     dtype: torch.dtype
     saved_tensors_hooks: tuple[Any, Any] | None
@@ -45,7 +44,6 @@ class CallerState:
                 for kind in device_types
                 if torch.is_autocast_enabled(kind)
             ),
-            autocast_cache=torch.is_autocast_cache_enabled(),
             device=_default_device(),
             dtype=torch.get_default_dtype(),
             saved_tensors_hooks=_top_saved_tensors_hooks(),
@@ -60,9 +58,10 @@ class CallerState:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, dtype in self.autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
-                )
+                # torch keeps casts of parameters for the whole process, and forgets them when any
+                # thread leaves its autocast: a cell might read one that another stream still makes,
+                # and how often it casts would go by the clock.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.device is not None:
                 stack.enter_context(self.device)
             if self.saved_tensors_hooks is not None:
@@ -70,6 +69,10 @@ class CallerState:
                     torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
                 )
             yield
+
+    def backward_entered(self) -> AbstractContextManager[Any]:
+        """Return a context for a backward: of these settings, torch's takes the default device."""
+        return nullcontext() if self.device is None else self.device
 
     @contextmanager
     def default_dtype(self) -> Iterator[None]:

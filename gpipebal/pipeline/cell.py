@@ -191,7 +191,7 @@ class Cell:
         self._leaves = _wanted(packet, leaves)
         self._edges, self._marks = _edges(outputs), marks
 
-    def backward(self, gradients: Sequence[Any]) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Any], state: CallerState) -> list[Tensor | None]:
         """Run the cell's graph; return the gradient of each leaf of the input, or None."""
         if not self._edges:
             return [None] * self._n_inputs
@@ -206,7 +206,7 @@ class Cell:
             randomness = OwnRandomness(self._seed, self._micro_batch)
             randomness.enter_backward(self._partition.index)
             try:
-                with randomness.watching():
+                with randomness.watching(), state.backward_entered():
                     torch.autograd.backward(
                         roots,
                         seeds,

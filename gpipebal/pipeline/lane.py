@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane"]
+from gpipebal.pipeline.buffers import parts_of
+
+__all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane", "record_stream"]
 
 #: Two points in time of a lane's `clock`.
 Span = tuple[Any, Any]
@@ -131,7 +133,7 @@ class CudaLane(Lane):
                 self.copy.wait_event(event)
             with self._timed(self.copy, spans):
                 for k in from_devices:
-                    received[k] = self._from_device(received[k])
+                    received[k] = self._from_device(received[k], _events(ready))
             self.compute.wait_event(self.copy.record_event())
         else:
             self.wait_for(ready)
@@ -144,17 +146,20 @@ class CudaLane(Lane):
             self.compute.wait_event(self.upload.record_event())
         for leaf in received:
             if isinstance(leaf, Tensor):
-                leaf.record_stream(self.compute)
+                record_stream(leaf, self.compute)
         return received
 
-    def _from_device(self, tensor: Tensor) -> Tensor:
+    def _from_device(self, tensor: Tensor, ready: Sequence[Any]) -> Tensor:
         source = self._sources.get(tensor.device)
         if source is None:
             source = self._sources[tensor.device] = torch.cuda.Stream(tensor.device)
-        # torch lets each of the two streams wait for the other before it copies, and after.
+        # torch lets each of the two streams wait for the other before it copies, and after; but a
+        # tensor with gaps may be put into one piece first, which is the source's stream's alone.
+        for event in ready:
+            source.wait_event(event)
         with torch.cuda.stream(source), torch.cuda.stream(self.copy):
             received = tensor.to(self.device, non_blocking=True)
-        tensor.record_stream(source)
+        record_stream(tensor, source)
         return received
 
     @contextmanager
@@ -174,12 +179,13 @@ class CudaLane(Lane):
 
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
         """Let the caller's stream on this device wait, and keep the memory until it has read."""
-        current = torch.cuda.current_stream(self.device)
-        for event in _events(ready):
-            current.wait_event(event)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.is_cuda:
-                leaf.record_stream(current)
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda]
+        for device in {self.device, *(leaf.device for leaf in found)}:
+            current = torch.cuda.current_stream(device)
+            for event in _events(ready):
+                current.wait_event(event)
+        for leaf in found:
+            record_stream(leaf, torch.cuda.current_stream(leaf.device))
 
     def clock(self) -> torch.cuda.Event:
         """Record a timing event on the compute stream."""
@@ -189,6 +195,12 @@ class CudaLane(Lane):
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep a tensor's memory until a stream has read it, whatever the tensor is made of."""
+    for part in parts_of(tensor):
+        part.record_stream(stream)
 
 
 def _events(ready: Any) -> Sequence[Any]:

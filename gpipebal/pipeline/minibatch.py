@@ -291,9 +291,11 @@ class MiniBatch:
             finally:
                 if pool.is_given_up:
                     self._give_up()
+                self.runtime.follow_workers()
             raise
         if self._failures:
             self._release_cells()
+            self.runtime.follow_workers()
             raise self._failures.take_first(self.schedule)
         for lane, end in zip(self.lanes, self._ends, strict=True):
             lane.give_to_caller((), end)
@@ -355,7 +357,7 @@ class MiniBatch:
             if new is not None and not new.has_begun:
                 new.begin(self.runtime.partitions[j].parameters())
             started = self._start(action)
-            received = cell.backward(gradients)
+            received = cell.backward(gradients, self.state)
             of_target = () if loss is None else loss.keep_gradients(i)
             if new is not None:
                 new.part_from([*gradients, *received, *of_target])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,8 @@ __all__ = ["Draw", "catch_random_operations", "current_draw", "is_transformed", 
 Draw = Callable[[Any, Any, dict[str, Any]], Any]
 
 _KEY = "TESTING_ONLY_GenericMode"
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 _installing = threading.Lock()
 _current = threading.local()
@@ -117,14 +119,20 @@ class _Catcher:
         libraries: dict[str, torch.library.Library] = {}
         for name in new:
             operation = _operation(name)
-            # Operations that are made of others are caught where those draw.
-            if operation is None or not _is_random(operation) or _is_composite(name):
+            if operation is None or not _is_random(operation):
                 continue
-            namespace = name.partition("::")[0]
+            namespace, _, rest = name.partition("::")
+            recurrent = namespace == "aten" and rest.partition(".")[0] in _RECURRENT
+            # Operations that are made of others are caught where those draw.
+            if _is_composite(name) and not recurrent:
+                continue
             if namespace not in libraries:
                 libraries[namespace] = torch.library.Library(namespace, "IMPL", _KEY)
                 self._libraries.append(libraries[namespace])
-            libraries[namespace].impl(operation, functools.partial(self._kernel, operation))
+            kernel = self._recurrent_kernel if recurrent else self._kernel
+            libraries[namespace].impl(
+                operation, functools.partial(kernel, operation), with_keyset=recurrent
+            )
 
     def _kernel(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
         draw = current_draw()
@@ -132,6 +140,22 @@ class _Catcher:
             if draw is None or _is_traced():
                 return operation(*args, **kwargs)
             return draw(operation, args, kwargs)
+
+    def _recurrent_kernel(self, operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _draws_out_of_sight(args) and current_draw() is not None and not _is_traced():
+            return self._kernel(operation, *args, **kwargs)
+        # What it is made of is caught.
+        keys = keys & torch._C._dispatch_keyset_full_after(self.key)
+        return operation.redispatch(keys, *args, **kwargs)
+
+
+def _draws_out_of_sight(args: Sequence[Any]) -> bool:
+    """Tell whether a recurrent operation draws where no operation that it is made of shows it.
+
+    cuDNN keeps the state of dropout for the whole process, and takes a new one from the default
+    generator where that has been set: so the operation has to run in one go, with ours set.
+    """
+    return any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in args)
 
 
 def _is_traced() -> bool:

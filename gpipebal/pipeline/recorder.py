@@ -85,6 +85,7 @@ def _common_clock(points: list[Any]) -> list[float]:
 
 def _host_time(event: Any, device: Any) -> float:
     """Find the host's clock at an event of the past: step back from an event of now."""
+    event.synchronize()
     with torch.cuda.device(device):
         now = torch.cuda.Event(enable_timing=True)
         now.record()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -57,6 +58,16 @@ class Runtime:
         self.pool = WorkerPool(
             self.lanes, [threads if device.type == "cpu" else None for device in devices]
         )
+
+    def follow_workers(self) -> None:
+        """Let what the caller does next come behind all that a failed phase has launched.
+
+        A caller may overwrite what cells still add to: gradients, or statistics that it loads.
+        """
+        for lane in self.lanes:
+            # The failure may be that of the device, which then refuses this too.
+            with suppress(RuntimeError):
+                lane.give_to_caller((), lane.mark())
 
 
 def _partitions(
