@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.planner.chunking import at_chunks
-from gpipebal.problem import Problem
+from gpipebal.problem import Link, Problem, links_of
 from gpipebal.profile import Profile
 from gpipebal.schedule import ALL_SCHEDULES, CheckpointMode, check_count
 from gpipebal.simulator import (
@@ -82,6 +83,10 @@ def compare_schedules(
             f"devices are more than layers: n_devices={n_devices} (expected at most "
             f"{profile.n_layers}).\nFix: n_devices={profile.n_layers}."
         )
+    links = None
+    if bandwidth is not None or latency:
+        link = Link(math.inf if bandwidth is None else bandwidth, latency, overlap)
+        links = links_of(profile, link)
     durations: dict[int, Durations] = {}
     held: dict[int, list[HeldBytes]] = {}
     too_many = []
@@ -91,10 +96,15 @@ def compare_schedules(
             too_many.append(each)
             continue
         bounds = _bounds(profile, each * n_devices, chunks, checkpoint)
-        durations[each] = durations_of(profile, bounds, bandwidth=bandwidth, latency=latency)
+        durations[each] = durations_of(profile, bounds, links=links)
         # Every schedule can compute the loss inside, and most can do nothing else.
         held[each] = held_of(
-            profile, bounds, chunks=chunks, checkpoint=checkpoint, loss_inside=True
+            profile,
+            bounds,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            loss_inside=True,
+            shared_memory=profile.shares_memory,
         )
     table = compare_durations(
         durations,
@@ -126,9 +136,7 @@ def _bounds(
 ) -> tuple[int, ...]:
     """Cut the chain where the largest time of a partition is smallest."""
     problem = Problem(
-        forward=[layer.forward_time for layer in profile.layers],
-        backward=[layer.backward_time for layer in profile.layers],
-        recompute=[layer.recompute_time for layer in profile.layers],
+        **profile.layer_times,
         n_partitions=n_partitions,
         chunks=chunks,
         checkpoint=checkpoint,

@@ -49,34 +49,29 @@ print(profile)
 # that matter now by themselves: the solver, which cuts the chain, and `place`, which puts durations on a schedule.
 
 # %%
-from dataclasses import replace
-
-from gpipebal.problem import Problem
+from gpipebal.problem import Link, Problem, links_of
 from gpipebal.schedule import order_of
 from gpipebal.simulator import durations_of, place
 from gpipebal.solvers import split
 
-COLUMNS = {
-    "forward": [layer.forward_time for layer in profile.layers],
-    "backward": [layer.backward_time for layer in profile.layers],
-    "recompute": [layer.recompute_time for layer in profile.layers],
-}
-
 
 def best_bounds(n_devices, chunks):
     """Find the best cuts: the first layer of each partition."""
-    problem = Problem(**COLUMNS, n_partitions=n_devices, chunks=chunks, checkpoint="never")
+    problem = Problem(
+        **profile.layer_times, n_partitions=n_devices, chunks=chunks, checkpoint="never"
+    )
     found = split(problem)
     assert found.status == "optimal"
     return found.bounds
 
 
-def run(n_devices, chunks, *, one_process=False, **link):
+def run(n_devices, chunks, *, one_process=False, link=None):
     """Cut the model in the best way, and simulate a step."""
-    times = durations_of(profile, best_bounds(n_devices, chunks), **link)
+    links = None if link is None else links_of(profile, link)
+    times = durations_of(profile, best_bounds(n_devices, chunks), links=links)
     if not one_process:
         # Every device has a process of its own, which launches ahead of the work.
-        times = replace(times, forward_launch=None, backward_launch=None)
+        times = times.without_launches
     return place(order_of("gpipe", n_devices, chunks, "never"), times)
 
 
@@ -140,7 +135,8 @@ for n in DEVICES:
 
 # %%
 for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9), ("slow", 125e6)):
-    timeline = run(64, 256, bandwidth=bandwidth, latency=0.0 if bandwidth is None else 10e-6)
+    link = None if bandwidth is None else Link(bandwidth, latency=10e-6)
+    timeline = run(64, 256, link=link)
     speed = "" if bandwidth is None else f"{bandwidth / 1e9:g} GB/s"
     print(f"{name:10} {speed:9}: makespan {timeline.makespan:6.1f} s")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.planner import evaluate
+from gpipebal.problem import Link
 from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
 
 FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "speed"
@@ -24,12 +26,12 @@ sys.path.insert(0, str(FOLDER))
 from benchmark_tools.shares import about_shares, shares_of_device  # noqa: E402
 from benchmark_tools.text import fill_in  # noqa: E402
 from speed_benchmark import measure, predict, shares, simulate, tables  # noqa: E402
-from speed_benchmark.devices import LINK, MEMORY_LIMIT, Link  # noqa: E402
+from speed_benchmark.devices import LINK, MEMORY_LIMIT  # noqa: E402
 from speed_benchmark.predict import Step, fastest_balance, host_seconds, step_seconds  # noqa: E402
 from speed_benchmark.published import MODELS, Run, SpeedModel  # noqa: E402
 
 RESULTS = FOLDER / "results.json"
-AT_ONCE = Link("none", 1e30, 0.0)
+AT_ONCE = Link(math.inf)
 
 #: Speeds as torchgpipe's documentation rounds them; the first of each table is 1.
 PUBLISHED = {
@@ -106,8 +108,8 @@ def test_links_and_host_take_time() -> None:
     profile = Profile.from_costs([1.0, 1.0], [1.0, 1.0], output_bytes=[200, 0], chunks=1)
     step = Step(1, 1, (1, 1), "never")
     assert step_seconds(profile, step, AT_ONCE, host=False) == pytest.approx(4.0)
-    assert step_seconds(profile, step, Link("", 100.0, 0.0), host=False) == pytest.approx(8.0)
-    assert step_seconds(profile, step, Link("", 1e30, 3.0), host=False) == pytest.approx(10.0)
+    assert step_seconds(profile, step, Link(100.0, 0.0), host=False) == pytest.approx(8.0)
+    assert step_seconds(profile, step, Link(1e30, 3.0), host=False) == pytest.approx(10.0)
     layers = tuple(
         replace(layer, forward_host_time=5.0, backward_host_time=7.0) for layer in profile.layers
     )
@@ -130,7 +132,7 @@ def test_optimizers_of_all_devices_step_at_the_same_time() -> None:
 def test_cut_is_not_where_too_much_crosses_it() -> None:
     """The planner's balance avoids a large output, and a long skip connection."""
     profile = Profile.from_costs([1.0] * 4, output_bytes=[0, 1000, 0, 0], chunks=4)
-    slow = Link("", 10.0, 0.0)
+    slow = Link(10.0, 0.0)
     assert fastest_balance(profile, 2, 1, 4) == (2, 2)
     assert fastest_balance(profile, 2, 1, 4, link=slow) in ((1, 3), (3, 1))
     skip = SkipProfile("s", 0, 2, (3,))

@@ -60,6 +60,7 @@ WITHIN_RANK = {
     ("plan", "schedule"),
     ("timeline", "schedule"),
     ("simulator", "memory"),
+    ("simulator", "problem"),
     ("planner", "solvers"),
     ("schedule_comparison", "planner"),
     ("schedule_comparison", "solvers"),

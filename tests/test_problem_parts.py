@@ -14,7 +14,7 @@ from solvers.whole_cases import whole_problems
 from solvers.whole_oracle import candidates
 
 from gpipebal.errors import BalanceError
-from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
+from gpipebal.problem import Device, Link, Links, Memory, Problem, Rules, layer_memory
 from gpipebal.solvers import split
 
 
@@ -52,12 +52,6 @@ def test_parts_that_change_nothing_change_nothing(problem: Problem) -> None:
         without = split(plain, objective)  # type: ignore[arg-type]
         assert with_parts.value == without.value
         assert with_parts.method != without.method
-
-
-def test_links_from_bytes_follow_bandwidth_and_latency() -> None:
-    """A copy takes its latency and its bytes over the bandwidth; no bytes take no time."""
-    links = Links.from_bytes([100, 0], [50, 0], bandwidth=100.0, latency=0.25)
-    assert (links.forward, links.backward) == ((1.25, 0.0), (0.75, 0.0))
 
 
 def test_blocking_copies_are_charged_to_both_sides() -> None:
@@ -148,7 +142,7 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         (lambda: Device(memory_limit=1.5), r"memory_limit=1\.5"),  # type: ignore[arg-type]
         (lambda: Device(forward=[1]), r"times of a device are incomplete: backward=None"),
         (lambda: Links([-1], [0]), r"forward time of cut 0 is not a time: forward\[0\]=-1"),
-        (lambda: Links.from_bytes([1], bandwidth=0), r"bandwidth is not above 0: bandwidth=0"),
+        (lambda: Link(bandwidth=0), r"bandwidth is not above 0: bandwidth=0"),
         (lambda: layer_memory([1], [1, 2], [1], chunks=1), r"saved and fixed differ in length"),
         (lambda: layer_memory([1], [-2], [1], chunks=1), r"saved\[0\]=-2"),
     ],

@@ -16,12 +16,10 @@ from plan_oracle import MODES, Found, all_plans, profiles
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError, UnsupportedPlanError
 from gpipebal.planner import evaluate, select_method, solve, top_plans
-from gpipebal.planner.execution import Execution
-from gpipebal.planner.times import durations
-from gpipebal.problem import Device, Link, Rules, to_bounds
+from gpipebal.problem import Device, Link, Rules, links_of, to_bounds
 from gpipebal.profile import TieProfile
 from gpipebal.schedule import ALL_SCHEDULES, make_schedule
-from gpipebal.simulator import place
+from gpipebal.simulator import durations_of, place
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 OBJECTIVES = ("makespan", "bottleneck")
@@ -494,11 +492,8 @@ def test_explain_tells_cuts_apart() -> None:
 def test_durations_know_devices_and_links() -> None:
     """Slow devices take longer, and transfers stand at the cuts."""
     profile = gb.Profile.from_costs([1.0, 1.0], output_bytes=[10, 0])
-    from gpipebal.planner.posing import links_of
-
     devices = [Device(), Device(slowness=3)]
-    execution = Execution(1, "never", devices=devices, links=links_of(profile, Link(5.0)))
-    times = durations(profile, (0, 1, 2), execution)
+    times = durations_of(profile, (0, 1, 2), devices=devices, links=links_of(profile, Link(5.0)))
     assert times.forward == (1.0, 3.0)
     assert (times.forward_transfer, times.backward_transfer) == ((0.0, 2.0), (2.0, 0.0))
 

@@ -9,13 +9,13 @@ from gpipebal.memory import partition_memory
 from gpipebal.plan import PartitionPlan, PeakMemory
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import (
-    durations,
     loss_of_micro_batch,
     pause_time,
     step_timeline,
     time_beside,
 )
 from gpipebal.profile import Profile
+from gpipebal.simulator import durations_of
 from gpipebal.timeline import Timeline
 
 __all__ = ["CLOCK_MARGIN", "assemble", "equal_split", "peaks_in_time"]
@@ -82,7 +82,7 @@ def assemble(
         The partitions, and the seconds of a step; None if something of it was not measured.
     """
     memory, timeline = peaks_in_time(profile, bounds, execution)
-    times = durations(profile, bounds, execution)
+    times = durations_of(profile, bounds, devices=execution.devices, links=execution.links)
     partitions = []
     for j, peak in enumerate(memory):
         layers = profile.layers[bounds[j] : bounds[j + 1]]

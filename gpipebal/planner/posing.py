@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from gpipebal.errors import BalanceError
 from gpipebal.planner.chunking import at_chunks
@@ -13,12 +12,12 @@ from gpipebal.planner.execution import Execution
 from gpipebal.planner.question import Place, Question
 from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import recomputes_for
-from gpipebal.problem import Device, Link, Links, Memory, Problem
+from gpipebal.problem import Device, Memory, Problem, links_of
 from gpipebal.profile import Profile
 from gpipebal.schedule import SCHEDULES, CheckpointMode, counted_modes, modes_of
 from gpipebal.units import format_bytes
 
-__all__ = ["Posed", "links_of", "pose"]
+__all__ = ["Posed", "pose"]
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,12 @@ def pose(question: Question, chunks: int | None = None) -> Posed:
     memory = None
     if limited or question.objective == "peak_memory":
         memory = _memory_of(question, profile, chunks, cautious=False)
-    layers = profile.layers
     checkpoint = question.checkpoint
     if checkpoint != "auto" and question.schedule != "gpipe" and question.objective != "makespan":
         # Orders of actions know by themselves which recomputes they leave out; bottlenecks do not.
         checkpoint = _counted(question, chunks, modes_of(checkpoint, question.n_partitions))
     problem = Problem(
-        forward=[layer.forward_time for layer in layers],
-        backward=[layer.backward_time for layer in layers],
-        recompute=[layer.recompute_time for layer in layers],
+        **profile.layer_times,
         n_partitions=question.n_partitions,
         chunks=chunks,
         checkpoint=checkpoint,
@@ -196,11 +192,7 @@ def _device_of(j: int, profile: Profile, rows: int) -> Device:
             f"Fix: profile the model with micro-batches of {rows} rows on each type of device."
         )
     sized = profile if profile.rows == rows else profile.at_rows(rows)
-    return Device(
-        forward=[layer.forward_time for layer in sized.layers],
-        backward=[layer.backward_time for layer in sized.layers],
-        recompute=[layer.recompute_time for layer in sized.layers],
-    )
+    return Device(**sized.layer_times)
 
 
 def _less_reserve(question: Question, j: int, limit: int) -> int:
@@ -212,37 +204,3 @@ def _less_reserve(question: Question, j: int, limit: int) -> int:
             "Fix: reserve=0 if the limit is what the layers may use."
         )
     return limit - reserve
-
-
-def links_of(profile: Profile, link: Link) -> Links:
-    """Return what handing one micro-batch over each cut takes.
-
-    A cut is crossed by the output of the layer before it and by all skip connections that go past
-    it, each storage once; and backwards by the gradients of those that have something to train
-    before them.
-
-    Example:
-        >>> profile = Profile.from_costs([1.0, 1.0], output_bytes=[100, 0])
-        >>> links_of(profile, Link(bandwidth=50.0)).forward
-        (2.0,)
-    """
-    layers = profile.layers
-    trained = list(accumulate((bool(layer.gradient_bytes) for layer in layers), max, initial=False))
-    # Costs that were only given do not tell what can be trained.
-    known = trained[-1]
-    sent, returned = [], []
-    for cut in range(1, profile.n_layers):
-        forward = set(layers[cut - 1].outputs)
-        goes_back = trained[cut] or not known
-        backward = set(forward) if goes_back else set()
-        further = profile.further_gradients(cut - 1) if goes_back else 0
-        for skip in profile.skips:
-            if skip.source < cut <= skip.destination:
-                forward.update(skip.storages)
-                if trained[skip.source + 1] or not known:
-                    backward.update(skip.storages)
-        sent.append(profile.bytes_of(forward))
-        returned.append(profile.gradient_bytes_of(backward) + further)
-    return Links.from_bytes(
-        sent, returned, bandwidth=link.bandwidth, latency=link.latency, overlaps=link.overlaps
-    )

@@ -164,8 +164,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     schedule = _schedule(options)
     inside, shared = options.get("loss_inside"), options.get("shared_memory")
     inside = schedule != "gpipe" if inside is None else check_flag("loss_inside", inside)
-    on_cpu = profile.provenance.get("device_type") == "cpu"
-    shared = on_cpu if shared is None else check_flag("shared_memory", shared)
+    shared = profile.shares_memory if shared is None else check_flag("shared_memory", shared)
     checkpoint = options.get("checkpoint", "except_last")
     if checkpoint != "auto":
         check_checkpoint(checkpoint)

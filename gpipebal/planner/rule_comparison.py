@@ -16,8 +16,7 @@ from gpipebal.planner.posing import pose
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options, ask
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
-from gpipebal.planner.times import problem_of
-from gpipebal.problem import to_balance, to_bounds
+from gpipebal.problem import Problem, to_balance, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split
@@ -179,8 +178,10 @@ def compare_rules(
         )
     profile, n_partitions = costs.profile, plan.n_partitions
     times = [layer.forward_time + layer.backward_time for layer in profile.layers]
-    problem = replace(
-        problem_of(profile, n_partitions, plan.chunks, "never"),
+    problem = Problem(
+        **profile.layer_times,
+        n_partitions=n_partitions,
+        chunks=plan.chunks,
         checkpoint=counted_modes(plan.modes, plan.recomputed),
     )
     rules: dict[str, Callable[[], Sequence[int]]] = {

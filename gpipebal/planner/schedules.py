@@ -5,7 +5,7 @@ other reasons, moves cuts as long as that helps, and keeps a bound that no split
 (`gpipebal.planner.schedule_bounds`). The bound also says which splits could still be better than
 the best one found: if they are few, all are tried, and the result is proven. For `solve`::
 
-    problem = problem_of(profile, partitions, chunks, checkpoint)  # with devices, links, rules
+    problem = Problem(**profile.layer_times, n_partitions=4, chunks=8)  # devices, links, rules
     shares = weight_shares(profile)  # of gpipebal.simulator
     found = search(problem, schedule, weight_share=shares)  # a solvers.Split
     # found.bounds, .value (the makespan), .lower_bound, .status, .method, .modes, .order

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from operator import mul
 
 from gpipebal.errors import BalanceError
 from gpipebal.planner.execution import Execution
-from gpipebal.problem import Problem
 from gpipebal.profile import LayerProfile, Profile, SideBySide
 from gpipebal.schedule import (
     SCHEDULES,
     Checkpoint,
-    CheckpointMode,
     Order,
-    check_count,
     order_of,
     recomputes_of,
 )
-from gpipebal.simulator import Durations, place, weight_shares
+from gpipebal.simulator import Durations, durations_of, place
 from gpipebal.simulator.sharing import place_sharing
 from gpipebal.timeline import Timeline
 
 __all__ = [
-    "durations",
     "loss_of_micro_batch",
     "order_for",
     "pause_time",
-    "problem_of",
     "recomputes_for",
     "runnable",
     "step_timeline",
@@ -81,11 +73,13 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
     """Simulate a training step without its optimizer, as well as the profile tells."""
     inside = execution.loss_inside
     loss = loss_of_micro_batch(profile) if inside else None
-    of_layers = durations(profile, bounds, execution, loss, without_graph=True)
+    of_layers = durations_of(
+        profile, bounds, devices=execution.devices, links=execution.links, loss=loss
+    )
+    if not execution.is_ours:
+        of_layers = of_layers.without_launches
     overhead = profile.step.cell_overhead_time or 0.0
     times = of_layers.longer_by(overhead)
-    if execution.is_ours:
-        times = replace(times, **_launches(profile, bounds, loss))
     order = order_for(execution.schedule, len(bounds) - 1, execution.chunks, execution.checkpoint)
     pause = None if inside else pause_time(profile, execution.chunks) or 0.0
     shares = profile.step.side_by_side
@@ -108,31 +102,6 @@ def _alone(times: Durations, shares: SideBySide) -> Durations:
             if known[kind] is not None
         },
     )
-
-
-def _launches(
-    profile: Profile, bounds: Sequence[int], loss: LayerProfile | None
-) -> dict[str, tuple[float, ...]]:
-    """Add up what the one process of a `GPipe` needs to launch the work of each partition.
-
-    Args:
-        profile: Costs of the layers.
-        bounds: First layer of each partition, then the number of layers.
-        loss: A loss that the last partition computes behind its layers.
-
-    Returns:
-        Fields of `Durations`; none if the profile knows no host, because devices work by
-        themselves, or are the host.
-    """
-    found = {}
-    behind = () if loss is None else (loss,)
-    runs = [profile.layers[start:end] for start, end in pairwise(bounds)]
-    runs[-1] = (*runs[-1], *behind)
-    for kind in ("forward", "backward"):
-        times = [[getattr(layer, f"{kind}_host_time") for layer in run] for run in runs]
-        if any(time is not None for run in times for time in run):
-            found[f"{kind}_launch"] = tuple(math.fsum(time or 0.0 for time in run) for run in times)
-    return found
 
 
 def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:
@@ -177,78 +146,3 @@ def _dealt_out(schedule: str, n_partitions: int) -> tuple[int, int]:
     """Return the number of devices, and of partitions on each."""
     each = 2 if schedule == "interleaved_1f1b" and n_partitions % 2 == 0 else 1
     return n_partitions // each, each
-
-
-def durations(
-    profile: Profile,
-    bounds: Sequence[int],
-    execution: Execution,
-    loss: LayerProfile | None = None,
-    *,
-    without_graph: bool = False,
-) -> Durations:
-    """Add up the times of every partition.
-
-    Args:
-        profile: Costs of the layers.
-        bounds: First layer of each partition, then the number of layers.
-        execution: What it runs on: its devices and links.
-        loss: A loss that the last partition computes behind its layers.
-        without_graph: Whether forwards of micro-batches that are recomputed later take the time
-            that such a forward takes, as far as it is known.
-    """
-    devices, links = execution.devices, execution.links
-    runs = list(pairwise(bounds))
-    shares = weight_shares(profile)
-
-    def add(
-        name: str,
-        time_of: Callable[[LayerProfile], float],
-        shares: Sequence[float] | None = None,
-    ) -> tuple[float, ...]:
-        sums = []
-        for j, (start, end) in enumerate(runs):
-            device = None if devices is None else devices[j]
-            own = None if device is None else getattr(device, name)
-            layers = profile.layers[start:end]
-            times = list(map(time_of, layers)) if own is None else list(own[start:end])
-            if shares is not None:
-                times = list(map(mul, times, shares[start:end]))
-            elif loss is not None and end == bounds[-1]:
-                times.append(time_of(loss))  # a loss has no weights
-            total = math.fsum(times)
-            sums.append(total if device is None else total * device.slowness)
-        return tuple(sums)
-
-    to, back = None, None
-    if links is not None:
-        to = (0.0, *(float(links.forward[cut - 1]) for cut in bounds[1:-1]))
-        back = (*(float(links.backward[cut - 1]) for cut in bounds[1:-1]), 0.0)
-    return Durations(
-        forward=add("forward", lambda layer: layer.forward_time),
-        recompute=add("recompute", lambda layer: layer.recompute_time),
-        backward=add("backward", lambda layer: layer.backward_time),
-        no_grad_forward=add("forward", _time_without_graph) if without_graph else None,
-        weight_gradient=add("backward", lambda layer: layer.backward_time, shares),
-        forward_transfer=to,
-        backward_transfer=back,
-    )
-
-
-def _time_without_graph(layer: LayerProfile) -> float:
-    known = layer.no_grad_forward_time
-    return layer.forward_time if known is None else known
-
-
-def problem_of(
-    profile: Profile, partitions: int, chunks: int | None, checkpoint: CheckpointMode
-) -> Problem:
-    """Pose the question of the best balance to the solvers."""
-    return Problem(
-        forward=[layer.forward_time for layer in profile.layers],
-        backward=[layer.backward_time for layer in profile.layers],
-        recompute=[layer.recompute_time for layer in profile.layers],
-        n_partitions=partitions,
-        chunks=profile.chunks if chunks is None else check_count("chunks", chunks),
-        checkpoint=checkpoint,
-    )

@@ -1,7 +1,7 @@
 """What a split of a chain costs, exactly: layers, devices, links, memory and rules."""
 
 from gpipebal.problem.bounds import to_balance, to_bounds
-from gpipebal.problem.link import Link
+from gpipebal.problem.link import Link, links_of
 from gpipebal.problem.memory import Memory, layer_memory
 from gpipebal.problem.parts import Device, Links, Rules
 from gpipebal.problem.problem import PartitionTimes, Problem
@@ -15,6 +15,7 @@ __all__ = [
     "Problem",
     "Rules",
     "layer_memory",
+    "links_of",
     "to_balance",
     "to_bounds",
 ]

@@ -1,14 +1,17 @@
-"""A link between devices, in the words of a user: bandwidth, latency, and whether it overlaps."""
+"""A link between devices, in the words of a user, and what it makes of a profile's sizes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import plain_number
+from gpipebal.problem.parts import Links
+from gpipebal.profile import Profile
 
-__all__ = ["Link"]
+__all__ = ["Link", "links_of"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,36 @@ class Link:
     def seconds(self, n_bytes: int) -> float:
         """Return the time of a copy; of nothing, none."""
         return self.latency + n_bytes / self.bandwidth if n_bytes else 0.0
+
+
+def links_of(profile: Profile, link: Link) -> Links:
+    """Return what handing one micro-batch over each cut takes.
+
+    A cut is crossed by the output of the layer before it and by all skip connections that go past
+    it, each storage once; and backwards by the gradients of those that have something to train
+    before them.
+
+    Example:
+        >>> profile = Profile.from_costs([1.0, 1.0], output_bytes=[100, 0])
+        >>> links_of(profile, Link(bandwidth=50.0)).forward
+        (2.0,)
+    """
+    layers = profile.layers
+    trained = list(accumulate((bool(layer.gradient_bytes) for layer in layers), max, initial=False))
+    # Costs that were only given do not tell what can be trained.
+    known = trained[-1]
+    sent, returned = [], []
+    for cut in range(1, profile.n_layers):
+        forward = set(layers[cut - 1].outputs)
+        goes_back = trained[cut] or not known
+        backward = set(forward) if goes_back else set()
+        further = profile.further_gradients(cut - 1) if goes_back else 0
+        for skip in profile.skips:
+            if skip.source < cut <= skip.destination:
+                forward.update(skip.storages)
+                if trained[skip.source + 1] or not known:
+                    backward.update(skip.storages)
+        sent.append(profile.bytes_of(forward))
+        returned.append(profile.gradient_bytes_of(backward) + further)
+    there, back = (list(map(link.seconds, sizes)) for sizes in (sent, returned))
+    return Links(there, back, link.overlaps)

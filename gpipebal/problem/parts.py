@@ -92,8 +92,8 @@ class Links:
         BalanceError: a time that is negative, infinite, or no number.
 
     Example:
-        >>> Links.from_bytes([100, 300, 200], bandwidth=100.0, latency=0.5).forward
-        (1.5, 3.5, 2.5)
+        >>> Links([1.5, 3.5], [1.5, 3.5]).forward
+        (1.5, 3.5)
     """
 
     forward: Sequence[float]
@@ -103,41 +103,6 @@ class Links:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             object.__setattr__(self, name, check_times(name, getattr(self, name), "cut"))
-
-    @classmethod
-    def from_bytes(
-        cls,
-        sent: Sequence[int],
-        returned: Sequence[int] | None = None,
-        *,
-        bandwidth: float,
-        latency: float = 0.0,
-        overlaps: bool = True,
-    ) -> Links:
-        """Make links of one kind from what crosses each cut.
-
-        Args:
-            sent: Bytes of one micro-batch that cross each cut forwards.
-            returned: Bytes of gradients that cross it backwards; None: as many.
-            bandwidth: Bytes per unit of time, more than 0.
-            latency: Time that a copy takes whatever its size. A cut that nothing crosses costs
-                nothing.
-            overlaps: See `Links`.
-
-        Raises:
-            BalanceError: a bandwidth or a latency that is none.
-        """
-        if not plain_number(bandwidth) > 0:
-            raise BalanceError(
-                f"bandwidth is not above 0: bandwidth={bandwidth!r} (expected bytes per second).\n"
-                "Fix: bandwidth=math.inf for links that cost their latency only."
-            )
-        (delay,) = check_times("latency", [latency], "link")
-
-        def times(n_bytes: Sequence[int]) -> list[float]:
-            return [delay + n / bandwidth if n else 0.0 for n in n_bytes]
-
-        return cls(times(sent), times(sent if returned is None else returned), overlaps)
 
 
 @dataclass(frozen=True)

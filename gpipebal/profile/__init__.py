@@ -13,10 +13,11 @@ costs at other numbers of rows), `fingerprint` and `match` (whether it still fit
 
 from gpipebal.profile.layer import LayerProfile, SideBySide, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
-from gpipebal.profile.profile import Profile
+from gpipebal.profile.profile import LayerTimes, Profile
 
 __all__ = [
     "LayerProfile",
+    "LayerTimes",
     "Profile",
     "ProfileMatch",
     "SideBySide",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from gpipebal.errors import ProfileError
 from gpipebal.files import read_noun, write_record
@@ -21,7 +21,15 @@ from gpipebal.units import count, format_bytes, format_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Profile"]
+__all__ = ["LayerTimes", "Profile"]
+
+
+class LayerTimes(TypedDict):
+    """Seconds of every layer, by kind."""
+
+    forward: list[float]
+    backward: list[float]
+    recompute: list[float]
 
 
 @dataclass(frozen=True)
@@ -179,6 +187,25 @@ class Profile:
             mini_batch_rows=rows * chunks,
             chunks=chunks,
             provenance={"method": "costs"},
+        )
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether partitions live in one memory, as those of a CPU do."""
+        return self.provenance.get("device_type") == "cpu"
+
+    @property
+    def layer_times(self) -> LayerTimes:
+        """Seconds of every layer by kind, as a `Problem` or a `Device` is given them.
+
+        Example:
+            >>> Profile.from_costs([1.0, 2.0]).layer_times["backward"]
+            [2.0, 4.0]
+        """
+        return LayerTimes(
+            forward=[layer.forward_time for layer in self.layers],
+            backward=[layer.backward_time for layer in self.layers],
+            recompute=[layer.recompute_time for layer in self.layers],
         )
 
     def bytes_of(self, storages: Iterable[int]) -> int:

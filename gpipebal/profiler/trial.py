@@ -195,12 +195,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
 
 
 def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
-    problem = Problem(
-        [layer.forward_time for layer in profile.layers],
-        [layer.backward_time for layer in profile.layers],
-        [layer.recompute_time for layer in profile.layers],
-        n_partitions,
-    )
+    problem = Problem(**profile.layer_times, n_partitions=n_partitions)
     return split(problem, "bottleneck").balance
 
 

@@ -104,6 +104,11 @@ class Durations:
         """Whether the host takes time."""
         return self.forward_launch is not None or self.backward_launch is not None
 
+    @property
+    def without_launches(self) -> Durations:
+        """The same where every device has a process of its own, which launches ahead of it."""
+        return replace(self, forward_launch=None, recompute_launch=None, backward_launch=None)
+
     def longer_by(self, seconds: float) -> Durations:
         """Add some time to every cell, such as it takes beside its layers.
 

@@ -47,9 +47,7 @@ def find_balances(
         return found
     memory = memory_of(profile, chunks=profile.chunks, loss_inside=False, shared_memory=False)
     problem = Problem(
-        forward=[layer.forward_time for layer in profile.layers],
-        backward=[layer.backward_time for layer in profile.layers],
-        recompute=[layer.recompute_time for layer in profile.layers],
+        **profile.layer_times,
         n_partitions=n_partitions,
         chunks=profile.chunks,
         checkpoint=checkpoint,

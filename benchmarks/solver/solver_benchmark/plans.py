@@ -13,7 +13,7 @@ from gpipebal.planner import solve
 from gpipebal.planner.question import Options
 from gpipebal.planner.rule_comparison import compare_rules
 from gpipebal.planner.schedules import search
-from gpipebal.planner.times import problem_of
+from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.simulator import weight_shares
 from solver_benchmark.chains import draw
@@ -130,7 +130,12 @@ def searches(folder: Path) -> list[Row]:
             for schedule in SCHEDULES:
                 if n_partitions > profile.n_layers:
                     continue
-                problem = problem_of(profile, n_partitions, 4 * n_partitions, "never")
+                problem = Problem(
+                    **profile.layer_times,
+                    n_partitions=n_partitions,
+                    chunks=4 * n_partitions,
+                    checkpoint="never",
+                )
                 shares = weight_shares(profile)
                 start = time.perf_counter()
                 found = search(problem, schedule, weight_share=shares)

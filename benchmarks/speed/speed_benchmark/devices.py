@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from gpipebal.problem import Link
 from gpipebal.rates import DeviceRates, find_rates
 
-__all__ = ["FAST", "FAST_LINK", "LINK", "MEMORY_LIMIT", "P40", "Link"]
-
-
-@dataclass(frozen=True)
-class Link:
-    """What it takes to bring a tensor from one device to another.
-
-    Attributes:
-        name: What it is.
-        bandwidth: Bytes a second, each way.
-        latency: Seconds of every transfer, on top.
-    """
-
-    name: str
-    bandwidth: float
-    latency: float
-
+__all__ = ["FAST", "FAST_LINK", "FAST_LINK_NAME", "LINK", "LINK_NAME", "MEMORY_LIMIT", "P40"]
 
 #: torchgpipe's device. Launching an operation costs the host 6 us, the device 2 us at the least.
 P40 = DeviceRates(
@@ -37,10 +20,12 @@ P40 = DeviceRates(
 MEMORY_LIMIT = 22_500_000_000
 
 #: Three quarters of what a PCI Express 3.0 slot of 16 lanes carries at best.
-LINK = Link("PCI Express 3.0 x16, at three quarters of its peak", 12e9, 10e-6)
+LINK = Link(12e9, 10e-6)
+LINK_NAME = "PCI Express 3.0 x16, at three quarters of its peak"
 
 #: A device so fast that the host may not keep up.
 FAST = find_rates("H100 SXM")
 
 #: Three quarters of the 450 GB/s that such a device sends at best.
-FAST_LINK = Link("NVLink 4, at three quarters of its peak", 337.5e9, 5e-6)
+FAST_LINK = Link(337.5e9, 5e-6)
+FAST_LINK_NAME = "NVLink 4, at three quarters of its peak"

@@ -10,12 +10,11 @@ from itertools import pairwise
 from gpipebal.planner import evaluate
 from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import pause_time
-from gpipebal.problem import Device, Links, Problem, to_bounds
+from gpipebal.problem import Device, Link, Problem, links_of, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode, order_of
 from gpipebal.simulator import durations_of, place
 from gpipebal.solvers import split
-from speed_benchmark.devices import Link
 
 __all__ = ["Step", "fastest_balance", "fits", "host_seconds", "step_seconds"]
 
@@ -56,9 +55,9 @@ def step_seconds(profile: Profile, step: Step, link: Link, *, host: bool) -> flo
     """
     sized = profile.at_rows(step.rows, mini_batch_rows=step.batch)
     bounds = to_bounds(step.balance)
-    times = durations_of(sized, bounds, bandwidth=link.bandwidth, latency=link.latency)
+    times = durations_of(sized, bounds, links=links_of(sized, link))
     if not host:
-        times = replace(times, forward_launch=None, recompute_launch=None, backward_launch=None)
+        times = times.without_launches
     optimizer = sized.step.optimizer_time
     if optimizer:
         layers = sized.layers
@@ -111,31 +110,17 @@ def fastest_balance(
     sized = profile.at_rows(rows, mini_batch_rows=rows * chunks)
     limited = memory_limit is not None
     problem = Problem(
-        forward=[layer.forward_time for layer in sized.layers],
-        backward=[layer.backward_time for layer in sized.layers],
-        recompute=[layer.recompute_time for layer in sized.layers],
+        **sized.layer_times,
         n_partitions=n_partitions,
         chunks=chunks,
         checkpoint=checkpoint,
-        links=None if link is None else _links(sized, link),
+        links=None if link is None else links_of(sized, link),
         devices=[Device(memory_limit=memory_limit)] * n_partitions if limited else None,
         memory=memory_of(sized, chunks=chunks, loss_inside=False, shared_memory=False)
         if limited
         else None,
     )
     return split(problem, "makespan").balance
-
-
-def _links(profile: Profile, link: Link) -> Links:
-    """Tell what it takes to bring what crosses each cut over a link, skips included."""
-    crossing = []
-    for cut in range(1, profile.n_layers):
-        storages = set(profile.layers[cut - 1].outputs)
-        for skip in profile.skips:
-            if skip.source < cut <= skip.destination:
-                storages.update(skip.storages)
-        crossing.append(profile.bytes_of(storages))
-    return Links.from_bytes(crossing, bandwidth=link.bandwidth, latency=link.latency)
 
 
 def fits(profile: Profile, step: Step, memory_limit: int) -> bool:

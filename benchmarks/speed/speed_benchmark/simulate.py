@@ -9,9 +9,10 @@ import torch
 
 import gpipebal as gb
 from gpipebal.errors import InfeasibleError
+from gpipebal.problem import Link
 from gpipebal.profile import Profile
 from gpipebal.rates import DeviceRates
-from speed_benchmark.devices import FAST_LINK, LINK, MEMORY_LIMIT, P40, Link
+from speed_benchmark.devices import FAST_LINK, LINK, MEMORY_LIMIT, P40
 from speed_benchmark.predict import Step, fastest_balance, fits, host_seconds, step_seconds
 from speed_benchmark.published import SpeedModel
 

@@ -7,7 +7,15 @@ from typing import Any
 from benchmark_tools.machine import describe
 from benchmark_tools.text import block, percent, table
 
-from speed_benchmark.devices import FAST, FAST_LINK, LINK, MEMORY_LIMIT, P40
+from speed_benchmark.devices import (
+    FAST,
+    FAST_LINK,
+    FAST_LINK_NAME,
+    LINK,
+    LINK_NAME,
+    MEMORY_LIMIT,
+    P40,
+)
 from speed_benchmark.published import MODELS, SpeedModel
 
 __all__ = ["FORMAT", "VERSION", "against_published", "blocks", "speed_of", "summary"]
@@ -292,10 +300,10 @@ def _environment(record: Record) -> str:
         f"simulated: {P40.name}, {P40.flops_of('float32') / 1e12:g} float32 TFLOP/s, "
         f"{P40.bandwidth / 1e9:g} GB/s ({P40.source}); "
         f"{MEMORY_LIMIT / 1e9:g} GB of its {(P40.memory_bytes or 0) / 1e9:g} for a partition",
-        f"link: {LINK.name}, {LINK.bandwidth / 1e9:g} GB/s each way and {1e6 * LINK.latency:g} us, "
+        f"link: {LINK_NAME}, {LINK.bandwidth / 1e9:g} GB/s each way and {1e6 * LINK.latency:g} us, "
         "beside the computation",
         f"faster: {FAST.name}, {FAST.flops_of('float32') / 1e12:g} float32 TFLOP/s, "
-        f"{FAST.bandwidth / 1e9:g} GB/s ({FAST.source}); {FAST_LINK.name}, "
+        f"{FAST.bandwidth / 1e9:g} GB/s ({FAST.source}); {FAST_LINK_NAME}, "
         f"{FAST_LINK.bandwidth / 1e9:g} GB/s",
         f"host: {1e6 * (P40.host_time or 0):g} us to launch an operation",
     ]
