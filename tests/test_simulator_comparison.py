@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.planner import evaluate, solve
+from gpipebal.problem import Link, links_of
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, CheckpointMode, order_of
 from gpipebal.schedule_comparison import compare_schedules
@@ -226,13 +227,31 @@ def test_partitions_add_up_to_the_profile(data: st.DataObject, n_layers: int) ->
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_peaks_are_those_of_a_plan_with_the_loss_inside(
-    checkpoint: CheckpointMode, schedule: str
+    checkpoint: CheckpointMode, schedule: str, device_type: str
 ) -> None:
-    """What `GPipe` runs is counted as a plan counts it, the loss too."""
+    """What `GPipe` runs is counted as a plan counts it, the loss too; a CPU has one memory."""
     profile = Profile.from_costs(
-        [1.0, 2.0, 1.0], saved_bytes=[10, 20, 30], output_bytes=[3, 5, 900], chunks=4
+        [1.0, 2.0, 1.0], saved_bytes=[10, 20, 30], output_bytes=[3, 500, 900], chunks=4
     )
+    profile = replace(profile, provenance={"device_type": device_type})
     row = compare_schedules(profile, 3, checkpoint=checkpoint).row(schedule)
     plan = evaluate(profile, [1, 1, 1], checkpoint=checkpoint, schedule=schedule, loss_inside=True)
     assert row.peak_bytes == max(part.memory.total for part in plan.partitions)
+
+
+def test_transfers_cost_what_they_cost_a_plan() -> None:
+    """Nothing takes no time, and gradients that nobody wants are not sent."""
+    frozen = LayerProfile("0", "Linear", 1.0, 1.0, 1.0, outputs=(0,), output_bytes=100)
+    trained = [
+        replace(frozen, name=str(k), outputs=(k,), parameter_bytes=8, gradient_bytes=8)
+        for k in (1, 2)
+    ]
+    profile = Profile((frozen, *trained), storages=(100, 0, 100), chunks=2)
+    table = compare_schedules(profile, 3, schedules=["gpipe"], bandwidth=100.0, latency=0.5)
+    link = Link(100.0, 0.5)
+    plan = evaluate(profile, [1, 1, 1], checkpoint="never", link=link)
+    assert table.best.makespan == plan.makespan
+    times = durations_of(profile, (0, 1, 2, 3), links=links_of(profile, link))
+    assert (times.forward_transfer, times.backward_transfer) == ((0.0, 1.5, 0.0), (0.0, 0.0, 0.0))
