@@ -31,7 +31,7 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
     """Describe the loss over one micro-batch as a layer behind the last.
 
     If it was not measured it is that over the mini-batch, parted by its rows; if that was not
-    measured either, it saves what it is given, and its backward makes as much twice.
+    measured either, it takes no time, saves what it is given, and its backward makes as much twice.
     """
     if profile.step.loss is not None:
         return profile.step.loss
@@ -41,6 +41,10 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
     m = profile.chunks
     return replace(
         whole,
+        forward_time=whole.forward_time / m,
+        backward_time=whole.backward_time / m,
+        recompute_time=whole.recompute_time / m or whole.forward_time / m,
+        no_grad_forward_time=None,
         saved=last.outputs,
         outputs=(),
         output_bytes=0,

@@ -12,8 +12,9 @@ from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.problem import Problem
-from gpipebal.solvers import explain_infeasible, find
+from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
+from gpipebal.solvers.infeasible import no_split_by_rules
 from gpipebal.solvers.levels import MOST_STATES, Levels, count_states, memory_limits
 from gpipebal.solvers.peak import least_shortage, peaks_of
 from gpipebal.solvers.reachability import Path
@@ -122,7 +123,7 @@ def _given(question: Question, device: int, limit: int) -> int:
 def _without_shortage(posed: Posed) -> InfeasibleError:
     """Say which rules leave no split, in the words of `solve`."""
     question = posed.question
-    what = str(explain_infeasible(posed.problem)).partition("\nFix: ")[0]
+    what = no_split_by_rules(posed.problem)
     changes = [*_looser(question), *_fewer_partitions(question)]
     helps = [text for text, other in changes if _has_plan(other)]
     return InfeasibleError(f"{what}\nFix: {'; or '.join(helps or ['fewer rules'])}.")

@@ -9,7 +9,6 @@ from gpipebal.memory import partition_memory
 from gpipebal.plan import PartitionPlan, PeakMemory
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import (
-    loss_of_micro_batch,
     pause_time,
     step_timeline,
     time_beside,
@@ -106,7 +105,7 @@ def assemble(
 def _step_time(profile: Profile, execution: Execution, timeline: Timeline) -> float | None:
     """Add to the schedule what a step takes beside it; None if something was not measured."""
     if execution.loss_inside:
-        is_known = loss_of_micro_batch(profile) is not None
+        is_known = profile.step.loss is not None or profile.step.whole_loss is not None
     else:
         is_known = pause_time(profile, execution.chunks) is not None
     beside = time_beside(profile, execution.loss_inside)

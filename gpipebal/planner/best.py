@@ -270,15 +270,12 @@ def solved(posed: Posed, problem: Problem) -> Split | None:
     """Run the solver that the question asks for; None if nothing fits."""
     question = posed.question
     if question.is_searched:
-        try:
-            return search(
-                problem,
-                question.schedule,
-                weight_share=weight_shares(posed.profile),
-                time_limit=question.time_limit,
-            )
-        except InfeasibleError:
-            return None
+        return search(
+            problem,
+            question.schedule,
+            weight_share=weight_shares(posed.profile),
+            time_limit=question.time_limit,
+        )
     if question.cost is None:
         return find(problem, question.objective, question.method, time_limit=question.time_limit)
     return _any_cost(posed, problem)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from gpipebal.errors import BalanceError
 from gpipebal.solvers import OBJECTIVES
+from gpipebal.solvers.dense import AnyCost
 
 __all__ = ["AnyCost", "check_cost"]
-
-#: Called with the first layer of a run, one past its last, and the partition.
-AnyCost = Callable[[int, int, int], "float | None"]
 
 
 def check_cost(cost: Any) -> AnyCost | None:

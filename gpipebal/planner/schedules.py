@@ -30,7 +30,7 @@ from gpipebal.schedule import (
     order_of,
     recomputes_of,
 )
-from gpipebal.solvers import Split, select_method, split
+from gpipebal.solvers import Split, find, select_method, split
 from gpipebal.solvers.levels import Levels
 
 __all__ = ["bound_of", "search"]
@@ -53,7 +53,7 @@ def search(
     weight_share: Sequence[float] | None = None,
     most_trials: int | None = None,
     time_limit: float | None = None,
-) -> Split:
+) -> Split | None:
     """Search the split with the least makespan under any known schedule.
 
     Among splits of equal makespan, of those that were tried, it takes the one with the smallest
@@ -77,13 +77,13 @@ def search(
     Returns:
         A Split, ``'optimal'`` if its makespan meets the bound or no split that could be better was
         left out (to within the rounding of the simulator's sums), else ``'feasible'``.
-        Its method is ``'schedule enumeration'`` or ``'schedule search'``.
+        Its method is ``'schedule enumeration'`` or ``'schedule search'``. None if no split fits
+        the devices and keeps the rules.
 
     Raises:
         UnsupportedPlanError: an unknown schedule.
         BalanceError: partitions that cannot be dealt out evenly, or chunks that the schedule cannot
             have.
-        InfeasibleError: no split fits the devices and keeps the rules.
 
     Complexity:
         O(K m) for each split that is tried, with K partitions and m micro-batches, some hundred of
@@ -100,7 +100,9 @@ def search(
         ((2, 2), 40.0, 'optimal')
     """
     n_devices, each = _dealt_out(problem, schedule, partitions_per_device)
-    start = split(problem, "bottleneck")
+    start = find(problem, "bottleneck")
+    if start is None:
+        return None
     order = order_of(schedule, n_devices, problem.chunks, start.modes, partitions_per_device=each)
     again = recomputes_of(
         schedule, n_devices, problem.chunks, start.modes, partitions_per_device=each

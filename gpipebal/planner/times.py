@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError
+from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.planner.execution import Execution
-from gpipebal.profile import LayerProfile, Profile, SideBySide
+from gpipebal.profile import Profile, SideBySide
 from gpipebal.schedule import (
     SCHEDULES,
     Checkpoint,
@@ -20,7 +21,6 @@ from gpipebal.simulator.sharing import place_sharing
 from gpipebal.timeline import Timeline
 
 __all__ = [
-    "loss_of_micro_batch",
     "order_for",
     "pause_time",
     "recomputes_for",
@@ -52,21 +52,6 @@ def time_beside(profile: Profile, loss_inside: bool) -> float | None:
     if step.optimizer_time is None:
         return None
     return step.optimizer_time + (overhead or 0.0)
-
-
-def loss_of_micro_batch(profile: Profile) -> LayerProfile | None:
-    """Return the times of the loss over one micro-batch; None if no loss was measured."""
-    step = profile.step
-    if step.loss is not None or step.whole_loss is None:
-        return step.loss
-    whole, m = step.whole_loss, profile.chunks
-    return replace(
-        whole,
-        forward_time=whole.forward_time / m,
-        backward_time=whole.backward_time / m,
-        recompute_time=whole.recompute_time / m or whole.forward_time / m,
-        no_grad_forward_time=None,
-    )
 
 
 def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution) -> Timeline:

@@ -14,7 +14,7 @@ from typing import Literal
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.schedule import check_count
 
-__all__ = ["split_any_cost"]
+__all__ = ["AnyCost", "split_any_cost"]
 
 #: Cost of the layers `first` to `end` - 1 in a partition; `math.inf` or None if it is impossible.
 AnyCost = Callable[[int, int, int], "float | None"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from gpipebal.errors import InfeasibleError
@@ -12,18 +11,11 @@ from gpipebal.solvers.peak import least_shortage, peaks_of
 from gpipebal.solvers.reachability import Search
 from gpipebal.units import format_bytes
 
-__all__ = ["explain_infeasible"]
+__all__ = ["explain_infeasible", "no_split_by_rules"]
 
 
-def explain_infeasible(
-    problem: Problem, others: Mapping[str, Problem] | None = None
-) -> InfeasibleError:
+def explain_infeasible(problem: Problem) -> InfeasibleError:
     """Say why a problem has no split, and what would help.
-
-    Args:
-        problem: A problem without a split.
-        others: Other problems that the caller would accept, by what to do to get them, such as
-            ``{"chunks=16": ...}``: those that have a split are named.
 
     Returns:
         An error that names the partition that lacks memory, in the split in which the worst one
@@ -45,12 +37,15 @@ def explain_infeasible(
     """  # noqa: E501
     if count_states(problem) > MOST_STATES:
         # What helps in the order that is given helps where any order may be taken.
-        return explain_infeasible(replace(problem, any_order=False), others)
+        return explain_infeasible(replace(problem, any_order=False))
     limited = problem.memory is not None and any(n is not None for n in memory_limits(problem))
     short = least_shortage(problem) if limited else None
-    helps = [name for name, other in _changes(problem, others or {}) if _has_split(other)]
+    helps = [name for name, other in _changes(problem) if _has_split(other)]
     if short is None:
-        return _no_memory_helps(problem, helps)
+        if not helps:
+            without = replace(problem, rules=None)
+            helps = ["rules=None" if _has_split(without) else "fewer partitions"]
+        return InfeasibleError(f"{no_split_by_rules(problem)}\nFix: {'; or '.join(helps)}.")
     lack, path = short
     peaks = peaks_of(problem, path)
     limits = memory_limits(problem)
@@ -76,25 +71,23 @@ def explain_infeasible(
     )
 
 
-def _no_memory_helps(problem: Problem, helps: list[str]) -> InfeasibleError:
+def no_split_by_rules(problem: Problem) -> str:
+    """Say that rules leave no split, and which."""
     rules = problem.rules
     what = [] if rules is None else [f"{len(rules.uncut)} places without a cut"] * bool(rules.uncut)
     if rules is not None and rules.pinned:
         what.append(f"pin={dict(rules.pinned)}")
     if rules is not None and rules.max_layers is not None:
         what.append(f"max_layers={rules.max_layers}")
-    if not helps:
-        helps = ["rules=None" if _has_split(replace(problem, rules=None)) else "fewer partitions"]
-    return InfeasibleError(
+    return (
         f"rules leave no split into {problem.n_partitions} partitions: {', '.join(what)} "
-        f"(expected a split of {problem.n_layers} layers that keeps them).\n"
-        f"Fix: {'; or '.join(helps)}."
+        f"(expected a split of {problem.n_layers} layers that keeps them)."
     )
 
 
-def _changes(problem: Problem, others: Mapping[str, Problem]) -> list[tuple[str, Problem]]:
+def _changes(problem: Problem) -> list[tuple[str, Problem]]:
     """Think of changes that might help, by what the caller has to write."""
-    changes = list(others.items())
+    changes = list[tuple[str, Problem]]()
     if problem.memory is not None and any(n is not None for n in memory_limits(problem)):
         for mode in ("auto", "except_last", "always", "never"):
             if mode != problem.checkpoint:

@@ -141,6 +141,7 @@ def searches(folder: Path) -> list[Row]:
                 found = search(problem, schedule, weight_share=shares)
                 seconds = time.perf_counter() - start
                 plain = search(problem, schedule, weight_share=shares, most_trials=1)
+                assert found is not None and plain is not None  # nothing is limited
                 rows.append(
                     {
                         "profile": path.stem,
