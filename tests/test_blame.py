@@ -142,3 +142,23 @@ def test_without_numbers_of_nodes_nothing_is_said(monkeypatch: pytest.MonkeyPatc
     notes = notes_of(pipe)
     assert "in the backward of" not in notes
     assert "in partition 1" in notes
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_of_a_parameter_may_be_of_its_layer(place: int, late: bool) -> None:
+    """It runs behind its layer's backward, so the layer before may be in question too."""
+
+    def fail(given: Tensor) -> None:
+        raise OddError
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    weight = model[place].weight
+    if late:
+        weight.register_post_accumulate_grad_hook(fail)
+    else:
+        weight.register_hook(fail)
+    notes = notes_of(GPipe(model, [2, 1], chunks=4, checkpoint="never"))
+    named = f"in the backward of layer '{place}' (layer {place} of the chain)"
+    before = " or before it, down to layer '0' (layer 0 of the chain)" if place else ""
+    assert f"{named}{before}\n" in notes

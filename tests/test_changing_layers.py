@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from chains import run_plain
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 
 import gpipebal as gb
+from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.worker import WorkerPool
-from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -117,6 +120,204 @@ def test_running_statistics_of_instance_norm(checkpoint: CheckpointMode) -> None
     pipe, plain = GPipe(model, [1, 1], chunks=2, checkpoint=checkpoint), copy.deepcopy(model)
     gradients_match(pipe, plain, torch.randn(4, 2, 5))
     torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
+
+
+class Gated(nn.Module):
+    """Skip the layer inside for micro-batches that begin with a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x[0, 0] > 0 else x
+
+
+@MODES
+@pytest.mark.parametrize("skipped", [[0], [1], [0, 1], [1, 2], [2], [0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("balance", [[1, 1], [2]])
+def test_micro_batches_that_go_different_ways(
+    checkpoint: CheckpointMode, skipped: list[int], balance: list[int]
+) -> None:
+    """Each gets the gradients of its own way, whichever way the first one went."""
+    model = nn.Sequential(Gated(), nn.Linear(4, 4))
+    pipe, plain = GPipe(model, balance, chunks=3, checkpoint=checkpoint), copy.deepcopy(model)
+    inputs = torch.rand(6, 4) + 0.1
+    for i in skipped:
+        inputs[2 * i : 2 * i + 2] *= -1
+    gradients_match(pipe, plain, inputs)
+    gradients_match(pipe, plain, inputs.flip(0))
+
+
+class Dropping(nn.Module):
+    """Leave the layer inside out by chance, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.5 else self.linear(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize("how", ["call", *SCHEDULES])
+def test_stochastic_depth_under_checkpoints(checkpoint: CheckpointMode, how: str) -> None:
+    """A first layer that is dropped by chance gets the gradients that it gets without them."""
+    model = nn.Sequential(Dropping(), nn.Linear(4, 4), Dropping(), nn.Linear(4, 2))
+    inputs, target = torch.randn(8, 4), torch.randn(8, 2)
+    found = []
+    for mode in ("never", checkpoint):
+        pipe = GPipe(model, [1, 3], chunks=4, checkpoint=mode)
+        for seed in range(12):
+            pipe.zero_grad()
+            torch.manual_seed(seed)
+            if how == "call":
+                mse_loss(pipe(inputs), target).backward()
+            else:
+                pipe.step(inputs, target=target, loss_fn=mse_loss, schedule=how)
+            found.append([None if p.grad is None else p.grad.clone() for p in pipe.parameters()])
+        pipe.close()
+    for mine, theirs in zip(found[:12], found[12:], strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Centred(nn.Module):
+    """Hand on a running mean, a buffer that the next micro-batch writes to."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.double))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            self.mean[:4].add_(x.detach().mean(0))
+        return x, self.mean
+
+
+class Use(nn.Module):
+    """Multiply by the running mean, late enough for the next micro-batch to have changed it."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(0.02)
+        return given[0] * given[1][:4].clone()
+
+
+@MODES
+@pytest.mark.parametrize("how", ["call", *SCHEDULES])
+@pytest.mark.parametrize("size", [4, 20_000])
+def test_buffers_that_are_handed_on_and_written_again(
+    checkpoint: CheckpointMode, how: str, size: int
+) -> None:
+    """Each micro-batch keeps the values that it was handed; large buffers are no exception."""
+    model = nn.Sequential(nn.Linear(4, 4), Centred(size), Use(), nn.Linear(4, 1)).double()
+    plain, inputs = copy.deepcopy(model), torch.randn(6, 4, dtype=torch.double)
+    pipe = GPipe(model, [2, 2], chunks=3, checkpoint=checkpoint)
+    if how == "call":
+        pipe(inputs).sum().backward()
+    else:
+        pipe.step(inputs, loss_fn=Tensor.sum, schedule=how, reduction="sum")
+    run_plain(plain, inputs, 3).sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(inputs), run_plain(plain, inputs, 3))
+
+
+def test_a_last_layer_that_hands_out_its_workspace() -> None:
+    """What is joined at the end are the outputs as they were handed out."""
+
+    class Workspace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("space", torch.zeros(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mul(x, 2.0, out=self.space)
+
+    pipe = GPipe(nn.Sequential(nn.Identity(), Workspace()), [1, 1], chunks=3)
+    inputs = torch.randn(6, 4)
+    with torch.no_grad():
+        assert torch.equal(pipe(inputs), 2 * inputs)
+
+
+class Momentum(nn.Module):
+    """A trained layer, and a second one that follows it and is written to in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not gb.is_recomputing():
+            with torch.no_grad():
+                for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+                    slow.mul_(0.5).add_(fast, alpha=0.5)
+        return self.fast(x) * self.slow(x).detach()
+
+
+@MODES
+@pytest.mark.parametrize("how", ["call", *SCHEDULES])
+def test_parameters_that_a_forward_writes(checkpoint: CheckpointMode, how: str) -> None:
+    """The gradients are the plain model's, or a recompute says that it cannot give them."""
+    model = nn.Sequential(nn.Linear(4, 4), Momentum(), nn.Linear(4, 4)).double()
+    plain, inputs = copy.deepcopy(model), torch.randn(6, 4, dtype=torch.double)
+    pipe = GPipe(model, [1, 2], chunks=3, checkpoint=checkpoint)
+    try:
+        if how == "call":
+            pipe(inputs).square().sum().backward()
+        else:
+            pipe.step(inputs, loss_fn=lambda y: y.square().sum(), schedule=how, reduction="sum")
+    except ModelError as error:
+        assert checkpoint != "never" and "a parameter that is not trained" in str(error)
+        return
+    run_plain(plain, inputs, 3).square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@MODES
+def test_frozen_embeddings_that_renormalise(checkpoint: CheckpointMode) -> None:
+    """They write to their rows in every forward, and the same again in a recompute."""
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].weight.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    pipe, plain = GPipe(model, [2, 1], chunks=3, checkpoint=checkpoint), copy.deepcopy(model)
+    gradients_match(pipe, plain, torch.tensor([0, 1, 2, 3, 1, 0]))
+
+
+class Force(nn.Module):
+    """Differentiate an energy by the layer's own input."""
+
+    def __init__(self, cut_off: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cut_off = cut_off
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            if self.cut_off and not x.requires_grad:
+                x = x.detach().requires_grad_()
+            energy = self.linear(x).tanh().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@MODES
+@pytest.mark.parametrize("balance", [[1, 2], [2, 1]])
+def test_layers_that_differentiate_by_their_input(
+    checkpoint: CheckpointMode, balance: list[int]
+) -> None:
+    """Without a graph they fail, and the error says why; with one of their own they are right."""
+    for cut_off in (True, False):
+        model = nn.Sequential(nn.Linear(4, 4), Force(cut_off), nn.Linear(4, 2))
+        pipe, plain = GPipe(model, balance, chunks=3, checkpoint=checkpoint), copy.deepcopy(model)
+        inputs = torch.randn(6, 4)
+        if cut_off or checkpoint == "never":
+            gradients_match(pipe, plain, inputs)
+            continue
+        with pytest.raises(RuntimeError, match="require grad") as caught:
+            pipe(inputs)
+        assert "records no graph" in "".join(caught.value.__notes__)
 
 
 def test_frozen_partitions_are_not_recomputed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +119,30 @@ def test_tangents_are_refused() -> None:
         with pytest.raises(PipelineError, match="cannot be differentiated in forward mode"):
             torch.func.functional_call(pipe, lent, (x,))
         assert pipe(x).shape == (4, 3)
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    """Workers know nothing of a transform around the call: its gradients would be zeros."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], chunks=2)
+    x = torch.ones(4, 3)
+    lent = {name: p.detach() for name, p in pipe.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(pipe, parameters, (x,)).square().sum()  # type: ignore[no-any-return]
+
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.grad(loss)(lent),
+        lambda: torch.func.vjp(loss, lent),
+        lambda: torch.func.jacrev(loss)(lent),
+        lambda: torch.func.jvp(loss, (lent,), (lent,)),
+        lambda: torch.func.grad(lambda x: pipe(x).sum())(x),
+        lambda: torch.func.vmap(pipe)(x[:, None]),
+        lambda: torch.func.grad(lambda x: pipe.step(x, loss_fn=Tensor.sum))(x),
+    ]
+    for call in calls:
+        with pytest.raises(PipelineError, match=r"inside of a transform of torch\.func"):
+            call()
+    assert pipe(x).shape == (4, 3)
 
 
 class Masked(nn.Module):

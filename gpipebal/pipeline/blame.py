@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["failed_layers", "next_node"]
+__all__ = ["failed_layers", "next_node", "note_no_graph"]
 
 _known: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 #: Nodes that add a gradient up have this number, and no place in the order.
@@ -25,6 +25,16 @@ _LAST = 2**64 - 1
 def next_node() -> int:
     """Return the number that the next node of this thread will have; 0 if torch does not tell."""
     return 0 if _known is None else _known()
+
+
+def note_no_graph(error: RuntimeError) -> None:
+    """Note in an error of a forward that is recomputed later that it records no graph."""
+    if "require grad" in str(error):
+        error.add_note(
+            "(This forward records no graph, because it is recomputed later. Fix: let a layer "
+            "that differentiates by its own input do so by x.detach().requires_grad_(), under "
+            "torch.enable_grad(); or checkpoint='never'.)"
+        )
 
 
 def failed_layers(
@@ -55,6 +65,9 @@ def failed_layers(
     # What has saved nothing does not show whether it is through; code in Python shows that it ran.
     ran = {nodes[node] for node in nodes if _was_running(node, error.__traceback__)}
     numbers = [number for number in numbers if number in ran] or numbers
+    # Gradients are added up right behind the node that found them, with the parameter's hooks.
+    if not ran and any(nodes[node] == freed and _leads_to_hooks(node) for node in nodes):
+        numbers.append(freed)
     if not numbers:
         return None
     first, last = (max(0, bisect_right(marks, at) - 1) for at in (numbers[0], numbers[-1]))
@@ -102,6 +115,19 @@ def _is_of_parameter(node: Any) -> bool:
     return all(
         before is None or before._sequence_nr() == _LAST for before, _ in node.next_functions
     )
+
+
+def _leads_to_hooks(node: Any) -> bool:
+    """Tell whether a gradient that a node finds goes to a parameter with hooks of its own."""
+    for before in (before for before, _ in node.next_functions if before is not None):
+        leaf = getattr(before, "variable", None)
+        if leaf is None:
+            # A view of a parameter lies between.
+            if before.next_functions and _is_of_parameter(before) and _leads_to_hooks(before):
+                return True
+        elif leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 def _same(value: Any) -> Any:

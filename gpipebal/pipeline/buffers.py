@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,36 @@ class Buffers:
                 )
         self._written.update(changed)
         return changed
+
+    def counts(self) -> dict[Place, int | None]:
+        """Count how often each buffer has been written to."""
+        return {place: _version(buffer) for place, buffer in self._present() if not is_lazy(buffer)}
+
+    def find_written(self, leaves: Sequence[Any], before: Mapping[Place, int | None]) -> list[int]:
+        """Find leaves in the memory of a buffer that a forward writes to, or that is small.
+
+        Args:
+            leaves: What the layers hand on.
+            before: What `counts` said before they ran.
+
+        Returns:
+            Their indices.
+        """
+        written = {
+            part.untyped_storage()._cdata
+            for place, buffer in self._present()
+            if place not in self._left_alone and not is_lazy(buffer)
+            if bytes_of(buffer) <= SMALL
+            or place in self._written
+            or before.get(place) != _version(buffer)
+            for part in parts_of(buffer)
+        }
+        return [
+            k
+            for k, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
+            if leaf.untyped_storage()._cdata in written
+        ]
 
     def check(self, kept: Kept) -> None:
         """Make sure that the buffers without a copy are what they were before the forward.

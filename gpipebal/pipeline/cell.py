@@ -68,6 +68,7 @@ class Cell:
         "_states",
         "_tail",
         "_versions",
+        "_writes",
         "checkpointed",
     )
 
@@ -92,6 +93,7 @@ class Cell:
         self._n_inputs = 0
         self._kind: Any = None
         self._versions: list[int] = []
+        self._writes = 0
         self._keep = False
         self._parameters = True
         self.release()
@@ -144,6 +146,7 @@ class Cell:
             self._promised = result.needs_gradient
             self._states = states or []
             self._tail = tail
+            self._writes = self._partition.frozen_writes()
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
             self._edges, self._marks = _edges(result.leaves), marks
@@ -175,6 +178,14 @@ class Cell:
                 "the forward.\n"
                 "Fix: do not change the mini-batch before the backward, and let the first layer "
                 "of a partition write to its input always or never; or checkpoint='never'."
+            )
+        if self._partition.frozen_writes() != self._writes:
+            raise ModelError(
+                "a checkpointed micro-batch cannot be recomputed: a parameter that is not trained "
+                "was written to after its forward, by a layer of "
+                f"partition {self._partition.index} or a hook.\n"
+                "Fix: write to it between mini-batches; or make it a buffer, which a recompute "
+                "sees as its forward did; or checkpoint='never'."
             )
         randomness = OwnRandomness(self._seed, self._micro_batch, self._states, again=True)
         marks: list[int] = []

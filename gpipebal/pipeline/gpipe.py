@@ -7,7 +7,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from gpipebal.pipeline.devices import (
     move_layer,
     share_of_cores,
 )
-from gpipebal.pipeline.inputs import Inputs, charge_inputs, check_no_tangents, part_inputs
+from gpipebal.pipeline.inputs import Inputs, charge_inputs, check_no_transform, part_inputs
 from gpipebal.pipeline.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch import MiniBatch, Watchers
 from gpipebal.pipeline.parting import join_gradients
@@ -359,10 +358,9 @@ class GPipe(Container):
         return {**super().__getstate__(), "_runtime": None, "_streams": streams}
 
     def _parted(self, input: Any, keywords: Mapping[str, Any]) -> tuple[list[Any], Inputs]:
+        check_no_transform((input, keywords), self.parameters())
         charge_inputs(self._ledger, (input, keywords), self.devices)
-        parted = part_inputs(input, keywords, self.in_dims, self.keyword_dims, self.chunks)
-        check_no_tangents(chain(parted[0], self.parameters()))
-        return parted
+        return part_inputs(input, keywords, self.in_dims, self.keyword_dims, self.chunks)
 
     def _begin(self, inputs: Inputs, schedule: str, loss: MicroBatchLoss | None) -> MiniBatch:
         """Make a mini-batch that is ready to run."""

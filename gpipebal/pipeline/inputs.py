@@ -14,8 +14,9 @@ from gpipebal.errors import PipelineError
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import Call, check_nothing_hidden, flatten
 from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
+from gpipebal.pipeline.random_ops import is_transformed
 
-__all__ = ["Inputs", "charge_inputs", "check_no_tangents", "part_inputs"]
+__all__ = ["Inputs", "charge_inputs", "check_no_transform", "part_inputs"]
 
 
 @dataclass
@@ -91,15 +92,21 @@ def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.de
         ledger.hold([leaf for leaf in leaves if leaf.device == devices[0]], 0, keep=True)
 
 
-def check_no_tangents(values: Iterable[Any]) -> None:
-    """Refuse tensors with a tangent, which the cuts between partitions would drop.
+def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
+    """Refuse transforms of `torch.func`, and tensors with a tangent: workers know of neither.
 
     Raises:
         PipelineError: there is one.
     """
+    if is_transformed():
+        raise PipelineError(
+            "a pipeline cannot be called inside of a transform of torch.func: its workers would "
+            "not see grad, vjp, vmap, jvp and the like.\n"
+            "Fix: use backward() or torch.autograd.grad() behind the call; or the plain model."
+        )
     if forward_ad._current_level < 0:
         return  # as nearly always: nobody is inside of forward-mode differentiation
-    for value in values:
+    for value in (*flatten(inputs)[0], *parameters):
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise PipelineError(
                 "a pipeline cannot be differentiated in forward mode: an input or a parameter has "

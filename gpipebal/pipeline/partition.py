@@ -1,17 +1,19 @@
 """A partition as its worker runs it: a run of layers on one device, and what is known of them.
 
-The same layers behave alike for every micro-batch of one kind, so three facts are found out once,
+The same layers behave alike for every micro-batch of one kind, so four facts are found out once,
 on the first micro-batch of a new kind, and used from then on:
 
 * which of the boundary tensors the first layers write to (only those are copied, so that the
-  recompute and the neighbour still see them unharmed);
+  recompute and the neighbour still see them unharmed), and which of the outputs are buffers that
+  the next micro-batch will write to (copied likewise);
 * which buffers the layers write to (only those, and small ones in any case, are copied for a
   recompute, which then starts from the same buffers as the forward, and leaves no trace in them:
   batch normalisation counts each micro-batch once);
 * which outputs need a gradient (a checkpointed forward records no graph that could tell).
 
-Which outputs need a gradient is looked at again in the first micro-batch of every mini-batch. A
-layer that changes otherwise is noticed in the recompute, before it can make a wrong gradient.
+Which outputs need a gradient is looked at again in the first micro-batch of every mini-batch, and
+in every one as long as none does. A layer that changes otherwise is noticed in the recompute,
+before it can make a wrong gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.blame import failed_layers, next_node
+from gpipebal.pipeline.blame import failed_layers, next_node, note_no_graph
 from gpipebal.pipeline.buffers import Buffers, Kept, Place
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.facts import MOST_KINDS, Facts, version_of, was_written
@@ -126,6 +128,12 @@ class Partition:
         # Views of the modules' dictionaries, which follow what happens to them: every step looks.
         self._child_views = [module._modules.values() for module in self._modules]
         self._parameter_views = [module._parameters.values() for module in self._modules]
+        # An embedding may keep its rows short: to do so again changes nothing.
+        self._written_views = [
+            module._parameters.values()
+            for module in self._modules
+            if getattr(module, "max_norm", None) is None
+        ]
         self._children = self._nested()
         self._parameters = self._parameter_ids()
         self.buffers = Buffers(self._modules, self.foreign_buffers)
@@ -179,6 +187,12 @@ class Partition:
             ]
         )
 
+    def frozen_writes(self) -> int:
+        """Count the writes to parameters that are not trained: autograd looks after the others."""
+        found = (p for p in chain.from_iterable(self._written_views) if p is not None)
+        frozen = (p for p in found if not (p.requires_grad or is_lazy(p) or p.is_inference()))
+        return sum(parameter._version for parameter in frozen)
+
     def forget(self, kind: Hashable) -> None:
         """Let the facts of this kind of micro-batch be found out anew."""
         self._facts.pop(kind, None)
@@ -203,6 +217,10 @@ class Partition:
         """
         # Asked once: in between another mini-batch may let it be forgotten.
         facts = self._facts.get(run.kind)
+        if checkpointed and facts is not None and not any(facts.outputs_need_gradient):
+            # Nothing would be recomputed, and so nobody would notice that this micro-batch goes
+            # another way through a layer. Where nothing can need a gradient there is no graph.
+            look = True
         # Facts are found with a graph, because only a graph tells which outputs need a gradient.
         record = run.state.grad_enabled and (not checkpointed or look or facts is None)
         leaves = packet.as_leaves() if record else packet.leaves
@@ -221,8 +239,18 @@ class Partition:
                 if isinstance(inputs[k], Tensor):
                     inputs[k] = inputs[k].clone()
             versions = [version_of(leaf) for leaf in inputs]
-            value = self._run_layers(unflatten(inputs, packet.structure), run)
+            counts = self.buffers.counts() if facts is None else {}
+            try:
+                value = self._run_layers(unflatten(inputs, packet.structure), run)
+            except RuntimeError as error:
+                if checkpointed and not record:
+                    note_no_graph(error)
+                raise
             outputs, out_structure = flatten(value)
+            # The next micro-batch writes to them while others still read.
+            written = self.buffers.find_written(outputs, counts) if facts is None else ()
+            for k in facts.written_outputs if facts is not None else written:
+                outputs[k] = outputs[k].clone()
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
         if facts is None:
             changed = self.buffers.look(before)
@@ -233,6 +261,7 @@ class Partition:
                     k for k, leaf in enumerate(inputs) if was_written(leaves[k], leaf, versions[k])
                 ),
                 outputs_need_gradient=tuple(needs),
+                written_outputs=tuple(written),
             )
             self._remember(run.kind, facts)
         elif look:
@@ -288,11 +317,13 @@ class Partition:
             ]
             outputs, _ = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
-        if needs != list(promised):
+        # One that was promised for nothing gets a gradient that goes nowhere.
+        more = [need and not promise for need, promise in zip(needs, promised, strict=False)]
+        if any(more) or len(needs) != len(promised):
             self.forget(run.kind)
             raise ModelError(
-                f"partition {self.index} cannot be recomputed: other outputs need a gradient than "
-                "when this kind of micro-batch was first seen.\n"
+                f"partition {self.index} cannot be recomputed: an output needs a gradient that "
+                "needed none when this kind of micro-batch was first seen.\n"
                 "Fix: run the mini-batch again, its layers are looked at anew; if they change from "
                 "call to call, use checkpoint='never'."
             )
