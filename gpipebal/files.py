@@ -45,12 +45,17 @@ _Noun = TypeVar("_Noun")
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary name beside `path`; move it there only when the block ends well.
 
-    The old file, if any, stays whole when the block raises or the process dies.
+    The old file, if any, stays whole when the block raises or the process dies. A link stays one,
+    and the file that it leads to is the one that is written.
 
     Raises:
         KindError: `path` is no path.
+        FileFormatError: there is something else than an ordinary file, which a file would replace.
     """
-    target = check_path(path)
+    target = Path(os.path.realpath(check_path(path)))
+    what = _not_a_file(target)
+    if what is not None:
+        raise _refused(path, f"cannot be written: {what}.", "give the name of an ordinary file.")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _make_beside(target)
     try:
@@ -66,9 +71,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def why_not_writable(path: str | os.PathLike[str]) -> str | None:
     """Say why no file can be written to `path`, by trying to make one beside it; None if it can."""
-    target = Path(path)
-    if os.path.isdir(target):
-        return "it is a folder"
+    target = Path(os.path.realpath(path))
+    what = _not_a_file(target)
+    if what is not None:
+        return what
     if not os.path.isdir(target.parent):
         return "its folder does not exist"
     try:
@@ -76,6 +82,15 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
         _make_beside(target).unlink()
     except OSError as error:
         return f"its folder takes no such file: {error.strerror or error}"
+    return None
+
+
+def _not_a_file(target: Path) -> str | None:
+    """Say what stands at a path if that is no ordinary file, such as a device; None if nothing."""
+    if os.path.isdir(target):
+        return "it is a folder"
+    if os.path.exists(target) and not os.path.isfile(target):
+        return "it is no ordinary file"
     return None
 
 

@@ -161,6 +161,22 @@ def test_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         assert (process.wait(WATCHDOG), err) == (141, b"")
 
 
+def test_output_that_nobody_can_take_is_one_error(tmp_path: Path) -> None:
+    """A full disk is said in one line; where there is no output at all nothing is printed."""
+    path = tmp_path / "profile.json"
+    Profile.from_costs([1.0] * 5).save(path)
+    words = _command("show", str(path))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, env=_environment(), timeout=WATCHDOG
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith("gpipebal: error: the output cannot be written")
+    closed = ["sh", "-c", '"$@" >&-', "sh", *words]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, env=_environment(), timeout=WATCHDOG)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_table_shows_the_slowest_layers() -> None:
     """Of many layers the slowest are shown, in the order of the chain, and the rest is told."""
     text = profile_table(Profile.from_costs([1.0, 5.0, 2.0, 4.0], names=list("abcd")), 2)

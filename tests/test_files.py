@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpipebal import files
 from gpipebal.errors import FileFormatError
-from gpipebal.files import atomic_path, read_record, write_record
+from gpipebal.files import atomic_path, read_record, why_not_writable, write_record
 
 RECORD = {"format": "thing", "version": 1, "values": [1, 2.5, None, "a"]}
 
@@ -66,6 +67,35 @@ def test_written_file_has_the_permissions_of_an_ordinary_file(tmp_path: Path) ->
     finally:
         os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """A device, a pipe or a folder stays what it is, and the error says so; nothing is left."""
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for path, what in (
+        (pipe, "no ordinary file"),
+        (link, "no ordinary file"),
+        (folder, "a folder"),
+    ):
+        with pytest.raises(FileFormatError, match=f"cannot be written: it is {what}"):
+            write_record(path, RECORD)
+        assert what in (why_not_writable(path) or "")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [folder, link, pipe]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """What it leads to is written, also where there is nothing yet, and the link is kept."""
+    real, link = tmp_path / "real" / "thing.json", tmp_path / "latest.json"
+    link.symlink_to(real)
+    for record in (RECORD, {**RECORD, "values": []}):
+        write_record(link, record)
+        assert link.is_symlink() and read_record(real, "thing", 1) == record
+    assert why_not_writable(link) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ the commands that need no model come at once. One command a file; `words` is wha
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,10 @@ exit status:
   141  nobody reads the output any more"""
 
 
+#: Errors of writing what a command prints, on a full disk or where there is none any more.
+_NO_OUTPUT = (errno.ENOSPC, errno.EBADF, errno.EIO)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``gpipebal`` and return its exit status, as `EXIT_STATUS` has it.
 
@@ -67,11 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             finally:
                 # Here and not at the exit of Python, where nobody can catch it; help, too, ends
                 # with an exception.
-                sys.stdout.flush()
+                if sys.stdout is not None:
+                    sys.stdout.flush()
         except BrokenPipeError:
-            # What is still in the buffer goes nowhere, without a complaint.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _forget_output()
             return NOBODY_READS
+        except OSError as error:
+            if error.filename is not None or error.errno not in _NO_OUTPUT:
+                raise
+            _forget_output()
+            complain(
+                f"the output cannot be written: {error.strerror}.\nFix: give it another place."
+            )
+            return BAD_INPUT
         except GpipebalError as error:
             if _is_users_own(error):
                 raise
@@ -85,6 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\ngpipebal: interrupted. {notes or 'Nothing was written.'}", file=sys.stderr)
             return INTERRUPTED
     return 0
+
+
+def _forget_output() -> None:
+    """Let what is still in the buffer go nowhere, without a complaint at the exit of Python."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_users_own(error: GpipebalError) -> bool:
