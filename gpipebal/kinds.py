@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 from gpipebal.errors import KindError
 
-__all__ = ["check_kind", "check_path"]
+__all__ = ["check_kind", "check_options", "check_path"]
 
 #: Every noun with the verb that makes it of the one before; the first is made of a model.
 _MADE_BY = {
@@ -57,6 +59,28 @@ def check_path(path: object) -> Path:
             "Fix: give the name of a file."
         )
     return Path(path)
+
+
+def check_options(given: Iterable[str], known: Collection[str], verb: str) -> None:
+    """Refuse keyword arguments that a verb does not have, as Python does for those it lists.
+
+    Raises:
+        KindError: there is one.
+
+    Example:
+        >>> check_options(["memory_limits"], ["memory_limit", "devices"], "top_plans")
+        Traceback (most recent call last):
+        gpipebal.errors.KindError: top_plans has no argument 'memory_limits' (expected one of 'memory_limit', 'devices').
+        Fix: memory_limit=...
+    """  # noqa: E501
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise KindError(
+                f"{verb} has no argument {name!r} (expected one of "
+                f"{', '.join(map(repr, known))}).\nFix: "
+                f"{f'{near[0]}=...' if near else f'leave {name} out.'}"
+            )
 
 
 def _way(name: str, value: object, wanted: str) -> str:

@@ -10,6 +10,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.planner.chunking import at_chunks
 from gpipebal.problem import Link, Problem, links_of
+from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.schedule import ALL_SCHEDULES, CheckpointMode, check_count
 from gpipebal.simulator import (
@@ -34,7 +35,7 @@ def compare_schedules(
     chunks: int | None = None,
     checkpoint: CheckpointMode = "never",
     schedules: Sequence[str] = ALL_SCHEDULES,
-    partitions_per_device: Sequence[int] = (2,),
+    partitions_per_device: int | Sequence[int] = 2,
     bandwidth: float | None = None,
     latency: float = 0.0,
     overlap: bool = True,
@@ -53,7 +54,8 @@ def compare_schedules(
             at one, every micro-batch has these, and a note says so.
         checkpoint: Which micro-batches are recomputed.
         schedules: Names of the schedules; see `gpipebal.schedule.ALL_SCHEDULES`.
-        partitions_per_device: Numbers to try with schedules that go round several times.
+        partitions_per_device: Number, or numbers, to try with schedules that go round several
+            times.
         bandwidth: Bytes per second between devices; None: transfers take no time.
         latency: Seconds of every transfer, on top.
         overlap: Whether transfers run beside the devices' work; see `gpipebal.simulator.place`.
@@ -83,6 +85,7 @@ def compare_schedules(
             f"devices are more than layers: n_devices={n_devices} (expected at most "
             f"{profile.n_layers}).\nFix: n_devices={profile.n_layers}."
         )
+    overlap = check_flag("overlap", overlap)
     links = None
     if bandwidth is not None or latency:
         link = Link(math.inf if bandwidth is None else bandwidth, latency, overlap)
@@ -90,6 +93,8 @@ def compare_schedules(
     durations: dict[int, Durations] = {}
     held: dict[int, list[HeldBytes]] = {}
     too_many = []
+    if isinstance(partitions_per_device, int):
+        partitions_per_device = (partitions_per_device,)
     for each in dict.fromkeys((1, *partitions_per_device)):
         check_count("partitions_per_device", each)
         if each * n_devices > profile.n_layers:

@@ -13,12 +13,14 @@ import torch
 import gpipebal as gb
 from gpipebal.errors import BalanceError, DeviceError, GpipebalError, KindError, ProfileError
 from gpipebal.planner import evaluate, recompute_layers
+from gpipebal.problem import Rules
 from gpipebal.rates import DeviceRates
 
 pytestmark = pytest.mark.timeout(60)
 
 PROFILE = gb.Profile.from_costs([1.0, 2.0, 3.0], chunks=4)
 PLAN = gb.solve(PROFILE, 2)
+TWICE = gb.Profile.from_costs([1.0] * 3, names=["a", "a", "b"])
 TWO = (torch.tensor([1, 2]), np.array([1, 2]))
 anything: Any = object()
 
@@ -66,6 +68,58 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
         lambda: gb.solve_grid(PROFILE, 4, partitions=2),
         BalanceError,
         "Fix: leave it out, or solve(profile, 2) for one number",
+    ),
+    "option of top_plans": (
+        lambda: gb.top_plans(PROFILE, 2, 2, memory_limits=1),
+        KindError,
+        "no argument 'memory_limits'",
+    ),
+    "option of select_method": (
+        lambda: gb.select_method(PROFILE, 2, chunk=2),
+        KindError,
+        "Fix: chunks=...",
+    ),
+    "option of compare_rules": (
+        lambda: gb.compare_rules(PROFILE, PLAN, chunks=9),
+        KindError,
+        "expected one of 'devices', 'link', 'quantile'",
+    ),
+    "patience": (
+        lambda: gb.compare_rules(PROFILE, PLAN, patience="a"),  # type: ignore[arg-type]
+        BalanceError,
+        "patience='a'",
+    ),
+    "link of replicas": (
+        lambda: gb.solve_grid(PROFILE, 2, replica_link=3),  # type: ignore[arg-type]
+        BalanceError,
+        "replica_link=Link(bandwidth=16e9)",
+    ),
+    "durations": (
+        lambda: gb.simulate(PLAN, durations=3),  # type: ignore[arg-type]
+        KindError,
+        "durations is no Durations",
+    ),
+    "overlap": (lambda: gb.simulate(PLAN, overlap=3), BalanceError, "Fix: overlap=True"),  # type: ignore[arg-type]
+    "bandwidth": (
+        lambda: gb.compare_schedules(PROFILE, 2, bandwidth="a"),  # type: ignore[arg-type]
+        BalanceError,
+        "bandwidth is not above 0",
+    ),
+    "rules": (lambda: Rules(no_cut=3), BalanceError, "no_cut is no list: no_cut=3"),  # type: ignore[arg-type]
+    "a name of two layers": (
+        lambda: gb.solve(TWICE, 2, pin={"a": 0}),
+        BalanceError,
+        "layers 0, 1 have it",
+    ),
+    "a name that no file can hold": (
+        lambda: gb.Profile.from_costs([1.0], names=["\ud800"]),
+        ProfileError,
+        "name is no text: names[0]='\\ud800'",
+    ),
+    "a flag of the profiler": (
+        lambda: gb.profile_model(torch.nn.Sequential(), torch.ones(1), one_at_a_time=3),  # type: ignore[arg-type]
+        BalanceError,
+        "Fix: one_at_a_time=True",
     ),
     **{
         f"{type(two).__name__} of partitions": (

@@ -391,6 +391,15 @@ def test_an_error_says_what_would_fit(limit: Any, reserve: Any) -> None:
         recompute_layers(profile, plan, memory_limit=less, reserve=reserve)
 
 
+def test_an_error_names_the_partition_that_lacks_most() -> None:
+    """Not the first one that does not fit."""
+    profile = gb.Profile.from_costs([1.0] * 4, parameter_bytes=[30, 30, 400, 400], chunks=2)
+    plan = gb.evaluate(profile, [2, 2], checkpoint="never")
+    with pytest.raises(InfeasibleError, match="partition 1 does not fit") as caught:
+        recompute_layers(profile, plan, memory_limit=50)
+    assert (caught.value.partition, caught.value.shortage) == (1, 1550)
+
+
 def test_devices_of_their_own() -> None:
     """Other devices recompute in their own time, in any order, under their own limits."""
     profile = chain()

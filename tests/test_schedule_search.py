@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from gpipebal.planner import schedules
 from gpipebal.planner.schedule_costs import ScheduleCosts
 from gpipebal.planner.schedules import bound_of, search
 from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
-from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, order_of
+from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, CheckpointMode, order_of
 from gpipebal.simulator import Durations, place, weight_shares
 
 Bounds = tuple[int, ...]
@@ -322,3 +322,37 @@ def test_limits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search(problem, "interleaved_1f1b", most_trials=20)
     assert found is not None
     assert found.status == "feasible" or found.method == "schedule search"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["1f1b", "zb_h1"]), st.sampled_from(CHECKPOINT_MODES))
+def test_an_open_order_of_devices_is_no_slower_than_any_that_is_given(
+    data: st.DataObject, name: str, mode: CheckpointMode
+) -> None:
+    """All orders are searched where they are few; the bound is one on all of them."""
+    n = data.draw(st.integers(2, 3))
+    times = data.draw(st.lists(st.integers(1, 6), min_size=n, max_size=6))
+    devices = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=n, max_size=n))
+    profile = gb.Profile.from_costs(times, chunks=3)
+    plan = gb.solve(profile, n, schedule=name, checkpoint=mode, devices=devices, any_order=True)
+    given_orders = [
+        gb.solve(profile, n, schedule=name, checkpoint=mode, devices=[devices[k] for k in order])
+        for order in permutations(range(n))
+    ]
+    least = min(one.value for one in given_orders)
+    assert plan.value == pytest.approx(least, rel=1e-12)
+    assert plan.lower_bound <= least * (1 + 1e-12)
+    if name == "1f1b":  # others only torch runs
+        again = [devices[k] for k in plan.devices]
+        fixed = gb.evaluate(profile, plan.balance, schedule=name, checkpoint=mode, devices=again)
+        assert fixed.makespan == plan.makespan
+
+
+def test_an_open_order_of_many_devices_is_no_slower_than_the_one_that_is_given() -> None:
+    """Where orders are many, the one that was given is searched too."""
+    profile = gb.Profile.from_costs([2.0, 1.0, 3.0, 1.0, 2.0, 4.0, 1.0], chunks=4)
+    devices = [1.0, 1.1, 1.2, 1.3, 1.4]
+    given = gb.solve(profile, 5, schedule="1f1b", devices=devices)
+    free = gb.solve(profile, 5, schedule="1f1b", devices=devices, any_order=True)
+    assert free.value <= given.value and free.lower_bound <= given.lower_bound
+    assert sorted(free.devices) == [0, 1, 2, 3, 4]

@@ -227,3 +227,17 @@ def test_every_advice_is_true(profile: gb.Profile, data: st.DataObject) -> None:
     if mode != "always":
         with pytest.raises(InfeasibleError):
             top_plans(profile, 2, **options)
+
+
+def test_rules_and_memory_that_are_in_the_way_together_are_both_named() -> None:
+    """Where no rule is the only obstacle, the fix drops them all, and more memory if it must."""
+    profile = gb.Profile.from_costs([1, 1, 1], saved_bytes=[40] * 3, chunks=1)
+    with pytest.raises(
+        InfeasibleError, match=r"Fix: without max_layers, and memory_limit=\d+"
+    ) as it:
+        gb.solve(profile, 2, max_layers=1, memory_limit=10)
+    (limit,) = re.findall(r"memory_limit=(\d+)", str(it.value).partition("Fix")[2])
+    assert gb.solve(profile, 2, memory_limit=int(limit)).balance
+    with pytest.raises(InfeasibleError, match=r"Fix: without no_cut and max_layers\."):
+        gb.solve(profile, 2, max_layers=1, no_cut=[1, 2])
+    assert gb.solve(profile, 2).balance

@@ -125,8 +125,26 @@ def _without_shortage(posed: Posed) -> InfeasibleError:
     question = posed.question
     what = no_split_by_rules(posed.problem)
     changes = [*_looser(question), *_fewer_partitions(question)]
-    helps = [text for text, other in changes if _has_plan(other)]
-    return InfeasibleError(f"{what}\nFix: {'; or '.join(helps or ['fewer rules'])}.")
+    helps = [text for text, other in changes if _has_plan(other)] or [_without_rules(posed)]
+    return InfeasibleError(f"{what}\nFix: {'; or '.join(helps)}.")
+
+
+def _without_rules(posed: Posed) -> str:
+    """Say what helps where no rule is the only obstacle."""
+    question = posed.question
+    rules = question.rules
+    assert rules is not None
+    names = ("no_cut", "keep_together", "pin", "max_layers")
+    text = "without " + " and ".join(name for name in names if getattr(rules, name))
+    free = replace(question, rules=None)
+    if _has_plan(free):
+        return text
+    short = _shortage(pose(free, posed.chunks))
+    more = () if short is None else _more_memory(free, short[0])
+    for limit, other in more:
+        if _has_plan(other):
+            return f"{text}, and {limit}"
+    return "fewer partitions, or a smaller model"
 
 
 def _has_plan(question: Question) -> bool:

@@ -7,8 +7,8 @@ only from its own clock. Where there are few ways to cut and run a chain, all ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, pairwise, permutations, product
-from math import comb, factorial
+from itertools import combinations, pairwise, product
+from math import comb, factorial, prod
 from typing import Literal
 
 from gpipebal.planner.posing import Posed
@@ -16,7 +16,7 @@ from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
 from gpipebal.solvers import Split
 
-__all__ = ["all_ways", "keeps_rules"]
+__all__ = ["all_ways", "device_orders", "keeps_rules"]
 
 
 def all_ways(posed: Posed, most: int) -> list[Split] | None:
@@ -33,10 +33,8 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
     n, n_layers = problem.n_partitions, problem.n_layers
     is_auto = question.checkpoint == "auto"
     count = comb(n_layers - 1, n - 1) * (len(CHECKPOINT_MODES) ** n if is_auto else 1)
-    if count > most or (question.any_order and factorial(n) > most):
-        return None
-    orders = _orders(posed)
-    if count * len(orders) > most:
+    orders = device_orders(posed, most // count)
+    if orders is None or count * len(orders) > most:
         return None
     return [
         Split(bounds, 0, 0, "feasible", "", modes, order)
@@ -81,13 +79,31 @@ def keeps_rules(rules: Rules | None, bounds: Sequence[int]) -> bool:
     )
 
 
-def _orders(posed: Posed) -> Sequence[tuple[int, ...]]:
-    """Return all orders of the devices, of those that put equal ones elsewhere the first."""
-    in_order = tuple(range(posed.problem.n_partitions))
-    devices = posed.problem.devices
+def device_orders(posed: Posed, most: int) -> list[tuple[int, ...]] | None:
+    """List all orders of the devices that are open, of those that put equal ones elsewhere one.
+
+    The order that was given comes first.
+
+    Args:
+        posed: The question.
+        most: Largest number of orders.
+
+    Returns:
+        Orders; None if there are more than that.
+    """
+    n, devices = posed.problem.n_partitions, posed.problem.devices
     if not posed.question.any_order or devices is None:
-        return [in_order]
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for order in permutations(in_order):
-        found.setdefault(tuple(devices.index(devices[k]) for k in order), order)
-    return list(found.values())
+        return [tuple(range(n))]
+    kinds = [devices.index(device) for device in devices]
+    if factorial(n) // prod(factorial(kinds.count(kind)) for kind in set(kinds)) > most:
+        return None
+    # By kinds, and of each kind the first that is left.
+    orders: list[tuple[int, ...]] = [()]
+    for _ in range(n):
+        orders = [
+            (*order, k)
+            for order in orders
+            for k in range(n)
+            if k not in order and kinds[k] not in {kinds[i] for i in range(k) if i not in order}
+        ]
+    return orders

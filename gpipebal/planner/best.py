@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.plan import Plan
-from gpipebal.planner.all_ways import all_ways
+from gpipebal.planner.all_ways import all_ways, device_orders
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import bound_of, search
@@ -31,6 +31,10 @@ _MOST_TRIED, _FEW = 16, 400
 #: How many of them are tried where none is known that fits; and up to how many ways to cut and run
 #: a chain all are.
 _MOST_UNTIL_ONE_FITS, MOST_WAYS = 100, 500
+#: In up to so many orders of the devices a schedule is searched.
+_MOST_ORDERS = 24
+#: Up to so many ways are looked at where the least peak is not proven: each is simulated.
+_MOST_FOR_PEAKS = 100
 
 
 class Best(NamedTuple):
@@ -102,6 +106,9 @@ def best_of(posed: Posed) -> Best:
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
         plan = _least_waiting(posed, plan)
+        ways = all_ways(posed, _MOST_FOR_PEAKS) if plan.gap else None
+        if ways is not None:
+            return _best_way(posed, ways, found.method)
     if fits(plan):
         return Best(plan, plan.lower_bound)
     ways = all_ways(posed, MOST_WAYS)
@@ -270,15 +277,41 @@ def solved(posed: Posed, problem: Problem) -> Split | None:
     """Run the solver that the question asks for; None if nothing fits."""
     question = posed.question
     if question.is_searched:
-        return search(
-            problem,
-            question.schedule,
-            weight_share=weight_shares(posed.profile),
-            time_limit=question.time_limit,
-        )
+        return _searched(posed, problem)
     if question.cost is None:
         return find(problem, question.objective, question.method, time_limit=question.time_limit)
     return _any_cost(posed, problem)
+
+
+def _searched(posed: Posed, problem: Problem) -> Split | None:
+    """Search under the schedule, in each order of the devices that is open, if they are few."""
+    question, n = posed.question, problem.n_partitions
+    orders = device_orders(posed, _MOST_ORDERS)
+    # If they are many: the order with the least bottleneck, and the one that was given.
+    ways = [None, tuple(range(n))] if orders is None else orders
+    limit = question.time_limit
+    found: list[Split] = []
+    for order in ways:
+        one = problem
+        if order is not None and problem.devices is not None:
+            devices = [problem.devices[k] for k in order]
+            one = replace(problem, devices=devices, any_order=False)
+        split = search(
+            one,
+            question.schedule,
+            weight_share=weight_shares(posed.profile),
+            time_limit=None if limit is None else limit / len(ways),
+        )
+        if split is not None:
+            found.append(split if order is None else replace(split, order=order))
+    if not found:
+        return None
+    best = min(found, key=lambda split: split.value)
+    # That of an open order holds for all of them.
+    bound = found[0].lower_bound if orders is None else min(one.lower_bound for one in found)
+    bound = min(bound, best.value)
+    status: Literal["optimal", "feasible"] = "optimal" if bound >= best.value else "feasible"
+    return replace(best, lower_bound=bound, status=status)
 
 
 def _any_cost(posed: Posed, problem: Problem) -> Split | None:

@@ -84,7 +84,7 @@ def chunk_candidates(profile: Profile, most: int = MOST_CANDIDATES) -> list[int]
     if len(sizes) < 2:
         raise ProfileError(
             "profile does not tell what other micro-batches cost: it knows one size, "
-            f"rows={profile.rows} (expected two or more where chunks='auto').\n"
+            f"rows={profile.rows} (expected two or more where their number is open).\n"
             "Fix: profile_model(model, sample, chunks=..., rows=None), which measures several, or "
             "chunks=None."
         )

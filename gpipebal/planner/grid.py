@@ -23,6 +23,7 @@ from gpipebal.planner.question import Options
 from gpipebal.planner.replicated import Additions, Replicated, search
 from gpipebal.planner.solve import posed_of, solve
 from gpipebal.problem import Link
+from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
 from gpipebal.text import aligned
@@ -242,6 +243,7 @@ def solve_grid(
                 f"option does not apply to a grid: {name}={given[name]!r} (expected {value!r}).\n"
                 f"Fix: {name}={value!r}."
             )
+    check_link("replica_link", replica_link)
     most = profile.n_layers * profile.mini_batch_rows
     if n_devices > most:
         raise BalanceError(

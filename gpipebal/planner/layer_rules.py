@@ -94,8 +94,14 @@ def _wrong_form(rule: str, given: object, expected: str, example: object) -> Bal
 def _layer(profile: Profile, rule: str, key: LayerKey) -> int:
     """Return the index of a layer that is given by index or name."""
     if isinstance(key, str):
-        if key in profile.names:
+        if profile.names.count(key) == 1:
             return profile.names.index(key)
+        if key in profile.names:
+            places = [k for k, name in enumerate(profile.names) if name == key]
+            raise BalanceError(
+                f"several layers have one name: {rule} has {key!r} (expected a name that one layer "
+                f"has: layers {', '.join(map(str, places))} have it).\nFix: {places[0]}, its index."
+            )
     elif isinstance(key, int) and not isinstance(key, bool) and 0 <= key < profile.n_layers:
         return key
     raise BalanceError(

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
-from gpipebal.kinds import check_kind
+from gpipebal.kinds import check_kind, check_options
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.layer_rules import LayerKey, join_rules
@@ -19,6 +19,7 @@ from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
+from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
     ALL_SCHEDULES,
@@ -147,6 +148,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         ProfileError: the profile does not tell what they ask for.
     """
     check_kind("profile", profile, Profile)
+    check_options(options, Options.__annotations__, "solve")
     n_partitions = check_count("partitions", partitions)
     if n_partitions > profile.n_layers:
         raise BalanceError(
@@ -184,12 +186,6 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             "devices may change places, but there are none: devices=None (expected one per "
             "partition where any_order=True).\nFix: any_order=False, or give devices."
         )
-    link = options.get("link")
-    if link is not None and not isinstance(link, Link):
-        raise BalanceError(
-            f"link is none: link={link!r} (expected a Link).\n"
-            "Fix: link=Link(bandwidth=16e9), in bytes per second."
-        )
     cost = check_cost(options.get("cost"))
     asked = options.get("chunks")
     chunks = _chunks(asked, profile, "cost" if cost is not None else objective)
@@ -219,7 +215,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         any_order=any_order,
         limits=limits,
         reserve=None if reserve is None else _size("reserve", reserve),
-        link=link,
+        link=check_link("link", options.get("link")),
         rules=join_rules(
             profile,
             options.get("rules"),

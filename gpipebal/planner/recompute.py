@@ -359,18 +359,18 @@ class _Search:
 def _infeasible(
     posed: Posed, plan: Plan, j: int, time_limit: float | None, *, all_tried: bool
 ) -> InfeasibleError:
-    """Say which partition lacks how much whatever is recomputed, and which limit would do."""
-    limit = posed.limits[j]
-    assert limit is not None
+    """Say which partition lacks most (else j) whatever is recomputed, and which limit would do."""
     search = _Search(posed, plan, time_limit, posed.limits)
     needs = search.needed()
-    first = sum(plan.balance[:j])
-    names = posed.profile.names[first : first + plan.balance[j]]
-    shortage = max(1, needs[j] - limit)
-    fix = "a plan with more partitions, or more and smaller micro-batches"
     pairs = list(zip(needs, posed.limits, strict=True))
     lacks = [0 if one is None else max(0, n - one) for n, one in pairs]
+    j = lacks.index(max(lacks)) if any(lacks) else j
+    limit, shortage = posed.limits[j], max(1, lacks[j])
+    assert limit is not None
+    first = sum(plan.balance[:j])
+    names = posed.profile.names[first : first + plan.balance[j]]
     enough = [None if one is None else max(n, one) for n, one in pairs]
+    fix = "a plan with more partitions, or more and smaller micro-batches"
     if not isinstance(_Search(posed, plan, time_limit, enough).answer(), int):
         fix = _limit_text(posed.question, plan, lacks)
     which, least = "whichever of its layers are recomputed", "at least"

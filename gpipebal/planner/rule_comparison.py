@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError, ProfileError
-from gpipebal.kinds import check_kind
+from gpipebal.kinds import check_kind, check_options
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.plans import plan_of_balance
@@ -17,6 +17,7 @@ from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options, ask
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
 from gpipebal.problem import Problem, to_balance, to_bounds
+from gpipebal.problem.checks import plain_number
 from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split
@@ -152,7 +153,7 @@ def compare_rules(
     Raises:
         ProfileError: the profile is of another chain than the plan, or the plan has other costs.
         BalanceError: options that make no sense.
-        KindError: what was given is no Profile, or no Plan.
+        KindError: what was given is no Profile, or no Plan, or there is no such option.
 
     Example:
         >>> from gpipebal.planner import solve
@@ -163,6 +164,12 @@ def compare_rules(
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
+    check_options(options, ("devices", "link", "quantile"), "compare_rules")
+    if not plain_number(patience) >= 0:
+        raise BalanceError(
+            f"patience is not a time: patience={patience!r} (expected seconds, 0 or more).\n"
+            "Fix: patience=2.0."
+        )
     if plan.n_layers != profile.n_layers:
         raise ProfileError(
             f"plan is of another chain than the profile: plan.n_layers={plan.n_layers} (expected "

@@ -11,7 +11,7 @@ from gpipebal.problem.checks import plain_number
 from gpipebal.problem.parts import Links
 from gpipebal.profile import Profile
 
-__all__ = ["Link", "links_of"]
+__all__ = ["Link", "check_link", "links_of"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,20 @@ class Link:
     def seconds(self, n_bytes: int) -> float:
         """Return the time of a copy; of nothing, none."""
         return self.latency + n_bytes / self.bandwidth if n_bytes else 0.0
+
+
+def check_link(name: str, link: object) -> Link | None:
+    """Return a link or None, and refuse all else.
+
+    Raises:
+        BalanceError: it is neither.
+    """
+    if link is None or isinstance(link, Link):
+        return link
+    raise BalanceError(
+        f"{name} is none: {name}={link!r:.60} (expected a Link).\n"
+        f"Fix: {name}=Link(bandwidth=16e9), in bytes per second."
+    )
 
 
 def links_of(profile: Profile, link: Link) -> Links:

@@ -117,7 +117,7 @@ class Rules:
         max_layers: Most layers of a partition; None for no limit.
 
     Raises:
-        BalanceError: single layers where pairs are expected.
+        BalanceError: a layer where a list is expected, or single ones where pairs are.
 
     Example:
         >>> Rules(no_cut=[3], keep_together=[(5, 7)]).uncut
@@ -130,6 +130,12 @@ class Rules:
     max_layers: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("no_cut", "keep_together", "pin"):
+            if not isinstance(getattr(self, name), Iterable):
+                raise BalanceError(
+                    f"{name} is no list: {name}={getattr(self, name)!r} (expected one of layers, "
+                    f"or pairs of them).\nFix: {name}=(), for none."
+                )
         pins = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
         object.__setattr__(self, "no_cut", tuple(sorted(set(self.no_cut))))
         object.__setattr__(self, "keep_together", _pairs("keep_together", self.keep_together))

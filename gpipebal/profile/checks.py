@@ -61,7 +61,20 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
                     f"cost is no number: {name}[{k}] is a {type(values[k]).__name__} (expected an "
                     "int or a float).\nFix: give numbers."
                 )
+            if isinstance(plain, str) and not _is_text(plain):
+                raise ProfileError(
+                    f"name is no text: {name}[{k}]={plain!r} (expected characters that a file can "
+                    "hold).\nFix: give another name."
+                )
     return found
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(value: object) -> int | float | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
+from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.profiler.describe import describe_machine
 from gpipebal.profiler.harmless import left_alone
@@ -150,6 +151,11 @@ def profile_model(
             f"method does not exist: method={method!r} (expected 'measure' or 'estimate').\n"
             "Fix: method='measure' to run the layers, 'estimate' to look at their shapes."
         )
+    for name, flag in (("share_identical", share_identical), ("as_pipeline", as_pipeline)):
+        check_flag(name, flag)
+    for name, choice in (("one_at_a_time", one_at_a_time), ("progress", progress)):
+        if choice is not None:
+            check_flag(name, choice)
     if method == "estimate":
         from gpipebal.profiler.estimate import estimate_profile
 

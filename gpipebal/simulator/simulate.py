@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
+from gpipebal.problem.checks import check_flag
 from gpipebal.schedule import ALL_SCHEDULES, Order, Schedule, order_of
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.place import place
@@ -66,6 +67,9 @@ def simulate(
         partition 2  ..0123DDCCBBAA....
     """
     check_kind("plan", plan, Plan)
+    if durations is not None:
+        fix = "durations=Durations(forward, recompute, backward), one time for each partition"
+        check_kind("durations", durations, Durations, fix)
     order: Schedule | Order
     if isinstance(schedule, Schedule):
         order = schedule
@@ -83,8 +87,8 @@ def simulate(
         order,
         Durations.of_plan(plan) if durations is None else durations,
         pause=pause,
-        overlap=plan.overlaps if overlap is None else overlap,
-        late_recompute=late_recompute,
+        overlap=plan.overlaps if overlap is None else check_flag("overlap", overlap),
+        late_recompute=check_flag("late_recompute", late_recompute),
         provenance=provenance,
     )
 
