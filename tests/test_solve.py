@@ -16,7 +16,7 @@ from plan_oracle import MODES, Found, all_plans, profiles
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError, UnsupportedPlanError
 from gpipebal.planner import evaluate, select_method, solve, top_plans
-from gpipebal.problem import Device, Link, Rules, links_of, to_bounds
+from gpipebal.problem import Device, Link, Rules, links_of, to_balance, to_bounds
 from gpipebal.profile import TieProfile
 from gpipebal.schedule import ALL_SCHEDULES, make_schedule
 from gpipebal.simulator import durations_of, place
@@ -117,15 +117,24 @@ def test_limits_and_modes_equal_brute_force(profile: gb.Profile, data: st.DataOb
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(profiles(largest=5), st.data())
 def test_least_peak_equals_brute_force(profile: gb.Profile, data: st.DataObject) -> None:
-    """The smallest peak memory, proven but for what waits by the plan's own clock."""
+    """The smallest peak memory, with what waits by the plan's own clock: few plans are all seen."""
     n = data.draw(st.integers(1, min(3, profile.n_layers)))
     options: Any = {"chunks": data.draw(st.integers(1, 4)), "checkpoint": data.draw(checkpoints)}
     options |= {"loss_inside": data.draw(st.booleans()), "shared_memory": data.draw(st.booleans())}
     plan = solve(profile, n, objective="peak_memory", **options)
     best = least(list(all_plans(profile, n, **options)), "peak_memory")
-    assert plan.lower_bound == best
-    assert plan.value == max(part.memory.total for part in plan.partitions) >= best
-    assert plan.status == ("optimal" if plan.value == best else "feasible")
+    assert best <= plan.lower_bound <= plan.value
+    assert plan.value == max(part.memory.total for part in plan.partitions)
+    assert plan.status == ("optimal" if plan.value == plan.lower_bound else "feasible")
+    if options["checkpoint"] != "auto":
+        assert plan.status == "optimal"
+        others = [
+            evaluate(profile, to_balance(bounds), **options)
+            for bounds in all_bounds(profile.n_layers, n)
+        ]
+        assert plan.value == min(
+            max(part.memory.total for part in other.partitions) for other in others
+        )
     # By as much as waits for busy neighbours, and no more, it may be above the best.
     waits = sum(profile.storages) + sum(map(profile.gradients_into, range(profile.n_layers)))
     assert plan.value <= best + 2 * options["chunks"] * 4 * waits
