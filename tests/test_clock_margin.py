@@ -15,7 +15,7 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.waiting import Waiting
 from gpipebal.planner.assemble import CLOCK_MARGIN
 from gpipebal.planner.execution import Execution
-from gpipebal.planner.times import durations, order_for, step_timeline
+from gpipebal.planner.times import order_for, step_timeline
 from gpipebal.schedule import SCHEDULES
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Timeline
