@@ -17,7 +17,7 @@ from gpipebal.planner.assemble import CLOCK_MARGIN
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import order_for, step_timeline
 from gpipebal.schedule import SCHEDULES
-from gpipebal.simulator import Durations, place
+from gpipebal.simulator import Durations, durations_of, place
 from gpipebal.timeline import Timeline
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -28,7 +28,7 @@ def slower(
 ) -> Timeline:
     """Place the step of a chain, a layer in each partition, of which one is slower."""
     n = profile.n_layers
-    times = durations(profile, range(n + 1), Execution(profile.chunks, "never"))
+    times = durations_of(profile, range(n + 1))
     factors = [factor if j == which else 1.0 for j in range(n)]
 
     def scaled(name: str) -> tuple[float, ...]:
