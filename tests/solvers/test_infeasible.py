@@ -54,14 +54,6 @@ def test_suggested_number_of_partitions_fits() -> None:
     assert split(more).status == "optimal"
 
 
-def test_what_the_caller_would_accept_is_tried() -> None:
-    """Other requests are suggested if they have a split, and not if they have none."""
-    others = {"chunks=2": _tight(240), "chunks=8": _tight(10)}
-    text = str(explain_infeasible(_tight(200), others))
-    assert "Fix: chunks=2; or" in text
-    assert "chunks=8" not in text
-
-
 def test_rules_that_leave_no_split_are_named() -> None:
     """Where rules are the reason, each that can be dropped or loosened is named, and that helps."""
     problem = Problem(*TIMES, 2, rules=Rules(no_cut=[2], max_layers=2))
