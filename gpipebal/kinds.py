@@ -51,11 +51,16 @@ def check_path(path: object) -> Path:
     """Return a path, or refuse what is none.
 
     Raises:
-        KindError: it is neither a text nor an `os.PathLike`.
+        KindError: it is neither a text nor an `os.PathLike`, or no system has such a name.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise KindError(
             f"path is no path: type(path)={type(path).__name__} (expected a str or a Path).\n"
+            "Fix: give the name of a file."
+        )
+    if "\0" in os.fspath(path):
+        raise KindError(
+            f"path is no path: path={path!r} (expected no null character).\n"
             "Fix: give the name of a file."
         )
     return Path(path)

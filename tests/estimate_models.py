@@ -178,6 +178,27 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], Any]]] = {
         ),
         _images,
     ),
+    "channels last": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 3, groups=6, bias=False),
+            nn.ConvTranspose2d(6, 4, 2, stride=2),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 8, 3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        ).to(memory_format=torch.channels_last),
+        lambda: _images().to(memory_format=torch.channels_last),
+    ),
+    "weights in channels last": (
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.SiLU(), nn.Conv2d(6, 3, 3), nn.Flatten()).to(
+            memory_format=torch.channels_last
+        ),
+        _images,
+    ),
     "pooling": (_pooling, _images),
     "activations": (_activations, _vectors),
     "norms": (

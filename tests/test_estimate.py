@@ -98,25 +98,31 @@ def test_bytes_are_those_of_a_measurement(name: str) -> None:
     assert estimate.provenance["approximate"] == {}
 
 
-@pytest.mark.parametrize("loss", ["weights", "smoothing", "function"])
+@pytest.mark.parametrize(
+    "loss",
+    ["weights", "smoothing", "function", "mse_loss", "smooth_l1_loss", "summed", "margin"],
+)
 def test_bytes_of_a_loss_with_a_target(loss: str) -> None:
-    """A cross entropy over integers has the same bytes, estimated and measured."""
+    """A loss over classes or numbers has the same bytes, estimated and measured."""
     losses: dict[str, Any] = {
         "weights": nn.CrossEntropyLoss(weight=torch.rand(5)),
         "smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
         "function": F.cross_entropy,
     }
+    losses.update((name, getattr(F, name)) for name in ("mse_loss", "smooth_l1_loss"))
+    losses |= {"summed": nn.MSELoss(reduction="sum"), "margin": nn.SoftMarginLoss()}
+    of_classes = loss in ("weights", "smoothing", "function")
     model, sample = nn.Sequential(nn.Linear(3, 5)), torch.randn(7, 3)
     settings: dict[str, Any] = {
         "chunks": 3,
         "rows": (),
         "loss_fn": losses[loss],
-        "target": torch.randint(5, (7,)),
+        "target": torch.randint(5, (7,)) if of_classes else torch.randn(7, 5),
     }
     estimate = estimate_profile(model, sample, **settings, **ON_CPU)
     assert_same_bytes(estimate, measured(model, sample, **settings))
     assert estimate.step.loss is not None
-    assert estimate.step.loss.buffer_bytes == 3 * 8
+    assert estimate.step.loss.buffer_bytes == (3 * 8 if of_classes else 3 * 5 * 4)
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
@@ -379,6 +385,29 @@ def test_autocast_is_refused() -> None:
         pytest.raises(ProfileError, match="autocast"),
     ):
         estimate_profile(model, sample, **ON_CPU)
+
+
+def test_autocast_inside_of_a_layer_is_said() -> None:
+    """A layer that turns it on itself is estimated as if it did not, and marked."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x @ x.t()
+
+    model = nn.Sequential(nn.Linear(2, 2), Apply(cast))
+    found = estimate_profile(model, torch.ones(2, 2), rows=(), **ON_CPU)
+    assert list(found.provenance["approximate"]) == ["1"]
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.PixelShuffle(2), nn.ChannelShuffle(2)]
+)
+def test_what_devices_order_otherwise_is_said(layer: nn.Module) -> None:
+    """Some functions make other copies of channels-last; then their layers are marked."""
+    x = torch.randn(2, 4, 6, 6)
+    for sample, marked in ((x, []), (x.to(memory_format=torch.channels_last), ["0"])):
+        found = estimate_profile(nn.Sequential(layer), sample, rows=(), **ON_CPU)
+        assert list(found.provenance["approximate"]) == marked
 
 
 def test_arguments_are_checked() -> None:

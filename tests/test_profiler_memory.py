@@ -403,3 +403,40 @@ def test_flops_of_fused_attention_are_those_of_its_products() -> None:
 
     result = profile(nn.Sequential(Fused()), torch.randn(2, 4, 16, 8))
     assert result.layers[0].flops == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
+class _Leaves(nn.Module):
+    """Leaves a large tensor behind: as an attribute, in a list, or in a buffer's place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.where = where
+        self.last: Any = None
+        if where != "attribute" and where != "list":
+            self.register_buffer("kept", torch.zeros(4, 80) if where == "buffer" else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lin(x)
+        large = (y.detach() * 2).repeat(1, 10)
+        if self.where == "attribute":
+            self.last = large
+        elif self.where == "list":
+            self.last = [large]
+        else:
+            self.kept = large
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("where", ["attribute", "list", "buffer", "no buffer yet"])
+def test_what_a_forward_leaves_behind_is_there_once(where: str, method: str) -> None:
+    """It is not saved by every micro-batch; one stays, as a buffer does that it may replace."""
+    model = nn.Sequential(nn.Linear(8, 8), _Leaves(where))
+    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    found = gb.profile_model(
+        model, torch.ones(16, 8), chunks=4, rows=(), method=method, progress=False, **options
+    )
+    layer = found.layers[1]
+    assert layer.buffer_bytes == 4 * 80 * F
+    assert found.bytes_of(layer.saved) == 4 * 8 * F  # the input alone

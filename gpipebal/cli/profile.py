@@ -93,7 +93,16 @@ def _profile(options: argparse.Namespace) -> None:
     }
     if options.estimate is not None:
         profile = profile_model(
-            workload.model, workload.sample, method="estimate", rates=options.estimate, **terms
+            workload.model,
+            workload.sample,
+            method="estimate",
+            rates=options.estimate,
+            partitions=options.partitions,
+            # Refused, if they are given.
+            device=options.device,
+            threads=options.threads,
+            timeout=options.timeout,
+            **terms,
         )
     else:
         profile = profile_model(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,6 +78,16 @@ class Ledger:
         """Return the keys of all live storages in the ledger."""
         with self._lock:
             return set(self._entries)
+
+    def live_now(self) -> dict[int, object]:
+        """Return what is live, for `born_since`."""
+        with self._lock:
+            return dict(self._references)
+
+    def born_since(self, before: Mapping[int, object]) -> set[int]:
+        """Return the keys of live storages that were not among those; keys are given again."""
+        with self._lock:
+            return {key for key, one in self._references.items() if before.get(key) is not one}
 
     def start_peak(self) -> int:
         """Let the peaks start again from now; return the bytes that are live in total."""

@@ -28,7 +28,8 @@ class LayerProfile:
         parameter_bytes: Bytes of parameters that no earlier layer holds.
         gradient_bytes: Bytes of gradients that its backward makes: of those parameters, and of
             those that an earlier layer holds and this one uses too.
-        buffer_bytes: Bytes of buffers that no earlier layer holds.
+        buffer_bytes: Bytes of buffers that no earlier layer holds, and of what its forward leaves
+            behind as attributes.
         kept_buffer_bytes: Bytes of the copies of buffers that a micro-batch which is recomputed
             keeps from its forward to its recompute.
         saved_buffer_bytes: How much of that the graph of the recompute keeps until the backward.

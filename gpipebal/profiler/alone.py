@@ -22,15 +22,10 @@ from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.identity import identity_of
+from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times
-from gpipebal.profiler.storages import (
-    Arrived,
-    LayerMemory,
-    Numbers,
-    distinct_numbers,
-    measure_layer_memory,
-)
+from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
 from gpipebal.profiler.survey import Survey, describe_skips, flops_of
 from gpipebal.profiler.value import Routes, Value, as_leaves
 from gpipebal.skip.tracker import Key

@@ -1,7 +1,8 @@
 """Buffers of a layer that a micro-batch which is recomputed later keeps copies of.
 
 The executor's rule (`gpipebal.pipeline.buffers`): small buffers always, large ones if a forward
-writes to them. Without values nobody sees that, so an estimate has the small ones alone.
+writes to them or puts others in their place. Without values nobody sees what is written, so an
+estimate has only small ones and those that are replaced.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from gpipebal.pipeline.buffers import SMALL, are_equal, bytes_of, parts_of
 __all__ = ["copies_of_large", "kept_buffers"]
 
 
-def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     """Copy the large buffers of a layer, to see later which a forward has written to.
 
     Returns:
-        Each buffer and its copy.
+        Each buffer and its copy; None: it has no values.
     """
     return [
-        (buffer, buffer.detach().clone())
+        (buffer, None if buffer.device.type == "meta" else buffer.detach().clone())
         for buffer in _buffers(layer)
-        if bytes_of(buffer) > SMALL and buffer.device.type != "meta"
+        if bytes_of(buffer) > SMALL
     ]
 
 
-def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     """Return the buffers that a recomputed micro-batch keeps copies of, of sparse ones the parts.
 
     Args:
@@ -37,8 +38,10 @@ def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor]]) -> l
         before: What `copies_of_large` returned before it.
     """
     small = [buffer for buffer in _buffers(layer) if bytes_of(buffer) <= SMALL]
-    written = [buffer for buffer, copy in before if not are_equal(buffer, copy)]
-    return [part for buffer in small + written for part in parts_of(buffer)]
+    written = [b for b, copy in before if copy is not None and not are_equal(b, copy)]
+    known = {id(buffer) for buffer, _ in before}
+    replaced = [b for b in _buffers(layer) if bytes_of(b) > SMALL and id(b) not in known]
+    return [part for buffer in small + written + replaced for part in parts_of(buffer)]
 
 
 def _buffers(layer: nn.Module) -> Iterator[Tensor]:

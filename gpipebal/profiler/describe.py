@@ -73,7 +73,7 @@ def describe_layers(
             optimizer_bytes=optimizer.state_of(k),
             optimizer_peak_bytes=optimizer.peak_of(k),
             fingerprint=fingerprint(module),
-            **vars(found.memory[k]) | own_bytes(modules, k, owner),
+            **found.memory[k].beside(own_bytes(modules, k, owner), names[k], module),
         )
         for k, module in enumerate(modules)
     )

@@ -15,9 +15,10 @@ from gpipebal.errors import GpipebalError
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.loss import measure_whole_loss
+from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.replica import parameter_bytes
 from gpipebal.profiler.step import measure_gather
-from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers
+from gpipebal.profiler.storages import LayerMemory
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
 

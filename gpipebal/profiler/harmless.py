@@ -3,23 +3,30 @@
 A layer may use a weight of another one through a function, ``lambda x: F.linear(x, other.weight)``,
 and so may a loss. Copies of the layer have the same function, and it the same weight: gradients of
 that would be the caller's, and so would the statistics of a batch normalisation.
+
+What one call puts back is what it found, so only one may be at work in a process: another waits.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gpipebal.profiler.caches import caches_kept, global_names
+
 __all__ = ["left_alone", "reached_past"]
 
 #: Objects inside objects are looked at so deep.
 _DEPTH = 8
+_at_work = threading.RLock()
 
 
 class _Reached:
@@ -56,7 +63,8 @@ class _Reached:
                 self._look(each, True, depth - 1)
             return
         if isinstance(value, nn.Module):
-            self._look(type(value).forward, is_shared, depth)
+            # Not by its name: a scripted module has none until it is asked, of an instance.
+            self._look(inspect.getattr_static(type(value), "forward", None), is_shared, depth)
             # Trees of modules may be deep: they are no detour.
             parts = (*value._modules.values(), *value._parameters.values())
             for part in (*parts, *value._buffers.values()):
@@ -103,14 +111,10 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:
             continue  # not filled yet
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            if isinstance(value, (nn.Module, Tensor)):
-                yield value
+    for name in global_names(function):
+        value = function.__globals__.get(name)
+        if isinstance(value, (nn.Module, Tensor)):
+            yield value
 
 
 def reached_past(layer: nn.Module) -> bool:
@@ -120,16 +124,21 @@ def reached_past(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def left_alone(objects: Iterable[Any]) -> Iterator[None]:
-    """Leave gradients as they are, and buffers that are reached by functions.
+def left_alone(objects: Sequence[Any]) -> Iterator[None]:
+    """Leave gradients as they are, and buffers and caches that are reached by functions.
 
     While the block runs there are no gradients; behind it those of before are back, the same
-    tensors with the same values.
+    tensors with the same values. A block of another thread waits for its end.
 
     Args:
         objects: Layers, and functions such as a loss.
     """
-    reached = _Reached(objects)
+    with _at_work, caches_kept(objects), _tensors_kept(_Reached(objects)):
+        yield
+
+
+@contextmanager
+def _tensors_kept(reached: _Reached) -> Iterator[None]:
     gradients = [(leaf, leaf.grad) for leaf in reached.leaves.values()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())

@@ -17,8 +17,9 @@ from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.clock import Span, seconds_of, synchronize
 from gpipebal.profiler.flops import FlopCounter
+from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.replica import replicate
-from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, measure_layer_memory
+from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
 from gpipebal.profiler.value import Value
 
 __all__ = [

@@ -202,11 +202,11 @@ def profile_model(
         side_by_side = max(1, min(n_side_by_side, visible_cores() // n_threads))
     state = CallerState.capture((where.type,))
     with (
+        left_alone([module, loss_fn]),
         random_numbers_kept(where),
         current_device(where),
         torch.inference_mode(False),
         torch.enable_grad(),
-        left_alone([module, loss_fn]),
     ):
         study = Study(
             layers,

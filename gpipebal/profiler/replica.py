@@ -62,6 +62,11 @@ def replicate(
                     "a model without values cannot be measured: its parameters are on the meta "
                     "device.\nFix: make the model on a real device."
                 )
+            if parameter.is_inference():
+                raise ProfileError(
+                    f"layer {names[index]!r} cannot be trained: its parameters were made in "
+                    "inference mode.\nFix: make the model outside of torch.inference_mode()."
+                )
             if id(parameter) not in memo:
                 shared = nn.Parameter(
                     parameter.detach().to(device, copy=index in private),

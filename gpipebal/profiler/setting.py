@@ -166,7 +166,10 @@ def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     """Bring the tensors of a value to a device, cut off from autograd."""
     leaves, structure = flatten(value)
     moved = [
-        leaf.detach().to(device, copy=copy) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        leaf.detach().to(device, copy=copy or leaf.is_inference())
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
     ]
     return unflatten(moved, structure)
 

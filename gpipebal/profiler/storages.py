@@ -3,7 +3,8 @@
 A layer runs alone under a ledger of live storages: without a graph, then with one and its backward,
 first where no gradients exist and then where they do. Its saved set is what hooks on saved tensors
 see, and what it made and still keeps alive otherwise (tensors on the context of a custom autograd
-function), without parameters and buffers. From layer to layer the numbers of storages go along
+function), without parameters and buffers. What it keeps as an attribute, or in a buffer's place, is
+there once, not once for every micro-batch. From layer to layer the numbers of storages go along
 with the values, so that what two layers share has one number.
 """
 
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.buffers import parts_of
+from gpipebal.errors import ProfileError
+from gpipebal.pipeline.buffers import bytes_of, parts_of
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.ledger import Ledger, has_storage, storage_key
 from gpipebal.profiler.buffers import copies_of_large, kept_buffers
@@ -26,26 +28,27 @@ from gpipebal.profiler.gradients import (
     handed_through,
     needs_gradient,
 )
+from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers, number_of
 from gpipebal.profiler.value import (
     Value,
     as_leaves,
     random_gradients,
     roots_of,
 )
-from gpipebal.skip.tracker import Key
 
-__all__ = [
-    "Arrived",
-    "LayerMemory",
-    "Numbers",
-    "distinct_numbers",
-    "measure_layer_memory",
-]
+__all__ = ["LayerMemory", "measure_layer_memory"]
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Memory of one layer; storages are numbered over the whole chain."""
+    """Memory of one layer; storages are numbered over the whole chain.
+
+    Attributes:
+        made_bytes: Bytes of what a forward leaves behind as attributes of its modules, or as their
+            buffers, in new memory.
+        replaced: Names of the buffers in whose place it puts them.
+        n_parameters: How many parameters the layer has after its forward.
+    """
 
     outputs: tuple[int, ...]
     saved: tuple[int, ...]
@@ -61,81 +64,34 @@ class LayerMemory:
     copied_bytes: int
     kept_buffer_bytes: int
     saved_buffer_bytes: int
+    made_bytes: int = 0
+    replaced: tuple[str, ...] = ()
+    n_parameters: int | None = None
 
-
-class Numbers:
-    """Numbers of storages over a whole chain, given in the order in which they are first seen.
-
-    Attributes:
-        bytes: Bytes of every storage.
-    """
-
-    def __init__(self) -> None:
-        self.bytes: list[int] = []
-        # Of storages between layers, whether a gradient goes back through them anywhere.
-        self._gradients: dict[int, bool] = {}
-
-    def new(self, n_bytes: int) -> int:
-        """Give a storage its number."""
-        self.bytes.append(n_bytes)
-        return len(self.bytes) - 1
-
-    def note(self, numbers: Iterable[int | None], needs_gradient: Iterable[bool]) -> None:
-        """Note which tensors between two layers need a gradient, by the numbers of their storages.
+    def beside(self, own: dict[str, int], name: str, layer: nn.Module) -> dict[str, Any]:
+        """Return the columns of a layer profile, with what the layer has all the time.
 
         Args:
-            numbers: One per tensor; None: it has no storage of its own.
-            needs_gradient: Whether it does.
+            own: Columns of parameters and buffers.
+            name: Name of the layer.
+            layer: The caller's layer, whose copy it was that ran.
+
+        Raises:
+            ProfileError: the forward makes parameters, which the caller's layer has not yet.
         """
-        for number, needs in zip(numbers, needs_gradient, strict=True):
-            if number is not None:
-                self._gradients[number] = self._gradients.get(number, False) or needs
-
-    @property
-    def without_gradient(self) -> tuple[int, ...]:
-        """Storages between layers that no gradient goes back through."""
-        return tuple(sorted(number for number, has in self._gradients.items() if not has))
-
-
-@dataclass
-class Arrived:
-    """A value between two layers, with the numbers of its storages.
-
-    Attributes:
-        value: The value.
-        numbers: One per leaf of the value; None: the leaf has no storage of its own.
-        skips: The same of every skip that waits.
-    """
-
-    value: Value
-    numbers: list[int | None]
-    skips: dict[Key, list[int | None]]
-
-    @classmethod
-    def first(cls, value: Value, numbers: Numbers) -> Arrived:
-        """Number the storages of what goes into a chain."""
-        return cls._of(value, {}, numbers)
-
-    @classmethod
-    def behind(cls, earlier: Arrived, value: Value, numbers: Numbers) -> Arrived:
-        """Number the storages of a value that may share some with an earlier one."""
-        known = {
-            storage_key(leaf): number
-            for leaf, number in zip(earlier.value.leaves, earlier.numbers, strict=True)
-            if number is not None
-        }
-        return cls._of(value, known, numbers)
-
-    @classmethod
-    def _of(cls, value: Value, known: dict[int, int], numbers: Numbers) -> Arrived:
-        found = [_number(leaf, known, numbers) for leaf in value.leaves]
-        numbers.note(found, map(needs_gradient, value.leaves))
-        return cls(value, found, {})
-
-    @property
-    def storages(self) -> tuple[int, ...]:
-        """Numbers of the value's storages, each once."""
-        return distinct_numbers(self.numbers)
+        if self.n_parameters not in (None, len(list(layer.parameters()))):
+            raise ProfileError(
+                f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
+                f"(expected {len(list(layer.parameters()))}, as many as before).\n"
+                "Fix: run model(sample) once."
+            )
+        columns = vars(self) | own
+        for each in ("made_bytes", "replaced", "n_parameters"):
+            del columns[each]
+        buffers = dict(layer.named_buffers())
+        gone = sum(bytes_of(buffers[name]) for name in self.replaced if name in buffers)
+        columns["buffer_bytes"] += max(0, self.made_bytes - gone)
+        return columns
 
 
 def measure_layer_memory(
@@ -166,16 +122,18 @@ def measure_layer_memory(
     without_graph = _forward_without_graph(chain, k, value, ledger)
     kept = {storage_key(buffer): buffer.nbytes for buffer in kept_buffers(layer, large)}
     del large
+    buffers = {name: id(buffer) for name, buffer in layer.named_buffers()}
     forward, backward, found = _forward_and_backward(chain, k, value, ledger, constants)
-    outputs, passed, saved, constant, through = found
+    outputs, passed, saved, constant, through, made = found
+    replaced = [name for name, buffer in layer.named_buffers() if buffers.get(name) != id(buffer)]
     hands_on = Arrived(
         passed,
-        [_number(leaf, known, numbers) for leaf in passed.leaves],
+        [number_of(leaf, known, numbers) for leaf in passed.leaves],
         {key: held for key, held in arrived.skips.items() if key in passed.skips},
     )
     for key in chain.stashed(k):
         leaves = passed.skips[key][0]
-        hands_on.skips[key] = [_number(leaf, known, numbers) for leaf in leaves]
+        hands_on.skips[key] = [number_of(leaf, known, numbers) for leaf in leaves]
         numbers.note(hands_on.skips[key], map(needs_gradient, leaves))
     numbers.note(hands_on.numbers, map(needs_gradient, passed.leaves))
     for key_, n_bytes in saved.items():
@@ -220,6 +178,9 @@ def measure_layer_memory(
         copied_bytes=max(0, backward - without_copies),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=sum(kept[key] for key in constant & kept.keys()),
+        made_bytes=made,
+        replaced=tuple(replaced),
+        n_parameters=len(list(layer.parameters())),
     )
     return memory, hands_on
 
@@ -278,7 +239,7 @@ def _forward_and_backward(
     unwanted: Collection[int] = (),
     *,
     freed: bool = False,
-) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], set[int], dict[int, int]]]:
+) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], set[int], dict[int, int], int]]:
     """Run forward and backward of a layer.
 
     Args:
@@ -292,7 +253,8 @@ def _forward_and_backward(
 
     Returns:
         The peaks of both; what came out, what of it goes on, which storages were saved, which
-        constants were, by their keys; and which inputs were handed through, with their keys.
+        constants were, by their keys; which inputs were handed through, with their keys; and the
+        bytes of what it has left behind in its modules.
     """
     saved: dict[int, int] = {}
 
@@ -306,28 +268,33 @@ def _forward_and_backward(
         inputs, given = chain.prepare(k, value, wants=True)
         for place in unwanted:
             inputs[place].requires_grad_(False)
-        before, peak = ledger.live_keys(), _Peak(ledger, chain.device)
+        before, peak = ledger.live_now(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
         torch.clear_autocast_cache()  # what only that holds goes with the cell's forward
         forward = peak.bytes
         outputs = chain.outputs(k, passed)
         handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
-        for key in sorted(ledger.live_keys() - before - handed):
-            saved.setdefault(key, ledger.bytes_of(key) or 0)
+        behind = set(map(storage_key, _own_tensors(chain.layers[k]))) - saved.keys()
+        made = 0
+        for key in sorted(ledger.born_since(before) - handed):
+            if key in behind:
+                made += ledger.bytes_of(key) or 0
+            else:
+                saved.setdefault(key, ledger.bytes_of(key) or 0)
         # What is gone by now was saved for a result that nobody wanted.
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
-        roots, made = (
+        roots, begun = (
             begun_inside(outputs) if freed else (roots_of(outputs, random_gradients(outputs)), 0)
         )
         through: dict[int, int] = {}
         with handed_through(inputs, roots, through):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
-        backward = max(0, peak.bytes - made)
-    return forward, backward, (outputs, passed, saved, constant, through)
+        backward = max(0, peak.bytes - begun)
+    return forward, backward, (outputs, passed, saved, constant, through, made)
 
 
 def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
@@ -352,23 +319,19 @@ def _cut(value: Value) -> Value:
     return Value(as_leaves(value.leaves, wants=True), value.structure, skips)
 
 
-def _number(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
-    if not has_storage(leaf):
-        return None
-    key = storage_key(leaf)
-    if key not in known:
-        known[key] = numbers.new(leaf.untyped_storage().nbytes())
-    return known[key]
-
-
-def distinct_numbers(numbers: Iterable[int | None]) -> tuple[int, ...]:
-    """Return numbers of storages, each once, in their order."""
-    return tuple(dict.fromkeys(number for number in numbers if number is not None))
-
-
 def _own_tensors(layer: nn.Module) -> Iterator[Tensor]:
     """Yield what a layer has all the time: parameters, buffers, tensors kept as attributes."""
     yield from layer.parameters()
     yield from layer.buffers()
     for module in layer.modules():
-        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _tensors_in(value)
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each, depth - 1)

@@ -18,14 +18,9 @@ from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.flops import FlopCounter
 from gpipebal.profiler.loss import LossLayer, loss_chain, target_of
+from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.replica import replicate
-from gpipebal.profiler.storages import (
-    Arrived,
-    LayerMemory,
-    Numbers,
-    distinct_numbers,
-    measure_layer_memory,
-)
+from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
 from gpipebal.profiler.value import Routes, Value
 from gpipebal.skip.tracker import Key
 

@@ -201,11 +201,11 @@ def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
 
 def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
     """Find the seconds of a cell of each kind whose layer does next to nothing."""
-    module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(n_partitions)))
+    module = nn.Sequential(*(nn.Linear(1, 1, device="cpu") for _ in range(n_partitions)))
     nothing = replace(
         setting, layers=OrderedDict(module.named_children()), target=None, loss_fn=None
     )
-    nothing = replace(nothing, sample=torch.zeros(setting.chunks, 1))
+    nothing = replace(nothing, sample=torch.zeros(setting.chunks, 1, device="cpu"))
     found: dict[str, list[float]] = defaultdict(list)
     for mode in _MODES:
         pipe = GPipe(
@@ -251,7 +251,7 @@ def _run_outside(pipe: GPipe, setting: Setting) -> None:
 def _sum_of(output: Any, target: Any = None) -> Tensor:
     """Stand for a loss that takes no time."""
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-    return sum((leaf.sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
+    return sum((leaf.sum() for leaf in leaves if leaf.requires_grad), torch.zeros((), device="cpu"))
 
 
 def _read(

@@ -12,12 +12,13 @@ own rules for choosing kernels, and stays approximate.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["KEEP_MORE", "acting_as"]
@@ -27,13 +28,17 @@ _aten = torch.ops.aten
 #: Operations whose libraries keep or use memory that shapes do not tell, by kind of device.
 KEEP_MORE: dict[str, dict[str, str]] = {
     "cpu": {
-        f"aten::{name} in half precision": "a CPU keeps the statistics in half precision too"
-        for name in (
-            "native_batch_norm",
-            "_native_batch_norm_legit",
-            "native_group_norm",
-            "native_layer_norm",
-        )
+        **{
+            f"aten::{name} in half precision": "a CPU keeps the statistics in half precision too"
+            for name in (
+                "native_batch_norm",
+                "_native_batch_norm_legit",
+                "native_group_norm",
+                "native_layer_norm",
+            )
+        },
+        "aten::_embedding_bag": "a CPU keeps other indices of the bags, by mode",
+        "aten::col2im": "a CPU folds several images in one piece",
     },
     "cuda": {
         "aten::convolution": "cuDNN chooses a workspace for convolutions",
@@ -45,6 +50,9 @@ KEEP_MORE: dict[str, dict[str, str]] = {
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+_OTHERWISE_IN_ORDER = ("group_norm", "instance_norm", "pixel_shuffle", "channel_shuffle")
+_IN_PLACE_LOSSES = ("aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss")
 #: Half precision is what flash attention works in; heads up to this wide.
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
@@ -78,7 +86,7 @@ def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]
     _install()
     try:
         _acting.device_type, _acting.has_flash, _acting.notes = device_type, has_flash, notes
-        with _OnlyWhatIsAsked():
+        with _OnlyWhatIsAsked(), _AsWritten():
             yield notes
     finally:
         _acting.device_type, _acting.has_flash, _acting.notes = before
@@ -116,15 +124,21 @@ def _uninstall() -> None:
 
 
 class _OnlyWhatIsAsked(TorchDispatchMode):
-    """Take away what operations on the meta device make without being asked.
+    """Let operations make what they make on real devices, in the same memory.
 
-    That is gradients in a backward, and statistics of a batch that nobody needs.
+    On the meta device some make more without being asked: gradients in a backward, and statistics
+    of a batch that nobody needs. Others make less: convolutions lose the order of what is in
+    channels-last, and losses do not stay in the memory of what they are the mean of.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func._schema.name in _CONVOLUTIONS:
+            result = _in_order_of(args, result)
+        if func._schema.name in _IN_PLACE_LOSSES and not result.dim():
+            return _in_memory_of_terms(result, args)
         if func._schema.name in _BATCH_NORMS and not args[5]:
             # In evaluation mode there are no statistics of the batch to be kept.
             return (result[0], *(kept.new_empty(0) for kept in result[1:3]), *result[3:])
@@ -138,6 +152,51 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
         if len(mask) != len(result):
             return result
         return tuple(made if asked else None for made, asked in zip(result, mask, strict=True))
+
+
+def _in_order_of(operands: Sequence[Any], results: Any) -> Any:
+    """Put results of a convolution into channels-last, if an image or the weights are."""
+    if not any(map(_is_channels_last, operands)):
+        return results
+    ordered = [
+        torch.empty_like(one, memory_format=torch.channels_last)
+        if isinstance(one, Tensor) and one.dim() == 4
+        else one
+        for one in (results if isinstance(results, tuple) else (results,))
+    ]
+    return tuple(ordered) if isinstance(results, tuple) else ordered[0]
+
+
+def _is_channels_last(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 4
+        and value.is_contiguous(memory_format=torch.channels_last)
+        and not value.is_contiguous()
+    )
+
+
+def _in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
+    """Return a loss as it lies in the memory of the terms that it is the mean or sum of."""
+    shape = torch.broadcast_shapes(*(one.shape for one in operands[:2]))
+    return loss.new_empty(shape.numel()).as_strided((), ())
+
+
+class _AsWritten(TorchFunctionMode):
+    """Note what nobody sees any more who dispatches operations.
+
+    That is autocast inside of a layer, and functions that other devices take apart otherwise.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            _note("autocast inside of the layer: tensors without values are never cast")
+        name = getattr(func, "__name__", "")
+        if name in _OTHERWISE_IN_ORDER and args and _is_channels_last(args[0]):
+            _note(f"{name} in channels-last: devices make other copies")
+        return func(*args, **(kwargs or {}))
 
 
 def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:

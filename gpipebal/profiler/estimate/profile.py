@@ -22,11 +22,11 @@ from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy, stand_in_
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.loss import target_of
+from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.replica import find_ties, layer_of_tensors, own_bytes
 from gpipebal.profiler.setting import choose_rows, layers_of, parted_rows, random_numbers_kept
-from gpipebal.profiler.storages import Arrived, Numbers
 from gpipebal.profiler.survey import describe_skips
 from gpipebal.rates import DeviceRates, find_rates
 from gpipebal.schedule import check_count
@@ -274,7 +274,7 @@ class _Work:
                 optimizer_bytes=self._memory.state_of(k),
                 optimizer_peak_bytes=self._memory.peak_of(k),
                 fingerprint=fingerprint(module),
-                **vars(found.memory) | own_bytes(self.modules, k, owner),
+                **found.memory.beside(own_bytes(self.modules, k, owner), self.names[k], module),
             )
             for k, (module, found) in enumerate(zip(self.modules, estimates, strict=True))
         )

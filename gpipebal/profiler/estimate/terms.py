@@ -17,8 +17,9 @@ from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import acting_as_device, without_values
 from gpipebal.profiler.loss import LossLayer, describe_loss, gathered_value, loss_failed
+from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.storages import Arrived, Numbers, measure_layer_memory
+from gpipebal.profiler.storages import measure_layer_memory
 from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates
 

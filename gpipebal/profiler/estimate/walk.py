@@ -21,7 +21,8 @@ from gpipebal.profiler.estimate.backends import acting_as
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
 from gpipebal.profiler.identity import identity_of
-from gpipebal.profiler.storages import Arrived, LayerMemory, Numbers, measure_layer_memory
+from gpipebal.profiler.numbers import Arrived, Numbers
+from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
 from gpipebal.profiler.value import Routes, Value
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key

@@ -1,0 +1,104 @@
+"""Numbers of storages: what two layers of a chain share has one number, whoever looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gpipebal.pipeline.ledger import has_storage, storage_key
+from gpipebal.profiler.gradients import needs_gradient
+from gpipebal.profiler.value import Value
+from gpipebal.skip.tracker import Key
+
+__all__ = ["Arrived", "Numbers", "distinct_numbers", "number_of"]
+
+
+class Numbers:
+    """Numbers of storages over a whole chain, given in the order in which they are first seen.
+
+    Attributes:
+        bytes: Bytes of every storage.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+        # Of storages between layers, whether a gradient goes back through them anywhere.
+        self._gradients: dict[int, bool] = {}
+
+    def new(self, n_bytes: int) -> int:
+        """Give a storage its number."""
+        self.bytes.append(n_bytes)
+        return len(self.bytes) - 1
+
+    def note(self, numbers: Iterable[int | None], needs_gradient: Iterable[bool]) -> None:
+        """Note which tensors between two layers need a gradient, by the numbers of their storages.
+
+        Args:
+            numbers: One per tensor; None: it has no storage of its own.
+            needs_gradient: Whether it does.
+        """
+        for number, needs in zip(numbers, needs_gradient, strict=True):
+            if number is not None:
+                self._gradients[number] = self._gradients.get(number, False) or needs
+
+    @property
+    def without_gradient(self) -> tuple[int, ...]:
+        """Storages between layers that no gradient goes back through."""
+        return tuple(sorted(number for number, has in self._gradients.items() if not has))
+
+
+@dataclass
+class Arrived:
+    """A value between two layers, with the numbers of its storages.
+
+    Attributes:
+        value: The value.
+        numbers: One per leaf of the value; None: the leaf has no storage of its own.
+        skips: The same of every skip that waits.
+    """
+
+    value: Value
+    numbers: list[int | None]
+    skips: dict[Key, list[int | None]]
+
+    @classmethod
+    def first(cls, value: Value, numbers: Numbers) -> Arrived:
+        """Number the storages of what goes into a chain."""
+        return cls._of(value, {}, numbers)
+
+    @classmethod
+    def behind(cls, earlier: Arrived, value: Value, numbers: Numbers) -> Arrived:
+        """Number the storages of a value that may share some with an earlier one."""
+        known = {
+            storage_key(leaf): number
+            for leaf, number in zip(earlier.value.leaves, earlier.numbers, strict=True)
+            if number is not None
+        }
+        return cls._of(value, known, numbers)
+
+    @classmethod
+    def _of(cls, value: Value, known: dict[int, int], numbers: Numbers) -> Arrived:
+        found = [number_of(leaf, known, numbers) for leaf in value.leaves]
+        numbers.note(found, map(needs_gradient, value.leaves))
+        return cls(value, found, {})
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """Numbers of the value's storages, each once."""
+        return distinct_numbers(self.numbers)
+
+
+def number_of(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
+    """Return the number of a leaf's storage, a new one if it is not known; None: it has none."""
+    if not has_storage(leaf):
+        return None
+    key = storage_key(leaf)
+    if key not in known:
+        known[key] = numbers.new(leaf.untyped_storage().nbytes())
+    return known[key]
+
+
+def distinct_numbers(numbers: Iterable[int | None]) -> tuple[int, ...]:
+    """Return numbers of storages, each once, in their order."""
+    return tuple(dict.fromkeys(number for number in numbers if number is not None))
