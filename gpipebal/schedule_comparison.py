@@ -61,7 +61,10 @@ def compare_schedules(
         overlap: Whether transfers run beside the devices' work; see `gpipebal.simulator.place`.
 
     Returns:
-        A table, the fastest first. Its peaks count all that a plan counts but for the optimizer's
+        A table, the fastest first. Its makespans count two things that `Plan.makespan` does not,
+        where the profile knows them: a forward that is recomputed later may take less than one that
+        records a graph, and one process that launches for all devices, as `GPipe` does, may be what
+        they wait for. Its peaks count all that a plan counts but for the optimizer's
         step, with the loss inside the last partition, micro-batch by micro-batch: the one way that
         all schedules have.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpipebal.planner import equal_split, evaluate, solve
 from gpipebal.planner.grid import GridRow, solve_grid
 from gpipebal.planner.replicated import all_reduce_time, last_ends
 from gpipebal.problem import Link, Problem
+from gpipebal.profile import TieProfile
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -254,3 +256,39 @@ def test_impossible_requests(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BalanceError, match=message) as error:
         solve_grid(profile_of([1] * 4, [0] * 4), **options)
     assert "\nFix: " in str(error.value)
+
+
+def test_gradients_of_a_tied_parameter_are_added_up_once() -> None:
+    """Wherever the cuts are: its sum is in the partition of its first layer."""
+    profile = gb.Profile.from_costs([1.0] * 4, parameter_bytes=[100, 0, 0, 0], rows=2, chunks=4)
+    layers = list(profile.layers)
+    layers[3] = replace(layers[3], gradient_bytes=100)
+    tied = replace(profile, layers=tuple(layers), ties=(TieProfile((0, 3), 100, 100),))
+    for n_devices, partitions in ((2, 1), (4, 2), (8, 4)):
+        table = solve_grid(tied, n_devices, replica_link=Link(100.0), checkpoint="never")
+        (row,) = (row for row in table.rows if row.partitions == partitions)
+        # Of a ring of two, each sends half of 100 bytes twice.
+        assert row.all_reduce_time == 1.0
+    found = solve(tied, 1, schedule="zb_h1", checkpoint="never").partitions[0].memory
+    assert found.gradients == 100
+
+
+def test_quantiles_are_taken_before_rows_are_chosen() -> None:
+    """A grid of one device answers as `solve` does, at any number of micro-batches."""
+
+    def shaky(profile: gb.Profile, spread: float) -> gb.Profile:
+        layers = (
+            replace(layer, forward_spread=spread, backward_spread=spread)
+            for layer in profile.layers
+        )
+        return replace(profile, layers=tuple(layers))
+
+    other = shaky(gb.Profile.from_costs([1.9], rows=8), 0.1)
+    profile = shaky(gb.Profile.from_costs([1.0], rows=4, chunks=2), 2.0)
+    profile = replace(profile, mini_batch_rows=8, other_sizes=(other,))
+    for chunks in (1, 2, 4):
+        plan = solve(profile, 1, chunks=chunks, quantile=0.9, checkpoint="never")
+        found = solve_grid(profile, 1, chunks=chunks, quantile=0.9, checkpoint="never").best.plan
+        assert found is not None
+        assert found.makespan == plan.makespan
+        assert found.notes[0] == plan.notes[0]

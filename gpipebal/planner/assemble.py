@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gpipebal.memory import partition_memory
+from gpipebal.memory.ties import Ties
 from gpipebal.plan import PartitionPlan, PeakMemory
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import (
@@ -121,7 +122,8 @@ def _what_stays(profile: Profile, bounds: Sequence[int]) -> tuple[PeakMemory, ..
         found.append(
             PeakMemory(
                 parameters=sum(layer.parameter_bytes for layer in layers),
-                gradients=sum(layer.gradient_bytes for layer in layers),
+                gradients=sum(layer.gradient_bytes for layer in layers)
+                - Ties(profile, start, end).counted_again,
                 buffers=sum(layer.buffer_bytes for layer in layers),
                 optimizer=None if None in states else sum(b for b in states if b is not None),
             )

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from numbers import Real
 from typing import Literal, NamedTuple
 
-from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
-from gpipebal.planner.all_ways import all_ways, device_orders
+from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
-from gpipebal.planner.posing import Posed
-from gpipebal.planner.schedules import bound_of, search
+from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.schedules import bound_of
+from gpipebal.planner.solved import solved
 from gpipebal.problem import Problem
-from gpipebal.schedule import CheckpointMode
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 from gpipebal.simulator import weight_shares
-from gpipebal.solvers import Split, find, iter_best_splits, split_any_cost
+from gpipebal.solvers import Split, iter_best_splits
 from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.peak import least_shortage
 
-__all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "lower_bound_of", "roomier", "solved"]
+__all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "lower_bound_of", "roomier"]
 
 #: How many of the best splits are tried where the best one has too much waiting; and with how many
 #: layers times partitions that is done only to be sure that there is no better one.
@@ -31,8 +30,6 @@ _MOST_TRIED, _FEW = 16, 400
 #: How many of them are tried where none is known that fits; and up to how many ways to cut and run
 #: a chain all are.
 _MOST_UNTIL_ONE_FITS, MOST_WAYS = 100, 500
-#: In up to so many orders of the devices a schedule is searched.
-_MOST_ORDERS = 24
 #: Up to so many ways are looked at where the least peak is not proven: each is simulated.
 _MOST_FOR_PEAKS = 100
 
@@ -253,14 +250,26 @@ def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
 
 
 def _least_waiting(posed: Posed, plan: Plan) -> Plan:
-    """Return the plan with the lower peak, of that one and of one that expects the most to wait."""
-    if plan.value <= plan.lower_bound:
-        return plan
-    careful = solved(posed, posed.cautious)
-    if careful is None:
-        return plan
-    other = plan_of_split(posed, replace(careful, lower_bound=plan.lower_bound))
-    return min(plan, other, key=lambda one: (not fits(one), one.value))
+    """Return the plan with the lowest peak of a few that are found in other ways.
+
+    One expects the most to wait. What waits depends on what else is open, and is not in the
+    solver's sums: so the same is done where the order of the devices, or a mode, is given.
+    """
+    question = posed.question
+    narrower = [replace(question, any_order=False)] if question.any_order else []
+    if question.checkpoint == "auto":
+        wide = (question, *narrower)
+        narrower += [replace(one, checkpoint=mode) for one in wide for mode in CHECKPOINT_MODES]
+    questions = [posed, *(pose(one, posed.chunks) for one in narrower)]
+    problems = [(one, problem) for one in questions for problem in (one.problem, one.cautious)]
+    for one, problem in problems[1:]:
+        if plan.value <= plan.lower_bound and fits(plan):
+            break
+        found = solved(one, problem)
+        if found is not None:
+            other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))
+            plan = min(plan, other, key=lambda each: (not fits(each), each.value))
+    return plan
 
 
 def _next_best(posed: Posed, most: int) -> Iterator[Split]:
@@ -271,90 +280,6 @@ def _next_best(posed: Posed, most: int) -> Iterator[Split]:
         return islice(iter_best_splits(posed.problem, question.objective), most)
     except BalanceError:
         return iter(())  # no solver can be asked for the next best
-
-
-def solved(posed: Posed, problem: Problem) -> Split | None:
-    """Run the solver that the question asks for; None if nothing fits."""
-    question = posed.question
-    if question.is_searched:
-        return _searched(posed, problem)
-    if question.cost is None:
-        return find(problem, question.objective, question.method, time_limit=question.time_limit)
-    return _any_cost(posed, problem)
-
-
-def _searched(posed: Posed, problem: Problem) -> Split | None:
-    """Search under the schedule, in each order of the devices that is open, if they are few."""
-    question, n = posed.question, problem.n_partitions
-    orders = device_orders(posed, _MOST_ORDERS)
-    # If they are many: the order with the least bottleneck, and the one that was given.
-    ways = [None, tuple(range(n))] if orders is None else orders
-    limit = question.time_limit
-    found: list[Split] = []
-    for order in ways:
-        one = problem
-        if order is not None and problem.devices is not None:
-            devices = [problem.devices[k] for k in order]
-            one = replace(problem, devices=devices, any_order=False)
-        split = search(
-            one,
-            question.schedule,
-            weight_share=weight_shares(posed.profile),
-            time_limit=None if limit is None else limit / len(ways),
-        )
-        if split is not None:
-            found.append(split if order is None else replace(split, order=order))
-    if not found:
-        return None
-    best = min(found, key=lambda split: split.value)
-    # That of an open order holds for all of them.
-    bound = found[0].lower_bound if orders is None else min(one.lower_bound for one in found)
-    bound = min(bound, best.value)
-    status: Literal["optimal", "feasible"] = "optimal" if bound >= best.value else "feasible"
-    return replace(best, lower_bound=bound, status=status)
-
-
-def _any_cost(posed: Posed, problem: Problem) -> Split | None:
-    question, rules = posed.question, problem.rules
-    cost, modes = question.cost, problem.costs.modes(None)
-    assert cost is not None
-    uncut = frozenset[int]() if rules is None else rules.uncut
-    pinned = () if rules is None else rules.pinned
-
-    def allowed(start: int, end: int, j: int) -> float | None:
-        if start in uncut or end in uncut:
-            return None
-        if any((start <= layer < end) != (partition == j) for layer, partition in pinned):
-            return None
-        limit = posed.limits[j]
-        if limit is not None and problem.memory is not None:
-            peaks = problem.memory.rows(start, j, modes[j])
-            if end - start > len(peaks) or peaks[end - start - 1] > limit:
-                return None
-        found = cost(start, end, j)
-        if found is None:
-            return None
-        is_number = isinstance(found, Real) and not isinstance(found, bool)
-        if not is_number or sys.float_info.max < found < math.inf:
-            raise BalanceError(
-                f"cost of a run is no number: cost({start}, {end}, {j})={found!r:.40} (expected a "
-                f"number up to {sys.float_info.max:.3g}, infinity or None).\n"
-                "Fix: return None for what is not allowed."
-            )
-        if found < 0:
-            raise BalanceError(
-                f"cost of a run is negative: cost({start}, {end}, {j})={found!r} (expected 0 or "
-                "more).\nFix: return None for what is not allowed."
-            )
-        return found
-
-    n_layers, n_partitions = problem.n_layers, problem.n_partitions
-    longest = None if rules is None else rules.max_layers
-    try:
-        value, bounds = split_any_cost(allowed, n_layers, n_partitions, max_layers=longest)
-    except InfeasibleError:
-        return None
-    return Split(bounds, value, value, "optimal", "dense table", modes, tuple(range(n_partitions)))
 
 
 def best_of_all(posed: Sequence[Posed]) -> tuple[Posed, Plan] | None:

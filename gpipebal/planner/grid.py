@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.errors import BalanceError, GpipebalError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
+from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
 from gpipebal.planner.replicated import Additions, Replicated, search
 from gpipebal.planner.solve import posed_of, solve
@@ -244,6 +245,11 @@ def solve_grid(
                 f"Fix: {name}={value!r}."
             )
     check_link("replica_link", replica_link)
+    quantile = options.get("quantile")
+    if quantile is not None:
+        # Before the rows of micro-batches are chosen, as `solve` does.
+        profile = at_quantile(profile, quantile)
+        options = {**options, "quantile": None}
     most = profile.n_layers * profile.mini_batch_rows
     if n_devices > most:
         raise BalanceError(

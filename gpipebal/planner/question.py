@@ -159,10 +159,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     notes: list[str] = []
     quantile = options.get("quantile")
     profile = _moved(profile, quantile)
-    if quantile is not None:
-        notes.append(
-            f"Times are upper quantiles ({quantile:g}) of the measured spread, not medians."
-        )
+    if isinstance(taken := profile.provenance.get("quantile"), float):
+        notes.append(f"Times are upper quantiles ({taken:g}) of the measured spread, not medians.")
     schedule = _schedule(options)
     inside, shared = options.get("loss_inside"), options.get("shared_memory")
     inside = schedule != "gpipe" if inside is None else check_flag("loss_inside", inside)

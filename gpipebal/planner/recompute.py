@@ -227,12 +227,8 @@ class _Search:
 
     def _over(self, plan: Plan) -> dict[int, int]:
         """Return by how much partitions exceed their limits."""
-        needs = [part.memory.total for part in plan.partitions]
-        return {
-            j: need - limit
-            for j, (need, limit) in enumerate(zip(needs, self._limits, strict=True))
-            if limit is not None and need > limit
-        }
+        pairs = zip((part.memory.total for part in plan.partitions), self._limits, strict=True)
+        return {j: n - m for j, (n, m) in enumerate(pairs) if m is not None and n > m}
 
     def _solved(self, j: int, shortage: int) -> Way | None:
         """Find the runs of a partition that exceeds its limit."""
@@ -271,6 +267,7 @@ class _Search:
             profile = with_nothing_saved_before(profile, first)
             cell = Cell(profile, first, end, loss, question.shared_memory)
             if not cell.goes_back:
+                self.all_tried = False  # a way that keeps less is not looked for
                 return None
             modes, chunks = self._modes_with(j), self._posed.chunks
             row = make_schedule(question.schedule, question.n_partitions, chunks, modes).rows[j]

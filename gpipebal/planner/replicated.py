@@ -66,6 +66,9 @@ def all_reduce_time(n_bytes: int, replicas: int, link: Link | None) -> float:
 class Additions:
     """How long adding up the gradients of a run of layers takes.
 
+    That of a tied parameter is added up where the parameter is, with its first layer: the other
+    partitions of a pipeline have sent theirs there by then.
+
     Args:
         profile: Costs of the layers.
         replicas: How many pipelines there are.
@@ -73,7 +76,10 @@ class Additions:
     """
 
     def __init__(self, profile: Profile, replicas: int, link: Link | None) -> None:
-        sizes = (layer.gradient_bytes for layer in profile.layers)
+        sizes = [layer.gradient_bytes for layer in profile.layers]
+        for tie in profile.ties:
+            for layer in tie.layers[1:]:
+                sizes[layer] -= tie.gradient_bytes
         self._sums = list(accumulate(sizes, initial=0))
         self._replicas, self._link = replicas, link
 

@@ -239,19 +239,20 @@ def _of_paths(
         return None
     of, repeats = _Part(problem, modes, order), problem.chunks - 1
     parts = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
-    small = sum(map(sum, parts)) * max(1, repeats) < 2**62
-    table = np.array(parts, dtype=np.int64 if small else object)
 
-    def value(rows: np.ndarray) -> int:
+    def value(rows: Sequence[tuple[int, ...]]) -> int:
+        # Of each split anew: one with a slow link or device may need larger numbers than others.
+        small = sum(map(sum, rows)) * max(1, repeats) < 2**62
+        table = np.array(rows, dtype=np.int64 if small else object)
         # As in `Costs.makespan`: forwards up to a partition, its recompute, all the way back.
-        once, early, first, again, _ = rows.T
+        once, early, first, again, _ = table.T
         slowest = np.maximum.accumulate(first) + np.maximum.accumulate(again)
         return int((np.cumsum(once) + early + repeats * slowest).max())
 
-    now = value(table)
+    now = value(parts)
 
     def change(j: int, cut: int) -> float:
-        rows = table.copy()
+        rows = list(parts)
         rows[j - 1], rows[j] = of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1])
         return problem.to_time(value(rows) - now)
 

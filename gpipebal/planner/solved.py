@@ -1,0 +1,106 @@
+"""One solver for one question: the objective's own, a search under a schedule, or any cost."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from numbers import Real
+from typing import Literal
+
+from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.planner.all_ways import device_orders
+from gpipebal.planner.posing import Posed
+from gpipebal.planner.schedules import search
+from gpipebal.problem import Problem
+from gpipebal.simulator import weight_shares
+from gpipebal.solvers import Split, find, split_any_cost
+
+__all__ = ["solved"]
+
+#: In up to so many orders of the devices a schedule is searched.
+_MOST_ORDERS = 24
+
+
+def solved(posed: Posed, problem: Problem) -> Split | None:
+    """Run the solver that the question asks for; None if nothing fits."""
+    question = posed.question
+    if question.is_searched:
+        return _searched(posed, problem)
+    if question.cost is None:
+        return find(problem, question.objective, question.method, time_limit=question.time_limit)
+    return _any_cost(posed, problem)
+
+
+def _searched(posed: Posed, problem: Problem) -> Split | None:
+    """Search under the schedule, in each order of the devices that is open, if they are few."""
+    question, n = posed.question, problem.n_partitions
+    orders = device_orders(posed, _MOST_ORDERS)
+    # If they are many: the order with the least bottleneck, and the one that was given.
+    ways = [None, tuple(range(n))] if orders is None else orders
+    limit = question.time_limit
+    found: list[Split] = []
+    for order in ways:
+        one = problem
+        if order is not None and problem.devices is not None:
+            devices = [problem.devices[k] for k in order]
+            one = replace(problem, devices=devices, any_order=False)
+        split = search(
+            one,
+            question.schedule,
+            weight_share=weight_shares(posed.profile),
+            time_limit=None if limit is None else limit / len(ways),
+        )
+        if split is not None:
+            found.append(split if order is None else replace(split, order=order))
+    if not found:
+        return None
+    best = min(found, key=lambda split: split.value)
+    # That of an open order holds for all of them.
+    bound = found[0].lower_bound if orders is None else min(one.lower_bound for one in found)
+    bound = min(bound, best.value)
+    status: Literal["optimal", "feasible"] = "optimal" if bound >= best.value else "feasible"
+    return replace(best, lower_bound=bound, status=status)
+
+
+def _any_cost(posed: Posed, problem: Problem) -> Split | None:
+    question, rules = posed.question, problem.rules
+    cost, modes = question.cost, problem.costs.modes(None)
+    assert cost is not None
+    uncut = frozenset[int]() if rules is None else rules.uncut
+    pinned = () if rules is None else rules.pinned
+
+    def allowed(start: int, end: int, j: int) -> float | None:
+        if start in uncut or end in uncut:
+            return None
+        if any((start <= layer < end) != (partition == j) for layer, partition in pinned):
+            return None
+        limit = posed.limits[j]
+        if limit is not None and problem.memory is not None:
+            peaks = problem.memory.rows(start, j, modes[j])
+            if end - start > len(peaks) or peaks[end - start - 1] > limit:
+                return None
+        found = cost(start, end, j)
+        if found is None:
+            return None
+        is_number = isinstance(found, Real) and not isinstance(found, bool)
+        if not is_number or sys.float_info.max < found < math.inf:
+            raise BalanceError(
+                f"cost of a run is no number: cost({start}, {end}, {j})={found!r:.40} (expected a "
+                f"number up to {sys.float_info.max:.3g}, infinity or None).\n"
+                "Fix: return None for what is not allowed."
+            )
+        if found < 0:
+            raise BalanceError(
+                f"cost of a run is negative: cost({start}, {end}, {j})={found!r} (expected 0 or "
+                "more).\nFix: return None for what is not allowed."
+            )
+        return found
+
+    n_layers, n_partitions = problem.n_layers, problem.n_partitions
+    longest = None if rules is None else rules.max_layers
+    try:
+        value, bounds = split_any_cost(allowed, n_layers, n_partitions, max_layers=longest)
+    except InfeasibleError:
+        return None
+    return Split(bounds, value, value, "optimal", "dense table", modes, tuple(range(n_partitions)))
