@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from gpipebal.text import one_line
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 __all__ = ["Bar", "plan_html", "profile_html", "table", "timeline_html"]
@@ -190,7 +191,7 @@ def timeline_html(timeline: Any) -> str:
             str(d),
             Bar(tuple(time / makespan for time in spent[d]), rest=True),
             *(format_seconds(time) if time else "-" for time in spent[d][:3]),
-            format_percent(max(0.0, 1 - sum(spent[d]) / makespan)),
+            format_percent(max(0.0, 1 - sum(spent[d]) / makespan) if timeline.makespan else 0.0),
         ]
         for d in shown
     ]
@@ -215,7 +216,7 @@ def _side(column: int, left: Sequence[int]) -> str:
 
 def _content(cell: str | Bar) -> str:
     if isinstance(cell, str):
-        return escape(cell)
+        return escape(one_line(cell))
     # Lengths come from files too: a bar never leaves its cell.
     room = 1.0
     spans = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.text import aligned
-from gpipebal.units import format_bytes, format_percent, format_seconds
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 __all__ = ["profile_table"]
 
@@ -43,7 +43,7 @@ parameters 0 B
     if left_out:
         rest = sum(profile.layers[k].time for k in by_time[len(shown) :])
         lines.append(
-            f"{left_out} layers with less time are not shown: together "
+            f"{count(left_out, 'layer')} with less time not shown: together "
             f"{format_percent(rest / total if total else 0.0)}."
         )
     lines += _step_lines(profile)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
-__all__ = ["aligned"]
+__all__ = ["aligned", "one_line"]
+
+#: What would end a line in the middle of a cell.
+_BREAKS = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]+")
+
+
+def one_line(text: str) -> str:
+    r"""Write spaces for breaks of lines, and for what else no line has.
+
+    Example:
+        >>> one_line("a\nb")
+        'a b'
+    """
+    return _BREAKS.sub(" ", text)
 
 
 def aligned(
@@ -18,12 +32,13 @@ def aligned(
         gap: What stands between two columns.
 
     Returns:
-        One line per row, without spaces at its end.
+        One line per row, without spaces at its end; breaks of lines in cells are spaces.
 
     Example:
         >>> aligned([["layer", "time"], ["a", "12.0 ms"]])
         ['layer     time', 'a      12.0 ms']
     """
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         gap.join(

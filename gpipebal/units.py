@@ -90,7 +90,7 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def parse_bytes(text: int | str) -> int:
+def parse_bytes(text: float | str) -> int:
     """Read a size: a number of bytes, or a number with a unit (``'16 GiB'``, ``'500MB'``).
 
     Raises:
@@ -100,9 +100,9 @@ def parse_bytes(text: int | str) -> int:
         >>> parse_bytes("16 GiB") == 16 * 2**30, parse_bytes(42)
         (True, 42)
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text >= 0:
-            return text
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if 0 <= text < math.inf and text == int(text):
+            return int(text)
     elif isinstance(text, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
         if match is not None and match.group(2).lower() in _BYTES_PER_UNIT:

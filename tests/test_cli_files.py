@@ -126,6 +126,51 @@ def test_show_refuses_other_files(
     assert out == "" and message in first and second.startswith("Fix: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        (["solve", "{profile}", "-n", "2", "-o", "{profile}"], "--output"),
+        (["solve", "{profile}", "-n", "2", "--plot", "{link}.png"], "--plot"),
+        (["solve", "{profile}", "-n", "2", "-o", "{new}.png", "--plot", "{new}.png"], "--plot"),
+        (["simulate", "{plan}", "-o", "{link}"], "--output"),
+        (["show", "{profile}", "--plot", "{profile}"], "--plot"),
+        (["compare", "{plan}", "{timeline}", "--plot", "{timeline}"], "--plot"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_no_file_is_written_over_another(
+    words: list[str],
+    lost: str,
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is read stays, also behind a link, and a picture does not take the plan's place."""
+    link = tmp_path / "link"
+    link.symlink_to(files["plan"])
+    (tmp_path / "link.png").symlink_to(files["profile"])
+    before = {path: path.read_bytes() for path in files.values()}
+    places = {**files, "link": link, "new": tmp_path / "new"}
+    assert main([word.format(**places) for word in words]) == 2
+    assert f"a file would be lost: {lost} " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in files.values()} == before
+    assert not (tmp_path / "new.png").exists()
+
+
+@pytest.mark.parametrize("command", ["solve", "simulate", "show", "compare"])
+def test_pictures_are_said_to_be_written(
+    command: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that draws says where, unless machines read what it prints."""
+    picture = tmp_path / "picture.svg"
+    words = [command, str(files["profile"]), "--plot", str(picture)]
+    words += [] if command == "show" else ["--partitions", "2"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.endswith(f"Written to {picture}\n")
+    assert main([*words, "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+
+
 def test_show_needs_no_torch(files: dict[str, Path]) -> None:
     """A file is shown without loading torch."""
     code = (
@@ -181,7 +226,7 @@ def test_table_shows_the_slowest_layers() -> None:
     """Of many layers the slowest are shown, in the order of the chain, and the rest is told."""
     text = profile_table(Profile.from_costs([1.0, 5.0, 2.0, 4.0], names=list("abcd")), 2)
     assert [line.split()[1] for line in text.splitlines()[2:4]] == ["b", "d"]
-    assert text.splitlines()[4] == "2 layers with less time are not shown: together 25.0 %."
+    assert text.splitlines()[4] == "2 layers with less time not shown: together 25.0 %."
 
 
 def test_arguments_of_a_built_in_model_reach_it(tmp_path: Path) -> None:

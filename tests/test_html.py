@@ -12,6 +12,7 @@ from plot_cases import make_case
 
 from gpipebal.html import Bar, table
 from gpipebal.plan import Plan
+from gpipebal.planner import evaluate
 from gpipebal.profile import Profile
 from gpipebal.simulator import simulate
 from gpipebal.timeline import Event, Timeline
@@ -133,6 +134,24 @@ def test_names_are_escaped() -> None:
     text = html_of(Profile.from_costs([1.0], names=[name]))
     assert "<script" not in text and Reader(text).rows[1][1] == name
     assert "<b>" not in table("<b>", ["<b>"], [["<b>", Bar((2.0, -1.0), "<b>'\"")]], footer=["<b>"])
+
+
+def test_lines_in_names_break_no_table() -> None:
+    """A name of several lines is in one cell, also where the text of a plan is read."""
+    names = ["x\ny", "p\u2028q", "c\x0bd", "d"]
+    plan = evaluate(Profile.from_costs([1.0] * 4, names=names, chunks=2), [1, 1, 2])
+    assert len(str(plan).splitlines()) == 1 + 4 + len(str(plan).splitlines()[5:])
+    assert "x y" in str(plan).splitlines()[2]
+    found = Reader(html_of(plan))
+    assert len(found.rows) == 4
+    assert "<div>d .. d" not in html_of(plan) and "q  1.00 s" not in html_of(plan)
+
+
+@pytest.mark.parametrize("events", [(), (Event(0, "F", 0, 0.0, 0.0),)])
+def test_without_time_nobody_is_idle(events: tuple[Event, ...]) -> None:
+    """The rows say what the headline says: no bubble."""
+    found = Reader(html_of(Timeline(events, 1)))
+    assert found.rows[1][-1] == "0.0 %"
 
 
 def test_a_bar_never_leaves_its_cell() -> None:

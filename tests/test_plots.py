@@ -19,8 +19,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from plot_cases import check_layout, make_case, measured_from
 
-from gpipebal.errors import ProfileError, UsageError
+from gpipebal.errors import KindError, ProfileError, UsageError
 from gpipebal.plan import Plan
+from gpipebal.planner import evaluate, recompute_layers, solve
 from gpipebal.plots import (
     partition_colours,
     plot_balance,
@@ -31,6 +32,7 @@ from gpipebal.plots import (
     save_figure,
 )
 from gpipebal.plots.style import readable_on
+from gpipebal.problem import Device
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 from gpipebal.simulator import simulate
@@ -176,6 +178,44 @@ def test_balance_bars_add_up_to_the_totals() -> None:
     assert totals == pytest.approx([plan.micro_batch_time(j) for j in range(4)])
 
 
+#: Plans that count with other times than the profile has at its own rows.
+OTHER_TIMES: dict[str, Callable[[Profile], Plan]] = {
+    "other rows": lambda profile: solve(profile, 3, chunks=8),
+    "modes": lambda profile: evaluate(profile, [2, 2, 2], checkpoint=["always", "never", "always"]),
+    "devices": lambda profile: solve(profile, 3, devices=[1, 2, 0.5]),
+    "quantile": lambda profile: solve(profile, 3, quantile=0.9),
+    "runs": lambda profile: (
+        recompute_layers(
+            profile, solve(profile, 3, checkpoint="never"), memory_limit=900, reserve=0
+        ).plan
+    ),
+    "no time": lambda profile: solve(
+        replace(
+            profile, layers=tuple(replace(layer, forward_time=0.0) for layer in profile.layers)
+        ),
+        3,
+        devices=[Device(forward=[1.0] * 6, backward=[2.0] * 6, recompute=[1.0] * 6), 1, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TIMES)
+def test_balance_bars_add_up_to_what_the_plan_counts(name: str) -> None:
+    """Whatever the plan counts with, its bars and its totals say the same."""
+    costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
+    sizes = {"saved_bytes": [40] * 6, "output_bytes": [1] * 6}
+    other = Profile.from_costs([cost / 2 + 0.1 for cost in costs], rows=2, **sizes)
+    profile = Profile.from_costs(costs, rows=4, chunks=4, **sizes)
+    layers = (replace(layer, forward_spread=0.2, backward_spread=0.1) for layer in profile.layers)
+    profile = replace(profile, layers=tuple(layers), other_sizes=(other,))
+    plan = OTHER_TIMES[name](profile)
+    columns = zip(*heights_of(plot_balance(profile, plan)), strict=True)
+    layers_ = [sum(column) for column in columns]
+    starts = [sum(plan.balance[:j]) for j in range(4)]
+    totals = [sum(layers_[a:b]) for a, b in pairwise(starts)]
+    assert totals == pytest.approx([plan.micro_batch_time(j) for j in range(3)])
+
+
 def test_balance_with_a_narrow_partition_keeps_the_other_names() -> None:
     """A partition of one layer among 370 has no room for a name; the others keep theirs."""
     profile, plan = make_case(370, 2, 2)
@@ -243,8 +283,8 @@ def test_upright_names_take_nothing_from_the_bars(draw: Any) -> None:
             replace(layer, name=name) for layer, name in zip(profile.layers, names, strict=True)
         ),
     )
-    rest = () if draw is plot_profile else (plan,)
-    plain, upright = draw(profile, *rest), draw(named, *rest)
+    rest = () if draw is plot_profile else (solve(named, 4),)
+    plain, upright = draw(profile, *(plan,)[: len(rest)]), draw(named, *rest)
     for ax in (plain, upright):
         check_layout(ax.figure)
     heights = [ax.get_window_extent().height for ax in (plain, upright)]
@@ -333,8 +373,11 @@ def test_run_without_measurement_draws_the_prediction() -> None:
 def test_plan_of_another_model_is_refused() -> None:
     """A plan is drawn with the profile that it was made from, and with no other."""
     profile, plan = make_case(6, 2, 3)
-    with pytest.raises(ProfileError, match=r"plan\.n_layers=6 \(expected 24\)"):
+    with pytest.raises(ProfileError, match="different models: 6 and 24 layers"):
         plot_balance(make_case(24, 4, 8)[0], plan)
+    other = Profile.from_costs([1.0] * 6, names=["0", "1", "2", "x", "4", "5"])
+    with pytest.raises(ProfileError, match="different models: '3' and 'x'"):
+        plot_balance(other, plan)
     plot_balance(profile, plan)
 
 
@@ -353,6 +396,14 @@ def test_save_figure_writes_the_type_of_the_suffix(tmp_path: Path, name: str, st
     save_figure(make_figure((3, 1, 1)), tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_save_figure_takes_axes(tmp_path: Path) -> None:
+    """What the functions return is what is saved: the whole figure that the axes are in."""
+    save_figure(plot_profile(make_case(3, 1, 1)[0]), tmp_path / "axes.png")
+    assert (tmp_path / "axes.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(KindError, match="figure is no Figure"):
+        save_figure("axes", tmp_path / "other.png")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["plan", "plan.xyz", ".png"])

@@ -272,3 +272,27 @@ def test_devices_with_several_partitions_are_rows() -> None:
     tracks = memory_over_time(timeline, [HeldBytes(recorded=CellBytes(graph=10))] * 4)
     ax = plot_memory(tracks)
     assert ax.get_ylabel() == "device" and len(ax.get_yticks()) == 2
+
+
+@pytest.mark.parametrize("length", [30, 120, 500])
+def test_long_names_take_nothing_from_the_bars(length: int) -> None:
+    """A long name, such as a path, is cut in its middle; the picture stays what it is."""
+    timeline = simulate(make_case(24, 2, 4)[1])
+    name = f"first{'-' * length}\nlast"
+    ax, plain = plot_timelines({name: timeline}), plot_timelines({"plan": timeline})
+    assert ax.get_window_extent().width == pytest.approx(plain.get_window_extent().width, rel=0.01)
+    check_layout(figure_of(ax))
+    (caption,) = (text.get_text() for text in ax.texts if "last:" in text.get_text())
+    assert caption.startswith("first-") and "\n" not in caption
+    assert ("…" in caption) == (length == 500)
+
+
+def test_limits_are_those_that_a_plan_takes() -> None:
+    """A number with a point, and devices without a limit, are drawn as `solve` takes them."""
+    tracks = tracks_of((24, 2, 4))
+    assert "below the limit" in plot_memory(tracks, limit=1e9).get_title(loc="left")
+    ax = plot_memory(tracks, limit=[None, 1])
+    assert "1 of 2 above the limit" in ax.get_title(loc="left")
+    assert "limit" not in plot_memory(tracks, limit=[None, None]).get_title(loc="left")
+    with pytest.raises(UsageError, match=r"size=0\.5"):
+        plot_memory(tracks, limit=0.5)

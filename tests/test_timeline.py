@@ -121,6 +121,20 @@ def test_text_gantt_without_a_common_clock_uses_the_whole_width() -> None:
     assert timeline.text_gantt(40).splitlines()[1].count(".") == 2
 
 
+def test_text_gantt_has_one_axis_for_host_and_partitions() -> None:
+    """The line of launches is as long as the others, though launches alone share a clock."""
+    events = (
+        Event(0, "H", 0, 0.0, 1.0),
+        Event(0, "F", 0, 0.0, 1.2345678),
+        Event(0, "H", 1, 1.0, 2.0),
+        Event(0, "F", 1, 1.2345678, 2.4691356),
+        Event(0, "B", 1, 2.4691356, 3.0),
+    )
+    _, work, host = Timeline(events, 1).text_gantt(100).splitlines()
+    assert len(work) == len(host)
+    assert host.split()[-1].index("1") == 33  # a third of 100 columns
+
+
 def test_text_gantt_shows_last_digits() -> None:
     """Micro-batch 12 is drawn as 2, its backward as C; labels of partitions are aligned."""
     events = (Event(0, "F", 12, 0, 1), Event(0, "B", 12, 1, 2), Event(10, "B", 9, 1, 2))

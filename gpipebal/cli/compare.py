@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_link
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
@@ -66,7 +66,7 @@ _OF_PROFILE = ("chunks", "checkpoint", "bandwidth", "latency")
 def _compare(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
 
-    check_plot(options.plot)
+    check_places(options, *options.files)
     nouns = [load_noun(path) for path in options.files]
     profiles = [noun for noun in nouns if isinstance(noun, Profile)]
     if not profiles:
@@ -84,6 +84,8 @@ def _compare(options: argparse.Namespace) -> None:
         )
     else:
         _compare_schedules(profiles[0], options)
+    if not options.json:
+        say_written(options)
 
 
 def _compare_nouns(nouns: Sequence[Plan | Timeline], options: argparse.Namespace) -> None:

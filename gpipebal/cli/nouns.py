@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gpipebal.cli.words import check_output
@@ -9,7 +10,7 @@ from gpipebal.errors import FileFormatError, UsageError
 from gpipebal.files import read_any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import argparse
 
     from gpipebal.plan import Plan
     from gpipebal.profile import Profile
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     Noun: TypeAlias = Profile | Plan | Timeline
 
-__all__ = ["check_plot", "load_noun", "save_plot"]
+__all__ = ["check_places", "load_noun", "save_plot", "say_written"]
 
 
 def load_noun(path: str, *kinds: str) -> Noun:
@@ -70,18 +71,42 @@ def _either(words: tuple[str, ...]) -> str:
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def check_plot(path: str | None) -> None:
-    """Refuse a picture that cannot be written, before any work is done for it.
+def check_places(options: argparse.Namespace, *inputs: str) -> None:
+    """Refuse files to write that cannot be written, or would be written over one another.
+
+    Args:
+        options: With ``output``, if the command has it, and ``plot``.
+        inputs: Files that are read.
 
     Raises:
-        UsageError: the suffix is none of a picture, or there is no such folder.
+        UsageError: there is such a file, or the picture's suffix is none of a picture.
     """
-    check_output(path, "--plot")
-    if path is not None and not path.lower().endswith(_SUFFIXES):
+    taken = {os.path.realpath(path): "a file that is read" for path in inputs}
+    for option in ("output", "plot"):
+        path = getattr(options, option, None)
+        check_output(path, f"--{option}")
+        if path is None:
+            continue
+        place = os.path.realpath(path)
+        if place in taken:
+            raise UsageError(
+                f"a file would be lost: --{option} {path} is {taken[place]} (expected a file of "
+                f"its own).\nFix: give --{option} another name."
+            )
+        taken[place] = f"also --{option}"
+    if options.plot is not None and not options.plot.lower().endswith(_SUFFIXES):
         raise UsageError(
-            f"picture has a type that cannot be written: --plot {path} (expected a name that ends "
-            f"in {_either(_SUFFIXES)}).\nFix: --plot {path}.png."
+            f"picture has a type that cannot be written: --plot {options.plot} (expected a name "
+            f"that ends in {_either(_SUFFIXES)}).\nFix: --plot {options.plot}.png."
         )
+
+
+def say_written(options: argparse.Namespace) -> None:
+    """Say which files were written."""
+    for option in ("output", "plot"):
+        path = getattr(options, option, None)
+        if path is not None:
+            print(f"Written to {path}")
 
 
 def save_plot(drawn: Any, path: str) -> None:
@@ -93,5 +118,4 @@ def save_plot(drawn: Any, path: str) -> None:
     """
     from gpipebal.plots import save_figure
 
-    figure: Figure = drawn.figure if hasattr(drawn, "figure") and drawn.figure else drawn
-    save_figure(figure, path)
+    save_figure(drawn, path)

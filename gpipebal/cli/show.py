@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
 
@@ -51,7 +51,7 @@ def _show(options: argparse.Namespace) -> None:
     from gpipebal.schedule import check_count
 
     check_count("layers", options.layers)
-    check_plot(options.plot)
+    check_places(options, *options.files)
     if options.plot is not None and len(options.files) > 1:
         raise UsageError(
             f"there is one picture for several files: --plot {options.plot} with "
@@ -67,6 +67,8 @@ def _show(options: argparse.Namespace) -> None:
             print(("\n" if k else "") + _text(noun, options.layers))
     if options.plot is not None:
         save_plot(_draw(nouns[0]), options.plot)
+    if not options.json:
+        say_written(options)
 
 
 def _text(noun: Noun, n_layers: int) -> str:

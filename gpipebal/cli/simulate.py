@@ -7,9 +7,9 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, asked, plan_of
-from gpipebal.cli.words import Commands, add_command, check_output
+from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ def _simulate(options: argparse.Namespace) -> None:
     from gpipebal.simulator import simulate
     from gpipebal.timeline import Timeline
 
-    check_output(options.output)
-    check_plot(options.plot)
+    check_places(options, options.file)
     if options.width is not None and options.width < _NARROWEST:
         raise UsageError(
             f"drawing is too narrow: --width {options.width} (expected {_NARROWEST} or more).\n"
@@ -116,9 +115,7 @@ def _simulate(options: argparse.Namespace) -> None:
     if width is None:
         width = shutil.get_terminal_size().columns - _BESIDE
     print(timeline.text_gantt(max(_NARROWEST, width)))
-    for path in (options.output, options.plot):
-        if path is not None:
-            print(f"Written to {path}")
+    say_written(options)
 
 
 def _memory(

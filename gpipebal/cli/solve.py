@@ -6,9 +6,9 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_plot, load_noun, save_plot
+from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, plan_of, question_of
-from gpipebal.cli.words import Commands, add_command, check_output
+from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def add_solve(commands: Commands) -> None:
 def _solve(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
 
-    check_output(options.output)
-    check_plot(options.plot)
+    check_places(options, options.profile)
     profile = load_noun(options.profile, "profile")
     assert isinstance(profile, Profile)
     chosen = _with_runs(profile, options) if options.recompute_layers else None
@@ -84,9 +83,7 @@ def _solve(options: argparse.Namespace) -> None:
     print(found)
     if options.explain:
         print(f"\n{found.explain()}")
-    for path in (options.output, options.plot):
-        if path is not None:
-            print(f"Written to {path}")
+    say_written(options)
 
 
 def _with_runs(profile: Profile, options: argparse.Namespace) -> LayerRecompute:

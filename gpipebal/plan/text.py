@@ -193,15 +193,21 @@ def _modes(plan: Plan) -> list[str]:
     if not plan.recomputes:
         return ["Nothing is recomputed."]
     again = [j for j, count in enumerate(plan.recomputed) if count]
-    where = "All partitions" if len(again) == plan.n_partitions else f"Partitions {again}"
+    where = "All partitions" if len(again) == plan.n_partitions else _partitions(again)
     cost = sum(
         count * part.recompute_time
         for count, part in zip(plan.recomputed, plan.partitions, strict=True)
     )
+    verbs = ("keeps", "computes") if len(again) == 1 < plan.n_partitions else ("keep", "compute")
     return [
-        f"{where} keep only the inputs of micro-batches and compute the rest again to save "
-        f"memory, which takes {format_seconds(cost)} of all devices' time."
+        f"{where} {verbs[0]} only the inputs of micro-batches and {verbs[1]} the rest again to "
+        f"save memory, which takes {format_seconds(cost)} of all devices' time."
     ]
+
+
+def _partitions(which: list[int]) -> str:
+    *first, last = map(str, which)
+    return f"Partitions {', '.join(first)} and {last}" if first else f"Partition {last}"
 
 
 def _order(plan: Plan) -> list[str]:

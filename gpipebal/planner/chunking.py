@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.profile import Profile
+from gpipebal.units import count
 
 __all__ = ["at_chunks", "chunk_candidates"]
 
@@ -60,7 +61,8 @@ def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str,
             if about.get("extrapolated")
             else "lies between them"
         )
-        notes.append(f"The profile was taken at {known} rows; a micro-batch of {rows} rows {how}.")
+        size = count(rows, "row")
+        notes.append(f"The profile was taken at {known} rows; a micro-batch of {size} {how}.")
     return sized, tuple(notes)
 
 

@@ -100,6 +100,8 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
     """
     from matplotlib.transforms import ScaledTranslation
 
+    # Lines of a grid, which a style may ask for, run behind the bars and what is written on them.
+    ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_linewidth(0.6)
     ax.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)

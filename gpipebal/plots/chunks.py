@@ -29,7 +29,7 @@ __all__ = ["plot_chunks"]
 
 
 def plot_chunks(
-    plans: Sequence[Plan], *, ax: Axes | None = None, limit: int | str | None = None
+    plans: Sequence[Plan], *, ax: Axes | None = None, limit: float | str | None = None
 ) -> Axes:
     """Draw time, bubble and peak memory of plans with different numbers of micro-batches.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from gpipebal.errors import ProfileError, UsageError
@@ -89,14 +90,16 @@ def plot_balance(
         profile: Costs of the layers.
         plan: How they are cut; of the same layers.
         ax: Axes to draw on; None: a new figure.
-        by: ``'time'``: forward, recompute (if the plan recomputes) and backward; totals are
-            seconds of a partition for one micro-batch. ``'memory'``: what stays for the whole
-            step and what is saved for one micro-batch; totals are the predicted peaks, which
+        by: ``'time'``: forward, recompute (where the plan recomputes) and backward; totals are
+            seconds of a partition for one micro-batch, and its bars add up to them: where the plan
+            counts with other times than the profile (of other devices, quantiles or recomputed
+            layers), each layer has its share of the partition's. ``'memory'``: what stays for the
+            whole step and what is saved for one micro-batch; totals are the predicted peaks, which
             count more than that, and tensors that layers share only once.
 
     Raises:
         KindError: what was given is no Profile, or no Plan.
-        ProfileError: the plan is of another number of layers.
+        ProfileError: the plan is of other layers.
         UsageError: `by` is neither.
 
     Example:
@@ -108,16 +111,16 @@ def plot_balance(
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
-    if plan.n_layers != profile.n_layers:
-        raise ProfileError(
-            f"plan and profile are of different models: plan.n_layers={plan.n_layers} "
-            f"(expected {profile.n_layers}).\nFix: give the profile that the plan was made from."
-        )
+    _check_same_layers(profile, plan)
     own = ax is None
     ax = new_axes(10.0, 4.0) if ax is None else ax
     hues = partition_colours(plan.n_partitions)
     colours = [hues[j] for j, n_layers in enumerate(plan.balance) for _ in range(n_layers)]
+    with suppress(ProfileError):  # one that knows no other rows was planned with at its own
+        profile = profile if profile.rows == plan.rows else profile.at_rows(plan.rows)
     kinds = _layer_costs(profile, by, recomputes=plan.recomputes)
+    if by == "time":
+        kinds = {kind: _as_planned(kind, times, plan) for kind, times in kinds.items()}
     entries = _draw_bars(ax, kinds, colours, by)
     label_layers(ax, profile.names, grow=own)
     if by == "time":
@@ -129,6 +132,31 @@ def plot_balance(
     draw_header(ax, plan.balance, hues, totals)
     add_headline(ax, title, entries, below=HEADER)
     return ax
+
+
+def _check_same_layers(profile: Profile, plan: Plan) -> None:
+    planned = [name for part in plan.partitions for name in part.layers]
+    if planned != list(profile.names):
+        differ = (
+            f"{a!r} and {b!r}" for a, b in zip(planned, profile.names, strict=False) if a != b
+        )
+        what = next(differ, f"{len(planned)} and {profile.n_layers} layers")
+        raise ProfileError(
+            f"plan and profile are of different models: {what} (expected the same layers).\n"
+            "Fix: give the profile that the plan was made from."
+        )
+
+
+def _as_planned(kind: str, times: Sequence[float], plan: Plan) -> list[float]:
+    """Return what each layer takes of the time that the plan counts for its partition."""
+    name = {"F": "forward_time", "R": "recompute_time", "B": "backward_time"}[kind]
+    found: list[float] = []
+    for part, again in zip(plan.partitions, plan.recomputed, strict=True):
+        own = times[len(found) : len(found) + len(part.layers)]
+        whole = getattr(part, name) if kind != "R" or again else 0.0
+        total = sum(own)
+        found += [time / total * whole if total else whole / len(own) for time in own]
+    return found
 
 
 def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:

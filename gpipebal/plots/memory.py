@@ -21,7 +21,6 @@ from gpipebal.plots.axes import (
 )
 from gpipebal.plots.style import (
     FINE,
-    NEUTRAL,
     kind_patches,
     kind_style,
     partition_colours,
@@ -54,7 +53,7 @@ def plot_memory(
     tracks: Sequence[MemoryTrack],
     *,
     ax: Axes | None = None,
-    limit: int | str | Sequence[int | str] | None = None,
+    limit: float | str | Sequence[float | str | None] | None = None,
 ) -> Axes:
     """Draw what every device holds over time, on one scale, with its peak and its limit.
 
@@ -67,7 +66,7 @@ def plot_memory(
         tracks: What `gpipebal.simulator.memory_over_time` returned.
         ax: Axes to draw on; None: a new figure.
         limit: Bytes that a device may hold, as a number or such as ``'16 GiB'``; one for all, or
-            one for each device; drawn as a dashed line in every row.
+            one for each device, None where there is none; drawn as a dashed line in its row.
 
     Raises:
         KindError: what was given is no list of tracks.
@@ -100,7 +99,7 @@ def plot_memory(
     scale = (1 - _GAP) / max(highest, *(size or 0 for size in limits), 1)
     colours = partition_colours(n)
     fine = points(ax)[1] / n < FINE
-    style = dashed(ax, NEUTRAL, 0.9)
+    style = dashed(ax, ax.xaxis.label.get_color(), 0.9)
     for j, track in enumerate(tracks):
         _draw_track(ax, track, j, colours[j], scale, factor, end, fine)
         size = limits[j]
@@ -115,7 +114,7 @@ def plot_memory(
     entries = kind_patches(labels, fine=fine)
     title = f"Memory over time: highest peak {format_bytes(highest)}"
     over = sum(size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True))
-    if limit is not None:
+    if any(size is not None for size in limits):
         from matplotlib.lines import Line2D
 
         # Without sizes nobody knows.
@@ -139,18 +138,18 @@ def _any_held(tracks: Sequence[MemoryTrack], kinds: Sequence[str]) -> bool:
 
 
 def _limits(
-    limit: int | str | Sequence[int | str] | None, n_devices: int
-) -> list[int] | list[None]:
+    limit: float | str | Sequence[float | str | None] | None, n_devices: int
+) -> list[int | None]:
     if limit is None:
         return [None] * n_devices
-    if isinstance(limit, (int, str)):
-        return [parse_bytes(limit)] * n_devices
+    if not isinstance(limit, (list, tuple)):
+        return [parse_bytes(limit)] * n_devices  # type: ignore[arg-type]
     if len(limit) != n_devices:
         raise UsageError(
             f"limits and devices differ: len(limit)={len(limit)} (expected {n_devices}, one per "
             "device).\nFix: give one limit for all, or one per device."
         )
-    return [parse_bytes(size) for size in limit]
+    return [None if size is None else parse_bytes(size) for size in limit]
 
 
 def _draw_track(
@@ -181,7 +180,8 @@ def _draw_track(
         if (track.peak - beside) * scale > _GAP:
             # What takes no time has no area: a line leads up to the dot.
             ax.vlines(place[0], row + 1, place[1], color=colour, linewidth=0.8)
-        ax.plot(*place, marker="o", markersize=size, color=NEUTRAL, clip_on=False, zorder=4)
+        ink = ax.xaxis.label.get_color()
+        ax.plot(*place, marker="o", markersize=size, color=ink, clip_on=False, zorder=4)
 
 
 def _before(track: MemoryTrack) -> int:

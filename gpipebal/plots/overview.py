@@ -17,6 +17,7 @@ from gpipebal.timeline import Timeline
 from gpipebal.units import count, format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["plot_run", "save_figure"]
@@ -81,11 +82,11 @@ def plot_run(
     return figure
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Figure | Axes, path: str | os.PathLike[str]) -> None:
     """Write a figure to a file, whole or not at all.
 
     Args:
-        figure: What to write.
+        figure: What to write, or axes in it.
         path: File to write; its suffix, such as ``.png``, ``.svg`` or ``.pdf``, is its type.
 
     Raises:
@@ -98,14 +99,20 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         >>> import tempfile
         >>> from gpipebal.plots import plot_balance
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_figure(plot_balance(profile, plan).figure, f"{folder}/balance.svg")
+        ...     save_figure(plot_balance(profile, plan), f"{folder}/balance.svg")
     """
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    whole = figure.get_figure(root=True) if isinstance(figure, Axes) else figure
+    check_kind("figure", whole, Figure, "figure=plot_balance(profile, plan)")
+    assert isinstance(whole, Figure)
     suffix = Path(path).suffix.removeprefix(".").lower()
-    known = figure.canvas.get_supported_filetypes()
+    known = whole.canvas.get_supported_filetypes()
     if suffix not in known:
         raise UsageError(
             f"picture has a type that cannot be written: suffix={suffix!r} "
             f"(expected one of {', '.join(sorted(known))}).\nFix: end the path in .png."
         )
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=suffix, dpi=_DPI)
+        whole.savefig(temporary, format=suffix, dpi=_DPI)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from gpipebal.plots.style import (
     readable_on,
     scale_seconds,
 )
+from gpipebal.text import one_line
 from gpipebal.timeline import COPY_KIND, KIND_NAMES, LAUNCH_KIND, Event, Timeline
 from gpipebal.units import format_percent, format_seconds
 
@@ -132,7 +133,8 @@ def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
         top += gap
         _draw_rows(ax, item, top, row, factor)
         caption = _caption(name, item, shown[0], points(ax)[0])
-        ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE, parse_math=False)
+        text = ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE, parse_math=False)
+        text.set_in_layout(False)  # it is no wider than the axes
         positions.append([top + j + 0.5 for j in range(item.n_devices)])
         top += item.n_devices
     ax.set_ylim(top + 0.2, 0)
@@ -179,13 +181,21 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
         change = timeline.makespan / first.makespan - 1
         makespan += f" ({'+' if change >= 0 else ''}{format_percent(change)})"
     bubble = format_percent(timeline.bubble_fraction)
+    name = one_line(name)
     texts = (
         f"{name}: makespan {makespan}, bubble {bubble}",
         f"{name}: {makespan}, bubble {bubble}",
         f"{name}: {makespan}",
-        name,
+        *(f"{short}: {makespan}" for short in _shorter(name)),
+        makespan,
     )
-    return next((text for text in texts if fits(text, width, CAPTION_SIZE)), texts[-1])
+    return next((text for text in texts if fits(text, width, CAPTION_SIZE)), makespan)
+
+
+def _shorter(name: str) -> Iterator[str]:
+    """Yield a name with more and more of its middle left out: the end says most of a path."""
+    for kept in range(len(name) - 2, 2, -1):
+        yield f"{name[: kept // 3]}…{name[kept // 3 - kept :]}"
 
 
 def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: float) -> None:

@@ -20,7 +20,12 @@ _SYMBOLS = {"F": _DIGITS, "R": "r" * 10, "B": _UPPER, "I": _UPPER, "W": _LOWER, 
 
 
 def draw_rows(
-    events: Sequence[Event], n_rows: int, width: int, devices: Sequence[int] | None = None
+    events: Sequence[Event],
+    n_rows: int,
+    width: int,
+    devices: Sequence[int] | None = None,
+    *,
+    evenly: bool = True,
 ) -> list[str]:
     r"""Draw one row of characters per device; all have the same length, `width` at most.
 
@@ -32,6 +37,7 @@ def draw_rows(
         n_rows: Number of devices.
         width: Most columns.
         devices: Device of each partition; None: partition j is on device j.
+        evenly: Whether there may be fewer columns, so that each clock has equally many.
 
     Example:
         >>> events = (Event(0, "F", 0, 0, 1), Event(1, "F", 0, 1, 2), Event(1, "B", 0, 2, 4))
@@ -42,7 +48,7 @@ def draw_rows(
     table = EventTable.of(events)
     origin = float(table.starts.min(initial=np.inf)) if len(table) else 0.0
     makespan = float(table.ends.max(initial=0.0)) - origin if len(table) else 0.0
-    columns = _count_columns(table, origin, makespan, width)
+    columns = _count_columns(table, origin, makespan, width) if evenly else width
     rows = [["."] * columns for _ in range(n_rows)]
     if makespan > 0:
         shown = table.pick(table.computes)
@@ -76,7 +82,7 @@ def draw_launches(events: Sequence[Event], columns: int) -> str | None:
     first, last = float(table.starts.min()), float(table.ends.max())
     # Two events without length hold the axis as long as the whole timeline.
     frame = [Event(0, "F", 0, time, time) for time in (first, last)]
-    return draw_rows([*as_forwards, *frame], 1, columns)[0]
+    return draw_rows([*as_forwards, *frame], 1, columns, evenly=False)[0]
 
 
 def legend(events: Sequence[Event]) -> str:
