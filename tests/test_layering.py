@@ -56,6 +56,7 @@ WITHIN_RANK = {
     ("files", "kinds"),
     ("kinds", "errors"),
     ("units", "errors"),
+    ("html", "text"),
     ("html", "units"),
     ("plan", "schedule"),
     ("timeline", "schedule"),
