@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +187,12 @@ class Plan:
     def recomputes(self) -> bool:
         """Whether any micro-batch is recomputed."""
         return any(self.recomputed)
+
+    def with_bound(self, lower_bound: float) -> Plan:
+        """Return the same plan where it is known that none has a smaller value than this."""
+        bound = min(lower_bound, self.value)
+        status = "optimal" if bound >= self.value else "feasible"
+        return replace(self, lower_bound=bound, status=status)
 
     def micro_batch_time(self, partition: int) -> float:
         """Seconds that a partition works for one micro-batch under its mode."""

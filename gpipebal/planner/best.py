@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
@@ -124,8 +124,7 @@ def best_of(posed: Posed) -> Best:
     if best is None:
         return Best(None, bound)
     bound = min(bound, best.value)
-    status: Literal["optimal", "feasible"] = "optimal" if best.value <= bound else "feasible"
-    best = replace(best, lower_bound=bound, status=status)
+    best = best.with_bound(bound)
     if best.gap:
         note = (
             "A split that is better without what waits for busy neighbours exceeds a limit with it."
@@ -226,9 +225,7 @@ def roomier(posed: Posed, found: Split, plan: Plan) -> Plan:
         value = value_of(posed, found.bounds, modes, found.order)
         if modes == plan.modes or value is None:
             break
-        bound = min(found.lower_bound, value)
-        status: Literal["optimal", "feasible"] = "optimal" if bound >= value else "feasible"
-        found = replace(found, modes=modes, value=value, lower_bound=bound, status=status)
+        found = replace(found, modes=modes, value=value).with_bound(found.lower_bound)
         plan = plan_of_split(posed, found)
     return plan
 
@@ -302,8 +299,4 @@ def best_of_all(posed: Sequence[Posed]) -> tuple[Posed, Plan] | None:
             best = posed[k], plan
     if best is None:
         return None
-    lower_bound = min(proven, best[1].value)
-    status: Literal["optimal", "feasible"] = (
-        "optimal" if lower_bound >= best[1].value else "feasible"
-    )
-    return best[0], replace(best[1], lower_bound=lower_bound, status=status)
+    return best[0], best[1].with_bound(proven)

@@ -240,13 +240,10 @@ class _Search:
         """Whether a way keeps the limits but for what waits for busy neighbours."""
         memory = self._posed.problem.memory
         runs = zip(pairwise(way.bounds), way.modes, self._posed.limits, strict=True)
-        for j, ((start, end), mode, limit) in enumerate(runs):
-            if memory is None or limit is None:
-                continue
-            peaks = memory.rows(start, j, mode)
-            if end - start > len(peaks) or peaks[end - start - 1] > limit:
-                return False
-        return True
+        return memory is None or all(
+            memory.fits(start, end, j, mode, limit)
+            for j, ((start, end), mode, limit) in enumerate(runs)
+        )
 
     def _bound_by_additions(self) -> float:
         """Bound the time of all splits by additions; and go on from the split that meets it."""
@@ -313,10 +310,9 @@ class _Search:
 
     def _with_bound(self, plan: Plan) -> Plan:
         """Let a plan know what is known about its own value, the makespan."""
-        bound = min(self._first.lower_bound, plan.value)
-        status = "optimal" if bound >= plan.value else "feasible"
         note = "Chosen for the time until all replicas have added up their gradients."
-        return replace(plan, lower_bound=bound, status=status, notes=(*plan.notes, note))
+        plan = plan.with_bound(self._first.lower_bound)
+        return replace(plan, notes=(*plan.notes, note))
 
     def _groups(self) -> Iterator[tuple[float, int]]:
         """Yield bounds, and where the first partition of a group ends."""

@@ -157,11 +157,8 @@ class _Allowed:
         )
 
     def _fits(self, j: int, start: int, end: int) -> bool:
-        problem, limit = self._problem, self._limits[j]
-        if problem.memory is None or limit is None:
-            return True
-        peaks = problem.memory.rows(start, j, self._modes[j])
-        return end - start <= len(peaks) and int(peaks[end - start - 1]) <= limit
+        memory = self._problem.memory
+        return memory is None or memory.fits(start, end, j, self._modes[j], self._limits[j])
 
 
 def _simulated(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from gpipebal.errors import BalanceError
@@ -234,8 +233,7 @@ def _bounded(plans: list[Plan], bound: float) -> list[Plan]:
     known = []
     for plan in reversed(plans):
         bound = min(bound, plan.lower_bound)
-        status = "optimal" if bound >= plan.value else "feasible"
-        known.append(replace(plan, lower_bound=min(bound, plan.value), status=status))
+        known.append(plan.with_bound(bound))
     return known[::-1]
 
 

@@ -6,7 +6,6 @@ import math
 import sys
 from dataclasses import replace
 from numbers import Real
-from typing import Literal
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.planner.all_ways import device_orders
@@ -58,9 +57,7 @@ def _searched(posed: Posed, problem: Problem) -> Split | None:
     best = min(found, key=lambda split: split.value)
     # That of an open order holds for all of them.
     bound = found[0].lower_bound if orders is None else min(one.lower_bound for one in found)
-    bound = min(bound, best.value)
-    status: Literal["optimal", "feasible"] = "optimal" if bound >= best.value else "feasible"
-    return replace(best, lower_bound=bound, status=status)
+    return best.with_bound(bound)
 
 
 def _any_cost(posed: Posed, problem: Problem) -> Split | None:
@@ -75,11 +72,9 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
             return None
         if any((start <= layer < end) != (partition == j) for layer, partition in pinned):
             return None
-        limit = posed.limits[j]
-        if limit is not None and problem.memory is not None:
-            peaks = problem.memory.rows(start, j, modes[j])
-            if end - start > len(peaks) or peaks[end - start - 1] > limit:
-                return None
+        memory = problem.memory
+        if memory is not None and not memory.fits(start, end, j, modes[j], posed.limits[j]):
+            return None
         found = cost(start, end, j)
         if found is None:
             return None

@@ -70,6 +70,27 @@ class Memory:
 
         return cls(rows, alike)
 
+    def fits(
+        self, start: int, end: int, partition: int, mode: CheckpointMode, limit: float | None
+    ) -> bool:
+        """Tell whether the layers from `start` to ``end - 1`` need no more than a limit.
+
+        Args:
+            start: First layer.
+            end: One past the last layer.
+            partition: The partition that they are.
+            mode: Its checkpoint mode.
+            limit: Bytes; None: any.
+
+        Example:
+            >>> Memory(lambda first, partition, mode: [10, 20]).fits(0, 2, 0, "never", 15)
+            False
+        """
+        if limit is None:
+            return True
+        peaks = self.rows(start, partition, mode)
+        return end - start <= len(peaks) and int(peaks[end - start - 1]) <= limit
+
     def labels(self, n_partitions: int) -> tuple[int, ...]:
         """Return a label for each partition.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from gpipebal.errors import BalanceError
@@ -87,6 +87,12 @@ class Split:
     def gap(self) -> float:
         """How far `value` may be from the optimum, as a fraction of it; 0 for a value of 0."""
         return (self.value - self.lower_bound) / self.value if self.value else 0.0
+
+    def with_bound(self, lower_bound: float) -> Split:
+        """Return the same split where it is known that none has a smaller value than this."""
+        bound = min(lower_bound, self.value)
+        status: Literal["optimal", "feasible"] = "optimal" if bound >= self.value else "feasible"
+        return replace(self, lower_bound=bound, status=status)
 
 
 def split(

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, count, islice
-from typing import Literal
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem
@@ -110,8 +109,7 @@ def _in_order(problem: Problem, found: Iterator[Split]) -> Iterator[Split]:
             # With other devices the same cuts might take less, down to their bound.
             least = [best, *(split for _, _, split in waiting)] if problem.any_order else []
             bound = min([value, *(split.lower_bound for split in least)])
-            status: Literal["optimal", "feasible"] = "optimal" if bound >= value else "feasible"
-            yield replace(best, value=value, lower_bound=bound, status=status)
+            yield replace(best, value=value).with_bound(bound)
         if one is not None:
             value = problem.makespan(one.bounds, one.modes, one.order)
             heapq.heappush(waiting, (value, next(tickets), one))
