@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +88,121 @@ class _InArgument(nn.Module):
         if not kept:
             kept.append(torch.arange(float(n)))
         return kept[0]
+
+
+class _InObject(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        HOLDERS.setdefault("one", SimpleNamespace(t=torch.arange(float(x.shape[1]))))
+        return x * HOLDERS["one"].t
+
+
+class _InRow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not ROW:
+            ROW.append(torch.arange(float(x.shape[1])))
+        return x * ROW[0]
+
+
+def _table(n: int) -> Tensor:
+    if not hasattr(_table, "kept"):
+        _table.kept = torch.arange(float(n))  # type: ignore[attr-defined]
+    found: Tensor = _table.kept  # type: ignore[attr-defined]
+    return found
+
+
+class _InFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * _table(x.shape[1])
+
+
+class _Undefined(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global NEW
+        try:
+            NEW  # type: ignore[has-type]  # noqa: B018
+        except NameError:
+            NEW = torch.arange(float(x.shape[1]))
+        return x * NEW
+
+
+class _Memo:
+    """A memory of its own, with the names of the standard library's."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Tensor] = {}
+
+    def cache_info(self) -> dict[str, int]:
+        return {"size": len(self.known)}
+
+    def cache_clear(self) -> None:
+        self.known.clear()
+
+    def __call__(self, n: int) -> Tensor:
+        if n not in self.known:
+            self.known[n] = torch.arange(float(n))
+        return self.known[n]
+
+
+MEMO, HOLDERS, ROW = _Memo(), dict[str, Any](), deque[Tensor]()
+
+
+class _InMemo(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * MEMO(x.shape[1])
+
+
+def _left_behind() -> list[Any]:
+    """Return what any of these layers keeps."""
+    names = [name for name in ("NEW",) if name in globals()]
+    function = [_table.kept] if hasattr(_table, "kept") else []  # type: ignore[attr-defined]
+    return [*names, *function, *MEMO.known, *HOLDERS, *ROW]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "make", [_InObject, _InRow, _InFunction, _Undefined, _InMemo], ids=lambda make: make.__name__
+)
+def test_places_of_other_kinds_are_as_before(make: Callable[[], nn.Module], way: str) -> None:
+    """Objects, rows, functions, names that are not there yet, memories of another's making."""
+    model = nn.Sequential(nn.Linear(8, 8), make())
+    gb.profile_model(model, torch.ones(4, 8), rows=(), progress=False, **WAYS[way])
+    assert _left_behind() == []
+    assert model(torch.ones(4, 8)).device.type == "cpu"
+    assert _left_behind() != []
+    for place in (MEMO.known, HOLDERS, ROW):
+        place.clear()  # type: ignore[attr-defined]
+    globals().pop("NEW", None)
+    vars(_table).clear()
+
+
+class _Sealed:
+    """Refuses to be looked at and to be changed."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("not now")
+
+
+class _NoDelete(type):
+    def __delattr__(cls, name: str) -> None:
+        raise TypeError("sealed")
+
+
+class _Kept(metaclass=_NoDelete):
+    pass
+
+
+def test_places_that_refuse_keep_nobody_from_theirs() -> None:
+    """Objects that raise lead nowhere, and a place that stays changed is the only one."""
+    sealed, kept = _Sealed(), dict[str, Any]()
+
+    def use() -> Any:
+        return sealed, _Kept, kept
+
+    with caches_kept([use]):
+        _Kept.new = torch.ones(1)  # type: ignore[attr-defined]
+        kept["new"] = torch.ones(1)
+    assert not kept
+    type.__delattr__(_Kept, "new")
 
 
 CACHES: list[Callable[[], nn.Module]] = [_Remembers, _InClosure, _Globally, _InClass, _InArgument]

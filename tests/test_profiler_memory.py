@@ -440,3 +440,54 @@ def test_what_a_forward_leaves_behind_is_there_once(where: str, method: str) -> 
     layer = found.layers[1]
     assert layer.buffer_bytes == 4 * 80 * F
     assert found.bytes_of(layer.saved) == 4 * 8 * F  # the input alone
+
+
+class _OnlyOnce(nn.Module):
+    """Keeps a table that it makes in its first forward, as an attribute or a buffer."""
+
+    def __init__(self, *, registered: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        if registered:
+            self.register_buffer("table", None)
+        else:
+            self.table = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.zeros(100, 8)
+        y: Tensor = self.lin(x) + self.table[: len(x)]
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_tables_that_are_made_once_count(method: str, registered: bool, has_run: bool) -> None:
+    """A table is memory of its layer, whether the caller's model has it already or not."""
+    model = nn.Sequential(nn.Linear(8, 8), _OnlyOnce(registered=registered))
+    if has_run:
+        model(torch.ones(16, 8))
+    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    found = gb.profile_model(
+        model, torch.ones(16, 8), chunks=4, rows=(), method=method, progress=False, **options
+    )
+    assert found.layers[1].buffer_bytes == 100 * 8 * F
+
+
+def test_a_table_of_several_layers_counts_once() -> None:
+    """It belongs to the first layer that keeps it, as a buffer does."""
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    table = torch.zeros(100)
+    for layer in layers:
+        layer.table = table
+    found = profile(nn.Sequential(*layers), torch.ones(4, 8))
+    assert [layer.buffer_bytes for layer in found.layers] == [100 * F, 0, 0]
+
+
+def test_layers_with_sparse_buffers_are_measured() -> None:
+    """What has no storage of its own counts by its parts."""
+    layer = nn.Linear(8, 8)
+    layer.register_buffer("mask", torch.eye(8).to_sparse())
+    found = profile(nn.Sequential(layer), torch.ones(4, 8))
+    assert found.layers[0].buffer_bytes == 8 * F + 2 * 8 * I

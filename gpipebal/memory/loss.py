@@ -37,7 +37,7 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
         return profile.step.loss
     last, whole = profile.layers[-1], profile.step.whole_loss
     if whole is None:
-        return _unknown(last, last.outputs, last.output_bytes)
+        return _unknown(last.outputs, last.output_bytes)
     m = profile.chunks
     return replace(
         whole,
@@ -101,7 +101,7 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
     elif step.loss is not None:
         loss = _times(step.loss, chunks, 1)
     else:
-        loss = _unknown(last, last.outputs, chunks * last.output_bytes)
+        loss = _unknown(last.outputs, chunks * last.output_bytes)
     n, m = chunks, profile.chunks
     return loss, -(-joined * n // m), -(-gradient * n // m)
 
@@ -129,6 +129,6 @@ def _times(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:
     )
 
 
-def _unknown(last: LayerProfile, saved: tuple[int, ...], n_bytes: int) -> LayerProfile:
+def _unknown(saved: tuple[int, ...], n_bytes: int) -> LayerProfile:
     """Stand for a loss that was not measured."""
     return LayerProfile("loss", "loss", 0.0, 0.0, 0.0, saved=saved, backward_peak_bytes=2 * n_bytes)

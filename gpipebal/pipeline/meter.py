@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from gpipebal.kinds import check_kind
+from gpipebal.pipeline.attributes import attributes_of
 from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.ledger import Ledger
@@ -89,7 +90,7 @@ def measure_memory(
             ledger.hold([parameter, parameter.grad], j, keep=True)
             if optimizer is not None:
                 ledger.hold(optimizer.state.get(parameter, {}).values(), j, keep=True)
-        ledger.hold(partition.buffers(), j, keep=True)
+        ledger.hold((*partition.buffers(), *attributes_of(partition)), j, keep=True)
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
+from gpipebal.pipeline.facts import version_of
 from gpipebal.pipeline.lane import Lane, caller_events
 from gpipebal.pipeline.microbatch import check_nothing_hidden, flatten, name_of_leaf, unflatten
 from gpipebal.pipeline.parting import (
@@ -100,9 +101,9 @@ class Target:
         if any(self._wanted):
             # Of several times the last counts: the recompute's, if there is one.
             self._lent[i] = roots
-        versions = [_version(leaf) for leaf in lent]
+        versions = [version_of(leaf) for leaf in lent]
         yield unflatten(lent, self._structure)
-        written = frozenset(k for k, leaf in enumerate(lent) if _version(leaf) != versions[k])
+        written = frozenset(k for k, leaf in enumerate(lent) if version_of(leaf) != versions[k])
         if self._written is None:
             # A copy made in inference mode hides what is written to it: perhaps it was.
             unseen = (k for k in protected if versions[k] is None)
@@ -153,7 +154,3 @@ def _check_rows(leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], rows
             f"target has other rows than the input: {found} (expected {rows}).\n"
             "Fix: give one target per row, or name its dimension in target_dims."
         )
-
-
-def _version(leaf: Any) -> int | None:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None

@@ -252,20 +252,21 @@ def _least_waiting(posed: Posed, plan: Plan) -> Plan:
     One expects the most to wait. What waits depends on what else is open, and is not in the
     solver's sums: so the same is done where the order of the devices, or a mode, is given.
     """
+    if plan.value <= plan.lower_bound and fits(plan):
+        return plan
     question = posed.question
     narrower = [replace(question, any_order=False)] if question.any_order else []
     if question.checkpoint == "auto":
         wide = (question, *narrower)
         narrower += [replace(one, checkpoint=mode) for one in wide for mode in CHECKPOINT_MODES]
-    questions = [posed, *(pose(one, posed.chunks) for one in narrower)]
-    problems = [(one, problem) for one in questions for problem in (one.problem, one.cautious)]
-    for one, problem in problems[1:]:
-        if plan.value <= plan.lower_bound and fits(plan):
-            break
-        found = solved(one, problem)
-        if found is not None:
-            other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))
-            plan = min(plan, other, key=lambda each: (not fits(each), each.value))
+    for one in (posed, *(pose(each, posed.chunks) for each in narrower)):
+        for problem in (one.cautious,) if one is posed else (one.problem, one.cautious):
+            found = solved(one, problem)
+            if found is not None:
+                other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))
+                plan = min(plan, other, key=lambda each: (not fits(each), each.value))
+            if plan.value <= plan.lower_bound and fits(plan):
+                return plan
     return plan
 
 

@@ -50,6 +50,8 @@ Spans = list[tuple[float, float]]
 #: Height of a row that is easy to read, and of the space above each timeline, in inches.
 _ROW = 0.3
 _GAP = 0.3
+#: Characters of a name that are looked at, more fit no figure.
+_LONGEST = 300
 _MAX_HEIGHT = 9.0
 
 #: Smallest size of a number that can be read, in points.
@@ -182,10 +184,13 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
         makespan += f" ({'+' if change >= 0 else ''}{format_percent(change)})"
     bubble = format_percent(timeline.bubble_fraction)
     name = one_line(name)
-    texts = (
+    whole = (
         f"{name}: makespan {makespan}, bubble {bubble}",
         f"{name}: {makespan}, bubble {bubble}",
         f"{name}: {makespan}",
+    )
+    texts = (
+        *(whole if len(name) <= _LONGEST else ()),
         *(f"{short}: {makespan}" for short in _shorter(name)),
         makespan,
     )
@@ -194,8 +199,10 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
 
 def _shorter(name: str) -> Iterator[str]:
     """Yield a name with more and more of its middle left out: the end says most of a path."""
-    for kept in range(len(name) - 2, 2, -1):
+    kept = min(len(name) - 2, _LONGEST)
+    while kept > 2:
         yield f"{name[: kept // 3]}…{name[kept // 3 - kept :]}"
+        kept -= max(1, kept // 20)
 
 
 def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: float) -> None:

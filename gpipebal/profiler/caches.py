@@ -1,10 +1,13 @@
 """Caches that layers keep outside of themselves, put back as they were.
 
 A layer may keep a table of positions in a dictionary of its closure, under a global name, in its
-class, as a default of an argument or behind `functools.lru_cache`. Copies of the layer fill the
-same one, with tensors of the device that is measured, or without values.
+class, as an attribute of a function, as a default of an argument or behind `functools.lru_cache`.
+Copies of the layer fill the same one, with tensors of the device that is measured, or without
+values.
 
-Only what is or holds tensors is put back: whatever else such a place is for goes on.
+What is or holds tensors is put back; whatever else such a place is for goes on. Memories of
+`functools.lru_cache` cannot be put back in part, so those that grow are emptied. What code does
+not name, and what objects with ``__slots__`` or very many entries hold, is not found.
 """
 
 from __future__ import annotations
@@ -12,19 +15,23 @@ from __future__ import annotations
 import dis
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from gpipebal.pipeline.attributes import MOST_INSIDE, inside_of, tensors_in
 
 __all__ = ["caches_kept", "global_names"]
 
-#: Objects inside objects are looked at so deep, containers if they hold no more than so many.
-_DEPTH, _MOST_INSIDE, _MOST_OBJECTS = 8, 1000, 20_000
+#: Objects inside objects are looked at so deep, and so many at most.
+_DEPTH, _MOST_OBJECTS = 8, 20_000
 #: Packages whose functions keep nothing of a layer.
 _OTHERS = frozenset({"torch", "numpy", "gpipebal", "builtins", "functools", "contextlib", "typing"})
+_PLAIN = (Tensor, nn.Module, str, bytes, int, float, type(None))
+_GONE = object()
 
 
 class _Places:
@@ -56,82 +63,84 @@ class _Places:
                     self._look(each, _DEPTH)
 
     def _look(self, value: Any, depth: int) -> None:
-        if isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
         if not depth or id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
             return
-        if isinstance(value, (Tensor, nn.Module, str, bytes, int, float, type(None))):
+        if issubclass(type(value), _PLAIN):
             return
         self._seen.add(id(value))
         self._alive.append(value)
-        if hasattr(type(value), "cache_info") and hasattr(type(value), "cache_clear"):
+        # Objects of the user's may refuse to be looked at, and lead nowhere then.
+        with suppress(Exception):
+            self._look_into(value, type(value), depth - 1)
+
+    def _look_into(self, value: Any, kind: type, depth: int) -> None:
+        if kind is functools._lru_cache_wrapper:
             self.memos.append((value, value.cache_info().misses))
-            self._look(getattr(value, "__wrapped__", None), depth)
-        elif isinstance(value, types.FunctionType):
+            self._look(value.__wrapped__, depth)
+        elif issubclass(kind, types.FunctionType):
             if not _is_others(value):
-                self._look_into_function(value, depth - 1)
-        elif isinstance(value, types.MethodType):
+                self._look_into_function(value, depth)
+        elif issubclass(kind, types.MethodType):
+            self._look_at_all((value.__func__, value.__self__), depth)
+        elif issubclass(kind, (staticmethod, classmethod)):
             self._look(value.__func__, depth)
-            self._look(value.__self__, depth - 1)
-        elif isinstance(value, property):
+        elif issubclass(kind, property):
             self._look(value.fget, depth)
-        elif isinstance(value, functools.partial):
-            self._look_at_all((value.func, *value.args, *value.keywords.values()), depth - 1)
-        elif isinstance(value, type):
-            self._look_into_class(value, depth - 1)
-        elif isinstance(value, dict):
-            self._look_into_names(value, depth - 1)
-        elif isinstance(value, list):
-            if len(value) <= _MOST_INSIDE:
-                before = list(value)
-                self.undo.append(lambda: _put_back_list(value, before))
-                self._look_at_all(before, depth - 1)
-        elif isinstance(value, (tuple, set, frozenset)):
-            self._look_at_all(value, depth - 1)
-        elif not isinstance(value, types.ModuleType) and not _is_others(type(value)):
-            self._look_into_names(getattr(value, "__dict__", None), depth - 1)
-            self._look(type(value), depth)
+        elif issubclass(kind, functools.partial):
+            self._look_at_all((value.func, *value.args, *value.keywords.values()), depth)
+        elif issubclass(kind, type):
+            self._look_into_class(value, depth)
+        elif issubclass(kind, dict):
+            self._look_into_names(value, depth)
+        elif issubclass(kind, (list, deque)):
+            if len(value) <= MOST_INSIDE:
+                self.undo.append(functools.partial(_put_back_row, value, list(value)))
+                self._look_at_all(list(value), depth)
+        elif issubclass(kind, (tuple, set, frozenset)):
+            self._look_at_all(inside_of(value), depth)
+        elif not issubclass(kind, types.ModuleType) and not _is_others(kind):
+            self._look_into_names(value.__dict__, depth)
+            self._look(kind, depth)
 
     def _look_at_all(self, values: Iterable[Any], depth: int) -> None:
         for each in values:
             self._look(each, depth)
 
-    def _look_into_names(self, names: Any, depth: int) -> None:
-        if isinstance(names, dict) and len(names) <= _MOST_INSIDE:
+    def _look_into_names(self, names: dict[Any, Any], depth: int) -> None:
+        if len(names) <= MOST_INSIDE:
             before = dict(names)
-            self.undo.append(lambda: _put_back(names, before, names.__setitem__, names.pop))
+            self.undo.append(functools.partial(_put_back_names, names, before))
             self._look_at_all(before.values(), depth)
 
     def _look_into_class(self, kind: type, depth: int) -> None:
         for each in kind.__mro__:
-            if (id(each) in self._seen and each is not kind) or _is_others(each):
-                continue
-            self._seen.add(id(each))
-            before = dict(vars(each))
-            self.undo.append(lambda each=each, before=before: _put_back_class(each, before))  # type: ignore[misc]
-            self._look_at_all(before.values(), depth)
+            if (each is kind or id(each) not in self._seen) and not _is_others(each):
+                self._seen.add(id(each))
+                before = dict(vars(each))
+                self.undo.append(functools.partial(_put_back_class, each, before))
+                self._look_at_all(before.values(), depth)
 
     def _look_into_function(self, function: types.FunctionType, depth: int) -> None:
+        self._look_into_names(vars(function), depth)
         self._look_at_all(function.__defaults__ or (), depth)
         self._look_at_all((function.__kwdefaults__ or {}).values(), depth)
         for cell in function.__closure__ or ():
-            try:
+            with suppress(ValueError):  # not filled yet
                 held = cell.cell_contents
-            except ValueError:
-                continue  # not filled yet
-            self.undo.append(lambda cell=cell, held=held: _put_back_cell(cell, held))  # type: ignore[misc]
-            self._look(held, depth)
-        space = function.__globals__
-        names = {name: space.get(name) for name in global_names(function)}
-        self.undo.append(lambda: _put_back_names(space, names))
-        for value in names.values():
-            if isinstance(value, types.ModuleType):
-                # Of another module of the user's, what the code speaks of.
-                inside = vars(value) if not _is_others(value) else {}
-                spoken = set(_attribute_names(function)) & inside.keys()
-                self._look_at_all([inside[name] for name in spoken], depth)
-            else:
+                self.undo.append(functools.partial(_put_back_cell, cell, held))
+                self._look(held, depth)
+        space, named = function.__globals__, global_names(function)
+        before = {name: space[name] for name in named if name in space}
+        self.undo.append(functools.partial(_put_back_names, space, before, named))
+        for value in before.values():
+            if not issubclass(type(value), types.ModuleType):
                 self._look(value, depth)
+            elif not _is_others(value):
+                # Of another module of the user's, what the code speaks of.
+                spoken = {name for code in _codes(function) for name in code.co_names}
+                self._look_at_all(
+                    [vars(value)[name] for name in spoken & vars(value).keys()], depth
+                )
 
 
 def _is_others(value: Any) -> bool:
@@ -149,71 +158,61 @@ def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
 
 def global_names(function: types.FunctionType) -> list[str]:
     """Return the global names that a function reads or sets, also in functions inside of it."""
-    return [
+    return [name for code in _codes(function) for name in _names_in(code)]
+
+
+@functools.lru_cache(4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    return tuple(
         str(step.argval)
-        for code in _codes(function)
         for step in dis.get_instructions(code)
         if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")
-    ]
-
-
-def _attribute_names(function: types.FunctionType) -> Iterator[str]:
-    for code in _codes(function):
-        yield from code.co_names
-
-
-def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if not depth or not isinstance(value, (tuple, list, dict, set)) or len(value) > _MOST_INSIDE:
-        return False
-    inside = value.values() if isinstance(value, dict) else value
-    return any(_holds_tensors(each, depth - 1) for each in list(inside))
-
-
-_GONE = object()
-
-
-def _put_back(now: Any, before: dict[Any, Any], put: Any, drop: Any) -> None:
-    for name in dict.fromkeys((*before, *now)):
-        old, new = before.get(name, _GONE), now.get(name, _GONE)
-        if old is new or not (_holds_tensors(old) or _holds_tensors(new)):
-            continue
-        if old is _GONE:
-            drop(name)
-        else:
-            put(name, old)
-
-
-def _put_back_class(kind: type, before: dict[str, Any]) -> None:
-    _put_back(
-        dict(vars(kind)),
-        before,
-        lambda name, value: setattr(kind, name, value),
-        lambda name: delattr(kind, name),
     )
 
 
-def _put_back_names(space: dict[str, Any], before: dict[str, Any]) -> None:
-    now = {name: space.get(name) for name in before}
-    _put_back(now, before, space.__setitem__, space.pop)
+def _holds_tensors(value: Any) -> bool:
+    return next(tensors_in(value), None) is not None
 
 
-def _put_back_list(now: list[Any], before: list[Any]) -> None:
-    changed = len(now) != len(before) or any(map(_is_other, now, before))
+def _changes(
+    before: dict[Any, Any], now: dict[Any, Any], names: Iterable[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield which names have other tensors than before, and what they had."""
+    for name in names:
+        old, new = before.get(name, _GONE), now.get(name, _GONE)
+        if old is not new and (_holds_tensors(old) or _holds_tensors(new)):
+            yield name, old
+
+
+def _put_back_names(
+    space: dict[Any, Any], before: dict[Any, Any], names: Iterable[Any] | None = None
+) -> None:
+    every = dict.fromkeys((*before, *space)) if names is None else dict.fromkeys(names)
+    for name, old in list(_changes(before, space, every)):
+        if old is _GONE:
+            del space[name]
+        else:
+            space[name] = old
+
+
+def _put_back_class(kind: type, before: dict[str, Any]) -> None:
+    now = dict(vars(kind))
+    for name, old in _changes(before, now, dict.fromkeys((*before, *now))):
+        if old is _GONE:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, old)
+
+
+def _put_back_row(now: Any, before: list[Any]) -> None:
+    changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
     if changed and (_holds_tensors(now) or _holds_tensors(before)):
-        now[:] = before
-
-
-def _is_other(one: Any, other: Any) -> bool:
-    return one is not other
+        now.clear()
+        now.extend(before)
 
 
 def _put_back_cell(cell: Any, held: Any) -> None:
-    try:
-        now = cell.cell_contents
-    except ValueError:
-        now = None
+    now = cell.cell_contents
     if now is not held and (_holds_tensors(now) or _holds_tensors(held)):
         cell.cell_contents = held
 
@@ -222,8 +221,6 @@ def _put_back_cell(cell: Any, held: Any) -> None:
 def caches_kept(objects: Iterable[Any]) -> Iterator[None]:
     """Put back behind a block what code of some objects keeps of tensors outside of them.
 
-    What `functools.lru_cache` has remembered in between is forgotten, with all that it knew.
-
     Args:
         objects: Layers, and functions such as a loss.
     """
@@ -231,9 +228,9 @@ def caches_kept(objects: Iterable[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        # Objects that came into being in between die with the names that hold them.
-        with torch.no_grad():
-            for undo in places.undo:
+        for undo in places.undo:
+            # A place that refuses does not keep the others from being put back.
+            with suppress(Exception):
                 undo()
         for memo, misses in places.memos:
             if memo.cache_info().misses != misses:

@@ -130,6 +130,10 @@ def profile_model(
             the error names it. Or `sample` has no rows.
         DeviceError: `device` does not exist.
 
+    One profile is taken at a time in a process: that of another thread waits for its end. Caches
+    that layers keep outside of themselves are put back; those of `functools.lru_cache` that have
+    grown are emptied.
+
     Complexity:
         Each round costs five forwards and three backwards of one micro-batch (on CUDA each of the
         first three one more of both), and every third as much of the other sizes; before them come

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.attributes import attributes_of
 from gpipebal.pipeline.buffers import bytes_of
 from gpipebal.profile import TieProfile
 from gpipebal.profiler.compiled import compile_alike
 from gpipebal.profiler.copying import copy_layer
 
-__all__ = ["find_ties", "layer_of_tensors", "own_bytes", "parameter_bytes", "replicate"]
+__all__ = ["find_ties", "kept_by", "layer_of_tensors", "own_bytes", "parameter_bytes", "replicate"]
 
 
 def replicate(
@@ -98,16 +99,23 @@ def parameter_bytes(layer: nn.Module) -> int:
 
 
 def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
-    """Map the identity of every parameter and buffer to the first layer that has it."""
+    """Map the identity of all that layers keep to the first layer that has it."""
     first: dict[int, int] = {}
     for index, layer in enumerate(layers):
-        for tensor in (*layer.parameters(), *layer.buffers()):
+        for tensor in (*layer.parameters(), *kept_by(layer)):
             first.setdefault(id(tensor), index)
     return first
 
 
+def kept_by(layer: nn.Module) -> list[Tensor]:
+    """Return what a layer keeps beside its parameters: buffers, and tensors that are attributes."""
+    parameters = set(map(id, layer.parameters()))
+    found = {id(tensor): tensor for tensor in (*layer.buffers(), *attributes_of(layer))}
+    return [tensor for key, tensor in found.items() if key not in parameters]
+
+
 def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) -> dict[str, int]:
-    """Count the bytes of parameters and buffers that no earlier layer has, and of all gradients.
+    """Count the bytes of what a layer keeps and no earlier one has, and of all gradients.
 
     Each use of a parameter makes a gradient of its own; see `find_ties` for which are added up.
     """
@@ -119,7 +127,7 @@ def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) ->
     return {
         "parameter_bytes": sum(p.nbytes for p in parameters if mine(p)),
         "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
-        "buffer_bytes": sum(bytes_of(b) for b in layers[index].buffers() if mine(b)),
+        "buffer_bytes": sum(bytes_of(b) for b in kept_by(layers[index]) if mine(b)),
     }
 
 

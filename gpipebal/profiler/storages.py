@@ -10,7 +10,7 @@ with the values, so that what two layers share has one number.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from gpipebal.profiler.gradients import (
     needs_gradient,
 )
 from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers, number_of
+from gpipebal.profiler.replica import kept_by
 from gpipebal.profiler.value import (
     Value,
     as_leaves,
@@ -44,10 +45,9 @@ class LayerMemory:
     """Memory of one layer; storages are numbered over the whole chain.
 
     Attributes:
-        made_bytes: Bytes of what a forward leaves behind as attributes of its modules, or as their
-            buffers, in new memory.
-        replaced: Names of the buffers in whose place it puts them.
-        n_parameters: How many parameters the layer has after its forward.
+        kept_bytes: Bytes of what the layer keeps after its forward, beside its parameters: buffers,
+            and tensors that are attributes of its modules.
+        n_parameters: How many parameters it has then.
     """
 
     outputs: tuple[int, ...]
@@ -64,9 +64,8 @@ class LayerMemory:
     copied_bytes: int
     kept_buffer_bytes: int
     saved_buffer_bytes: int
-    made_bytes: int = 0
-    replaced: tuple[str, ...] = ()
-    n_parameters: int | None = None
+    kept_bytes: int
+    n_parameters: int
 
     def beside(self, own: dict[str, int], name: str, layer: nn.Module) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
@@ -79,18 +78,15 @@ class LayerMemory:
         Raises:
             ProfileError: the forward makes parameters, which the caller's layer has not yet.
         """
-        if self.n_parameters not in (None, len(list(layer.parameters()))):
+        n_before = len(list(layer.parameters()))
+        if self.n_parameters != n_before:
             raise ProfileError(
                 f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
-                f"(expected {len(list(layer.parameters()))}, as many as before).\n"
-                "Fix: run model(sample) once."
+                f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
         columns = vars(self) | own
-        for each in ("made_bytes", "replaced", "n_parameters"):
-            del columns[each]
-        buffers = dict(layer.named_buffers())
-        gone = sum(bytes_of(buffers[name]) for name in self.replaced if name in buffers)
-        columns["buffer_bytes"] += max(0, self.made_bytes - gone)
+        del columns["kept_bytes"], columns["n_parameters"]
+        columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))
         return columns
 
 
@@ -122,10 +118,8 @@ def measure_layer_memory(
     without_graph = _forward_without_graph(chain, k, value, ledger)
     kept = {storage_key(buffer): buffer.nbytes for buffer in kept_buffers(layer, large)}
     del large
-    buffers = {name: id(buffer) for name, buffer in layer.named_buffers()}
     forward, backward, found = _forward_and_backward(chain, k, value, ledger, constants)
-    outputs, passed, saved, constant, through, made = found
-    replaced = [name for name, buffer in layer.named_buffers() if buffers.get(name) != id(buffer)]
+    outputs, passed, saved, constant, through, kept_bytes = found
     hands_on = Arrived(
         passed,
         [number_of(leaf, known, numbers) for leaf in passed.leaves],
@@ -178,8 +172,7 @@ def measure_layer_memory(
         copied_bytes=max(0, backward - without_copies),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=sum(kept[key] for key in constant & kept.keys()),
-        made_bytes=made,
-        replaced=tuple(replaced),
+        kept_bytes=kept_bytes,
         n_parameters=len(list(layer.parameters())),
     )
     return memory, hands_on
@@ -254,7 +247,7 @@ def _forward_and_backward(
     Returns:
         The peaks of both; what came out, what of it goes on, which storages were saved, which
         constants were, by their keys; which inputs were handed through, with their keys; and the
-        bytes of what it has left behind in its modules.
+        bytes of what the layer keeps.
     """
     saved: dict[int, int] = {}
 
@@ -275,17 +268,16 @@ def _forward_and_backward(
         forward = peak.bytes
         outputs = chain.outputs(k, passed)
         handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
-        behind = set(map(storage_key, _own_tensors(chain.layers[k]))) - saved.keys()
-        made = 0
-        for key in sorted(ledger.born_since(before) - handed):
-            if key in behind:
-                made += ledger.bytes_of(key) or 0
-            else:
-                saved.setdefault(key, ledger.bytes_of(key) or 0)
+        layer = chain.layers[k]
+        mine = {key for tensor in _own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
+        for key in sorted(ledger.born_since(before) - handed - mine):
+            saved.setdefault(key, ledger.bytes_of(key) or 0)
         # What is gone by now was saved for a result that nobody wanted.
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
+        elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
+        kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
         roots, begun = (
             begun_inside(outputs) if freed else (roots_of(outputs, random_gradients(outputs)), 0)
         )
@@ -294,7 +286,7 @@ def _forward_and_backward(
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward = max(0, peak.bytes - begun)
-    return forward, backward, (outputs, passed, saved, constant, through, made)
+    return forward, backward, (outputs, passed, saved, constant, through, sum(map(bytes_of, kept)))
 
 
 def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
@@ -319,19 +311,10 @@ def _cut(value: Value) -> Value:
     return Value(as_leaves(value.leaves, wants=True), value.structure, skips)
 
 
-def _own_tensors(layer: nn.Module) -> Iterator[Tensor]:
-    """Yield what a layer has all the time: parameters, buffers, tensors kept as attributes."""
-    yield from layer.parameters()
-    yield from layer.buffers()
-    for module in layer.modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from _tensors_in(value)
+def _own_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
+    """Return what a layer has all the time: parameters, buffers, tensors kept as attributes."""
+    return (*layer.parameters(), *kept_by(layer))
 
 
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each, depth - 1)
+def _keys_of(tensor: Tensor) -> list[int]:
+    return [storage_key(part) for part in parts_of(tensor)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
-from gpipebal.profile import LayerProfile, Profile
+from gpipebal.problem import to_bounds
+from gpipebal.profile import Profile
 from gpipebal.profiler.sharing import Cell, overlaps, pressure
 from gpipebal.schedule import CheckpointMode
+from gpipebal.simulator import durations_of
 from gpipebal.timeline import Timeline
 
 __all__ = [
@@ -161,18 +162,5 @@ def kind_of(kind: str, mode: CheckpointMode) -> str | None:
 
 def sums_of_layers(profile: Profile, balance: Sequence[int]) -> dict[str, tuple[float, ...]]:
     """Add up the times of the layers of each partition."""
-    bounds = [0]
-    for size in balance:
-        bounds.append(bounds[-1] + size)
-    parts = [profile.layers[start:end] for start, end in pairwise(bounds)]
-
-    def without_graph(layer: LayerProfile) -> float:
-        known = layer.no_grad_forward_time
-        return layer.forward_time if known is None else known
-
-    return {
-        "forward": tuple(sum(layer.forward_time for layer in part) for part in parts),
-        "no_grad_forward": tuple(sum(map(without_graph, part)) for part in parts),
-        "recompute": tuple(sum(layer.recompute_time for layer in part) for part in parts),
-        "backward": tuple(sum(layer.backward_time for layer in part) for part in parts),
-    }
+    sums = durations_of(profile, to_bounds(balance))
+    return {name: getattr(sums, name) for name in KINDS}

@@ -165,14 +165,14 @@ def find(
         if peak is None:
             return None
         value, path, levels = peak
-        return split_of(problem, levels, path, value, value, used)
+        return split_of(levels, path, value, value, used)
     if used == "integer program":
         program = solve_integer_program(problem, objective, time_limit)
         if program is None:
             return None
         levels = Levels(problem, stateless=True)
         numbers = (problem.to_time(program.value), problem.to_time(program.lower_bound))
-        return split_of(problem, levels, program.path, *numbers, used)
+        return split_of(levels, program.path, *numbers, used)
     levels = Levels(problem)
     until = None if time_limit is None else time.monotonic() + time_limit
 
@@ -194,7 +194,7 @@ def find(
             return None
         value, lower_bound, path = found
     numbers = (problem.to_time(value), problem.to_time(lower_bound))
-    return split_of(problem, levels, path, *numbers, used)
+    return split_of(levels, path, *numbers, used)
 
 
 def check_method(problem: Problem, objective: Objective, method: str) -> str:
@@ -335,9 +335,7 @@ def search(
     return value, value, found[1]
 
 
-def split_of(
-    problem: Problem, levels: Levels, path: Path, value: float, lower_bound: float, method: str
-) -> Split:
+def split_of(levels: Levels, path: Path, value: float, lower_bound: float, method: str) -> Split:
     return Split(
         bounds=path.bounds,
         value=value,

@@ -92,7 +92,7 @@ def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
 
     for value, path in ranked(levels, solve):
         bound = problem.to_time(value)
-        yield split_of(problem, levels, path, bound, bound, used)
+        yield split_of(levels, path, bound, bound, used)
 
 
 def _in_order(problem: Problem, found: Iterator[Split]) -> Iterator[Split]:

@@ -191,7 +191,7 @@ class _AsWritten(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        if torch.is_autocast_enabled(_acting.device_type or "cpu"):
             _note("autocast inside of the layer: tensors without values are never cast")
         name = getattr(func, "__name__", "")
         if name in _OTHERWISE_IN_ORDER and args and _is_channels_last(args[0]):

@@ -216,7 +216,7 @@ class _Work:
                 reasons[name] = found.costs.approximate
         loss = self._loss(sizes[:1], outputs, numbers, reasons)
         gather_time, value = estimate_gather(outputs.value, sizes, self.rates)
-        layers = self._layers(estimates, numbers)
+        layers = self._layers(estimates)
         gathered: tuple[int, ...] = ()
         whole_loss = None
         if loss is not None:
@@ -258,7 +258,7 @@ class _Work:
             reasons["loss"] = why
         return loss
 
-    def _layers(self, estimates: Sequence[Estimate], numbers: Numbers) -> tuple[LayerProfile, ...]:
+    def _layers(self, estimates: Sequence[Estimate]) -> tuple[LayerProfile, ...]:
         owner = layer_of_tensors(self.modules)
         return tuple(
             LayerProfile(

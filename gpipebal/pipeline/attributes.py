@@ -1,0 +1,73 @@
+"""Tensors that layers keep as attributes, beside their parameters and buffers."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in"]
+
+#: Values inside values are looked at so deep, and where there are no more than so many.
+_DEPTH, MOST_INSIDE = 5, 1000
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_ROWS = (list, tuple, set, frozenset, deque)
+_OF_OTHERS = (nn.Module, type, *_FUNCTIONS, types.ModuleType)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def inside_of(value: Any) -> Sequence[Any]:
+    """Return what is in a container, or the attributes of an object; nothing if it is too much.
+
+    What belongs to modules of torch, classes and functions is not theirs to keep.
+    """
+    kind = type(value)  # what an object says of its class may be anything, or raise
+    if issubclass(kind, dict):
+        return list(dict.values(value)) if len(value) <= MOST_INSIDE else ()
+    if issubclass(kind, _ROWS):
+        return list(value) if len(value) <= MOST_INSIDE else ()
+    if issubclass(kind, _OF_OTHERS):
+        return ()
+    try:
+        names = object.__getattribute__(value, "__dict__")
+        return list(names.values()) if len(names) <= MOST_INSIDE else ()
+    except Exception:
+        return ()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value, in containers and objects in it too, each place once.
+
+    Example:
+        >>> import torch
+        >>> [tensor.numel() for tensor in tensors_in({"a": [torch.ones(2)], "b": 1})]
+        [2]
+    """
+    seen: set[int] = set()
+    waiting = [(value, _DEPTH)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif depth and id(value) not in seen:
+            seen.add(id(value))
+            waiting += [(each, depth - 1) for each in inside_of(value)]
+
+
+def attributes_of(layer: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that a layer keeps as plain attributes of its modules.
+
+    Example:
+        >>> import torch
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.table = torch.ones(3)
+        >>> [tensor.numel() for tensor in attributes_of(layer)]
+        [3]
+    """
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if name not in _REGISTERED:
+                yield from tensors_in(value)
