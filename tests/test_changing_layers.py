@@ -491,7 +491,9 @@ def test_replaced_layers_are_used() -> None:
         pipe.chunks = 0
     with pytest.raises(ValueError, match="expected one of"):
         pipe.checkpoint = "some"  # type: ignore[assignment]
-    pipe.more = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="no modules beside its layers: more=Linear"):
+        pipe.more = nn.Linear(3, 3)
+    pipe.add_module("more", nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="layers were added"):
         pipe(inputs)
 
@@ -501,5 +503,14 @@ def test_outputs_that_do_not_go_by_rows_are_refused() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 2, batch_first=True)), [1, 1], chunks=2)
     with pytest.raises(TypeError, match=r"does not go by rows: leaf \[1\]\[0\] has 1"):
         pipe(torch.ones(8, 5, 3))
+    # One micro-batch is joined with nothing.
+    pipe.chunks = 1
+    output, (state, _) = pipe(torch.ones(8, 5, 3))
+    expected, (expected_state, _) = nn.Sequential(*pipe)(torch.ones(8, 5, 3))
+    assert torch.equal(output, expected) and torch.equal(state, expected_state)
+    gradients = torch.autograd.grad(expected_state.sum(), list(pipe.parameters()))
+    state.sum().backward()
+    for parameter, gradient in zip(pipe.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
     flat = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)), [1, 1], chunks=3)
     assert flat(torch.ones(8, 5, 3)).shape == (40, 3)

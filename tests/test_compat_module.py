@@ -246,3 +246,55 @@ def test_layers_numbered_anew_are_not_mixed_up() -> None:
     }
     with pytest.raises(RuntimeError, match=r"two keys are for '0\.weight'"):
         pipe.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("change", ["replace", "delete", "append", "rename"])
+def test_other_layers_in_a_partition_are_refused(change: str) -> None:
+    """A layer can be replaced; what adds or takes one away would run something else."""
+    pipe = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), [1, 2], chunks=2)
+    pipe(torch.ones(4, 2))
+    if change == "replace":
+        pipe.partitions[1] = nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
+    elif change == "delete":
+        del pipe.partitions[1][1]
+    elif change == "append":
+        pipe.partitions[0].append(nn.Tanh())
+    else:
+        pipe.partitions[0].add_module("z", nn.Tanh())
+    for use in (lambda: pipe(torch.ones(4, 2)), pipe.state_dict):
+        with pytest.raises(RuntimeError, match="added to or taken from partitions"):
+            use()
+
+
+def test_hooks_on_partitions_take_what_torchs_take() -> None:
+    """Keyword arguments come along where they are asked for; what cannot be is refused."""
+    pipe = GPipe(chain(), [1, 2], chunks=2)
+    seen: list[int] = []
+    partition = pipe.partitions[1]
+
+    def see(*given: Any) -> None:
+        seen.append(len(given))
+
+    handles = [
+        partition.register_forward_pre_hook(see, with_kwargs=True),
+        partition.register_forward_hook(see, with_kwargs=True),
+        partition.register_forward_hook(see, always_call=True),
+    ]
+    with torch.no_grad():
+        pipe(inputs())
+    assert sorted(seen) == [3, 3, 3, 3, 4, 4]
+    for handle in handles:
+        handle.remove()
+    for register in (
+        partition.register_backward_hook,
+        partition.register_state_dict_pre_hook,
+        partition.register_load_state_dict_post_hook,
+    ):
+        with pytest.raises(TypeError, match="cannot have"):
+            register(lambda *_: None)
+
+
+def test_devices_that_are_not_used_need_not_exist() -> None:
+    """As in torchgpipe, more devices than partitions are ignored."""
+    pipe = GPipe(chain(), [1, 2], devices=["cpu", "cpu", "cuda:77"])
+    assert pipe.devices == [torch.device("cpu")] * 2

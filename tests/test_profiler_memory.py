@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
+from gpipebal.pipeline.buffers import SMALL
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.skip import pop, skippable, stash
 
@@ -491,3 +492,32 @@ def test_layers_with_sparse_buffers_are_measured() -> None:
     layer.register_buffer("mask", torch.eye(8).to_sparse())
     found = profile(nn.Sequential(layer), torch.ones(4, 8))
     assert found.layers[0].buffer_bytes == 8 * F + 2 * 8 * I
+
+
+class _Writes(nn.Module):
+    """Writes to a large buffer, or puts another in its place."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.lin, self.how = nn.Linear(8, 8), how
+        self.register_buffer("large", torch.zeros(SMALL // F + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.large.mul_(0.5).add_(1)
+        elif self.how == "replaced":
+            self.large = self.large * 0.5 + 1
+        y: Tensor = self.lin(x)
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("how", ["in place", "replaced", "read"])
+def test_large_buffers_are_kept_for_recomputes_if_they_change(how: str, method: str) -> None:
+    """Estimates see it too, by the count of writes."""
+    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    found = gb.profile_model(
+        nn.Sequential(_Writes(how)), torch.ones(4, 8), rows=(), method=method, **options
+    )
+    assert found.layers[0].kept_buffer_bytes == (0 if how == "read" else SMALL + F)
+    assert found.layers[0].buffer_bytes == SMALL + F

@@ -67,7 +67,7 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     ]
     for rows, of_micro_batch in zip(mini_batch.rows, sizes, strict=True):
         for k, size in enumerate(of_micro_batch):
-            if rows and size % rows:
+            if rows and size % rows and len(packets) > 1:
                 raise ModelError(
                     f"output does not go by rows: {name_of_leaf(structure, k)} has {size} along "
                     f"dim {dims[k]} for a micro-batch of {rows} rows, so the micro-batches cannot "

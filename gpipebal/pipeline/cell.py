@@ -25,6 +25,7 @@ from gpipebal.pipeline.buffers import Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.facts import kind_of
+from gpipebal.pipeline.ledger import has_storage
 from gpipebal.pipeline.microbatch import Packet, check_nothing_hidden, find_overlaps
 from gpipebal.pipeline.partition import Partition, Pass, Tail
 from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness, States
@@ -230,13 +231,20 @@ class Cell:
                     nodes = [edge.node for edge in roots]
                     self._partition.note_failed_backward(error, nodes, self._marks)
                 raise
-        found = [None if leaf is None else leaf.grad for leaf in self._leaves]
+        found = [None if leaf is None else _by_itself(leaf.grad) for leaf in self._leaves]
         for leaf in wanted:
             leaf.grad = None
         if not keep:
             # A checkpointed cell keeps its input for a further backward, and its graph never.
             self._leaves, self._edges = [], []
         return found
+
+
+def _by_itself(gradient: Tensor | None) -> Tensor | None:
+    """Copy a gradient that lies in a larger one, which would wait wherever this one does."""
+    if gradient is None or not has_storage(gradient):
+        return gradient
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
 
 
 def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:

@@ -83,6 +83,12 @@ class Container(nn.Module):
             object.__setattr__(self, name, value)
             return
         if name not in _SETTINGS:
+            if isinstance(value, nn.Module) and name not in self._modules:
+                raise PipelineError(
+                    f"a pipeline has no modules beside its layers: {name}={type(value).__name__} "
+                    "(expected the name of a layer).\n"
+                    "Fix: let another module hold it and the pipeline, or make it a layer."
+                )
             super().__setattr__(name, value)
             return
         if name in self.__dict__ and name not in _CHANGEABLE:

@@ -111,6 +111,8 @@ def choose_devices(
             f"Fix: devices=[{str(parse_device(device))!r}] * {n_partitions}."
         )
     given = list(devices)
+    if len(given) >= n_partitions:
+        given = given[:n_partitions]  # what is not used need not exist
     streams = [place if isinstance(place, torch.cuda.Stream) else None for place in given]
     parsed = [
         parse_device(place.device if isinstance(place, torch.cuda.Stream) else place)
@@ -122,7 +124,7 @@ def choose_devices(
             "Fix: give one device per partition (one device may be named several times), or a "
             "balance with fewer partitions."
         )
-    return parsed[:n_partitions], streams[:n_partitions]
+    return parsed, streams
 
 
 def in_order(devices: Iterable[Place] | None, order: Sequence[int]) -> Iterable[Place] | None:

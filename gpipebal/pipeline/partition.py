@@ -240,8 +240,11 @@ class Partition:
                     inputs[k] = inputs[k].clone()
             versions = [version_of(leaf) for leaf in inputs]
             counts = self.buffers.counts() if facts is None else {}
+            # Copies that the layers write to live no longer than the layers need them.
+            given = [unflatten(inputs, packet.structure)]
+            inputs = inputs if facts is None else []
             try:
-                value = self._run_layers(unflatten(inputs, packet.structure), run)
+                value = self._run_layers(given.pop(), run)
             except RuntimeError as error:
                 if checkpointed and not record:
                     note_no_graph(error)
@@ -311,11 +314,12 @@ class Partition:
         written = frozenset(range(len(leaves))) if facts is None else facts.written_inputs
         self.buffers.check(kept)
         with run.state.entered(grad=True), self.buffers.replaced(kept):
-            inputs = [
+            given = [
                 leaf.clone() if k in written and isinstance(leaf, Tensor) else leaf
                 for k, leaf in enumerate(leaves)
             ]
-            outputs, _ = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
+            given = [unflatten(given, packet.structure)]
+            outputs, _ = flatten(self._run_layers(given.pop(), run))
         needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
         # One that was promised for nothing gets a gradient that goes nowhere.
         more = [need and not promise for need, promise in zip(needs, promised, strict=False)]

@@ -1,8 +1,8 @@
 """Buffers of a layer that a micro-batch which is recomputed later keeps copies of.
 
 The executor's rule (`gpipebal.pipeline.buffers`): small buffers always, large ones if a forward
-writes to them or puts others in their place. Without values nobody sees what is written, so an
-estimate has only small ones and those that are replaced.
+writes to them or puts others in their place. Without values an estimate goes by the counts of
+writes, which normalisation layers of torch leave as they are.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from gpipebal.pipeline.buffers import SMALL, are_equal, bytes_of, parts_of
 __all__ = ["copies_of_large", "kept_buffers"]
 
 
-def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor | int]]:
     """Copy the large buffers of a layer, to see later which a forward has written to.
 
     Returns:
-        Each buffer and its copy; None: it has no values.
+        Each buffer and its copy; without values, how often it has been written to.
     """
     return [
-        (buffer, None if buffer.device.type == "meta" else buffer.detach().clone())
+        (buffer, buffer._version if buffer.device.type == "meta" else buffer.detach().clone())
         for buffer in _buffers(layer)
         if bytes_of(buffer) > SMALL
     ]
 
 
-def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor | int]]) -> list[Tensor]:
     """Return the buffers that a recomputed micro-batch keeps copies of, of sparse ones the parts.
 
     Args:
@@ -38,7 +38,11 @@ def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor | None]
         before: What `copies_of_large` returned before it.
     """
     small = [buffer for buffer in _buffers(layer) if bytes_of(buffer) <= SMALL]
-    written = [b for b, copy in before if copy is not None and not are_equal(b, copy)]
+    written = [
+        b
+        for b, was in before
+        if (not are_equal(b, was) if isinstance(was, Tensor) else b._version != was)
+    ]
     known = {id(buffer) for buffer, _ in before}
     replaced = [b for b in _buffers(layer) if bytes_of(b) > SMALL and id(b) not in known]
     return [part for buffer in small + written + replaced for part in parts_of(buffer)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import gpipebal.pipeline
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from gpipebal.compat.torchgpipe.partitions import PartitionLayers
-from gpipebal.errors import BalanceError, ModelError
+from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.chain import check_balance, check_one_input, layers_of
 from gpipebal.pipeline.devices import Place
 from gpipebal.pipeline.runtime import Runtime
@@ -100,6 +100,7 @@ class GPipe(gpipebal.pipeline.GPipe):
         self.__dict__["_partitions"] = nn.ModuleList(
             PartitionLayers(OrderedDict(partition._modules)) for partition in super().partitions
         )
+        self.__dict__["_names"] = [tuple(partition._modules) for partition in self.partitions]
 
     @property
     def partitions(self) -> nn.ModuleList:  # type: ignore[override]
@@ -136,7 +137,20 @@ class GPipe(gpipebal.pipeline.GPipe):
         return super()._started()
 
     def _take_over_layers(self) -> None:
-        """Let the layers that stand in the partitions now be those of the pipeline."""
+        """Let the layers that stand in the partitions now be those of the pipeline.
+
+        Raises:
+            PipelineError: there are others than at first; each can only be replaced.
+        """
+        names: list[tuple[str, ...]] = self.__dict__["_names"]
+        found = [tuple(partition._modules) for partition in self.partitions]
+        if found != names:
+            raise PipelineError(
+                "layers were added to or taken from partitions: the names of the layers are "
+                f"{found} (expected {names}, as when the pipeline was made).\n"
+                "Fix: change the nn.Sequential, and make another pipeline of it; or replace a "
+                "layer, pipe.partitions[j][k] = layer."
+            )
         for partition in self.partitions:
             self._modules.update(partition._modules)
 

@@ -22,30 +22,38 @@ class PartitionLayers(nn.Sequential):
     first and its last layer, and see what goes into and comes out of the partition.
     """
 
-    def register_forward_pre_hook(  # type: ignore[override]
-        self, hook: Callable[..., Any], *, prepend: bool = False
+    def register_forward_pre_hook(
+        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
     ) -> RemovableHandle:
         """Call ``hook(partition, inputs)`` before each micro-batch, and before its recompute."""
         return self[0].register_forward_pre_hook(
-            lambda _, inputs: hook(self, inputs), prepend=prepend
+            lambda _, *given: hook(self, *given), prepend=prepend, with_kwargs=with_kwargs
         )
 
-    def register_forward_hook(  # type: ignore[override]
-        self, hook: Callable[..., Any], *, prepend: bool = False
+    def register_forward_hook(
+        self,
+        hook: Callable[..., Any],
+        *,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
     ) -> RemovableHandle:
-        """Call ``hook(partition, inputs, output)`` after each micro-batch and its recompute."""
+        """Call ``hook(partition, inputs, output)`` after each micro-batch and its recompute.
+
+        With `always_call` also where the last layer fails; not where another one does.
+        """
         kept = threading.local()
 
-        def keep(_: nn.Module, inputs: Any) -> None:
-            kept.inputs = inputs
+        def keep(_: nn.Module, inputs: Any, keywords: Any) -> None:
+            kept.given = (inputs, keywords) if with_kwargs else (inputs,)
 
         def call(_: nn.Module, __: Any, output: Any) -> Any:
-            inputs = kept.__dict__.pop("inputs", ())
-            return hook(self, inputs, output)
+            given = kept.__dict__.pop("given", ((), {}) if with_kwargs else ((),))
+            return hook(self, *given, output)
 
         # Of one handle the caller removes both hooks.
-        first = self[0].register_forward_pre_hook(keep)
-        last = self[-1].register_forward_hook(call, prepend=prepend)
+        first = self[0].register_forward_pre_hook(keep, with_kwargs=True)
+        last = self[-1].register_forward_hook(call, prepend=prepend, always_call=always_call)
         return _Both(first, last)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -56,6 +64,18 @@ class PartitionLayers(nn.Sequential):
         )
 
     register_full_backward_pre_hook = register_full_backward_hook
+    register_backward_hook = register_full_backward_hook
+
+    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: state dictionaries are made of the layers, not of this container."""
+        raise ModelError(
+            "a partition cannot have hooks on its state dictionary: the pipeline saves its layers "
+            "one by one.\nFix: register the hook on the pipeline, or on a layer."
+        )
+
+    register_state_dict_post_hook = register_state_dict_pre_hook
+    register_load_state_dict_pre_hook = register_state_dict_pre_hook
+    register_load_state_dict_post_hook = register_state_dict_pre_hook
 
 
 class _Both(RemovableHandle):
