@@ -521,3 +521,40 @@ def test_large_buffers_are_kept_for_recomputes_if_they_change(how: str, method: 
     )
     assert found.layers[0].kept_buffer_bytes == (0 if how == "read" else SMALL + F)
     assert found.layers[0].buffer_bytes == SMALL + F
+
+
+class _OnContext(torch.autograd.Function):
+    """Keeps its input as an attribute, which autograd never hears of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        s = ctx.x.sigmoid()
+        return gradient * (s + ctx.x * s * (1 - s))
+
+
+class _Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _OnContext.apply(x)
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_inputs_on_the_context_of_a_function_are_saved(method: str) -> None:
+    """Though no hook sees them; the layer's input is one storage with what came before."""
+    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    found = gb.profile_model(
+        nn.Sequential(nn.Linear(8, 8), _Swish(), nn.Linear(8, 2)),
+        torch.ones(4, 8),
+        rows=(),
+        method=method,
+        progress=False,
+        **options,
+    )
+    first, second, _ = found.layers
+    assert second.saved == first.outputs
+    assert found.bytes_of(second.saved) == 4 * 8 * F

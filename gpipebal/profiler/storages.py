@@ -2,15 +2,15 @@
 
 A layer runs alone under a ledger of live storages: without a graph, then with one and its backward,
 first where no gradients exist and then where they do. Its saved set is what hooks on saved tensors
-see, and what it made and still keeps alive otherwise (tensors on the context of a custom autograd
-function), without parameters and buffers. What it keeps as an attribute, or in a buffer's place, is
-there once, not once for every micro-batch. From layer to layer the numbers of storages go along
-with the values, so that what two layers share has one number.
+see, what custom autograd functions keep as attributes of their context, and what it made and still
+keeps alive otherwise, without parameters and buffers. What it keeps as an attribute, or in a
+buffer's place, is there once, not once for every micro-batch. From layer to layer the numbers of
+storages go along with the values, so that what two layers share has one number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.attributes import tensors_in
 from gpipebal.pipeline.buffers import bytes_of, parts_of
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.ledger import Ledger, has_storage, storage_key
@@ -272,6 +273,9 @@ def _forward_and_backward(
         mine = {key for tensor in _own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
         for key in sorted(ledger.born_since(before) - handed - mine):
             saved.setdefault(key, ledger.bytes_of(key) or 0)
+        for tensor in filter(has_storage, _kept_by_functions(outputs)):
+            if storage_key(tensor) not in mine:
+                saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
         # What is gone by now was saved for a result that nobody wanted.
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
@@ -287,6 +291,22 @@ def _forward_and_backward(
             chain.run_backward(roots, inputs, chain.names[k])
         backward = max(0, peak.bytes - begun)
     return forward, backward, (outputs, passed, saved, constant, through, sum(map(bytes_of, kept)))
+
+
+def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield tensors that functions of the caller's keep as attributes of their context.
+
+    Autograd does not know of them: an input among them is older than the forward.
+    """
+    waiting = [leaf.grad_fn for leaf in outputs if isinstance(leaf, Tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                yield from tensors_in(vars(node))
 
 
 def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
