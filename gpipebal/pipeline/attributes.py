@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 __all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in"]
 
-#: Values inside values are looked at so deep, and where there are no more than so many.
-_DEPTH, MOST_INSIDE = 5, 1000
+#: Values inside values are looked at so deep, and where there are no more than so many; and so many
+#: containers and objects in all.
+_DEPTH, MOST_INSIDE, _MOST = 5, 1000, 10_000
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _ROWS = (list, tuple, set, frozenset, deque)
 _OF_OTHERS = (nn.Module, type, *_FUNCTIONS, types.ModuleType)
@@ -50,9 +51,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     waiting = [(value, _DEPTH)]
     while waiting:
         value, depth = waiting.pop()
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):
             yield value
-        elif depth and id(value) not in seen:
+        elif depth and id(value) not in seen and len(seen) < _MOST:
             seen.add(id(value))
             waiting += [(each, depth - 1) for each in inside_of(value)]
 
