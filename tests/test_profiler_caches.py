@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -288,6 +290,33 @@ def test_second_profile_of_a_model_waits_for_the_first() -> None:
     assert second.is_set()
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_forked_process_waits_for_nobody() -> None:
+    """A profile that another thread was taking when the process forked is none of the child's."""
+    code = """
+import os, threading
+from gpipebal.profiler.harmless import left_alone
+inside, done = threading.Event(), threading.Event()
+def hold():
+    with left_alone([]):
+        inside.set()
+        done.wait(30)
+thread = threading.Thread(target=hold)
+thread.start()
+inside.wait(30)
+child = os.fork()
+if not child:
+    with left_alone([]):
+        os._exit(7)
+_, status = os.waitpid(child, 0)
+done.set()
+print(os.waitstatus_to_exitcode(status))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert found.stdout == "7\n"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,16 @@ __all__ = ["left_alone", "reached_past"]
 #: Objects inside objects are looked at so deep.
 _DEPTH = 8
 _at_work = threading.RLock()
+
+
+def _renew() -> None:
+    """Begin anew in a forked process: whoever was at work is not there."""
+    global _at_work
+    _at_work = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 class _Reached:
