@@ -5,22 +5,59 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 import gpipebal as gb
-from gpipebal.planner import solve
+from gpipebal.planner import best, solve
+from gpipebal.planner.posing import Posed
+from gpipebal.planner.solved import solved
+from gpipebal.problem import Problem
+from gpipebal.solvers import Split
 
 
-def test_less_freedom_never_has_the_lower_peak() -> None:
-    """Where more is open, what is found with less open is looked at too."""
+def _uneven() -> gb.Profile:
+    """Make a chain of which partitions wait differently, by the order of the devices."""
     draw = random.Random(252)
-    profile = gb.Profile.from_costs(
+    return gb.Profile.from_costs(
         [draw.randint(1, 5) for _ in range(9)],
         saved_bytes=[draw.choice([0, 10]) for _ in range(9)],
         output_bytes=[draw.choice([10, 100, 50]) for _ in range(9)],
         chunks=4,
     )
+
+
+def test_less_freedom_never_has_the_lower_peak() -> None:
+    """Where more is open, what is found with less open is looked at too."""
+    profile = _uneven()
     options: dict[str, Any] = {"objective": "peak_memory", "devices": [4, 1, 2, 0.5]}
     for checkpoint in ("never", "always"):
         given = solve(profile, 4, checkpoint=checkpoint, **options)
         free = solve(profile, 4, checkpoint=checkpoint, any_order=True, **options)
         auto = solve(profile, 4, checkpoint="auto", any_order=True, **options)
         assert auto.value <= free.value <= given.value
+
+
+@pytest.mark.parametrize(("time_limit", "most"), [(None, 16), (60.0, 2)])
+def test_a_time_limit_is_not_taken_many_times(
+    time_limit: float | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a limit the question is asked as it is, and once more with the most that can wait."""
+    asked: list[float | None] = []
+
+    def counted(posed: Posed, problem: Problem) -> Split | None:
+        asked.append(posed.question.time_limit)
+        return solved(posed, problem)
+
+    monkeypatch.setattr(best, "solved", counted)
+    solve(
+        _uneven(),
+        4,
+        objective="peak_memory",
+        checkpoint="never",
+        devices=[4, 1, 2, 0.5],
+        any_order=True,
+        time_limit=time_limit,
+    )
+    assert asked == [time_limit] * len(asked)
+    assert 2 <= len(asked) <= most
+    assert time_limit is not None or len(asked) > 2

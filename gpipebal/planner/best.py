@@ -250,7 +250,8 @@ def _least_waiting(posed: Posed, plan: Plan) -> Plan:
     """Return the plan with the lowest peak of a few that are found in other ways.
 
     One expects the most to wait. What waits depends on what else is open, and is not in the
-    solver's sums: so the same is done where the order of the devices, or a mode, is given.
+    solver's sums: so the same is done where the order of the devices, or a mode, is given; not
+    under a time limit, which each of these searches would have to itself.
     """
     if plan.value <= plan.lower_bound and fits(plan):
         return plan
@@ -259,6 +260,8 @@ def _least_waiting(posed: Posed, plan: Plan) -> Plan:
     if question.checkpoint == "auto":
         wide = (question, *narrower)
         narrower += [replace(one, checkpoint=mode) for one in wide for mode in CHECKPOINT_MODES]
+    if question.time_limit is not None:
+        narrower = []
     for one in (posed, *(pose(each, posed.chunks) for each in narrower)):
         for problem in (one.cautious,) if one is posed else (one.problem, one.cautious):
             found = solved(one, problem)
