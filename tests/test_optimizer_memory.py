@@ -12,6 +12,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.pipeline import measure_memory
 from gpipebal.planner import evaluate
+from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
 
 OPTIMIZERS = {
@@ -73,7 +74,7 @@ def test_a_step_of_the_optimizer_is_counted(name: str, balance: tuple[int, int])
 def test_devices_step_in_their_own_way(device_type: str, together: bool, n_bytes: int) -> None:
     """Adam makes two intermediate results of a parameter on a CPU, and one in one go on CUDA."""
     parameters = [nn.Parameter(torch.zeros(10)) for _ in range(3)]
-    found = optimizer_peaks(torch.optim.Adam, parameters, device_type)
+    found = optimizer_peaks(Maker(torch.optim.Adam, parameters), device_type)
     assert found is not None
     assert (found.together, found.bytes) == (together, [n_bytes] * 3)
 
@@ -81,9 +82,9 @@ def test_devices_step_in_their_own_way(device_type: str, together: bool, n_bytes
 def test_frozen_parameters_are_not_stepped() -> None:
     """A parameter without a gradient has no state and no intermediate results."""
     parameters = [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(9), requires_grad=False)]
-    found = optimizer_peaks(torch.optim.Adam, parameters, "cpu")
+    found = optimizer_peaks(Maker(torch.optim.Adam, parameters), "cpu")
     assert found is not None and found.bytes[1] == 0
-    state = optimizer_state_bytes(torch.optim.Adam, parameters)
+    state = optimizer_state_bytes(Maker(torch.optim.Adam, parameters))
     assert state is not None and state[0] > 0 and state[1] == 0
 
 
@@ -98,5 +99,5 @@ def test_an_optimizer_that_needs_values_is_not_known() -> None:
                         parameter.data.zero_()
 
     parameters = [nn.Parameter(torch.zeros(10))]
-    assert optimizer_peaks(Curious, parameters, "cpu") is None
-    assert optimizer_state_bytes(Curious, parameters) is None
+    assert optimizer_peaks(Maker(Curious, parameters), "cpu") is None
+    assert optimizer_state_bytes(Maker(Curious, parameters)) is None

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from solvers.whole_cases import whole_problems
 from solvers.whole_oracle import candidates
 
+import gpipebal as gb
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Device, Link, Links, Memory, Problem, Rules, layer_memory
 from gpipebal.solvers import split
@@ -167,3 +168,23 @@ def test_numpy_parts_become_plain_numbers() -> None:
     assert device == Device(2.0, 7, [1, 1], [1, 1], [1, 1])
     assert type(device.slowness) is float
     assert type(device.memory_limit) is int
+
+
+@pytest.mark.parametrize("cost", [None, lambda start, end, j: float(end - start)], ids=str)
+def test_no_cut_before_the_first_layer_changes_nothing(cost: Any) -> None:
+    """There is no cut anyway, whatever is minimised."""
+    profile = gb.Profile.from_costs([1.0, 2.0, 4.0])
+    balances = [gb.solve(profile, 2, cost=cost, no_cut=given).balance for given in ((), (0,))]
+    assert balances[0] == balances[1]
+    grids = [gb.solve_grid(profile, 4, no_cut=given).rows for given in ((), (0,))]
+    assert [row.plan for row in grids[0]] == [row.plan for row in grids[1]]
+
+
+def test_a_partition_is_allowed_if_every_rule_is_kept() -> None:
+    """Each rule refuses by itself."""
+    rules = Rules(no_cut=[1], keep_together=[(3, 5)], pin={2: 1}, max_layers=4)
+    every = [(a, b, j) for a in range(7) for b in range(a + 1, 8) for j in range(2)]
+    kept = {one for one in every if rules.allows(*one)}
+    assert (0, 2, 0) in kept and (2, 6, 1) in kept
+    for refused in [(1, 2, 0), (4, 6, 0), (5, 6, 0), (0, 3, 0), (0, 2, 1), (2, 7, 1)]:
+        assert refused not in kept

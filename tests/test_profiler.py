@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.errors import GpipebalError
 from gpipebal.profiler import progress, rounds
+from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.step import optimizer_state_bytes
 
 pytestmark = pytest.mark.timeout(60)
@@ -239,7 +240,7 @@ def test_step_terms() -> None:
 def test_optimizer_state_is_that_of_the_real_one(make: Any, bytes_per_value: int) -> None:
     """The state found on stand-ins is what a real step leaves, without touching the model."""
     parameters = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(7))]
-    found = optimizer_state_bytes(make, parameters)
+    found = optimizer_state_bytes(Maker(make, parameters))
     real = make(parameters)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

@@ -24,6 +24,7 @@ from gpipebal.pipeline.ledger import Ledger
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler import measure, sizes
 from gpipebal.profiler.alone import join_times
+from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.rounds import Times
 from gpipebal.profiler.settle import settle_rounds, whole_again
 from gpipebal.profiler.step import measure_optimizer
@@ -578,9 +579,8 @@ def test_every_step_of_the_optimizer_finds_new_gradients() -> None:
             return super().step(closure)
 
     parameters = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2))]
-    seconds = measure_optimizer(
-        lambda found: Noting(found, lr=0.1), parameters, torch.device("cpu")
-    )
+    maker = Maker(lambda found: Noting(found, lr=0.1), parameters)
+    seconds = measure_optimizer(maker, torch.device("cpu"))
     assert seconds > 0 and len(seen) > 1
     assert seen == [pytest.approx(6e-6)] * len(seen)
     assert all(p.grad is None and bool((p == 1).all()) for p in parameters)

@@ -16,7 +16,7 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.planner import schedules
 from gpipebal.planner.schedule_costs import ScheduleCosts
-from gpipebal.planner.schedules import bound_of, search
+from gpipebal.planner.schedules import bound_of, search_schedule
 from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
 from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, CheckpointMode, order_of
 from gpipebal.simulator import Durations, place, weight_shares
@@ -92,7 +92,7 @@ def test_search_equals_brute_force(question: tuple[Problem, str, int]) -> None:
     """On chains with few splits the search is exact, and says so."""
     problem, name, each = question
     makespans = all_makespans(problem, name, each)
-    found = search(problem, name, partitions_per_device=each)
+    found = search_schedule(problem, name, partitions_per_device=each)
     assert found is not None
     assert found.value == pytest.approx(makespans[found.bounds], rel=1e-12)
     assert found.value <= min(makespans.values()) * (1 + 1e-12)
@@ -154,7 +154,7 @@ def test_time_that_is_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         return makespans(self, splits)
 
     monkeypatch.setattr(ScheduleCosts, "makespans", watch)
-    assert search(problem, "1f1b").method == "schedule enumeration"
+    assert search_schedule(problem, "1f1b").method == "schedule enumeration"
     needed = set(simulated)
     methods = set()
     for n_in_time in range(40):
@@ -166,7 +166,7 @@ def test_time_that_is_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
             return 0.0 if len(asked) <= n_in_time else 100.0
 
         monkeypatch.setattr(schedules.time, "monotonic", clock)
-        found = search(problem, "1f1b", time_limit=1.0)
+        found = search_schedule(problem, "1f1b", time_limit=1.0)
         assert found is not None
         methods.add(found.method)
         assert found.method == "schedule search" or set(simulated) == needed
@@ -179,9 +179,9 @@ def test_search_alone_keeps_what_it_says(question: tuple[Problem, str, int]) -> 
     """With one trial it is the start and a bound that holds; with more it is never worse."""
     problem, name, each = question
     least = min(all_makespans(problem, name, each).values())
-    few = search(problem, name, partitions_per_device=each, most_trials=1)
+    few = search_schedule(problem, name, partitions_per_device=each, most_trials=1)
     assert few is not None
-    more = search(problem, name, partitions_per_device=each, most_trials=5)
+    more = search_schedule(problem, name, partitions_per_device=each, most_trials=5)
     assert more is not None
     assert few.lower_bound <= least * (1 + 1e-12) and more.lower_bound <= least * (1 + 1e-12)
     assert few.value >= more.value >= more.lower_bound
@@ -218,9 +218,9 @@ def test_devices_links_and_rules_are_kept(data: st.DataObject, name: str) -> Non
         and all(limit is None or sum(weights[a:b]) <= limit for a, b in pairwise(bounds))
     }
     if not allowed:
-        assert search(problem, name) is None
+        assert search_schedule(problem, name) is None
         return
-    found = search(problem, name)
+    found = search_schedule(problem, name)
     assert found is not None
     assert found.value == pytest.approx(allowed[found.bounds], rel=1e-12)
     assert found.value <= min(allowed.values()) * (1 + 1e-12)
@@ -236,7 +236,7 @@ def test_the_bottleneck_belongs_at_the_end() -> None:
     problem = Problem([2, 1, 2], [2, 1, 2], [0] * 3, 2, 8, "never")
     makespans = all_makespans(problem, "1f1b")
     assert set(makespans) == {(0, 1, 3), (0, 2, 3)}
-    found = search(problem, "1f1b")
+    found = search_schedule(problem, "1f1b")
     assert found is not None
     assert found.value == min(makespans.values())
 
@@ -246,9 +246,9 @@ def test_the_same_question_has_the_same_answer() -> None:
     profile = gb.Profile.from_costs([1.0 + (7 * k % 11) for k in range(60)], chunks=24)
     times = [layer.forward_time for layer in profile.layers]
     problem = Problem(times, [2 * t for t in times], times, 6, 24, "never")
-    first = search(problem, "interleaved_1f1b", most_trials=400)
+    first = search_schedule(problem, "interleaved_1f1b", most_trials=400)
     assert first is not None
-    assert first == search(problem, "interleaved_1f1b", most_trials=400)
+    assert first == search_schedule(problem, "interleaved_1f1b", most_trials=400)
     assert first.status == "feasible" and 0 < first.gap < 0.2
     start = gb.solvers.split(problem, "bottleneck")
     assert first.value <= makespan_of(problem, "interleaved_1f1b", start.bounds, 2)
@@ -258,17 +258,17 @@ def test_time_limit_ends_the_search() -> None:
     """Without any time the best of the first trials comes back, with a bound."""
     times = [1.0 + (7 * k % 11) for k in range(60)]
     problem = Problem(times, times, times, 8, 16, "never")
-    found = search(problem, "interleaved_1f1b", time_limit=0.0)
+    found = search_schedule(problem, "interleaved_1f1b", time_limit=0.0)
     assert found is not None
     assert found.status == "feasible"
-    assert found.lower_bound <= search(problem, "interleaved_1f1b").value <= found.value
+    assert found.lower_bound <= search_schedule(problem, "interleaved_1f1b").value <= found.value
 
 
 def test_open_modes_and_orders_are_those_of_the_start() -> None:
     """Devices in any order and modes left open come from the least bottleneck; the bound holds."""
     devices = [Device(2), Device(1), Device(1)]
     problem = Problem([1, 2, 3, 1], [2, 4, 6, 2], [0] * 4, 3, 6, "never", devices, any_order=True)
-    found = search(problem, "1f1b")
+    found = search_schedule(problem, "1f1b")
     assert found is not None
     orders = [(0, 1, 2), (1, 0, 2), (1, 2, 0)]
     least = min(
@@ -290,36 +290,38 @@ def test_weight_shares_go_by_parameters() -> None:
     """Layers without parameters have no gradient of weights; given costs alone have half."""
     assert weight_shares(gb.Profile.from_costs([1.0, 2.0])) == [0.5, 0.5]
     problem = Problem([1] * 4, [2] * 4, [0] * 4, 2, 4, "never")
-    none = search(problem, "zb_h1", weight_share=[0.0] * 4)
+    none = search_schedule(problem, "zb_h1", weight_share=[0.0] * 4)
     assert none is not None
-    half = search(problem, "zb_h1")
+    half = search_schedule(problem, "zb_h1")
     assert half is not None
     assert half.value < none.value
     with pytest.raises(BalanceError, match=r"weight_share\[0\]=2"):
-        search(problem, "zb_h1", weight_share=[2, 0, 0, 0])
+        search_schedule(problem, "zb_h1", weight_share=[2, 0, 0, 0])
     with pytest.raises(BalanceError, match="weight_share has 1 of them"):
-        search(problem, "zb_h1", weight_share=[0.5])
+        search_schedule(problem, "zb_h1", weight_share=[0.5])
 
 
 def test_impossible_requests() -> None:
     """An unknown schedule, and partitions that cannot be dealt out, are refused with a fix."""
     problem = Problem([1] * 4, [2] * 4, [0] * 4, 3, 4, "never")
     with pytest.raises(UnsupportedPlanError, match=r"schedule='zigzag'.*\n?.*Fix: "):
-        search(problem, "zigzag")
+        search_schedule(problem, "zigzag")
     with pytest.raises(BalanceError, match=r"3 partitions with partitions_per_device=2") as error:
-        search(problem, "interleaved_1f1b")
+        search_schedule(problem, "interleaved_1f1b")
     assert str(error.value).endswith("Fix: partitions=2.")
     with pytest.raises(BalanceError, match="one partition per device"):
-        search(Problem([1] * 4, [2] * 4, [0] * 4, 4, 4, "never"), "1f1b", partitions_per_device=2)
+        search_schedule(
+            Problem([1] * 4, [2] * 4, [0] * 4, 4, 4, "never"), "1f1b", partitions_per_device=2
+        )
 
 
 def test_limits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer trials than splits that remain, nothing is claimed to be proven."""
     times = [1, 5, 2, 4, 3, 3, 4, 2, 5, 1, 2, 2]
     problem = Problem(times, times, times, 4, 8, "never")
-    assert search(problem, "interleaved_1f1b").status == "optimal"
+    assert search_schedule(problem, "interleaved_1f1b").status == "optimal"
     monkeypatch.setattr(schedules, "MOST_TRIALS", 200)
-    found = search(problem, "interleaved_1f1b", most_trials=20)
+    found = search_schedule(problem, "interleaved_1f1b", most_trials=20)
     assert found is not None
     assert found.status == "feasible" or found.method == "schedule search"
 

@@ -15,7 +15,7 @@ import gpipebal as gb
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.planner import evaluate
 from gpipebal.profile import Profile, SideBySide, StepTerms
-from gpipebal.profiler.sharing import MOST_PRESSURE, Cell, overlaps, pressure
+from gpipebal.profiler.sharing import MOST_PRESSURE, TracedCell, overlaps, pressure
 from gpipebal.profiler.traces import KINDS, Traced, pressures_of
 from gpipebal.schedule import CheckpointMode, gpipe_schedule, make_schedule
 from gpipebal.simulator import Durations, place
@@ -116,7 +116,7 @@ def test_pressure_is_found_again() -> None:
         beside = overlaps(events, lambda kind: {"F": "forward", "B": "backward"}.get(kind))
         for kind, name, expected in (("F", "forward", square), ("B", "backward", 0.0)):
             cells = [
-                Cell((e.end - e.start) / getattr(alone, name)[e.partition], others)
+                TracedCell((e.end - e.start) / getattr(alone, name)[e.partition], others)
                 for e, others in zip(events, beside, strict=True)
                 if e.kind == kind
             ]
@@ -126,12 +126,12 @@ def test_pressure_is_found_again() -> None:
 
 def test_what_runs_beside_others_of_known_pressure_tells_its_own() -> None:
     """A recompute beside backwards: theirs is known, so its own follows; alone it tells nothing."""
-    cells = [Cell(1.0 + 0.5 * 0.8, {"backward": 1.0})]
+    cells = [TracedCell(1.0 + 0.5 * 0.8, {"backward": 1.0})]
     found = pressure(cells, "recompute", {"backward": 0.8})
     assert found == pytest.approx(0.5)
-    assert pressure([Cell(1.0, {})], "recompute", {}) is None
+    assert pressure([TracedCell(1.0, {})], "recompute", {}) is None
     assert pressure([], "recompute", {}) is None
-    assert pressure([Cell(99.0, {"f": 1.0})], "f", {}) == pytest.approx(MOST_PRESSURE)
+    assert pressure([TracedCell(99.0, {"f": 1.0})], "f", {}) == pytest.approx(MOST_PRESSURE)
 
 
 def test_overlaps_by_hand() -> None:

@@ -52,9 +52,9 @@ layer's inputs.
 **The optimizer's step** comes behind it all: parameters, gradients and state, and what the step
 itself needs for a moment. It is the peak where layers have many parameters and small outputs.
 
-Read in this order: `cell` (one micro-batch in one partition), `ties` (shared parameters), `loss`
-(what the caller adds), `waiting` (what is on its way), `partitions` (the walk through the
-schedule).
+Read in this order: `cell` (one micro-batch in one partition), `fixed` (what is there all the time),
+`ties` (shared parameters), `loss` (what the caller adds), `waiting` (what is on its way),
+`partitions` (the walk through the schedule).
 """
 
 from gpipebal.memory.partitions import partition_memory

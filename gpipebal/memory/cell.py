@@ -56,10 +56,14 @@ class Cell:
     shared_memory: bool
 
     @cached_property
+    def own_layers(self) -> Sequence[LayerProfile]:
+        """Its layers, without the loss."""
+        return self.profile.layers[self.first : self.end]
+
+    @cached_property
     def layers(self) -> Sequence[LayerProfile]:
         """Its layers, and behind them the loss if it computes that."""
-        own = self.profile.layers[self.first : self.end]
-        return own if self.loss is None else (*own, self.loss)
+        return self.own_layers if self.loss is None else (*self.own_layers, self.loss)
 
     @property
     def is_last(self) -> bool:
@@ -107,6 +111,15 @@ class Cell:
         """
         return frozenset(self.profile.inputs if self.shared_memory or not self.first else ())
 
+    @property
+    def gives_outputs(self) -> bool:
+        """Whether its outputs are kept for the caller, who computes the loss."""
+        return self.is_last and self.loss is None
+
+    def of_caller(self, chunks: int) -> int:
+        """Bytes of the mini-batch, which the first partition has from start to end; else 0."""
+        return 0 if self.first else chunks * self.profile.bytes_of(self.callers)
+
     @cached_property
     def goes_back(self) -> bool:
         """Whether a gradient comes to it; a cell without one keeps nothing for its backward."""
@@ -126,14 +139,14 @@ class Cell:
     @cached_property
     def kept_buffers(self) -> int:
         """Bytes of the copies of buffers with which a cell is recomputed."""
-        own = self.profile.layers[self.first : self.end]
-        return sum(layer.kept_buffer_bytes for layer in own)
+        return sum(layer.kept_buffer_bytes for layer in self.own_layers)
 
     @cached_property
     def saved_buffers(self) -> int:
         """Bytes of those copies that the graph of a recompute keeps."""
-        own = self.profile.layers[self.first : self.end]
-        return sum(layer.saved_buffer_bytes for layer in own) if self.goes_back else 0
+        if not self.goes_back:
+            return 0
+        return sum(layer.saved_buffer_bytes for layer in self.own_layers)
 
     @cached_property
     def entering(self) -> Storages:
@@ -259,7 +272,7 @@ class Cell:
         The outputs of several micro-batches are copied into one piece, of one they are the piece.
         Those of a graph that is made `again` are not the caller's.
         """
-        keeps = chunks == 1 and self.is_last and self.loss is None and not again
+        keeps = chunks == 1 and self.gives_outputs and not again
         return self.outputs - self.callers if keeps else frozenset()
 
     def backward(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gpipebal.memory.cell import Cell, Moment, height
+from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.loss import around_loss, loss_of_micro_batch
 from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
@@ -98,14 +100,10 @@ def partition_memory(
         row = order.kinds[own], order.micro_batches[own]
         waits = None if waiting is None else waiting.of_row(j)
         highest = _highest(cell, *row, waits, chunks, gradients_exist)
-        layers = profile.layers[cell.first : cell.end]
-        states = [layer.optimizer_bytes for layer in layers]
         peaks.append(
-            PeakMemory(
-                parameters=sum(layer.parameter_bytes for layer in layers),
+            replace(
+                fixed_memory(cell.own_layers),
                 gradients=highest.gradients + (cell.ties.summed_apart if gradients_exist else 0),
-                buffers=sum(layer.buffer_bytes for layer in layers),
-                optimizer=None if None in states else sum(b for b in states if b is not None),
                 activations=highest.activations,
                 transient=highest.transient,
                 outputs=highest.outputs,
@@ -113,6 +111,20 @@ def partition_memory(
             )
         )
     return tuple(peaks)
+
+
+class _Way(NamedTuple):
+    """What actions have in common that are walked through alike.
+
+    Attributes:
+        kind: ``'F'``, ``'R'`` or ``'B'``.
+        again: Whether the micro-batch is recomputed.
+        gradients_exist: Whether the parameters have gradients before the action.
+    """
+
+    kind: str
+    again: bool
+    gradients_exist: bool
 
 
 def _highest(
@@ -137,14 +149,13 @@ def _highest(
     recomputed[micro_batches[kinds == _R]] = True
     again = recomputed[micro_batches]
     of_new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
-    callers = 0 if cell.first else chunks * cell.profile.bytes_of(cell.callers)
-    # The last partition's outputs are kept for the caller; of losses only the numbers.
-    keeps = cell.is_last and cell.loss is None
-    of_output = cell.bytes_of(cell.outputs) if keeps else 0
-    in_graph = cell.bytes_of(cell.outputs & cell.graph) if keeps else 0
+    callers = cell.of_caller(chunks)
+    # Of losses only the numbers are kept.
+    of_output = cell.bytes_of(cell.outputs) if cell.gives_outputs else 0
+    in_graph = cell.bytes_of(cell.outputs & cell.graph) if cell.gives_outputs else 0
     target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
     around = None
-    if cell.is_last and cell.loss is None:
+    if cell.gives_outputs:
         n_recorded = chunks - int(recomputed.sum())
         around = around_loss(cell, chunks, chunks * of_output - n_recorded * in_graph)
         target = around.target
@@ -152,37 +163,42 @@ def _highest(
     backward = kinds == _B
     exist = (np.cumsum(backward) - backward > 0) | gradients_exist
     codes = kinds.astype(np.int64) * 4 + again * 2 + exist
-    own = {
-        code: max(
-            _moments(cell, "FRB"[code // 4], bool(code & 2), bool(code & 1), chunks), key=height
-        )
+    ways = {
+        code: _Way(KINDS[code // 4], bool(code & 2), bool(code & 1))
         for code in np.unique(codes).tolist()
     }
+    own = {way: max(_moments(cell, way, chunks), key=height) for way in ways.values()}
     held = {flag: cell.held(again=flag) for flag in (False, True)}
     largest = max([*held.values(), of_new_graph, of_output, *map(sum, own.values())])
     beside = target + callers + max(waits or (0,)) + (around.stays if around else 0)
     numbers = number_type(largest * (chunks + 2) + beside)
 
-    def of_each(value_of: Callable[[int], int]) -> NDArray[Any]:
-        """Look a number up for each action, by its code."""
-        table: NDArray[Any] = np.zeros(12, dtype=numbers)
-        for code in own:
-            table[code] = value_of(code)
+    def of_each(value_of: Callable[[_Way], int]) -> NDArray[Any]:
+        """Look a number up for each action, by its way."""
+        table: NDArray[Any] = np.zeros(4 * len(KINDS), dtype=numbers)
+        for code, way in ways.items():
+            table[code] = value_of(way)
         return table[codes]
 
-    def before(code: int) -> int:
-        if code // 4 == _F:
+    def before(way: _Way) -> int:
+        if way.kind == "F":
             return 0
-        return of_new_graph if code // 4 == _B and code & 2 else held[bool(code & 2)]
+        return of_new_graph if way.kind == "B" and way.again else held[way.again]
 
-    def after(code: int) -> int:
-        return (held[bool(code & 2)], of_new_graph, 0)[code // 4]
+    def after(way: _Way) -> int:
+        return {"F": held[way.again], "R": of_new_graph, "B": 0}[way.kind]
+
+    def given(way: _Way) -> int:
+        """What a forward adds to the outputs; in the caller's hands, and in no graph."""
+        if way.kind != "F":
+            return 0
+        return of_output - (0 if way.again else in_graph)
 
     # What the other micro-batches hold while an action runs, and what is there behind it.
     less = of_each(before)
     in_flight = callers + np.cumsum(of_each(after) - less)
-    activations = in_flight - of_each(after) + of_each(lambda code: own[code].activations)
-    made = of_each(lambda code: 0 if code // 4 != _F else of_output - (0 if code & 2 else in_graph))
+    activations = in_flight - of_each(after) + of_each(lambda way: own[way].activations)
+    made = of_each(given)
     outputs = target + np.cumsum(made) - made
     n_forwards = np.cumsum(kinds == _F)
     turn = int(np.searchsorted(n_forwards, chunks)) + 1  # behind the last forward
@@ -191,7 +207,7 @@ def _highest(
     passing: NDArray[Any] = np.zeros(len(kinds), dtype=numbers)
     if waits is not None:
         passing += np.array(waits, dtype=numbers)
-    total = of_each(lambda code: sum(own[code]) - own[code].activations)
+    total = of_each(lambda way: sum(own[way]) - own[way].activations)
     total = total + activations + outputs + passing
 
     def highest(first: int, last: int) -> list[Moment]:
@@ -200,7 +216,7 @@ def _highest(
             return []
         most = np.flatnonzero(total[first:last] == total[first:last].max()) + first
         k = int(most[activations[most].argmax()])
-        moment = own[int(codes[k])]
+        moment = own[ways[int(codes[k])]]
         return [
             moment._replace(
                 activations=int(activations[k]), outputs=int(outputs[k]), waiting=int(passing[k])
@@ -221,19 +237,15 @@ def _highest(
 
 def optimizer_peak(cell: Cell) -> int:
     """Return the bytes that the optimizer's step needs for a moment; 0 if it is not known."""
-    peaks = [
-        layer.optimizer_peak_bytes or 0 for layer in cell.profile.layers[cell.first : cell.end]
-    ]
+    peaks = [layer.optimizer_peak_bytes or 0 for layer in cell.own_layers]
     return sum(peaks) if cell.profile.step.optimizer_together else max(peaks)
 
 
-def _moments(
-    cell: Cell, kind: str, again: bool, gradients_exist: bool, chunks: int
-) -> list[Moment]:
+def _moments(cell: Cell, way: _Way, chunks: int) -> Iterator[Moment]:
     """Walk through one action of one cell, with what this cell holds alone."""
-    if kind == "B":
-        kept = cell.kept_of(chunks, again=again)
-        return list(cell.backward(again=again, gradients_exist=gradients_exist, kept=kept))
-    if kind == "R":
-        return list(cell.recompute(gradients_exist=gradients_exist))
-    return list(cell.forward(records=not again, gradients_exist=gradients_exist))
+    if way.kind == "B":
+        kept = cell.kept_of(chunks, again=way.again)
+        return cell.backward(again=way.again, gradients_exist=way.gradients_exist, kept=kept)
+    if way.kind == "R":
+        return cell.recompute(gradients_exist=way.gradients_exist)
+    return cell.forward(records=not way.again, gradients_exist=way.gradients_exist)

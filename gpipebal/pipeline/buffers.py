@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
 
-__all__ = ["Buffers", "Kept", "Place", "are_equal", "bytes_of", "parts_of"]
+__all__ = ["Buffers", "Kept", "Slot", "are_equal", "bytes_of", "parts_of"]
 
 #: Where a buffer stands: the module that has it, and its name there.
-Place = tuple[nn.Module, str]
+Slot = tuple[nn.Module, str]
 
 #: Bytes up to which a buffer is copied without asking whether anybody writes to it.
 SMALL = 1 << 16
@@ -37,15 +37,15 @@ class Kept(NamedTuple):
         others: Large buffers that nobody has been seen to write to, and how often each had been.
     """
 
-    copies: Mapping[Place, Tensor | None]
-    others: Mapping[Place, tuple[Tensor, int | None]]
+    copies: Mapping[Slot, Tensor | None]
+    others: Mapping[Slot, tuple[Tensor, int | None]]
 
     def again(self) -> Kept:
         """Return copies of the copies, for a recompute that will be followed by another."""
         copies = {p: None if t is None else t.clone() for p, t in self.copies.items()}
         return self._replace(copies=copies)
 
-    def with_copies(self, changed: Mapping[Place, Tensor]) -> Kept:
+    def with_copies(self, changed: Mapping[Slot, Tensor]) -> Kept:
         """Return the same with copies of buffers that turned out to be written to."""
         others = {p: kept for p, kept in self.others.items() if p not in changed}
         return Kept({**self.copies, **changed}, others)
@@ -59,7 +59,7 @@ class Buffers:
         foreign: Buffers that layers of other partitions have too.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[Place]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[Slot]) -> None:
         self._modules = modules
         self._foreign = foreign
         # No recompute writes to them: those of others, and those whose layer says so.
@@ -69,14 +69,14 @@ class Buffers:
             for name in getattr(type(module), "buffers_left_alone", ())
         }
         # Large buffers that have been seen to change.
-        self._written: set[Place] = set()
+        self._written: set[Slot] = set()
         # What stands in the modules' places while a recompute sees copies.
-        self._lent: dict[Place, Tensor | None] = {}
+        self._lent: dict[Slot, Tensor | None] = {}
 
     def keep(self) -> Kept:
         """Keep what a recompute will need; called before its forward."""
-        copies: dict[Place, Tensor | None] = {}
-        others: dict[Place, tuple[Tensor, int | None]] = {}
+        copies: dict[Slot, Tensor | None] = {}
+        others: dict[Slot, tuple[Tensor, int | None]] = {}
         for place, buffer in self._present():
             if place in self._left_alone:
                 continue  # nobody writes to it, and another worker may be reading it
@@ -88,7 +88,7 @@ class Buffers:
                 others[place] = (buffer, _version(buffer))
         return Kept(copies, others)
 
-    def copies(self, *, alone: bool = False) -> dict[Place, tuple[Tensor, Tensor]]:
+    def copies(self, *, alone: bool = False) -> dict[Slot, tuple[Tensor, Tensor]]:
         """Copy the large buffers, to see which a forward writes to; `alone`: the foreign ones.
 
         Returns:
@@ -101,7 +101,7 @@ class Buffers:
             and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
         }
 
-    def look(self, before: Mapping[Place, tuple[Tensor, Tensor]]) -> dict[Place, Tensor]:
+    def look(self, before: Mapping[Slot, tuple[Tensor, Tensor]]) -> dict[Slot, Tensor]:
         """Remember which of these buffers have changed; return them as they were.
 
         Raises:
@@ -124,11 +124,11 @@ class Buffers:
         self._written.update(changed)
         return changed
 
-    def counts(self) -> dict[Place, int | None]:
+    def counts(self) -> dict[Slot, int | None]:
         """Count how often each buffer has been written to."""
         return {place: _version(buffer) for place, buffer in self._present() if not is_lazy(buffer)}
 
-    def find_written(self, leaves: Sequence[Any], before: Mapping[Place, int | None]) -> list[int]:
+    def find_written(self, leaves: Sequence[Any], before: Mapping[Slot, int | None]) -> list[int]:
         """Find leaves in the memory of a buffer that a forward writes to, or that is small.
 
         Args:
@@ -200,7 +200,7 @@ class Buffers:
         for (module, name), own in lent.items():
             module._buffers[name] = own
 
-    def _present(self) -> Iterator[tuple[Place, Tensor]]:
+    def _present(self) -> Iterator[tuple[Slot, Tensor]]:
         for module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -15,7 +15,7 @@ from gpipebal.pipeline.partition import Tail
 from gpipebal.pipeline.target import Target
 from gpipebal.pipeline.tied import leaves_behind, outer_nodes
 
-__all__ = ["MicroBatchLoss", "Reduction", "check_loss"]
+__all__ = ["MicroBatchLoss", "Reduction", "call_loss"]
 
 #: How `loss_fn` treats the rows it is given: takes their mean, or their sum.
 Reduction = Literal["mean", "sum"]
@@ -78,10 +78,10 @@ class MicroBatchLoss:
         def tail(output: Any) -> Tensor:
             before = outer_nodes(output)
             if target is None:
-                loss = check_loss(loss_fn(output))
+                loss = call_loss(loss_fn, output, None)
             else:
                 with target.lent(i, leaves) as of_micro_batch:
-                    loss = check_loss(loss_fn(output, of_micro_batch))
+                    loss = call_loss(loss_fn, output, of_micro_batch)
             if torch.is_grad_enabled():
                 own = {id(leaf) for leaf in (() if target is None else target.leaves_of(i))}
                 meet([leaf for leaf in leaves_behind(loss, before) if id(leaf) not in own])
@@ -150,12 +150,13 @@ def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tens
     return loss_fn
 
 
-def check_loss(loss: Any) -> Tensor:
-    """Return what a `loss_fn` returned.
+def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:
+    """Return the loss of an output: `loss_fn` takes a target only if there is one.
 
     Raises:
-        ModelError: it is not a tensor with one real number.
+        ModelError: the loss is not a tensor with one real number.
     """
+    loss: Any = loss_fn(output) if target is None else loss_fn(output, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(

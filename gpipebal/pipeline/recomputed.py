@@ -87,10 +87,9 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
         places = _places(run, [name for name, _ in layers], taken)
         taken.update(places)
         inside = [layers[k] for k in places]
-        for name, layer in inside:
+        for k, (name, layer) in enumerate(inside):
             _check_no_skips(name, layer)
-        for (name, layer), is_first in zip(inside, [True, *[False] * len(inside)], strict=False):
-            changed[name] = Recomputed(layer, inside if is_first else ())
+            changed[name] = Recomputed(layer, () if k else inside)
     # With the module's own hooks, should it have some.
     found = copy.copy(module)
     found.__dict__["_modules"] = changed

@@ -20,6 +20,7 @@ from gpipebal.schedule import (
     CheckpointMode,
     is_checkpointed,
     modes_of,
+    partitions_on_each,
     recomputes_of,
 )
 
@@ -135,8 +136,7 @@ class Plan:
     @property
     def n_devices(self) -> int:
         """Number of devices: half as many as partitions where these are interleaved."""
-        interleaved = self.schedule == "interleaved_1f1b" and self.n_partitions % 2 == 0
-        return self.n_partitions // 2 if interleaved else self.n_partitions
+        return self.n_partitions // partitions_on_each(self.schedule, self.n_partitions)
 
     @property
     def n_layers(self) -> int:

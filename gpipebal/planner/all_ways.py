@@ -54,9 +54,7 @@ def _modes(
 
 def _bounds(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield all splits that keep the rules, leftmost cuts first."""
-    uncut = frozenset() if problem.rules is None else problem.rules.uncut
-    places = [k for k in range(1, problem.n_layers) if k not in uncut]
-    for cuts in combinations(places, problem.n_partitions - 1):
+    for cuts in combinations(range(1, problem.n_layers), problem.n_partitions - 1):
         bounds = (0, *cuts, problem.n_layers)
         if keeps_rules(problem.rules, bounds):
             yield bounds
@@ -69,13 +67,8 @@ def keeps_rules(rules: Rules | None, bounds: Sequence[int]) -> bool:
         >>> keeps_rules(Rules(no_cut=[2]), (0, 1, 3)), keeps_rules(Rules(max_layers=1), (0, 1, 3))
         (True, False)
     """
-    if rules is None:
-        return True
-    longest = max(end - start for start, end in pairwise(bounds))
-    return (
-        rules.uncut.isdisjoint(bounds[1:-1])
-        and (rules.max_layers is None or longest <= rules.max_layers)
-        and all(bounds[j] <= layer < bounds[j + 1] for layer, j in rules.pinned)
+    return rules is None or all(
+        rules.allows(start, end, j) for j, (start, end) in enumerate(pairwise(bounds))
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from gpipebal.memory import partition_memory
+from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.ties import Ties
 from gpipebal.plan import PartitionPlan, PeakMemory
 from gpipebal.planner.execution import Execution
@@ -118,14 +120,7 @@ def _what_stays(profile: Profile, bounds: Sequence[int]) -> tuple[PeakMemory, ..
     found = []
     for start, end in pairwise(bounds):
         layers = profile.layers[start:end]
-        states = [layer.optimizer_bytes for layer in layers]
-        found.append(
-            PeakMemory(
-                parameters=sum(layer.parameter_bytes for layer in layers),
-                gradients=sum(layer.gradient_bytes for layer in layers)
-                - Ties(profile, start, end).counted_again,
-                buffers=sum(layer.buffer_bytes for layer in layers),
-                optimizer=None if None in states else sum(b for b in states if b is not None),
-            )
-        )
+        gradients = sum(layer.gradient_bytes for layer in layers)
+        counted_again = Ties(profile, start, end).counted_again
+        found.append(replace(fixed_memory(layers), gradients=gradients - counted_again))
     return tuple(found)

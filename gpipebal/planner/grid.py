@@ -21,7 +21,7 @@ from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
-from gpipebal.planner.replicated import Additions, Replicated, search
+from gpipebal.planner.replicated import Additions, Replicated, best_replicated
 from gpipebal.planner.solve import posed_of, solve
 from gpipebal.problem import Link
 from gpipebal.problem.link import check_link
@@ -207,7 +207,7 @@ def solve_grid(
 
     Complexity:
         As `solve`, for every divisor of the number of devices (and number of micro-batches), and
-        for every split that `gpipebal.planner.replicated.search` looks at.
+        for every split that `gpipebal.planner.replicated.best_replicated` looks at.
 
     Source:
         The ring is Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -301,7 +301,9 @@ def _best(
             continue
         (posed,) = posed_of(sized, partitions, rest)
         most = _MOST_TRIED if plain else 0
-        found = search(posed, plan, additions, most, math.inf if best is None else best.time)
+        found = best_replicated(
+            posed, plan, additions, most, math.inf if best is None else best.time
+        )
         bound = min(bound, found.lower_bound)
         if best is None or found.time < best.time:
             best = found

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from gpipebal.schedule import Action
 
-__all__ = ["Moment", "moments_of"]
+__all__ = ["RowMoment", "moments_of"]
 
 
-class Moment(NamedTuple):
+class RowMoment(NamedTuple):
     """A kind of moment in the row of a partition.
 
     Attributes:
@@ -43,7 +43,7 @@ def moments_of(
     waiting: bool = False,
     ahead: int | None = None,
     gradients_exist: bool = False,
-) -> list[Moment]:
+) -> list[RowMoment]:
     """Walk through the row of a partition, and keep the moments that can be the highest.
 
     Args:
@@ -62,7 +62,7 @@ def moments_of(
     """
     chunks = sum(action.kind == "F" for action in row)
     again = {action.micro_batch for action in row if action.kind == "R"}
-    found: dict[tuple[str, bool, bool, bool], list[Moment]] = {}
+    found: dict[tuple[str, bool, bool, bool], list[RowMoment]] = {}
     graphs = inputs = forwards = backwards = 0
 
     def waits(kind: str) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def moments_of(
     def meet(kind: str, is_again: bool, n_graphs: int, n_inputs: int) -> None:
         key = (kind, is_again, gradients_exist or backwards > 0, forwards == chunks)
         moments = found.setdefault(key, [])
-        new = Moment(*key, n_graphs, n_inputs, *waits(kind))
+        new = RowMoment(*key, n_graphs, n_inputs, *waits(kind))
         counts = new[4:]
         if any(all(a <= b for a, b in zip(counts, old[4:], strict=True)) for old in moments):
             return
@@ -106,7 +106,7 @@ def moments_of(
     return [moment for moments in found.values() for moment in _hull(moments)]
 
 
-def _hull(moments: list[Moment]) -> list[Moment]:
+def _hull(moments: list[RowMoment]) -> list[RowMoment]:
     """Keep the outermost of moments that lie on a line, as those of one kind do.
 
     From one to the next the same is added to the same counts, so none between them is higher.

@@ -158,7 +158,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         )
     notes: list[str] = []
     quantile = options.get("quantile")
-    profile = _moved(profile, quantile)
+    profile = _at_quantile(profile, quantile)
     if isinstance(taken := profile.provenance.get("quantile"), float):
         notes.append(f"Times are upper quantiles ({taken:g}) of the measured spread, not medians.")
     schedule = _schedule(options)
@@ -254,7 +254,7 @@ def _time_limit(seconds: Any) -> float | None:
     )
 
 
-def _moved(profile: Profile, quantile: float | None) -> Profile:
+def _at_quantile(profile: Profile, quantile: float | None) -> Profile:
     return profile if quantile is None else at_quantile(profile, quantile)
 
 
@@ -333,7 +333,7 @@ def _devices(
                     f"{device.n_layers} layers (expected the same {profile.n_layers} layers).\n"
                     "Fix: profile the same model on each type of device."
                 )
-            found.append(made.setdefault(id(device), _moved(device, quantile)))
+            found.append(made.setdefault(id(device), _at_quantile(device, quantile)))
         elif isinstance(device, Device):
             found.append(device)
         elif (

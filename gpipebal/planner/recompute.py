@@ -94,7 +94,7 @@ def recompute_layers(
         ((range(1, 2),), (2.0,), 'optimal')
     """
     posed = _posed(profile, plan, memory_limit, reserve, devices, link)
-    search = _Search(posed, plan, time_limit, posed.limits)
+    search = _RunChoice(posed, plan, time_limit, posed.limits)
     found = search.answer()
     if isinstance(found, int):
         raise _infeasible(posed, plan, found, time_limit, all_tried=search.all_tried)
@@ -146,7 +146,7 @@ def _posed(
     return posed
 
 
-class _Search:
+class _RunChoice:
     """The choice for all partitions of one plan, and what it comes to.
 
     Args:
@@ -357,7 +357,7 @@ def _infeasible(
     posed: Posed, plan: Plan, j: int, time_limit: float | None, *, all_tried: bool
 ) -> InfeasibleError:
     """Say which partition lacks most (else j) whatever is recomputed, and which limit would do."""
-    search = _Search(posed, plan, time_limit, posed.limits)
+    search = _RunChoice(posed, plan, time_limit, posed.limits)
     needs = search.needed()
     pairs = list(zip(needs, posed.limits, strict=True))
     lacks = [0 if one is None else max(0, n - one) for n, one in pairs]
@@ -368,7 +368,7 @@ def _infeasible(
     names = posed.profile.names[first : first + plan.balance[j]]
     enough = [None if one is None else max(n, one) for n, one in pairs]
     fix = "a plan with more partitions, or more and smaller micro-batches"
-    if not isinstance(_Search(posed, plan, time_limit, enough).answer(), int):
+    if not isinstance(_RunChoice(posed, plan, time_limit, enough).answer(), int):
         fix = _limit_text(posed.question, plan, lacks)
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:

@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from gpipebal.memory.cell import Cell, Storages
+from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.loss import around_loss
 from gpipebal.memory.partitions import optimizer_peak
 from gpipebal.planner.recompute_costs import (
@@ -217,20 +218,13 @@ def _ceilings(
 
     As in `gpipebal.memory.partitions`, action by action.
     """
-    profile = cell.profile
-    layers = profile.layers[cell.first : cell.end]
-    states = [layer.optimizer_bytes for layer in layers]
-    # As everywhere: optimizer state counts if it is known of all layers.
-    fixed = 0 if None in states else sum(state or 0 for state in states)
-    fixed += sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
-    callers = 0 if cell.first else chunks * profile.bytes_of(cell.callers)
-    fixed += callers
+    fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks)
     # A loss inside hands nothing on, and what it gives is not counted while it waits.
     less = 0 if cell.loss is None else cell.bytes_of((cell.outputs & held) - cell.handed)
     output = 0
     target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
     around = None
-    if cell.is_last and cell.loss is None:
+    if cell.gives_outputs:
         output = cell.bytes_of(cell.outputs - held)
         around = around_loss(cell, chunks, chunks * output)
         target = around.target

@@ -2,8 +2,8 @@
 
 A partition adds its gradients up with the same partition of the other replicas as soon as its own
 last backward is done, while those before it still work. So the mini-batch ends with the latest of
-them, which need not be the first partition, though that one works longest. `search` minimises that
-time over all splits::
+them, which need not be the first partition, though that one works longest. `best_replicated`
+minimises that time over all splits::
 
     time = max(end of j's last backward + time to add up j's gradients, over partitions j)
 
@@ -36,7 +36,7 @@ from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import Split, iter_best_splits, split_any_cost
 
-__all__ = ["Additions", "Replicated", "all_reduce_time", "last_ends", "search"]
+__all__ = ["Additions", "Replicated", "all_reduce_time", "best_replicated", "last_ends"]
 
 #: Up to how many ways to run a replica all are looked at; and how many of them are assembled to see
 #: whether they fit.
@@ -143,7 +143,7 @@ def last_ends(
     return [problem.to_time(end) for end in ends]
 
 
-def search(
+def best_replicated(
     posed: Posed, plan: Plan, additions: Additions, most_tried: int, known: float = math.inf
 ) -> Replicated:
     """Find the plan of one replica with which all gradients are added up first.
@@ -162,11 +162,11 @@ def search(
     Complexity:
         Up to K solves for each split that is looked at and K partitions.
     """
-    return _Search(posed, plan, additions, known).answer(most_tried)
+    return _BestReplica(posed, plan, additions, known).answer(most_tried)
 
 
-class _Search:
-    """One search; see `search`."""
+class _BestReplica:
+    """One search; see `best_replicated`."""
 
     def __init__(self, posed: Posed, plan: Plan, additions: Additions, known: float) -> None:
         self._posed, self._first, self._additions = posed, plan, additions
@@ -266,15 +266,14 @@ class _Search:
             return problem.to_time(units) * (1 - _ROUNDING)
 
         ends = [[earliest(j, start) for start in range(n_layers)] for j in range(n)]
-        uncut = frozenset() if problem.rules is None else problem.rules.uncut
+        rules = problem.rules or Rules()
 
         def cost(start: int, end: int, j: int) -> float | None:
-            if start in uncut or end in uncut:
+            if not rules.allows(start, end, j):
                 return None
             return ends[j][start] + self._additions.of_run(start, end)
 
-        longest = None if problem.rules is None else problem.rules.max_layers
-        bound, bounds = split_any_cost(cost, n_layers, n, max_layers=longest)
+        bound, bounds = split_any_cost(cost, n_layers, n, max_layers=rules.max_layers)
         self._try(self._split_of(bounds, self._plan.modes), math.inf)
         self._descend()
         return bound
@@ -321,7 +320,7 @@ class _Search:
         n_layers, n_partitions = problem.n_layers, problem.n_partitions
         last = n_layers - n_partitions + 1
         for end in range(1 if n_partitions > 1 else n_layers, last + 1):
-            if end in rules.uncut or (rules.max_layers is not None and end > rules.max_layers):
+            if end in rules.uncut or not rules.allows(0, end, 0):
                 continue
             makespan = max(self._first.lower_bound, self._least_makespan(end))
             yield makespan + self._additions.of_run(0, end), end

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gpipebal.memory.loss import loss_of_micro_batch
-from gpipebal.planner.moments import Moment, moments_of
+from gpipebal.planner.moments import RowMoment, moments_of
 from gpipebal.planner.run_peaks import RunPeaks
-from gpipebal.planner.storage_tables import Chain, StorageTables
+from gpipebal.planner.storage_tables import LayerChain, StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode, make_schedule
@@ -107,7 +107,7 @@ class RunMemory:
         self._ahead = ahead
         self._gradients_exist = gradients_exist
         loss = loss_of_micro_batch(profile) if loss_inside else None
-        self._chain = Chain(profile, loss, shared_memory)
+        self._chain = LayerChain(profile, loss, shared_memory)
         self._kind = self._number_type()
         self._tables: list[RunPeaks] | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
@@ -120,7 +120,7 @@ class RunMemory:
             self._peaks[key] = self._all_rows(mode, ahead)
         return self._peaks[key][first]
 
-    def _moments(self, mode: CheckpointMode, ahead: int) -> list[Moment]:
+    def _moments(self, mode: CheckpointMode, ahead: int) -> list[RowMoment]:
         schedule = "gpipe" if self._ahead is None else "1f1b"
         n, before = (1, None) if self._ahead is None else (ahead + 1, ahead + 1)
         if before is not None and self._profile.skips:

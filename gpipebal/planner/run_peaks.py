@@ -16,7 +16,7 @@ from gpipebal.memory.layer_peaks import (
     uncopied_peak,
 )
 from gpipebal.memory.loss import around_loss
-from gpipebal.planner.moments import Moment
+from gpipebal.planner.moments import RowMoment
 from gpipebal.planner.storage_tables import StorageTables
 from gpipebal.planner.tie_tables import TieTables
 
@@ -127,7 +127,7 @@ class RunPeaks:
             total += (held & ~self._idle[:, -1]) * tables.bytes[storage]
         return total
 
-    def peaks(self, moments: Sequence[Moment]) -> Table:
+    def peaks(self, moments: Sequence[RowMoment]) -> Table:
         """Return the highest of the moments of each run."""
         chain, n_callers = self._chain, self._profile.bytes_of(self._profile.inputs)
         graphs = np.where(self._idle, 0, self._graphs - self._handed)
@@ -161,7 +161,7 @@ class RunPeaks:
         highest[self._firsts == 0] += self._chunks * n_callers
         return highest
 
-    def _outputs(self, moments: Sequence[Moment]) -> Any:
+    def _outputs(self, moments: Sequence[RowMoment]) -> Any:
         """Return what tells the outputs that a moment of the last partition has beside it."""
         if self._chain.loss is not None:
             return lambda moment: 0
@@ -182,7 +182,7 @@ class RunPeaks:
         most = self._column([one.most for one in around])
         stays = self._column([one.stays for one in around])
 
-        def beside(moment: Moment) -> Table:
+        def beside(moment: RowMoment) -> Table:
             if moment.kind == "L":
                 return target + most
             if moment.kind == "O":

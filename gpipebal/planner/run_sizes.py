@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from gpipebal.planner.storage_tables import Chain, StorageTables
+from gpipebal.planner.storage_tables import LayerChain, StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile, StepTerms
 from gpipebal.schedule import CheckpointMode
@@ -35,7 +35,7 @@ def sizes_of(profile: Profile, param_scale: float) -> Memory:
     """
     layers = tuple(replace(layer, outputs=(), output_bytes=0) for layer in profile.layers)
     bare = replace(profile, layers=layers, inputs=(), skips=(), step=StepTerms(), other_sizes=())
-    chain = Chain(bare, None)
+    chain = LayerChain(bare, None)
     large = profile.chunks * sum(profile.storages) >= 2**60
     saved = StorageTables(chain, chain.variants, object if large else np.int64).graph
     scaled = [ceil(param_scale * layer.parameter_bytes) for layer in layers]

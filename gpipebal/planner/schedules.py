@@ -1,13 +1,14 @@
 """The best split under a schedule without a closed form: 1F1B, interleaved, zero bubble.
 
-What a split costs there is for the simulator to say. `search` begins with splits that are good for
-other reasons, moves cuts as long as that helps, and keeps a bound that no split can undercut
-(`gpipebal.planner.schedule_bounds`). The bound also says which splits could still be better than
-the best one found: if they are few, all are tried, and the result is proven. For `solve`::
+What a split costs there is for the simulator to say. `search_schedule` begins with splits that are
+good for other reasons, moves cuts as long as that helps, and keeps a bound that no split can
+undercut (`gpipebal.planner.schedule_bounds`). The bound also says which splits could still be
+better than the best one found: if they are few, all are tried, and the result is proven. For
+`solve`::
 
     problem = Problem(**profile.layer_times, n_partitions=4, chunks=8)  # devices, links, rules
     shares = weight_shares(profile)  # of gpipebal.simulator
-    found = search(problem, schedule, weight_share=shares)  # a solvers.Split
+    found = search_schedule(problem, schedule, weight_share=shares)  # a solvers.Split
     # found.bounds, .value (the makespan), .lower_bound, .status, .method, .modes, .order
 """
 
@@ -33,7 +34,7 @@ from gpipebal.schedule import (
 from gpipebal.solvers import Split, find, select_method, split
 from gpipebal.solvers.levels import Levels
 
-__all__ = ["bound_of", "search"]
+__all__ = ["bound_of", "search_schedule"]
 
 #: Splits that are simulated at most, and actions in them, unless told otherwise.
 MOST_TRIALS, MOST_ACTIONS = 20_000, 2 * 10**8
@@ -45,7 +46,7 @@ _MOST_BEGINNINGS = 200
 MOST_FOR_RUNS = 16
 
 
-def search(
+def search_schedule(
     problem: Problem,
     schedule: str,
     *,
@@ -95,7 +96,7 @@ def search(
 
     Example:
         >>> problem = Problem([3, 1, 2, 2], [3, 1, 2, 2], [0] * 4, 2, 4, "never")
-        >>> found = search(problem, "1f1b")
+        >>> found = search_schedule(problem, "1f1b")
         >>> found.balance, found.value, found.status
         ((2, 2), 40.0, 'optimal')
     """
@@ -143,13 +144,13 @@ def bound_of(
     """Bound the makespan of every split under a schedule from below, without a search.
 
     Args:
-        problem: As for `search`, like the others.
+        problem: As for `search_schedule`, like the others.
         schedule: One of `gpipebal.schedule.ALL_SCHEDULES`.
         partitions_per_device: How many partitions every device has.
         weight_share: Which share of each layer's backward is the gradient of its weights.
 
     Raises:
-        UnsupportedPlanError, BalanceError: as `search`.
+        UnsupportedPlanError, BalanceError: as `search_schedule`.
 
     Complexity:
         O(K m + P K log N) for N layers, K partitions, m micro-batches and P probes.

@@ -128,7 +128,6 @@ class _Allowed:
     ) -> None:
         self._problem, self._bounds, self._modes = problem, bounds, modes
         self._rules = problem.rules or Rules()
-        self._uncut = self._rules.uncut
         devices = problem.devices
         self._limits = [None if devices is None else devices[k].memory_limit for k in order]
         is_limited = any(limit is not None for limit in self._limits)
@@ -137,16 +136,7 @@ class _Allowed:
     def __call__(self, j: int, cut: int) -> bool:
         """Whether partitions j - 1 and j may be cut there."""
         start, end = self._bounds[j - 1], self._bounds[j + 1]
-        rules = self._rules
-        if cut in self._uncut:
-            return False
-        if any(
-            partition in (j - 1, j) and (layer >= cut) != (partition == j)
-            for layer, partition in rules.pinned
-        ):
-            return False
-        longest = rules.max_layers
-        if longest is not None and max(cut - start, end - cut) > longest:
+        if not (self._rules.allows(start, cut, j - 1) and self._rules.allows(cut, end, j)):
             return False
         # What does not fit without what waits does not fit with it.
         if not (self._fits(j - 1, start, cut) and self._fits(j, cut, end)):

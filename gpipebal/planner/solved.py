@@ -10,7 +10,7 @@ from numbers import Real
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.planner.all_ways import device_orders
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.schedules import search
+from gpipebal.planner.schedules import search_schedule
 from gpipebal.problem import Problem
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, split_any_cost
@@ -44,7 +44,7 @@ def _searched(posed: Posed, problem: Problem) -> Split | None:
         if order is not None and problem.devices is not None:
             devices = [problem.devices[k] for k in order]
             one = replace(problem, devices=devices, any_order=False)
-        split = search(
+        split = search_schedule(
             one,
             question.schedule,
             weight_share=weight_shares(posed.profile),
@@ -64,13 +64,9 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
     question, rules = posed.question, problem.rules
     cost, modes = question.cost, problem.costs.modes(None)
     assert cost is not None
-    uncut = frozenset[int]() if rules is None else rules.uncut
-    pinned = () if rules is None else rules.pinned
 
     def allowed(start: int, end: int, j: int) -> float | None:
-        if start in uncut or end in uncut:
-            return None
-        if any((start <= layer < end) != (partition == j) for layer, partition in pinned):
+        if rules is not None and not rules.allows(start, end, j):
             return None
         memory = problem.memory
         if memory is not None and not memory.fits(start, end, j, modes[j], posed.limits[j]):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-__all__ = ["Chain", "StorageTables", "Variant"]
+__all__ = ["LayerChain", "StorageTables", "Variant"]
 
 #: Row, column, and number.
 _Entry = tuple[int, int, int]
@@ -54,7 +54,7 @@ class Variant(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerChain:
     """A profile's layers, and behind them the loss if the last partition computes that.
 
     Attributes:
@@ -187,7 +187,7 @@ class StorageTables:
         live_without_graph: The same if none is.
     """
 
-    def __init__(self, chain: Chain, variants: Sequence[Variant], kind: type) -> None:
+    def __init__(self, chain: LayerChain, variants: Sequence[Variant], kind: type) -> None:
         self.chain, self.variants, self.kind = chain, variants, kind
         self.n_columns = len(chain.layers) + 1
         self.firsts = [variant.first for variant in variants]

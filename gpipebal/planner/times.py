@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gpipebal.errors import BalanceError
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.planner.execution import Execution
-from gpipebal.profile import Profile, SideBySide
+from gpipebal.profile import Profile
 from gpipebal.schedule import (
     SCHEDULES,
     Checkpoint,
     Order,
     order_of,
+    partitions_on_each,
     recomputes_of,
 )
-from gpipebal.simulator import Durations, durations_of, place
+from gpipebal.simulator import durations_of, place
 from gpipebal.simulator.sharing import place_sharing
 from gpipebal.timeline import Timeline
 
@@ -71,22 +71,8 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
     alike = execution.devices is None and execution.links is None and execution.is_ours
     if shares is None or shares.changes_nothing or not alike or times.has_launches:
         return place(order, times, pause=pause, overlap=execution.overlaps)
-    alone = _alone(of_layers, shares).longer_by(overhead)
+    alone = of_layers.scaled(vars(shares)).longer_by(overhead)
     return place_sharing(order, times, alone, shares.n_partitions, pause=pause)
-
-
-def _alone(times: Durations, shares: SideBySide) -> Durations:
-    """Return what partitions take while no other one works."""
-    kinds = ("forward", "no_grad_forward", "recompute", "backward")
-    known = {kind: getattr(times, kind) for kind in kinds}
-    return replace(
-        times,
-        **{
-            kind: tuple(getattr(shares, kind) * seconds for seconds in known[kind])
-            for kind in kinds
-            if known[kind] is not None
-        },
-    )
 
 
 def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:
@@ -96,7 +82,8 @@ def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpo
         UnsupportedPlanError: an unknown schedule.
         BalanceError: partitions that cannot be dealt out evenly.
     """
-    n_devices, each = _dealt_out(schedule, n_partitions)
+    each = partitions_on_each(schedule, n_partitions)
+    n_devices = n_partitions // each
     return order_of(schedule, n_devices, chunks, checkpoint, partitions_per_device=each)
 
 
@@ -104,7 +91,8 @@ def recomputes_for(
     schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint
 ) -> tuple[int, ...]:
     """Count the micro-batches that each partition recomputes in the order of `order_for`."""
-    n_devices, each = _dealt_out(schedule, n_partitions)
+    each = partitions_on_each(schedule, n_partitions)
+    n_devices = n_partitions // each
     return recomputes_of(schedule, n_devices, chunks, checkpoint, partitions_per_device=each)
 
 
@@ -125,9 +113,3 @@ def runnable(chunks: Sequence[int], schedule: str, n_partitions: int) -> tuple[i
             continue
         found.append(count)
     return tuple(found or chunks)
-
-
-def _dealt_out(schedule: str, n_partitions: int) -> tuple[int, int]:
-    """Return the number of devices, and of partitions on each."""
-    each = 2 if schedule == "interleaved_1f1b" and n_partitions % 2 == 0 else 1
-    return n_partitions // each, each

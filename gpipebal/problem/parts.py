@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_bytes, check_times, plain_number
@@ -146,11 +147,27 @@ class Rules:
         """Layer and partition of each pinned layer."""
         return tuple(self.pin.items() if isinstance(self.pin, Mapping) else self.pin)
 
-    @property
+    @cached_property
     def uncut(self) -> frozenset[int]:
-        """Layers before which there is no cut."""
+        """Layers before which there is no cut, without the first: none could be there."""
         between = (range(first + 1, last + 1) for first, last in self.keep_together)
-        return frozenset(self.no_cut).union(*between)
+        return frozenset(self.no_cut).union(*between) - {0}
+
+    def allows(self, start: int, end: int, partition: int) -> bool:
+        """Whether a partition may hold the layers from one to before another.
+
+        A split keeps the rules if all its partitions do.
+
+        Example:
+            >>> rules = Rules(no_cut=[2], pin={3: 1})
+            >>> rules.allows(0, 3, 0), rules.allows(2, 4, 1), rules.allows(0, 4, 0)
+            (True, False, False)
+        """
+        return (
+            start not in self.uncut
+            and (self.max_layers is None or end - start <= self.max_layers)
+            and all((start <= layer < end) == (j == partition) for layer, j in self.pinned)
+        )
 
     def check(self, n_layers: int, n_partitions: int) -> None:
         """Refuse rules about layers or partitions that do not exist.

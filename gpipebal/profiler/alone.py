@@ -30,13 +30,13 @@ from gpipebal.profiler.survey import Survey, describe_skips, flops_of
 from gpipebal.profiler.value import Routes, Value, as_leaves
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Walk", "join_times", "walk_alone"]
+__all__ = ["SizeWalk", "join_times", "walk_alone"]
 
 _HOST = torch.device("cpu")
 
 
 @dataclass
-class Walk:
+class SizeWalk:
     """How far one size of micro-batch has come along the chain.
 
     Attributes:
@@ -62,7 +62,7 @@ class Walk:
     failure: GpipebalError | None = None
 
     @classmethod
-    def start(cls, rows: int, value: Value) -> Walk:
+    def start(cls, rows: int, value: Value) -> SizeWalk:
         """Begin with what goes into the first layer, on the host."""
         numbers = Numbers()
         arrived = Arrived.first(value, numbers)
@@ -88,7 +88,7 @@ def walk_alone(
     names: Sequence[str],
     modules: Sequence[nn.Module],
     routes: Routes,
-    walks: list[Walk],
+    walks: list[SizeWalk],
     device: torch.device,
     *,
     share: bool,
@@ -152,7 +152,7 @@ def walk_alone(
 
 
 def _look(
-    walk: Walk,
+    walk: SizeWalk,
     k: int,
     name: str,
     replica: nn.Module,
@@ -239,7 +239,7 @@ def _kind(module: nn.Module, arrived: Arrived, k: int, routes: Routes) -> Hashab
     return identity_of(module), inputs, str(arrived.value.structure), k == 0
 
 
-def _repeat(walk: Walk, twin: _Twin) -> None:
+def _repeat(walk: SizeWalk, twin: _Twin) -> None:
     """Go on behind a layer that is like one that was measured."""
     known = dict(zip(twin.inputs, walk.arrived.numbers, strict=True))
     known[None] = None

@@ -180,9 +180,9 @@ def optimizer_memory(
     for with_values in (False, True):
         # Some optimizers read values: they step stand-ins with memory, one after the other.
         if state is None:
-            state = optimizer_state_bytes(maker, maker.parameters, with_values=with_values)
+            state = optimizer_state_bytes(maker, with_values=with_values)
         if peaks is None:
-            peaks = optimizer_peaks(maker, maker.parameters, device_type, with_values=with_values)
+            peaks = optimizer_peaks(maker, device_type, with_values=with_values)
     doubts = []
     if maker.needs_closure:
         doubts.append(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ProfileError
-from gpipebal.pipeline.loss import check_loss
+from gpipebal.pipeline.loss import call_loss
 from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.pipeline.parting import count_rows, gather_leaves, scatter_leaves
 from gpipebal.profile import LayerProfile
@@ -52,8 +52,7 @@ class LossLayer(nn.Module):
 
     def forward(self, output: Any) -> Tensor:
         """Compute the loss."""
-        loss = self.loss_fn(output) if self.target is None else self.loss_fn(output, self.target)
-        return check_loss(loss)
+        return call_loss(self.loss_fn, output, self.target)
 
     @property
     def target_tensors(self) -> list[Tensor]:

@@ -69,11 +69,6 @@ class Maker:
         self.name = type(made).__name__ if is_known else getattr(optimizer, "__name__", "optimizer")
         self.needs_closure = is_known and _needs_closure(made)
 
-    @classmethod
-    def of(cls, optimizer: OptimizerLike | Maker, parameters: Sequence[nn.Parameter]) -> Maker:
-        """Return a maker as it is, and make one of what is none."""
-        return optimizer if isinstance(optimizer, Maker) else cls(optimizer, parameters)
-
     def make(self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]) -> Optimizer:
         """Make an optimizer of stand-ins for the parameters in these places."""
         groups: dict[int, list[nn.Parameter]] = {}

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from gpipebal.timeline import Event
 
-__all__ = ["MOST_PRESSURE", "Cell", "overlaps", "pressure"]
+__all__ = ["MOST_PRESSURE", "TracedCell", "overlaps", "pressure"]
 
 #: With this pressure work takes four times as long beside other such work.
 MOST_PRESSURE = 3.0**0.5
@@ -31,7 +31,7 @@ MOST_PRESSURE = 3.0**0.5
 LEAST_OVERLAP = 0.5
 
 
-class Cell(NamedTuple):
+class TracedCell(NamedTuple):
     """A cell of a trace.
 
     Attributes:
@@ -70,7 +70,7 @@ def overlaps(
     return found
 
 
-def pressure(cells: Iterable[Cell], kind: str, known: Mapping[str, float]) -> float | None:
+def pressure(cells: Iterable[TracedCell], kind: str, known: Mapping[str, float]) -> float | None:
     """Find the pressure of a kind of work.
 
     Args:
@@ -83,7 +83,7 @@ def pressure(cells: Iterable[Cell], kind: str, known: Mapping[str, float]) -> fl
         tell.
 
     Example:
-        >>> cells = [Cell(1.5, {"f": 1.0}), Cell(1.0, {})]
+        >>> cells = [TracedCell(1.5, {"f": 1.0}), TracedCell(1.0, {})]
         >>> round(pressure(cells, "f", {}) ** 2, 6)
         0.5
     """
@@ -102,7 +102,7 @@ def pressure(cells: Iterable[Cell], kind: str, known: Mapping[str, float]) -> fl
     return median(found) if found else None
 
 
-def _work(cell: Cell, own: float, pressures: Mapping[str, float]) -> float:
+def _work(cell: TracedCell, own: float, pressures: Mapping[str, float]) -> float:
     """Return how often a cell could have been done in its time."""
     alone = max(0.0, 1.0 - sum(cell.beside.values()))
     beside = sum(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.profile import LayerProfile, Profile, StepTerms
-from gpipebal.profiler.alone import Walk, join_times, walk_alone
+from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.correct import try_out
 from gpipebal.profiler.describe import (
@@ -171,7 +171,7 @@ class Study:
         """Look and measure with one layer on the device at a time; see `walk_alone`."""
         self._must, self._is_alone = must, True
         walks = [
-            Walk.start(rows, self._start_of(rows, _HOST))
+            SizeWalk.start(rows, self._start_of(rows, _HOST))
             for rows in (self.micro_batches[0], *others)
         ]
         self.notes += walk_alone(
@@ -220,7 +220,7 @@ class Study:
         if self._is_alone:
             largest = max(self.modules, key=parameter_bytes)
             only = list(largest.parameters())
-        return measure_optimizer(maker, maker.parameters, self.device, only=only)
+        return measure_optimizer(maker, self.device, only=only)
 
     def try_out(
         self, profile: Profile, n_partitions: int, n_threads: int, seconds: float

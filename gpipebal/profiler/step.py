@@ -14,7 +14,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.profiler.clock import synchronize
 from gpipebal.profiler.loss import gathered_value
-from gpipebal.profiler.optimizer import Maker, OptimizerLike
+from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.value import Value
 
 __all__ = [
@@ -44,25 +44,19 @@ def measure_gather(outputs: Value, sizes: Sequence[int], device: torch.device) -
     return _median_time(lambda: gathered_value(outputs, sizes), device)
 
 
-def optimizer_state_bytes(
-    optimizer: OptimizerLike | Maker,
-    parameters: Sequence[nn.Parameter],
-    *,
-    with_values: bool = False,
-) -> list[int] | None:
+def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int] | None:
     """Find the bytes of state that an optimizer keeps for each parameter.
 
     It takes a step on stand-ins, those of one shape once, so nothing is guessed.
 
     Args:
-        optimizer: The optimizer, or what makes it.
-        parameters: The model's parameters; they are not changed.
+        maker: Makes the optimizer. The model's parameters are not changed.
         with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
 
     Returns:
         Bytes for each parameter; None if the optimizer cannot step those.
     """
-    found = _steps(Maker.of(optimizer, parameters), "cpu", with_values=with_values)
+    found = _steps(maker, "cpu", with_values=with_values)
     return None if found is None else [step.state_bytes for step in found]
 
 
@@ -79,8 +73,7 @@ class OptimizerPeaks(NamedTuple):
 
 
 def optimizer_peaks(
-    optimizer: OptimizerLike | Maker,
-    parameters: Sequence[nn.Parameter],
+    maker: Maker,
     device_type: str,
     *,
     with_values: bool = False,
@@ -91,15 +84,14 @@ def optimizer_peaks(
     (``foreach``), and one after the other on a CPU, unless they are told otherwise.
 
     Args:
-        optimizer: The optimizer, or what makes it.
-        parameters: The model's parameters; they are not changed.
+        maker: Makes the optimizer. The model's parameters are not changed.
         device_type: Type of the device that they will be on.
         with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
 
     Returns:
         The bytes; None if the optimizer cannot step the stand-ins.
     """
-    found = _steps(Maker.of(optimizer, parameters), device_type, with_values=with_values)
+    found = _steps(maker, device_type, with_values=with_values)
     if found is None:
         return None
     return OptimizerPeaks([step.peak_bytes for step in found], any(s.together for s in found))
@@ -158,8 +150,7 @@ def _step_alone(maker: Maker, place: int, device_type: str, with_values: bool) -
 
 
 def measure_optimizer(
-    optimizer: OptimizerLike | Maker,
-    parameters: Sequence[nn.Parameter],
+    maker: Maker,
     device: torch.device,
     *,
     only: Sequence[nn.Parameter] | None = None,
@@ -167,8 +158,7 @@ def measure_optimizer(
     """Return the seconds of an optimizer's step, on copies of the parameters.
 
     Args:
-        optimizer: The optimizer, or what makes it.
-        parameters: The model's parameters; they are not changed.
+        maker: Makes the optimizer. The model's parameters are not changed.
         device: Where they will be.
         only: Step only these, and need no more memory than they do; the time of all is scaled up
             from them. None: all, or as many as are enough to tell.
@@ -176,7 +166,6 @@ def measure_optimizer(
     Raises:
         ProfileError: the optimizer failed.
     """
-    maker = Maker.of(optimizer, parameters)
     chosen = None if only is None else {id(parameter) for parameter in only}
     places: list[int] = []
     stepped: list[nn.Parameter] = []

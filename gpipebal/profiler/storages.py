@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,45 +119,35 @@ def measure_layer_memory(
     without_graph = _forward_without_graph(chain, k, value, ledger)
     kept = {storage_key(buffer): buffer.nbytes for buffer in kept_buffers(layer, large)}
     del large
-    forward, backward, found = _forward_and_backward(chain, k, value, ledger, constants)
-    outputs, passed, saved, constant, through, kept_bytes = found
-    hands_on = Arrived(
-        passed,
-        [number_of(leaf, known, numbers) for leaf in passed.leaves],
-        {key: held for key, held in arrived.skips.items() if key in passed.skips},
-    )
-    for key in chain.stashed(k):
-        leaves = passed.skips[key][0]
-        hands_on.skips[key] = [number_of(leaf, known, numbers) for leaf in leaves]
-        numbers.note(hands_on.skips[key], map(needs_gradient, leaves))
-    numbers.note(hands_on.numbers, map(needs_gradient, passed.leaves))
-    for key_, n_bytes in saved.items():
-        if key_ not in known:
-            known[key_] = numbers.new(n_bytes)
-    through_numbers = distinct_numbers(known[key] for key in through.values())
-    saved_numbers = distinct_numbers(known[key] for key in saved)
-    gradients = sum(leaf.nbytes for leaf in passed.leaves if needs_gradient(leaf))
+    run = _forward_and_backward(chain, k, value, ledger, constants)
+    hands_on = _handed_on(chain, k, arrived, run.passed, known, numbers)
+    for key, n_bytes in run.saved.items():
+        if key not in known:
+            known[key] = numbers.new(n_bytes)
+    through_numbers = distinct_numbers(known[key] for key in run.through.values())
+    saved_numbers = distinct_numbers(known[key] for key in run.saved)
+    forward, backward, through = run.forward_peak, run.backward_peak, set(run.through)
+    saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
+    gradients = sum(leaf.nbytes for leaf in run.passed.leaves if needs_gradient(leaf))
     # Their keys are used up: they may be given to new storages from now on.
-    del outputs, found, known, passed
+    del run, known
     hands_on.value = _cut(hands_on.value)
 
     def backward_again(
         unwanted: Collection[int] = (), *, freed: bool = False, keeps: bool = False
     ) -> int:
         """Return another peak; without `keeps` the gradients of parameters are dropped."""
-        _, peak, _ = _forward_and_backward(
-            chain, k, value, ledger, constants, unwanted, freed=freed
-        )
+        again = _forward_and_backward(chain, k, value, ledger, constants, unwanted, freed=freed)
         if not keeps:
             for parameter in layer.parameters():
                 parameter.grad = None
-        return peak
+        return again.backward_peak
 
     accumulating = backward_again(keeps=True)
     # In a chain what comes in is freed, and what is handed through makes no copies.
-    chained_accumulating = backward_again(set(through), freed=True)
-    chained = backward_again(set(through), freed=True)
-    without_copies = backward_again(set(through)) if through else backward
+    chained_accumulating = backward_again(through, freed=True)
+    chained = backward_again(through, freed=True)
+    without_copies = backward_again(through) if through else backward
     memory = LayerMemory(
         outputs=hands_on.storages,
         saved=saved_numbers,
@@ -172,11 +162,33 @@ def measure_layer_memory(
         chained_accumulating_peak_bytes=chained_accumulating,
         copied_bytes=max(0, backward - without_copies),
         kept_buffer_bytes=sum(kept.values()),
-        saved_buffer_bytes=sum(kept[key] for key in constant & kept.keys()),
+        saved_buffer_bytes=sum(kept[key] for key in saved_buffers),
         kept_bytes=kept_bytes,
         n_parameters=len(list(layer.parameters())),
     )
     return memory, hands_on
+
+
+def _handed_on(
+    chain: Chain,
+    k: int,
+    arrived: Arrived,
+    passed: Value,
+    known: dict[int, int],
+    numbers: Numbers,
+) -> Arrived:
+    """Number what a layer hands on; `known` has the numbers of what it was given, by key."""
+    hands_on = Arrived(
+        passed,
+        [number_of(leaf, known, numbers) for leaf in passed.leaves],
+        {key: held for key, held in arrived.skips.items() if key in passed.skips},
+    )
+    for key in chain.stashed(k):
+        leaves = passed.skips[key][0]
+        hands_on.skips[key] = [number_of(leaf, known, numbers) for leaf in leaves]
+        numbers.note(hands_on.skips[key], map(needs_gradient, leaves))
+    numbers.note(hands_on.numbers, map(needs_gradient, passed.leaves))
+    return hands_on
 
 
 class _Peak:
@@ -224,6 +236,28 @@ def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -
     return peak.bytes
 
 
+class _Run(NamedTuple):
+    """A forward and a backward of a layer; storages by key.
+
+    Attributes:
+        forward_peak: Largest memory of the forward, in bytes, beyond what was there.
+        backward_peak: The same of the backward.
+        passed: What the layer hands on.
+        saved: Bytes of each storage that was saved.
+        constant: Those of them that are there all the time.
+        through: Storages of the inputs that were handed through, by their places.
+        kept_bytes: Bytes of what the layer keeps after its forward.
+    """
+
+    forward_peak: int
+    backward_peak: int
+    passed: Value
+    saved: dict[int, int]
+    constant: set[int]
+    through: dict[int, int]
+    kept_bytes: int
+
+
 def _forward_and_backward(
     chain: Chain,
     k: int,
@@ -233,7 +267,7 @@ def _forward_and_backward(
     unwanted: Collection[int] = (),
     *,
     freed: bool = False,
-) -> tuple[int, int, tuple[list[Any], Value, dict[int, int], set[int], dict[int, int], int]]:
+) -> _Run:
     """Run forward and backward of a layer.
 
     Args:
@@ -244,11 +278,6 @@ def _forward_and_backward(
         constants: What is there all the time.
         unwanted: Places of inputs whose gradients are left out.
         freed: Whether the gradients that the backward is given are freed once they are used.
-
-    Returns:
-        The peaks of both; what came out, what of it goes on, which storages were saved, which
-        constants were, by their keys; which inputs were handed through, with their keys; and the
-        bytes of what the layer keeps.
     """
     saved: dict[int, int] = {}
 
@@ -290,7 +319,8 @@ def _forward_and_backward(
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward = max(0, peak.bytes - begun)
-    return forward, backward, (outputs, passed, saved, constant, through, sum(map(bytes_of, kept)))
+    kept_bytes = sum(map(bytes_of, kept))
+    return _Run(forward, backward, passed, saved, constant, through, kept_bytes)
 
 
 def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:

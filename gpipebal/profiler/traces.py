@@ -9,7 +9,7 @@ from statistics import median
 
 from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
-from gpipebal.profiler.sharing import Cell, overlaps, pressure
+from gpipebal.profiler.sharing import TracedCell, overlaps, pressure
 from gpipebal.schedule import CheckpointMode
 from gpipebal.simulator import durations_of
 from gpipebal.timeline import Timeline
@@ -97,7 +97,7 @@ def pressures_of(
     recomputed, so all three have one pressure. (Recomputes by themselves tell little: they run
     beside backwards most of the time.)
     """
-    cells: dict[str, list[Cell]] = {"forward": [], "backward": []}
+    cells: dict[str, list[TracedCell]] = {"forward": [], "backward": []}
     for way in ways:
         if way.inside:
             continue
@@ -120,7 +120,7 @@ def _cells_of(
     predicted: Mapping[str, Sequence[float]],
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
-) -> list[tuple[str, Cell]]:
+) -> list[tuple[str, TracedCell]]:
     """Set the cells of a step beside what they would take alone; with the kind of each."""
     cells = []
 
@@ -137,7 +137,7 @@ def _cells_of(
         # What takes next to nothing tells nothing.
         if known > LEAST_WORK * overheads[name]:
             seconds = max(0.0, event.end - event.start - overheads[name])
-            cells.append((name, Cell(seconds / (slow[name] * known), others)))
+            cells.append((name, TracedCell(seconds / (slow[name] * known), others)))
     return cells
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.gpipe import GPipe
+from gpipebal.pipeline.loss import call_loss
 from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.pipeline.trace import trace
 from gpipebal.problem import Problem
@@ -240,9 +241,7 @@ def _run_outside(pipe: GPipe, setting: Setting) -> None:
     gradients: Sequence[Tensor | None] = [torch.ones_like(end) for end in ends]
     if setting.loss_fn is not None:
         cut = as_leaves(leaves, wants=True)
-        loss = setting.loss_fn(
-            *(x for x in (unflatten(cut, structure), setting.target) if x is not None)
-        )
+        loss = call_loss(setting.loss_fn, unflatten(cut, structure), setting.target)
         inputs = [leaf for leaf in cut if isinstance(leaf, Tensor) and leaf.requires_grad]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     torch.autograd.backward(ends, gradients)
@@ -336,13 +335,10 @@ def _makespan(
 ) -> float:
     """Place a step, without the pause between its phases."""
     together = Durations(**{name: tuple(sums[name]) for name in KINDS})
-    by_itself = Durations(
-        **{name: tuple(alone[name] * time for time in sums[name]) for name in KINDS}
-    )
     return place_sharing(
         make_schedule("gpipe", n_partitions, chunks, mode),
         together.longer_by(overhead),
-        by_itself.longer_by(overhead),
+        together.scaled(alone).longer_by(overhead),
         n_partitions,
         pause=0.0,
     ).makespan

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gpipebal.errors import UsageError
 from gpipebal.models import MODELS
 from gpipebal.pipeline import scatter
+from gpipebal.pipeline.loss import call_loss
 from gpipebal.pipeline.parting import chunk_sizes
 
 __all__ = ["Workload", "default_optimizer", "load_workload"]
@@ -58,7 +59,7 @@ class Workload:
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of an output, with the target if there is one."""
-        return self.loss_fn(output) if target is None else self.loss_fn(output, target)
+        return call_loss(self.loss_fn, output, target)
 
 
 def load_workload(

@@ -33,7 +33,13 @@ from gpipebal.schedule.executed import (
     one_f_one_b_schedule,
 )
 from gpipebal.schedule.order import Order
-from gpipebal.schedule.orders import ALL_SCHEDULES, counted_modes, order_of, recomputes_of
+from gpipebal.schedule.orders import (
+    ALL_SCHEDULES,
+    counted_modes,
+    order_of,
+    partitions_on_each,
+    recomputes_of,
+)
 from gpipebal.schedule.studied import (
     RUN_BY_TORCH,
     STUDIED,
@@ -68,6 +74,7 @@ __all__ = [
     "modes_of",
     "one_f_one_b_schedule",
     "order_of",
+    "partitions_on_each",
     "read_torch_csv",
     "recomputes_of",
     "study_schedule",

@@ -19,12 +19,22 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.integer]
 
-__all__ = ["ALL_SCHEDULES", "counted_modes", "order_of", "recomputes_of"]
+__all__ = ["ALL_SCHEDULES", "counted_modes", "order_of", "partitions_on_each", "recomputes_of"]
 
 #: Every schedule that can be simulated: those that `GPipe` runs, then the others.
 ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
 
 _F, _R, _B = (KINDS.index(kind) for kind in "FRB")
+
+
+def partitions_on_each(schedule: str, n_partitions: int) -> int:
+    """Tell how many of a plan's partitions every device has: 2 if interleaved, where that goes.
+
+    Example:
+        >>> partitions_on_each("interleaved_1f1b", 8), partitions_on_each("interleaved_1f1b", 7)
+        (2, 1)
+    """
+    return 2 if schedule == "interleaved_1f1b" and n_partitions % 2 == 0 else 1
 
 
 def order_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError
@@ -175,9 +175,7 @@ def compare_durations(
                 rows.append(ScheduleRow(name, each, None, None, None, None, run_by(name), reason))
                 continue
             if name in RUN_BY_TORCH:
-                times = replace(
-                    times, forward_launch=None, recompute_launch=None, backward_launch=None
-                )
+                times = times.without_launches
             timeline = place(order, times, overlap=overlap)
             peak = None
             if sizes is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from gpipebal.memory.cell import Cell, Moment
+from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.loss import around_loss, loss_of_micro_batch
 from gpipebal.memory.waiting import streams_of
 from gpipebal.plan import Plan
@@ -87,15 +88,9 @@ def _held(
         outputs = n_recomputed * recomputed.output + n_recorded * recorded.output
         around = around_loss(cell, chunks, outputs)
         target = around.target
-    layers = cell.profile.layers[cell.first : cell.end]
-    states = [layer.optimizer_bytes for layer in layers]
-    of_layers = sum(layer.parameter_bytes + layer.buffer_bytes for layer in layers)
-    if None not in states:  # as in `PeakMemory`
-        of_layers += sum(n_bytes or 0 for n_bytes in states)
-    of_layers += cell.ties.summed_apart if gradients_exist else 0
-    mini_batch = 0 if cell.first else chunks * cell.profile.bytes_of(cell.callers)
+    fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks) + target
     return HeldBytes(
-        fixed=of_layers + mini_batch + target,
+        fixed=fixed + (cell.ties.summed_apart if gradients_exist else 0),
         gradients=cell.all_gradients,
         gradients_exist=gradients_exist,
         recorded=recorded,
@@ -109,7 +104,7 @@ def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
     held = cell.held(again=again)
     graph = cell.bytes_of(cell.graph - cell.handed_again) if again else held
     # The last partition's outputs are kept for the caller; of losses only the numbers.
-    output = cell.outputs if cell.is_last and cell.loss is None else frozenset()
+    output = cell.outputs if cell.gives_outputs else frozenset()
     if not again:
         output -= cell.graph
     gradients = cell.all_gradients

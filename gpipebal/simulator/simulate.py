@@ -6,7 +6,7 @@ from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.problem.checks import check_flag
-from gpipebal.schedule import ALL_SCHEDULES, Order, Schedule, order_of
+from gpipebal.schedule import ALL_SCHEDULES, Order, Schedule, order_of, partitions_on_each
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.place import place
 from gpipebal.timeline import Timeline
@@ -101,8 +101,7 @@ def _order_of_plan(plan: Plan, name: str, devices: int | None) -> Order:
             "Fix: give the order of its actions as schedule=, or solve with schedule='gpipe'."
         )
     n = plan.n_partitions
-    each = 2 if name == "interleaved_1f1b" and n > 1 else 1
-    n_devices = (n // each if n % each == 0 else n) if devices is None else devices
+    n_devices = n // partitions_on_each(name, n) if devices is None else devices
     if n_devices < 1 or n % n_devices:
         fits = [count for count in range(1, n + 1) if n % count == 0]
         raise BalanceError(

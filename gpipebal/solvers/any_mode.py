@@ -21,9 +21,8 @@ from gpipebal.solvers.reachability import Path
 
 __all__ = ["AnyMode", "solve_any_mode"]
 
-#: A solver: value, lower bound and split of some levels; None if there is no split. It is told
-#: whether what is passed once differs from split to split.
-Solve = Callable[[Levels, bool], "tuple[int, int, Path] | None"]
+#: A solver: value, lower bound and split of some levels; None if there is no split.
+Solve = Callable[[Levels], "tuple[int, int, Path] | None"]
 
 
 class AnyMode(NamedTuple):
@@ -79,7 +78,7 @@ def _levels_with(
 
 
 def _solved(problem: Problem, levels: Levels, solve: Solve, at_least: int = 0) -> AnyMode | None:
-    found = solve(levels, levels.early)
+    found = solve(levels)
     if found is None:
         return None
     _, lower_bound, path = found

@@ -180,16 +180,18 @@ def find(
         return until is not None and time.monotonic() > until
 
     if objective == "makespan" and (problem.checkpoint == "auto" or "always" in _modes(problem)):
-        best = solve_any_mode(
-            problem,
-            levels,
-            lambda levels, early: search(problem, "box search" if early else used, levels, late),
-        )
+
+        def solve(levels: Levels) -> tuple[int, int, Path] | None:
+            # Where the last partition is charged for its recompute, what is passed once differs.
+            method = "box search" if levels.early else used
+            return solve_levels(problem, method, levels, late)
+
+        best = solve_any_mode(problem, levels, solve)
         if best is None:
             return None
         value, lower_bound, path, levels = best
     else:
-        found = search(problem, used, levels, late)
+        found = solve_levels(problem, used, levels, late)
         if found is None:
             return None
         value, lower_bound, path = found
@@ -316,7 +318,7 @@ def _plain(problem: Problem, objective: Objective, method: str) -> Split:
     )
 
 
-def search(
+def solve_levels(
     problem: Problem, method: str, levels: Levels, out_of_time: Callable[[], bool]
 ) -> tuple[int, int, Path] | None:
     """Run one of the general algorithms; return value, bound and split."""

@@ -222,8 +222,7 @@ def _places(problem: Problem) -> list[int]:
     rules = problem.rules
     if rules is not None:
         for place in rules.uncut:
-            if place:
-                inside &= ~(1 << place)
+            inside &= ~(1 << place)
     places = [1, *[inside] * (n_partitions - 1), 1 << n_layers]
     for layer, partition in () if rules is None else rules.pinned:
         # The partition begins at the layer or before, and ends behind it; so do those before

@@ -15,8 +15,8 @@ from gpipebal.solvers.dispatch import (
     Objective,
     Split,
     applicable,
-    search,
     select_method,
+    solve_levels,
     split_of,
 )
 from gpipebal.solvers.infeasible import explain_infeasible
@@ -87,7 +87,7 @@ def _always(problem: Problem) -> bool:
 
 def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
     def solve(levels: Levels) -> tuple[int, Path] | None:
-        found = search(problem, used, levels, lambda: False)
+        found = solve_levels(problem, used, levels, lambda: False)
         return None if found is None else (found[0], found[2])
 
     for value, path in ranked(levels, solve):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.loss import Reduction, check_loss
+from gpipebal.pipeline.loss import Reduction, call_loss
 from gpipebal.pipeline.microbatch import flatten
 
 __all__ = ["Outcome", "Slot", "Task", "copied", "layers_alone", "outcome_of"]
@@ -60,8 +60,7 @@ class Task:
         if self.loss_fn is None:
             return None
         torch.default_generator.manual_seed(self.seed)
-        loss = self.loss_fn(output) if self.target is None else self.loss_fn(output, self.target)
-        return check_loss(loss)
+        return call_loss(self.loss_fn, output, self.target)
 
     def projections(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Return random numbers in the shapes of these leaves: the same in every call."""

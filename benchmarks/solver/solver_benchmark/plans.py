@@ -12,7 +12,7 @@ from typing import Any
 from gpipebal.planner import solve
 from gpipebal.planner.question import Options
 from gpipebal.planner.rule_comparison import compare_rules
-from gpipebal.planner.schedules import search
+from gpipebal.planner.schedules import search_schedule
 from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.simulator import weight_shares
@@ -138,9 +138,9 @@ def searches(folder: Path) -> list[Row]:
                 )
                 shares = weight_shares(profile)
                 start = time.perf_counter()
-                found = search(problem, schedule, weight_share=shares)
+                found = search_schedule(problem, schedule, weight_share=shares)
                 seconds = time.perf_counter() - start
-                plain = search(problem, schedule, weight_share=shares, most_trials=1)
+                plain = search_schedule(problem, schedule, weight_share=shares, most_trials=1)
                 assert found is not None and plain is not None  # nothing is limited
                 rows.append(
                     {

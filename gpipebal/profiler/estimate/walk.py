@@ -8,7 +8,7 @@ result with its own storages in place of the first one's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -327,7 +327,7 @@ def _storages_of(leaves: _Leaves) -> tuple[int, ...]:
     return tuple(dict.fromkeys(leaf.storage for leaf in leaves if isinstance(leaf, Leaf)))
 
 
-def _hashable(known_as: Mapping[Any, Any] | tuple[Any, ...]) -> Hashable:
+def _hashable(known_as: tuple[Any, ...]) -> Hashable:
     """Make a key of what arrives: tensors by description, other leaves by type and value."""
     return tuple(
         (
