@@ -125,3 +125,15 @@ def test_a_caller_waits_for_a_tensor_on_the_device_that_has_it(
     CudaLane(HOME).give_to_caller([torch.ones(2).as_subclass(Far)], "ready")
     assert [stream.waited for stream in streams.values()] == [["ready"], ["ready"]]
     assert recorded == [streams["cpu"]]
+
+
+def test_a_caller_waits_where_its_input_was_copied_from(
+    entered: list[list[Stream]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write to an input on a device that no partition has, once the pipeline is through."""
+    streams = {name: Stream(torch.device(name)) for name in ("meta", "cpu")}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.type])
+    lane = CudaLane(HOME)
+    lane.receive([torch.ones(2).as_subclass(Far)], "ready")
+    lane.give_to_caller((), "end")
+    assert [stream.waited for stream in streams.values()] == [["end"], ["end"]]

@@ -356,3 +356,9 @@ def test_a_recurrent_operation_that_draws_as_a_whole_borrows_the_default_generat
     with OwnRandomness(7, 0).watching():
         layer(inputs)  # nothing is drawn
     assert len(seen) == 2
+
+
+def test_the_programs_default_device_does_not_matter() -> None:
+    """What random operations are caught with is made on the host, which they can do everywhere."""
+    with torch.device("meta"):
+        assert random_ops._make_catcher() is not None

@@ -93,8 +93,8 @@ def random_images(
     rows: int, image_size: int, seed: int, *, in_channels: int = 3, **_: int
 ) -> Tensor:
     """Return images of normal noise, of shape (rows, channels, image_size, image_size)."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, in_channels, image_size, image_size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(rows, in_channels, image_size, image_size, generator=generator, device="cpu")
 
 
 def random_classes(
@@ -102,16 +102,16 @@ def random_classes(
 ) -> Tensor:
     """Return `rows` class numbers below `num_classes`, as int64."""
     # Another stream than the images': targets must not depend on how many pixels were drawn.
-    generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randint(num_classes, (rows,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed + 1)
+    return torch.randint(num_classes, (rows,), generator=generator, device="cpu")
 
 
 def random_masks(
     rows: int, image_size: int, seed: int, *, out_channels: int = 1, **_: int
 ) -> Tensor:
     """Return for every pixel a number between 0 and 1, as float32."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    return torch.rand(rows, out_channels, image_size, image_size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed + 1)
+    return torch.rand(rows, out_channels, image_size, image_size, generator=generator, device="cpu")
 
 
 def random_tokens(
@@ -129,8 +129,8 @@ def following_tokens(
 
 
 def _text(rows: int, seed: int, vocabulary: int, context: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (rows, context + 1), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(vocabulary, (rows, context + 1), generator=generator, device="cpu")
 
 
 def token_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Cell:
     """
 
     __slots__ = (
-        "_edges",
+        "_ends",
         "_grad",
         "_input",
         "_keep",
@@ -103,7 +103,7 @@ class Cell:
         """Forget all tensors."""
         self._input: Packet | None = None
         self._leaves: list[Tensor | None] = []
-        self._edges: list[GradientEdge | None] = []
+        self._ends: list[tuple[GradientEdge, torch.device] | None] = []
         self._marks: list[int] = []
         self._kept: Kept | None = None
         self._promised: list[bool] = []
@@ -150,7 +150,7 @@ class Cell:
             self._writes = self._partition.frozen_writes()
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
-            self._edges, self._marks = _edges(result.leaves), marks
+            self._ends, self._marks = _ends(result.leaves), marks
         check_nothing_hidden(result.leaves, f"the output of partition {self._partition.index}")
         return Packet(
             [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in result.leaves],
@@ -201,17 +201,17 @@ class Cell:
             self._input, self._kept, self._tail = None, None, None
             self._states = []
         self._leaves = _wanted(packet, leaves)
-        self._edges, self._marks = _edges(outputs), marks
+        self._ends, self._marks = _ends(outputs), marks
 
     def backward(self, gradients: Sequence[Any], state: CallerState) -> list[Tensor | None]:
         """Run the cell's graph; return the gradient of each leaf of the input, or None."""
-        if not self._edges:
+        if not self._ends:
             return [None] * self._n_inputs
         roots, seeds = [], []
-        for edge, gradient in zip(self._edges, gradients, strict=True):
-            if edge is not None and gradient is not None:
-                roots.append(edge)
-                seeds.append(gradient)
+        for end, gradient in zip(self._ends, gradients, strict=True):
+            if end is not None and gradient is not None:
+                roots.append(end[0])
+                seeds.append(gradient.to(end[1]))  # a layer may hand on what is elsewhere
         wanted = [leaf for leaf in self._leaves if leaf is not None]
         keep = self._keep and not self.checkpointed
         if roots and (self._parameters or wanted):
@@ -236,7 +236,7 @@ class Cell:
             leaf.grad = None
         if not keep:
             # A checkpointed cell keeps its input for a further backward, and its graph never.
-            self._leaves, self._edges = [], []
+            self._leaves, self._ends = [], []
         return found
 
 
@@ -257,9 +257,12 @@ def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:
     ]
 
 
-def _edges(outputs: Sequence[Any]) -> list[GradientEdge | None]:
+def _ends(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] | None]:
+    """Return where a backward starts, and on which device, for each output that has a gradient."""
     return [
-        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        (get_gradient_edge(leaf), leaf.device)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+        else None
         for leaf in outputs
     ]
 

@@ -178,9 +178,13 @@ class CudaLane(Lane):
         return self.compute.record_event()
 
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
-        """Let the caller's stream on this device wait, and keep the memory until it has read."""
+        """Let the caller's streams wait, and keep the memory until they have read it.
+
+        Those of this device, of the tensors, and of whence something was copied: the caller may
+        write to its input again, and the copy reads it on a stream that the caller does not know.
+        """
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda]
-        for device in {self.device, *(leaf.device for leaf in found)}:
+        for device in {self.device, *self._sources, *(leaf.device for leaf in found)}:
             current = torch.cuda.current_stream(device)
             for event in _events(ready):
                 current.wait_event(event)

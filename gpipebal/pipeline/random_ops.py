@@ -187,7 +187,9 @@ def _make_catcher() -> _Catcher | None:
             return operation(*args, **kwargs)
 
         with _Catch(draw, catcher):
-            torch.empty(1).bernoulli_(0.5, generator=torch.Generator())
+            # Of the host, whatever the program's default device is.
+            generator = torch.Generator("cpu")
+            torch.empty(1, device="cpu").bernoulli_(0.5, generator=generator)
         return catcher if caught else None
     except (AttributeError, RuntimeError, TypeError):
         return None  # another torch: it has not got the key, or not these functions

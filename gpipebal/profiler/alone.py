@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.failures import memory_for
 from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.identity import identity_of
 from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
@@ -48,7 +49,6 @@ class SizeWalk:
         flops: Floating-point operations of the layers so far.
         times: For each layer so far, its times.
         skips: Storages of the skips so far.
-        failure: Why it goes no further; None: it does.
     """
 
     rows: int
@@ -59,7 +59,6 @@ class SizeWalk:
     flops: list[int | None] = field(default_factory=list)
     times: list[Times] = field(default_factory=list)
     skips: dict[Key, tuple[int, ...]] = field(default_factory=dict)
-    failure: GpipebalError | None = None
 
     @classmethod
     def start(cls, rows: int, value: Value) -> SizeWalk:
@@ -112,9 +111,19 @@ def walk_alone(
 
     Returns:
         What there is to say: the sizes that were given up, and why.
+
+    Raises:
+        GpipebalError: a layer failed at the micro-batch's own size, or with `must` at any.
     """
     twins: dict[Hashable, _Twin] = {}
-    notes = []
+    notes: list[str] = []
+
+    def give_up(i: int, error: GpipebalError) -> None:
+        # Its text alone is kept: its traceback holds all that the layer had made.
+        if must or not i:
+            raise error
+        notes.append(f"not measured at {walks[i].rows} rows: {str(error).splitlines()[0]}")
+
     for k, (name, module) in enumerate(zip(names, modules, strict=True)):
         kinds = [_kind(module, walk.arrived, k, routes) if share else None for walk in walks]
         # Of all sizes or of none, because they are measured in turns.
@@ -126,23 +135,18 @@ def walk_alone(
             # A copy of its own: what a layer writes to its parameters is nobody's loss.
             replica = replicate([name], [module], device, private=(0,), keep_modes=keep_modes)[0]
             before = [list(walk.arrived.numbers) for walk in walks]
-            subjects: list[Subject] = []
+            subjects: dict[int, Subject] = {}
             for i, walk in enumerate(walks):
                 try:
                     written = subjects[0].chain.written if subjects else None
-                    subjects.append(_look(walk, k, name, replica, routes, device, written))
+                    subjects[i] = _look(walk, k, name, replica, routes, device, written)
                 except GpipebalError as error:
-                    if must or not i:
-                        raise
-                    walk.failure = error
-                    notes.append(f"not measured at {walk.rows} rows: {str(error).splitlines()[0]}")
-            going = [i for i, walk in enumerate(walks) if walk.failure is None]
-            found = _rounds(subjects, pace)
-            for i, times in zip(going, found, strict=True):
+                    give_up(i, error)
+            for i, times in _rounds(subjects, pace, give_up).items():
                 walks[i].times.append(times)
-            if len(going) < len(walks):
+            if len(subjects) < len(walks):
                 twins.clear()  # they are numbered by size
-                walks[:] = [walks[i] for i in going]
+                walks[:] = [walks[i] for i in subjects]
             elif share:
                 for i, (walk, kind) in enumerate(zip(walks, kinds, strict=True)):
                     twins[i, kind] = _Twin(k, before[i], walk.arrived)
@@ -166,7 +170,8 @@ def _look(
     """
     popped = [key for key, (_, destination) in routes.items() if destination == k]
     on_host = walk.arrived.value
-    arrived = moved(walk.arrived, device, only=popped)
+    with memory_for(f"the input of layer {name!r}"):
+        arrived = moved(walk.arrived, device, only=popped)
     chain = Chain([name], [replica], device, arrived.value, routes=routes, first=k)
     if written is None:
         chain.find_written(0, arrived.value, replica)
@@ -184,16 +189,32 @@ def _look(
     return Subject(chain)
 
 
-def _rounds(subjects: Sequence[Subject], pace: Pace) -> list[Times]:
-    """Measure a layer at every size, in turns; its input comes to the device for that."""
-    found = [Times() for _ in subjects]
-    for subject in subjects:
-        _round(subject, Times())  # warms up
+def _rounds(
+    subjects: dict[int, Subject], pace: Pace, give_up: Callable[[int, GpipebalError], None]
+) -> dict[int, Times]:
+    """Measure a layer at every size, in turns; its input comes to the device for that.
+
+    Args:
+        subjects: The layer at each size, 0 being the micro-batch's own. A size that could be
+            looked at, but fails here, where more memory is needed, is taken out.
+        pace: How long to go on.
+        give_up: Told of such a size; may raise.
+    """
+
+    def runs(i: int, times: Times) -> bool:
+        try:
+            _round(subjects[i], times)
+        except GpipebalError as error:
+            del subjects[i]
+            give_up(i, error)
+            return False
+        return True
+
+    found = {i: Times() for i in list(subjects) if runs(i, Times())}  # warms up
     done, deadline = 0, math.inf
     while done < pace.least or (done < pace.most and time.perf_counter() < deadline):
         started = time.perf_counter()
-        for subject, times in zip(subjects, found, strict=True):
-            _round(subject, times)
+        found = {i: times for i, times in found.items() if runs(i, times)}
         if not done:
             deadline = started + pace.limit_of(found[0].forward[0][0] + found[0].backward[0][0])
         done += 1
@@ -206,7 +227,8 @@ def _rounds(subjects: Sequence[Subject], pace: Pace) -> list[Times]:
 def _round(subject: Subject, times: Times) -> None:
     chain = subject.chain
     on_host = chain.start
-    chain.start = _value_to(on_host, chain.device, only=chain.popped(0))
+    with memory_for(f"the input of layer {chain.names[0]!r}"):
+        chain.start = _value_to(on_host, chain.device, only=chain.popped(0))
     try:
         times.run_round(subject, whole=False)
     finally:

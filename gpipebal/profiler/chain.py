@@ -29,6 +29,7 @@ from gpipebal.profiler.value import (
     Routes,
     Value,
     as_leaves,
+    cloned,
     random_gradients,
     roots_of,
     take_gradients,
@@ -133,11 +134,7 @@ class Chain:
         """
         torch.clear_autocast_cache()  # a cell casts its parameters itself
         inputs = as_leaves(self.inputs(k, value), wants=wants and self.first + k > 0)
-        given = [
-            leaf.clone() if isinstance(leaf, Tensor) and (protect or i in self.written[k]) else leaf
-            for i, leaf in enumerate(inputs)
-        ]
-        return inputs, given
+        return inputs, cloned(inputs, range(len(inputs)) if protect else self.written[k])
 
     def call(
         self,
@@ -283,10 +280,7 @@ class Chain:
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(grad):
             inputs = as_leaves(self.start.leaves, wants=self.first > 0)
-            given = [
-                leaf.clone() if isinstance(leaf, Tensor) and i in self.written[0] else leaf
-                for i, leaf in enumerate(inputs)
-            ]
+            given = cloned(inputs, self.written[0])
             arrived = {
                 key: unflatten(as_leaves(leaves, wants=self.first > 0), structure)
                 for key, (leaves, structure) in self.start.skips.items()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from gpipebal.errors import ProfileError
 
-__all__ = ["backward_failed", "forward_failed", "shapes_of", "whole_backward_failed"]
+__all__ = [
+    "backward_failed",
+    "forward_failed",
+    "is_out_of_memory",
+    "memory_for",
+    "shapes_of",
+    "whole_backward_failed",
+]
 
 _LESS_MEMORY = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
 _TRAIN_FIRST = "make the plain model train first: model(sample).sum().backward()."
@@ -22,6 +30,24 @@ def shapes_of(leaves: Sequence[Any]) -> str:
         f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether the device had no memory left: an error itself, or what it came from."""
+    return isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Say what there is no memory for, where it is not a layer that asks for it.
+
+    Raises:
+        ProfileError: there is none.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ProfileError(f"no memory is left for {what}: {error}\nFix: {_LESS_MEMORY}") from error
 
 
 def forward_failed(error: Exception, name: str, index: int, shapes: str) -> ProfileError:

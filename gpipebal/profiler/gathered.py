@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import LayerProfile
+from gpipebal.profiler.failures import is_out_of_memory
 from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.loss import measure_whole_loss
 from gpipebal.profiler.numbers import Arrived, Numbers
@@ -48,7 +49,7 @@ def try_gathered(
         # It numbers storages, and will do so again.
         measure_gathered(outputs, sizes, copy.deepcopy(numbers), device, loss_fn, target)
     except (GpipebalError, torch.OutOfMemoryError) as error:
-        if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+        if not is_out_of_memory(error):
             raise
 
 

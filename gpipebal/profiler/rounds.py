@@ -33,6 +33,7 @@ from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.profiler.chain import Chain, RoundStoppedError
 from gpipebal.profiler.clock import Span, host_seconds_of, seconds_of
+from gpipebal.profiler.failures import is_out_of_memory
 from gpipebal.profiler.value import Value, as_leaves
 
 __all__ = ["Pace", "Subject", "Times", "run_side_by_side"]
@@ -236,7 +237,7 @@ def run_side_by_side(
             try:
                 Times().run_round(subject, whole=not size)
             except ProfileError as error:
-                if not size or not isinstance(error.__cause__, torch.OutOfMemoryError):
+                if not size or not is_out_of_memory(error):
                     raise
                 too_large.add(size)
         deadline = math.inf

@@ -23,6 +23,7 @@ from gpipebal.profiler.describe import (
     optimizer_memory,
 )
 from gpipebal.profiler.doubts import doubts_about
+from gpipebal.profiler.failures import is_out_of_memory, memory_for
 from gpipebal.profiler.gathered import (
     GatheredTerms,
     measure_gathered,
@@ -258,7 +259,8 @@ class Study:
     def _start_of(self, rows: int, device: torch.device) -> Value:
         sample = first_rows(self._sample, rows, sum(self.micro_batches))
         # A copy, because a view would count with the storage of the whole mini-batch.
-        return Value.of(to_device(sample, device, copy=True))
+        with memory_for(f"a micro-batch of {rows} rows"):
+            return Value.of(to_device(sample, device, copy=True))
 
     def _replicate(self) -> list[nn.Module]:
         return replicate(
@@ -368,7 +370,7 @@ class Study:
                 terms = measure_gathered(*given, self._loss_fn, self._target_of(sizes))
             except (GpipebalError, torch.OutOfMemoryError) as error:
                 # Inside the pipeline the loss needs no gathered output: such a step may still fit.
-                is_memory = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+                is_memory = is_out_of_memory(error)
                 if not is_memory and (is_main or self._must):
                     raise
                 why = "did not fit the device" if is_memory else str(error).splitlines()[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.pipeline.microbatch import flatten
+from gpipebal.profiler.failures import memory_for
 from gpipebal.skip.tracker import Key
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Routes",
     "Value",
     "as_leaves",
+    "cloned",
     "random_gradients",
     "roots_of",
     "take_gradients",
@@ -63,12 +65,22 @@ class Record:
 
 def random_gradients(outputs: Sequence[Any]) -> list[Tensor | None]:
     """Make gradients to start a backward with: random, as small as a mean loss makes them."""
-    return [
-        torch.randn_like(leaf) / max(1, leaf.numel())
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-        else None
-        for leaf in outputs
-    ]
+    with memory_for("the gradient of what was handed on"):
+        return [
+            torch.randn_like(leaf) / max(1, leaf.numel())
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+            else None
+            for leaf in outputs
+        ]
+
+
+def cloned(inputs: Sequence[Any], places: Container[int]) -> list[Any]:
+    """Copy the tensors in some places, as for a layer that writes to them."""
+    with memory_for("a copy of what a layer writes to"):
+        return [
+            leaf.clone() if isinstance(leaf, Tensor) and i in places else leaf
+            for i, leaf in enumerate(inputs)
+        ]
 
 
 def roots_of(
