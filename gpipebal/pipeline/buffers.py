@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.tensors import are_equal, bytes_of, parts_of, version_of
 
-__all__ = ["Buffers", "Kept", "Slot", "are_equal", "bytes_of", "parts_of"]
+__all__ = ["Buffers", "Kept", "Slot"]
 
 #: Where a buffer stands: the module that has it, and its name there.
 Slot = tuple[nn.Module, str]
@@ -85,7 +86,7 @@ class Buffers:
             elif bytes_of(buffer) <= SMALL or place in self._written:
                 copies[place] = buffer.detach().clone()
             else:
-                others[place] = (buffer, _version(buffer))
+                others[place] = (buffer, version_of(buffer))
         return Kept(copies, others)
 
     def copies(self, *, alone: bool = False) -> dict[Slot, tuple[Tensor, Tensor]]:
@@ -126,7 +127,9 @@ class Buffers:
 
     def counts(self) -> dict[Slot, int | None]:
         """Count how often each buffer has been written to."""
-        return {place: _version(buffer) for place, buffer in self._present() if not is_lazy(buffer)}
+        return {
+            place: version_of(buffer) for place, buffer in self._present() if not is_lazy(buffer)
+        }
 
     def find_written(self, leaves: Sequence[Any], before: Mapping[Slot, int | None]) -> list[int]:
         """Find leaves in the memory of a buffer that a forward writes to, or that is small.
@@ -144,7 +147,7 @@ class Buffers:
             if place not in self._left_alone and not is_lazy(buffer)
             if bytes_of(buffer) <= SMALL
             or place in self._written
-            or before.get(place) != _version(buffer)
+            or before.get(place) != version_of(buffer)
             for part in parts_of(buffer)
         }
         return [
@@ -161,7 +164,7 @@ class Buffers:
             ModelError: one has been written to since.
         """
         for (module, name), (buffer, version) in kept.others.items():
-            if _version(buffer) != version:
+            if version_of(buffer) != version:
                 self._written.add((module, name))
                 raise ModelError(
                     "a checkpointed micro-batch cannot be recomputed: buffer "
@@ -205,40 +208,3 @@ class Buffers:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield (module, name), buffer
-
-
-def _version(buffer: Tensor) -> int | None:
-    return None if buffer.is_inference() else buffer._version
-
-
-def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with memory that a tensor is made of: itself, unless it is sparse."""
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    if tensor.is_nested and tensor.layout == torch.strided:
-        return (tensor.values(),)
-    return (tensor,)
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, of a sparse one those of what it is made of."""
-    return sum([part.nbytes for part in parts_of(tensor)])
-
-
-def are_equal(left: Tensor, right: Tensor | None) -> bool:
-    """Tell whether two tensors have the same elements; what is not a number equals its like."""
-    if right is None or left.shape != right.shape or left.layout != right.layout:
-        return False
-    return all(map(_have_same_elements, parts_of(left), parts_of(right)))
-
-
-def _have_same_elements(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or torch.equal(left, right):
-        return left.shape == right.shape
-    # Nothing else is not equal to itself.
-    both_no_numbers = (left != left) & (right != right)
-    return bool(((left == right) | both_no_numbers).all())

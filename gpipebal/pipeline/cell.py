@@ -25,10 +25,10 @@ from gpipebal.pipeline.buffers import Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.facts import kind_of
-from gpipebal.pipeline.ledger import has_storage
 from gpipebal.pipeline.microbatch import Packet, check_nothing_hidden, find_overlaps
 from gpipebal.pipeline.partition import Partition, Pass, Tail
 from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness, States
+from gpipebal.pipeline.tensors import has_storage, version_of
 
 __all__ = ["Cell"]
 
@@ -93,7 +93,7 @@ class Cell:
         self.checkpointed = checkpointed
         self._n_inputs = 0
         self._kind: Any = None
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         self._writes = 0
         self._keep = False
         self._parameters = True
@@ -127,7 +127,7 @@ class Cell:
             self._mode, packet, state, protect=self._protect, has_tail=tail is not None
         )
         # Before the layers run: one may write to its input that did not when it was looked at.
-        versions = _versions(packet.leaves) if self.checkpointed else []
+        versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
         states: States | None = [] if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
         marks: list[int] = []
@@ -173,7 +173,7 @@ class Cell:
         packet, kept = self._input, self._kept
         if packet is None or kept is None:
             return  # no output needs a gradient
-        if _versions(packet.leaves) != self._versions:
+        if [*map(version_of, packet.leaves)] != self._versions:
             raise ModelError(
                 "a checkpointed micro-batch cannot be recomputed: its input was written to after "
                 "the forward.\n"
@@ -264,10 +264,4 @@ def _ends(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] | No
         if isinstance(leaf, Tensor) and leaf.requires_grad
         else None
         for leaf in outputs
-    ]
-
-
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    return [
-        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
     ]

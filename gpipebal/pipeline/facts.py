@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.microbatch import Packet
+from gpipebal.pipeline.tensors import version_of
 
-__all__ = ["MOST_KINDS", "Facts", "kind_of", "version_of", "was_written"]
+__all__ = ["MOST_KINDS", "Facts", "kind_of", "was_written"]
 
 #: Kinds of micro-batches that are remembered at one time.
 MOST_KINDS = 64
@@ -92,9 +93,3 @@ def was_written(before: Any, leaf: Any, version: int | None) -> bool:
         # Of a tensor that counts no versions `leaf` is a copy, if anybody reads `before` later.
         return leaf is not before and not torch.equal(leaf, before)
     return version_of(leaf) != version
-
-
-def version_of(leaf: Any) -> int | None:
-    """Tell how often a tensor has been written to; None: it does not count."""
-    # Tensors made in inference mode do not; nothing can want their gradient either.
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None

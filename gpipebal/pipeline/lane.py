@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.buffers import parts_of
+from gpipebal.pipeline.tensors import parts_of
 
 __all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane", "record_stream"]
 

@@ -14,19 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipebal.pipeline.eager import EagerDispatchMode
+from gpipebal.pipeline.tensors import has_storage, storage_key
 
-__all__ = ["Ledger", "has_storage", "storage_key"]
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that two live tensors have in common only if they share a storage."""
-    return tensor.untyped_storage()._cdata
+__all__ = ["Ledger"]
 
 
 class Ledger:
@@ -176,8 +171,3 @@ class _Watch(EagerDispatchMode):
 def _leaves(value: Any) -> Sequence[Any]:
     """Return what is in a value; every operation comes here, and most hand over a tensor."""
     return (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value)
-
-
-def has_storage(value: Any) -> bool:
-    """Tell whether a value is a tensor with a storage of its own."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.buffers import parts_of
-from gpipebal.pipeline.ledger import has_storage, storage_key
+from gpipebal.pipeline.tensors import has_storage, parts_of, storage_key
 
 __all__ = ["NewGradients"]
 

@@ -32,10 +32,11 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.blame import failed_layers, next_node, note_no_graph
 from gpipebal.pipeline.buffers import Buffers, Kept, Slot
 from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.facts import MOST_KINDS, Facts, version_of, was_written
+from gpipebal.pipeline.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.inbox import InboxClosedError
 from gpipebal.pipeline.microbatch import Call, Packet, check_travels, flatten, unflatten
 from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
@@ -205,8 +206,7 @@ class Partition:
         Args:
             packet: The input.
             run: What the pass goes by. If the caller wants gradients a graph is recorded.
-            checkpointed: Whether there will be a recompute, so that none is recorded, and written
-                buffers are copied.
+            checkpointed: Whether a recompute follows: no graph is recorded, buffers are copied.
             protect: Whether somebody reads the input later, so that it must stay as it is.
             look: Whether to record a graph only to see which outputs need a gradient: a layer may
                 have been frozen or thawed in a way that its parameters do not show.

@@ -28,6 +28,7 @@ from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.buffers import Buffers, Kept
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.randomness import Repeatable, current_randomness
+from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
 
 __all__ = ["Recomputed", "with_recompute"]
@@ -290,9 +291,5 @@ class _Again(AbstractContextManager[None]):
         self._entered.pop().__exit__(*exception)
 
 
-def _versions(values: Iterable[Any]) -> list[int]:
-    return [
-        leaf._version
-        for leaf in pytree.tree_leaves(values)
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+def _versions(values: Iterable[Any]) -> list[int | None]:
+    return [version_of(leaf) for leaf in pytree.tree_leaves(values)]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
-from gpipebal.pipeline.facts import version_of
 from gpipebal.pipeline.lane import Lane, caller_events
 from gpipebal.pipeline.microbatch import check_nothing_hidden, flatten, name_of_leaf, unflatten
 from gpipebal.pipeline.parting import (
@@ -29,6 +28,7 @@ from gpipebal.pipeline.parting import (
     scatter_leaves,
     spread_dims,
 )
+from gpipebal.pipeline.tensors import version_of
 
 __all__ = ["Target"]
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipebal.pipeline.buffers import SMALL, are_equal, bytes_of, parts_of
+from gpipebal.pipeline.buffers import SMALL
+from gpipebal.pipeline.tensors import are_equal, bytes_of, parts_of
 
 __all__ = ["copies_of_large", "kept_buffers"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.ledger import has_storage, storage_key
+from gpipebal.pipeline.tensors import has_storage, storage_key
 
 __all__ = ["begun_inside", "handed_through", "needs_gradient"]
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.attributes import attributes_of
-from gpipebal.pipeline.buffers import bytes_of
+from gpipebal.pipeline.tensors import bytes_of
 from gpipebal.profile import TieProfile
 from gpipebal.profiler.compiled import compile_alike
 from gpipebal.profiler.copying import copy_layer

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.attributes import tensors_in
-from gpipebal.pipeline.buffers import bytes_of, parts_of
 from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.ledger import Ledger, has_storage, storage_key
+from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.tensors import bytes_of, has_storage, parts_of, storage_key
 from gpipebal.profiler.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.gradients import (

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.ledger import storage_key
+from gpipebal.pipeline.tensors import storage_key
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.estimate.backends import KEEP_MORE
 from gpipebal.profiler.value import Value, random_gradients, roots_of

@@ -1,0 +1,59 @@
+"""Questions about any tensor, dense, sparse or nested: its memory, its elements, its writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["are_equal", "bytes_of", "has_storage", "parts_of", "storage_key", "version_of"]
+
+
+def version_of(value: Any) -> int | None:
+    """Tell how often a tensor has been written to; None: it does not count, or is none."""
+    # Tensors made in inference mode do not; nothing can want their gradient either.
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def has_storage(value: Any) -> bool:
+    """Tell whether a value is a tensor with a storage of its own."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that two live tensors have in common only if they share a storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with memory that a tensor is made of: itself, unless it is sparse."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.is_nested and tensor.layout == torch.strided:
+        return (tensor.values(),)
+    return (tensor,)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, of a sparse one those of what it is made of."""
+    return sum([part.nbytes for part in parts_of(tensor)])
+
+
+def are_equal(left: Tensor, right: Tensor | None) -> bool:
+    """Tell whether two tensors have the same elements; what is not a number equals its like."""
+    if right is None or left.shape != right.shape or left.layout != right.layout:
+        return False
+    return all(map(_have_same_elements, parts_of(left), parts_of(right)))
+
+
+def _have_same_elements(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or torch.equal(left, right):
+        return left.shape == right.shape
+    # Nothing else is not equal to itself.
+    both_no_numbers = (left != left) & (right != right)
+    return bool(((left == right) | both_no_numbers).all())
