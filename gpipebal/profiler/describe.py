@@ -30,6 +30,7 @@ __all__ = [
     "describe_times",
     "main_dtype",
     "optimizer_memory",
+    "software",
 ]
 
 #: Fewer rounds than this are too few to trust a median.
@@ -119,9 +120,16 @@ def describe_machine(
         "threads": n_threads if kind == "cpu" else None,
         "dtype": main_dtype(modules),
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
+        **software(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def software() -> dict[str, str]:
+    """Return what a profile is made with, and when."""
+    return {
         "gpipebal": gpipebal.__version__,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

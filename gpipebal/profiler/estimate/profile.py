@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import gpipebal
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.describe import main_dtype, optimizer_memory
+from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy, stand_in_of, value_of
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
@@ -149,10 +146,7 @@ def estimate_profile(
         "threads": None,
         "dtype": main_dtype(modules),
         "autocast": None,
-        "gpipebal": gpipebal.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **software(),
     }
     return replace(
         main,
