@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -360,5 +361,10 @@ def test_a_recurrent_operation_that_draws_as_a_whole_borrows_the_default_generat
 
 def test_the_programs_default_device_does_not_matter() -> None:
     """What random operations are caught with is made on the host, which they can do everywhere."""
-    with torch.device("meta"):
-        assert random_ops._make_catcher() is not None
+    code = (
+        "import torch\nfrom gpipebal.pipeline import random_ops\n"
+        "with torch.device('meta'):\n    random_ops.prepare()\n"
+        "assert random_ops._catchers[0] is not None\n"
+    )
+    # Of a process of its own: operations are caught once for all.
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

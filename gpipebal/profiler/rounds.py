@@ -230,23 +230,28 @@ def run_side_by_side(
             for subject in sizes:
                 subject.stop()
 
+    def run_round(k: int, size: int, times: Times, *, whole: bool = True) -> None:
+        if size in too_large:
+            return
+        try:
+            times.run_round(subjects[k][size], whole=whole)
+        except ProfileError as error:
+            if not size or not is_out_of_memory(error):
+                raise
+            too_large.add(size)
+
     def measure(k: int) -> None:
+        n_sizes = len(subjects[k])
         # The first round warms up: gradients exist, libraries are ready. What of other sizes runs
         # in one piece is warm by then.
-        for size, subject in enumerate(subjects[k]):
-            try:
-                Times().run_round(subject, whole=not size)
-            except ProfileError as error:
-                if not size or not is_out_of_memory(error):
-                    raise
-                too_large.add(size)
+        for size in range(n_sizes):
+            run_round(k, size, Times(), whole=not size)
         deadline = math.inf
         # Whoever is ahead goes on, so that nobody is measured without the others.
         while done[k] < pace.least or (min(done) < pace.most and time.perf_counter() < deadline):
             started = time.perf_counter()
-            for size, subject in enumerate(subjects[k]):
-                if not size or (done[k] % OTHERS_EVERY == 0 and size not in too_large):
-                    results[k][size].run_round(subject)
+            for size in range(1 if done[k] % OTHERS_EVERY else n_sizes):
+                run_round(k, size, results[k][size])
             if not done[k]:
                 # The first says how long a round takes, and counts.
                 first = results[k][0]
