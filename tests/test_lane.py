@@ -136,4 +136,8 @@ def test_a_caller_waits_where_its_input_was_copied_from(
     lane = CudaLane(HOME)
     lane.receive([torch.ones(2).as_subclass(Far)], "ready")
     lane.give_to_caller((), "end")
-    assert [stream.waited for stream in streams.values()] == [["end"], ["end"]]
+    # What comes from another partition is none of the caller's.
+    assert [stream.waited for stream in streams.values()] == [["end"], []]
+    lane.receive([torch.ones(2).as_subclass(Far)], "ready", of_caller=True)
+    lane.give_to_caller((), "later")
+    assert [stream.waited for stream in streams.values()] == [["end", "later"], ["later"]]

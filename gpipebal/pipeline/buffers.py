@@ -10,7 +10,7 @@ the cell holds on to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,10 +21,10 @@ from torch.nn.parameter import is_lazy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.tensors import are_equal, bytes_of, parts_of, version_of
 
-__all__ = ["Buffers", "Kept", "Slot"]
+__all__ = ["BufferSlot", "Buffers", "Kept"]
 
 #: Where a buffer stands: the module that has it, and its name there.
-Slot = tuple[nn.Module, str]
+BufferSlot = tuple[nn.Module, str]
 
 #: Bytes up to which a buffer is copied without asking whether anybody writes to it.
 SMALL = 1 << 16
@@ -36,20 +36,22 @@ class Kept(NamedTuple):
     Attributes:
         copies: Buffers as they were before the forward; None: it was to fill in the first values.
         others: Large buffers that nobody has been seen to write to, and how often each had been.
+        empty: Buffers that were None. What is in none of the three was not there at all.
     """
 
-    copies: Mapping[Slot, Tensor | None]
-    others: Mapping[Slot, tuple[Tensor, int | None]]
+    copies: Mapping[BufferSlot, Tensor | None]
+    others: Mapping[BufferSlot, tuple[Tensor, int | None]]
+    empty: Set[BufferSlot]
 
     def again(self) -> Kept:
         """Return copies of the copies, for a recompute that will be followed by another."""
         copies = {p: None if t is None else t.clone() for p, t in self.copies.items()}
         return self._replace(copies=copies)
 
-    def with_copies(self, changed: Mapping[Slot, Tensor]) -> Kept:
+    def with_copies(self, changed: Mapping[BufferSlot, Tensor]) -> Kept:
         """Return the same with copies of buffers that turned out to be written to."""
         others = {p: kept for p, kept in self.others.items() if p not in changed}
-        return Kept({**self.copies, **changed}, others)
+        return self._replace(copies={**self.copies, **changed}, others=others)
 
 
 class Buffers:
@@ -60,7 +62,7 @@ class Buffers:
         foreign: Buffers that layers of other partitions have too.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[Slot]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[BufferSlot]) -> None:
         self._modules = modules
         self._foreign = foreign
         # No recompute writes to them: those of others, and those whose layer says so.
@@ -70,26 +72,29 @@ class Buffers:
             for name in getattr(type(module), "buffers_left_alone", ())
         }
         # Large buffers that have been seen to change.
-        self._written: set[Slot] = set()
+        self._written: set[BufferSlot] = set()
         # What stands in the modules' places while a recompute sees copies.
-        self._lent: dict[Slot, Tensor | None] = {}
+        self._lent: dict[BufferSlot, Tensor | None] = {}
 
     def keep(self) -> Kept:
         """Keep what a recompute will need; called before its forward."""
-        copies: dict[Slot, Tensor | None] = {}
-        others: dict[Slot, tuple[Tensor, int | None]] = {}
-        for place, buffer in self._present():
+        copies: dict[BufferSlot, Tensor | None] = {}
+        others: dict[BufferSlot, tuple[Tensor, int | None]] = {}
+        empty: set[BufferSlot] = set()
+        for place, buffer in self._slots():
             if place in self._left_alone:
                 continue  # nobody writes to it, and another worker may be reading it
-            if is_lazy(buffer):
+            if buffer is None:
+                empty.add(place)
+            elif is_lazy(buffer):
                 copies[place] = None
             elif bytes_of(buffer) <= SMALL or place in self._written:
                 copies[place] = buffer.detach().clone()
             else:
                 others[place] = (buffer, version_of(buffer))
-        return Kept(copies, others)
+        return Kept(copies, others, empty)
 
-    def copies(self, *, alone: bool = False) -> dict[Slot, tuple[Tensor, Tensor]]:
+    def copies(self, *, alone: bool = False) -> dict[BufferSlot, tuple[Tensor, Tensor]]:
         """Copy the large buffers, to see which a forward writes to; `alone`: the foreign ones.
 
         Returns:
@@ -102,7 +107,7 @@ class Buffers:
             and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
         }
 
-    def look(self, before: Mapping[Slot, tuple[Tensor, Tensor]]) -> dict[Slot, Tensor]:
+    def look(self, before: Mapping[BufferSlot, tuple[Tensor, Tensor]]) -> dict[BufferSlot, Tensor]:
         """Remember which of these buffers have changed; return them as they were.
 
         Raises:
@@ -111,7 +116,7 @@ class Buffers:
         changed = {}
         for place, (buffer, copy) in before.items():
             # A foreign one is missed by the other partitions too if it is replaced.
-            now = place[0]._buffers.get(place[1]) if place in self._foreign else buffer
+            now = _buffer_of(*place) if place in self._foreign else buffer
             # By value, because torch's batch normalisation writes without counting a version.
             if not are_equal(copy, now):
                 changed[place] = copy
@@ -125,13 +130,15 @@ class Buffers:
         self._written.update(changed)
         return changed
 
-    def counts(self) -> dict[Slot, int | None]:
+    def counts(self) -> dict[BufferSlot, int | None]:
         """Count how often each buffer has been written to."""
         return {
             place: version_of(buffer) for place, buffer in self._present() if not is_lazy(buffer)
         }
 
-    def find_written(self, leaves: Sequence[Any], before: Mapping[Slot, int | None]) -> list[int]:
+    def find_written(
+        self, leaves: Sequence[Any], before: Mapping[BufferSlot, int | None]
+    ) -> list[int]:
         """Find leaves in the memory of a buffer that a forward writes to, or that is small.
 
         Args:
@@ -178,16 +185,23 @@ class Buffers:
     def replaced(self, kept: Kept) -> Iterator[None]:
         """Let the modules see what was kept in a block, and give them back their own."""
         for (module, name), copy in kept.copies.items():
-            own = module._buffers.get(name)
+            own = _buffer_of(module, name)
             self._lent[module, name] = own
             if copy is None and own is not None and not is_lazy(own):
                 copy = own.detach().clone()  # the first values are in it, and not to be changed
             module._buffers[name] = copy
         for (module, name), (buffer, _) in kept.others.items():
-            own = module._buffers.get(name)
             # Also those that are the same still: the recompute may replace them as the forward did.
-            self._lent[module, name] = own
+            self._lent[module, name] = _buffer_of(module, name)
             module._buffers[name] = buffer
+        # The forward, or a later one, has made them.
+        for (module, name), own in list(self._present()):
+            if (module, name) not in self._lent and (module, name) not in self._left_alone:
+                self._lent[module, name] = own
+                if (module, name) in kept.empty:
+                    module._buffers[name] = None
+                else:
+                    del module._buffers[name]
         try:
             yield
         finally:
@@ -203,8 +217,17 @@ class Buffers:
         for (module, name), own in lent.items():
             module._buffers[name] = own
 
-    def _present(self) -> Iterator[tuple[Slot, Tensor]]:
+    def _slots(self) -> Iterator[tuple[BufferSlot, Tensor | None]]:
         for module in self._modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield (module, name), buffer
+                yield (module, name), buffer
+
+    def _present(self) -> Iterator[tuple[BufferSlot, Tensor]]:
+        return ((place, buffer) for place, buffer in self._slots() if buffer is not None)
+
+
+def _buffer_of(module: nn.Module, name: str) -> Tensor | None:
+    for known, buffer in module._buffers.items():  # of a scripted module it is no dictionary
+        if known == name:
+            return buffer
+    return None

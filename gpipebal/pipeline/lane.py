@@ -45,7 +45,12 @@ class Lane:
             event.synchronize()
 
     def receive(
-        self, leaves: Sequence[Any], ready: Any, spans: list[Span] | None = None
+        self,
+        leaves: Sequence[Any],
+        ready: Any,
+        spans: list[Span] | None = None,
+        *,
+        of_caller: bool = False,
     ) -> list[Any]:
         """Bring the tensors of another partition, or of the caller, to this device.
 
@@ -54,6 +59,8 @@ class Lane:
             ready: What to wait for before reading them.
             spans: Gets the points in time between which they were copied, if any was; None: no
                 clock is read.
+            of_caller: Whether they are the caller's, who may write to them again once the pipeline
+                is through.
         """
         self.wait_for(ready)
         strange = [isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves]
@@ -103,6 +110,7 @@ class CudaLane(Lane):
         # torch copies between devices on the source's current stream too, which would be its
         # default stream, the caller's: one for each source instead.
         self._sources: dict[torch.device, torch.cuda.Stream] = {}
+        self._of_caller: set[torch.device] = set()
 
     def enter_thread(self) -> None:
         """Make the compute stream current in the worker's thread, for good."""
@@ -119,7 +127,12 @@ class CudaLane(Lane):
             self.compute.wait_event(event)
 
     def receive(
-        self, leaves: Sequence[Any], ready: Any, spans: list[Span] | None = None
+        self,
+        leaves: Sequence[Any],
+        ready: Any,
+        spans: list[Span] | None = None,
+        *,
+        of_caller: bool = False,
     ) -> list[Any]:
         """Copy tensors from elsewhere on the copy streams; read those at home in place."""
         received = list(leaves)
@@ -128,6 +141,8 @@ class CudaLane(Lane):
         for k, leaf in enumerate(received):
             if isinstance(leaf, Tensor) and leaf.device != self.device:
                 (from_devices if leaf.is_cuda else from_host).append(k)
+                if of_caller and leaf.is_cuda:
+                    self._of_caller.add(leaf.device)
         if from_devices:
             for event in _events(ready):
                 self.copy.wait_event(event)
@@ -180,11 +195,11 @@ class CudaLane(Lane):
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
         """Let the caller's streams wait, and keep the memory until they have read it.
 
-        Those of this device, of the tensors, and of whence something was copied: the caller may
-        write to its input again, and the copy reads it on a stream that the caller does not know.
+        Those of this device, of the tensors, and of the caller's tensors elsewhere that were
+        copied: the copy reads them on a stream that the caller does not know.
         """
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda]
-        for device in {self.device, *self._sources, *(leaf.device for leaf in found)}:
+        for device in {self.device, *self._of_caller, *(leaf.device for leaf in found)}:
             current = torch.cuda.current_stream(device)
             for event in _events(ready):
                 current.wait_event(event)

@@ -189,7 +189,8 @@ def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
         dims: Dimension along which each tensor has its rows, as a prefix of the pytree.
 
     Raises:
-        ModelError: the outputs have different structures, or a tensor has not got its dimension.
+        ModelError: the outputs have different structures, a tensor has not got its dimension, or
+            is one in some micro-batches only.
         BalanceError: `dims` does not fit.
 
     Example:
@@ -227,6 +228,14 @@ def gather_leaves(
     joined = []
     for index, (column, dim) in enumerate(zip(zip(*parts, strict=True), dims, strict=True)):
         first = column[0]
+        for i, leaf in enumerate(column):
+            if isinstance(leaf, Tensor) != isinstance(first, Tensor):
+                raise ModelError(
+                    f"outputs of the micro-batches differ: {name_of_leaf(structure, index)} is a "
+                    f"{type(leaf).__name__} in micro-batch {i} (expected a "
+                    f"{type(first).__name__}, as in micro-batch 0).\n"
+                    "Fix: let the last layer return a tensor for every micro-batch, or for none."
+                )
         if not isinstance(first, Tensor):
             joined.append(first)
         elif dim is None:

@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.blame import failed_layers, next_node, note_no_graph
-from gpipebal.pipeline.buffers import Buffers, Kept, Slot
+from gpipebal.pipeline.buffers import Buffers, BufferSlot, Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.inbox import InboxClosedError
@@ -117,7 +117,7 @@ class Partition:
     device: torch.device
     incoming: Sequence[Route] = ()
     outgoing: Sequence[Route] = ()
-    foreign_buffers: frozenset[Slot] = frozenset()
+    foreign_buffers: frozenset[BufferSlot] = frozenset()
     running: int = 0
     is_given_up: bool = False
     _facts: dict[Hashable, Facts] = field(default_factory=dict)

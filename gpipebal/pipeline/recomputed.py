@@ -142,11 +142,13 @@ class Recomputed(nn.Module):
     _layer: nn.Module
     _run: tuple[tuple[str, nn.Module], ...]
     _of_run: _BuffersOfRun | None
+    _written: frozenset[int] | None
 
     def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
         # Not registered: they would appear in names.
-        self.__dict__.update(_layer=layer, _run=tuple(run), _of_run=None, _version=layer._version)
+        self.__dict__.update(_layer=layer, _run=tuple(run), _version=layer._version)
+        self.__dict__.update(_of_run=None, _written=None)
         for name in _SHARED:
             self.__dict__[name] = layer.__dict__[name]
         self.training = layer.training
@@ -175,11 +177,10 @@ class Recomputed(nn.Module):
             buffers = self._of_run = _BuffersOfRun([layer for _, layer in self._run])
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)
-        before = _versions(values)
         look = buffers.copies()
         contexts = (nullcontext() if repeatable is None else repeatable.first.watching(), again)
         result = checkpoint(
-            self._through,
+            self._protected,
             first,
             *values,
             use_reentrant=False,
@@ -189,13 +190,30 @@ class Recomputed(nn.Module):
             **keywords,
         )
         again.kept = buffers.looked(again.kept, look)
-        if _versions(values) != before:
+        return result
+
+    def _protected(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
+        """Go `_through` the run with copies of what it writes to, which a recompute needs again."""
+        leaves, structure = pytree.tree_flatten((values, keywords))
+        # At first of everything, to see which of it that is.
+        places = range(len(leaves)) if self._written is None else self._written
+        given = [
+            leaf.clone() if isinstance(leaf, Tensor) and i in places else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        versions = [*map(version_of, given)]
+        values, keywords = pytree.tree_unflatten(given, structure)
+        result = self._through(first, *values, **keywords)
+        written = {i for i, leaf in enumerate(given) if version_of(leaf) != versions[i]}
+        if self._written is not None and not written <= self._written:
+            self.__dict__["_written"] = None
             raise ModelError(
-                f"a run of layers writes to its own input, which its recompute needs: "
-                f"{[name for name, _ in self._run]}.\n"
-                "Fix: let the run begin one layer earlier, or one that writes to its input later; "
-                "or do without inplace=True in its first layers."
+                "a run of layers writes to its own input, which its recompute needs, and did not "
+                f"before: {[name for name, _ in self._run]}.\n"
+                "Fix: let its first layers write to their input always or never."
             )
+        if self._written is None:
+            self.__dict__["_written"] = frozenset(written)
         return result
 
     def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
@@ -235,8 +253,8 @@ class Recomputed(nn.Module):
         self.stands_for._load_from_state_dict(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is known of the buffers is found out anew by a copy.
-        return {**self.__dict__, "_of_run": None}
+        # What is known of the buffers and the input is found out anew by a copy.
+        return {**self.__dict__, "_of_run": None, "_written": None}
 
 
 class _BuffersOfRun(Buffers):
@@ -289,7 +307,3 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
-
-
-def _versions(values: Iterable[Any]) -> list[int | None]:
-    return [version_of(leaf) for leaf in pytree.tree_leaves(values)]

@@ -128,11 +128,14 @@ class Routes:
         return gradients
 
     def _receive(self, j: int, i: int, packet: Packet) -> Packet:
-        return packet._replace(leaves=self._bring(j, i, packet.leaves, packet.ready))
+        leaves = self._bring(j, i, packet.leaves, packet.ready, of_caller=not j)
+        return packet._replace(leaves=leaves)
 
-    def _bring(self, j: int, i: int, leaves: list[Any], ready: Any) -> list[Any]:
+    def _bring(
+        self, j: int, i: int, leaves: list[Any], ready: Any, *, of_caller: bool = False
+    ) -> list[Any]:
         spans: list[Span] | None = None if self._record is None else []
-        received = self._lanes[j].receive(leaves, ready, spans)
+        received = self._lanes[j].receive(leaves, ready, spans, of_caller=of_caller)
         leaves.clear()
         if self._record is not None:
             for started, ended in spans or ():

@@ -75,7 +75,7 @@ class Target:
 
     def receive(self, i: int, lane: Lane, ready: Any) -> list[Any]:
         """Bring the target of micro-batch `i` to the lane's device; called by its worker."""
-        return lane.receive(self._parts[i], ready)
+        return lane.receive(self._parts[i], ready, of_caller=True)
 
     @contextmanager
     def lent(self, i: int, leaves: Sequence[Any]) -> Iterator[Any]:

@@ -142,7 +142,7 @@ class Rules:
         object.__setattr__(self, "keep_together", _pairs("keep_together", self.keep_together))
         object.__setattr__(self, "pin", _pairs("pin", pins))
 
-    @property
+    @cached_property
     def pinned(self) -> tuple[tuple[int, int], ...]:
         """Layer and partition of each pinned layer."""
         return tuple(self.pin.items() if isinstance(self.pin, Mapping) else self.pin)
@@ -156,7 +156,7 @@ class Rules:
     def allows(self, start: int, end: int, partition: int) -> bool:
         """Whether a partition may hold the layers from one to before another.
 
-        A split keeps the rules if all its partitions do.
+        A split keeps the rules if all its partitions do: where one ends the next one starts.
 
         Example:
             >>> rules = Rules(no_cut=[2], pin={3: 1})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.failures import memory_for
+from gpipebal.profiler.failures import is_out_of_memory, left_out, memory_for
 from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.identity import identity_of
 from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
@@ -69,7 +69,8 @@ class SizeWalk:
 
     def survey(self, routes: Routes, device: torch.device) -> Survey:
         """Return what was found out, when all layers are done."""
-        outputs = moved(self.arrived, device)
+        with memory_for("the output"):
+            outputs = moved(self.arrived, device)
         skips: tuple[SkipProfile, ...] = describe_skips(routes, self.skips)
         return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips)
 
@@ -122,7 +123,7 @@ def walk_alone(
         # Its text alone is kept: its traceback holds all that the layer had made.
         if must or not i:
             raise error
-        notes.append(f"not measured at {walks[i].rows} rows: {str(error).splitlines()[0]}")
+        notes.append(left_out(walks[i].rows, error))
 
     for k, (name, module) in enumerate(zip(names, modules, strict=True)):
         kinds = [_kind(module, walk.arrived, k, routes) if share else None for walk in walks]
@@ -205,6 +206,8 @@ def _rounds(
         try:
             _round(subjects[i], times)
         except GpipebalError as error:
+            if not is_out_of_memory(error):
+                raise  # it did not fail when it was looked at
             del subjects[i]
             give_up(i, error)
             return False
@@ -258,7 +261,8 @@ def _kind(module: nn.Module, arrived: Arrived, k: int, routes: Routes) -> Hashab
         else repr(leaf)
         for leaf, number in zip(arrived.value.leaves, arrived.numbers, strict=True)
     )
-    return identity_of(module), inputs, str(arrived.value.structure), k == 0
+    value = arrived.value
+    return identity_of(module), inputs, str(value.structure), value.views, k == 0
 
 
 def _repeat(walk: SizeWalk, twin: _Twin) -> None:
@@ -286,9 +290,8 @@ def _repeat(walk: SizeWalk, twin: _Twin) -> None:
     walk.times.append(walk.times[twin.index])
     value = twin.outputs.value
     walk.numbers.note(handed, map(needs_gradient, value.leaves))
-    walk.arrived = Arrived(
-        Value(value.leaves, value.structure, walk.arrived.value.skips), handed, walk.arrived.skips
-    )
+    handed_on = replace(value, skips=walk.arrived.value.skips)
+    walk.arrived = Arrived(handed_on, handed, walk.arrived.skips)
 
 
 def moved(arrived: Arrived, device: torch.device, only: Sequence[Key] | None = None) -> Arrived:
@@ -304,6 +307,7 @@ def _value_to(value: Value, device: torch.device, only: Sequence[Key] | None = N
             key: (_leaves_to(leaves, device) if only is None or key in only else leaves, structure)
             for key, (leaves, structure) in value.skips.items()
         },
+        value.views,
     )
 
 

@@ -134,7 +134,8 @@ class Chain:
         """
         torch.clear_autocast_cache()  # a cell casts its parameters itself
         inputs = as_leaves(self.inputs(k, value), wants=wants and self.first + k > 0)
-        return inputs, cloned(inputs, range(len(inputs)) if protect else self.written[k])
+        places = range(len(inputs)) if protect else self.written[k]
+        return inputs, cloned(inputs, places, value.views)
 
     def call(
         self,
@@ -280,7 +281,7 @@ class Chain:
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(grad):
             inputs = as_leaves(self.start.leaves, wants=self.first > 0)
-            given = cloned(inputs, self.written[0])
+            given = cloned(inputs, self.written[0], self.start.views)
             arrived = {
                 key: unflatten(as_leaves(leaves, wants=self.first > 0), structure)
                 for key, (leaves, structure) in self.start.skips.items()

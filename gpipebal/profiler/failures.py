@@ -15,6 +15,7 @@ __all__ = [
     "backward_failed",
     "forward_failed",
     "is_out_of_memory",
+    "left_out",
     "memory_for",
     "shapes_of",
     "whole_backward_failed",
@@ -35,6 +36,11 @@ def shapes_of(leaves: Sequence[Any]) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether the device had no memory left: an error itself, or what it came from."""
     return isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+
+
+def left_out(rows: int, error: Exception) -> str:
+    """Say why a size of micro-batch is not measured."""
+    return f"not measured at {rows} rows: {str(error).splitlines()[0]}"
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
 from gpipebal.profiler.value import Value
 
 __all__ = [
+    "LossChain",
     "LossLayer",
     "describe_loss",
     "gathered_value",
@@ -60,16 +61,35 @@ class LossLayer(nn.Module):
         return [leaf for leaf in flatten(self.target)[0] if isinstance(leaf, Tensor)]
 
 
+class LossChain(Chain):
+    """A chain whose only layer is the loss.
+
+    Args:
+        loss_fn: The loss; of a module a copy.
+        target: Its target; None: there is none.
+        start: What the loss is taken of.
+        device: Where it is.
+
+    Attributes:
+        loss: The layer.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[..., Tensor], target: Any, start: Value, device: torch.device
+    ) -> None:
+        self.loss = LossLayer(loss_fn, target)
+        is_module = isinstance(loss_fn, nn.Module)
+        super().__init__(["loss"], [self.loss], device, start, first=1, only_inputs=not is_module)
+
+
 def loss_chain(
     loss_fn: Callable[..., Tensor], target: Any, start: Value, device: torch.device
-) -> Chain:
-    """Make a chain whose only layer is the loss; a loss that is a module is replicated."""
-    is_module = isinstance(loss_fn, nn.Module)
+) -> LossChain:
+    """Make a chain of the loss; a loss that is a module is replicated."""
     called: Any = loss_fn
     if isinstance(loss_fn, nn.Module):
         called = replicate(["loss"], [loss_fn], device)[0]
-    layer = LossLayer(called, target)
-    return Chain(["loss"], [layer], device, start, first=1, only_inputs=not is_module)
+    return LossChain(called, target, start, device)
 
 
 def target_of(target: Any, sizes: Sequence[int]) -> Any:
@@ -173,8 +193,7 @@ def measure_whole_loss(
     value = gathered_value(outputs.value, sizes)
     arrived = Arrived.behind(outputs, value, numbers)
     chain = loss_chain(loss_fn, target, value, device)
-    layer = chain.layers[0]
-    assert isinstance(layer, LossLayer)
+    layer = chain.loss
     try:
         memory, _ = measure_layer_memory(chain, 0, arrived, numbers, layer.target_tensors)
         with FlopCounter() as counter:

@@ -175,9 +175,11 @@ class Times:
         forward: list[Span] = []
         without: list[Span] = []
         backward: list[Span | None] = []
-        loss.backward(*loss.record(forward), backward)
-        loss.forget(without)
-        loss.start.leaves = []
+        try:
+            loss.backward(*loss.record(forward), backward)
+            loss.forget(without)
+        finally:
+            loss.start.leaves = []
         self.loss_forward += seconds_of(forward)
         self.loss_backward += seconds_of(backward)
         self.loss_without_graph += seconds_of(without)
@@ -202,6 +204,7 @@ def run_side_by_side(
     n_threads: int | None,
     pace: Pace,
     state: CallerState,
+    must: bool = False,
 ) -> list[Times | None]:
     """Run rounds in several threads, each with its share of the cores.
 
@@ -211,6 +214,7 @@ def run_side_by_side(
         n_threads: Intra-operation threads of each; None: as they are.
         pace: How long to go on.
         state: Settings of the caller.
+        must: Whether there must be enough memory for every size.
 
     Returns:
         The times of all threads together, for each size; None: there was not enough memory for
@@ -236,7 +240,7 @@ def run_side_by_side(
         try:
             times.run_round(subjects[k][size], whole=whole)
         except ProfileError as error:
-            if not size or not is_out_of_memory(error):
+            if must or not size or not is_out_of_memory(error):
                 raise
             too_large.add(size)
 

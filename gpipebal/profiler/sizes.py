@@ -23,7 +23,7 @@ from gpipebal.profiler.describe import (
     optimizer_memory,
 )
 from gpipebal.profiler.doubts import doubts_about
-from gpipebal.profiler.failures import is_out_of_memory, memory_for
+from gpipebal.profiler.failures import is_out_of_memory, left_out, memory_for
 from gpipebal.profiler.gathered import (
     GatheredTerms,
     measure_gathered,
@@ -31,14 +31,13 @@ from gpipebal.profiler.gathered import (
     scaled_gathered,
     try_gathered,
 )
-from gpipebal.profiler.loss import LossLayer, describe_loss, loss_chain
+from gpipebal.profiler.loss import describe_loss, loss_chain
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.replica import find_ties, parameter_bytes, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.setting import first_rows, repeated_rows, to_device
 from gpipebal.profiler.step import measure_optimizer
-from gpipebal.profiler.storages import LayerMemory
-from gpipebal.profiler.survey import Scout, Survey, survey, survey_loss
+from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
 from gpipebal.profiler.trial import Setting
 from gpipebal.profiler.value import Routes, Value
 
@@ -56,7 +55,7 @@ class _Size:
     rows: int
     found: Survey
     start: Value = field(default_factory=lambda: Value([], None))
-    loss: tuple[Chain, LayerMemory, int | None] | None = None
+    loss: LossSurvey | None = None
     times: Times = field(default_factory=Times)
 
 
@@ -132,7 +131,7 @@ class Study:
             except GpipebalError as error:
                 if must:
                     raise
-                self.notes.append(f"not measured at {rows} rows: {str(error).splitlines()[0]}")
+                self.notes.append(left_out(rows, error))
 
     def run(
         self,
@@ -147,7 +146,9 @@ class Study:
             replicas = self._replicas if not k else self._replicate()
             subjects.append([self._subject(size, replicas, copies=k > 0) for size in self._sizes])
         before = [_versions(module) for module in self.modules]
-        results = run_side_by_side(subjects, n_threads=n_threads, pace=pace, state=state)
+        results = run_side_by_side(
+            subjects, n_threads=n_threads, pace=pace, state=state, must=self._must
+        )
         for name, module, versions in zip(self.names, self.modules, before, strict=True):
             if _versions(module) != versions:
                 self.notes.append(
@@ -188,13 +189,22 @@ class Study:
         )
         self.notes.append("one layer at a time: what neighbours do to each other is not measured")
         for walk in walks:
-            size = _Size(walk.rows, walk.survey(self.routes, self.device))
-            size.times = join_times(walk.times)
-            self._look_at_loss(size)
-            for _ in range(LOSS_ROUNDS if size.loss is not None else 0):
-                assert size.loss is not None
-                size.times.run_loss(size.loss[0], size.found.outputs.value)
-            self._sizes.append(size)
+            try:
+                self._sizes.append(self._behind(walk))
+            except GpipebalError as error:
+                if must or not self._sizes or not is_out_of_memory(error):
+                    raise
+                self.notes.append(left_out(walk.rows, error))
+
+    def _behind(self, walk: SizeWalk) -> _Size:
+        """Measure the loss behind layers that were measured alone."""
+        size = _Size(walk.rows, walk.survey(self.routes, self.device))
+        size.times = join_times(walk.times)
+        self._look_at_loss(size)
+        for _ in range(LOSS_ROUNDS if size.loss is not None else 0):
+            assert size.loss is not None
+            size.times.run_loss(size.loss.chain, size.found.outputs.value)
+        return size
 
     def profile(self, provenance: Mapping[str, Any]) -> Profile:
         """Put together what was found; measure the terms of the step beside the layers.
@@ -282,21 +292,16 @@ class Study:
         return size
 
     def _look_at_loss(self, size: _Size) -> None:
-        rows = size.rows
-        if self._loss_fn is not None:
-            try:
-                size.loss = survey_loss(
-                    self._loss_fn,
-                    self._target_of([rows] * len(self.micro_batches)),
-                    [rows] * len(self.micro_batches),
-                    size.found,
-                    self.device,
-                )
-            except GpipebalError as error:
-                self.notes.append(
-                    f"the loss is not measured over micro-batches of {rows} rows: "
-                    f"{str(error).splitlines()[0]}"
-                )
+        if self._loss_fn is None:
+            return
+        sizes = [size.rows] * len(self.micro_batches)
+        try:
+            with memory_for("the target"):
+                target = self._target_of(sizes)
+            size.loss = survey_loss(self._loss_fn, target, sizes, size.found, self.device)
+        except GpipebalError as error:
+            why = str(error).splitlines()[0]
+            self.notes.append(f"the loss is not measured at {size.rows} rows: {why}")
 
     def _target_of(self, sizes: Sequence[int]) -> Any:
         """Return a target for micro-batches of other sizes: rows of the target, repeated."""
@@ -308,11 +313,9 @@ class Study:
     def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
         loss = None
         if size.loss is not None and self._loss_fn is not None:
-            loss = size.loss[0]
+            loss = size.loss.chain
             if copies:
-                layer = loss.layers[0]
-                assert isinstance(layer, LossLayer)
-                loss = loss_chain(self._loss_fn, layer.target, loss.start, self.device)
+                loss = loss_chain(self._loss_fn, loss.loss.target, loss.start, self.device)
         return Subject(self._chain(size.start, replicas), loss)
 
     def _profile_of(
@@ -383,16 +386,13 @@ class Study:
     def _loss_of(self, size: _Size) -> LayerProfile | None:
         if size.loss is None:
             return None
-        chain, memory, flops = size.loss
-        layer = chain.layers[0]
-        assert isinstance(layer, LossLayer)
         return describe_loss(
-            memory,
-            layer,
+            size.loss.memory,
+            size.loss.chain.loss,
             forward=size.times.loss_forward,
             backward=size.times.loss_backward,
             without_graph=size.times.loss_without_graph,
-            flops=flops,
+            flops=size.loss.flops,
         )
 
 

@@ -24,6 +24,7 @@ from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.tensors import bytes_of, has_storage, parts_of, storage_key
 from gpipebal.profiler.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.failures import memory_for
 from gpipebal.profiler.gradients import (
     begun_inside,
     handed_through,
@@ -115,7 +116,8 @@ def measure_layer_memory(
     ledger.hold([*chain.inputs(k, value), *constants], 0)
     for parameter in layer.parameters():
         parameter.grad = None
-    large = copies_of_large(layer)
+    with memory_for("copies of large buffers"):
+        large = copies_of_large(layer)
     without_graph = _forward_without_graph(chain, k, value, ledger)
     kept = {storage_key(buffer): buffer.nbytes for buffer in kept_buffers(layer, large)}
     del large
@@ -358,7 +360,7 @@ def _cut(value: Value) -> Value:
         key: (as_leaves(leaves, wants=True), structure)
         for key, (leaves, structure) in value.skips.items()
     }
-    return Value(as_leaves(value.leaves, wants=True), value.structure, skips)
+    return Value(as_leaves(value.leaves, wants=True), value.structure, skips, value.views)
 
 
 def _own_tensors(layer: nn.Module) -> tuple[Tensor, ...]:

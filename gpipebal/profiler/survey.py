@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.flops import FlopCounter
-from gpipebal.profiler.loss import LossLayer, loss_chain, target_of
+from gpipebal.profiler.loss import LossChain, loss_chain, target_of
 from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
@@ -25,6 +25,7 @@ from gpipebal.profiler.value import Routes, Value
 from gpipebal.skip.tracker import Key
 
 __all__ = [
+    "LossSurvey",
     "Scout",
     "Survey",
     "describe_skips",
@@ -152,13 +153,21 @@ def flops_of(chain: Chain, k: int, value: Value) -> int | None:
     return counter.total
 
 
+class LossSurvey(NamedTuple):
+    """The loss over one micro-batch as a chain, its memory, and its operations."""
+
+    chain: LossChain
+    memory: LayerMemory
+    flops: int | None
+
+
 def survey_loss(
     loss_fn: Callable[..., Tensor],
     target: Any,
     sizes: Sequence[int],
     found: Survey,
     device: torch.device,
-) -> tuple[Chain, LayerMemory, int | None]:
+) -> LossSurvey:
     """Find the memory of the loss over one micro-batch, as a layer behind the last.
 
     Args:
@@ -168,14 +177,10 @@ def survey_loss(
         found: What is known of the layers.
         device: Where they are.
 
-    Returns:
-        The loss as a chain of one layer, its memory, and its floating-point operations.
-
     Raises:
         GpipebalError: the loss cannot be computed over a micro-batch.
     """
     chain = loss_chain(loss_fn, target_of(target, sizes), found.outputs.value, device)
-    layer = chain.layers[0]
-    assert isinstance(layer, LossLayer)
-    memory, _ = measure_layer_memory(chain, 0, found.outputs, found.numbers, layer.target_tensors)
-    return chain, memory, flops_of(chain, 0, found.outputs.value)
+    given = (found.outputs, found.numbers, chain.loss.target_tensors)
+    memory, _ = measure_layer_memory(chain, 0, *given)
+    return LossSurvey(chain, memory, flops_of(chain, 0, found.outputs.value))

@@ -36,16 +36,25 @@ class Value:
         leaves: Leaves of the output of the layer before.
         structure: Their pytree.
         skips: What was stashed and is not yet popped, each as leaves and pytree.
+        views: Places of leaves that are views of what has a gradient, as a Linear's output of
+            three dimensions is. Who writes to one copies gradients in the backward.
     """
 
     leaves: list[Any]
     structure: Any
     skips: dict[Key, tuple[list[Any], Any]] = field(default_factory=dict)
+    views: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, value: Any) -> Value:
         """Take a pytree apart."""
-        return cls(*flatten(value))
+        leaves, structure = flatten(value)
+        views = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None and leaf._is_view()
+        ]
+        return cls(leaves, structure, views=frozenset(views))
 
 
 @dataclass
@@ -74,11 +83,15 @@ def random_gradients(outputs: Sequence[Any]) -> list[Tensor | None]:
         ]
 
 
-def cloned(inputs: Sequence[Any], places: Container[int]) -> list[Any]:
-    """Copy the tensors in some places, as for a layer that writes to them."""
+def cloned(inputs: Sequence[Any], places: Container[int], views: Container[int]) -> list[Any]:
+    """Copy the tensors in some places, as for a layer that writes to them; views stay views."""
+
+    def copy_of(i: int, leaf: Tensor) -> Tensor:
+        return leaf.clone().view_as(leaf) if i in views else leaf.clone()
+
     with memory_for("a copy of what a layer writes to"):
         return [
-            leaf.clone() if isinstance(leaf, Tensor) and i in places else leaf
+            copy_of(i, leaf) if isinstance(leaf, Tensor) and i in places else leaf
             for i, leaf in enumerate(inputs)
         ]
 

@@ -120,6 +120,7 @@ class Leaf:
         needs_gradient: Whether it requires a gradient.
         storage: Number of its storage.
         storage_bytes: Bytes of its storage.
+        is_view: Whether it is one of `Value.views`.
     """
 
     shape: tuple[int, ...]
@@ -129,9 +130,10 @@ class Leaf:
     needs_gradient: bool
     storage: int
     storage_bytes: int
+    is_view: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, storage: int) -> Leaf:
+    def of(cls, tensor: Tensor, storage: int, *, is_view: bool = False) -> Leaf:
         """Describe a tensor whose storage has this number."""
         return cls(
             tuple(tensor.shape),
@@ -141,6 +143,7 @@ class Leaf:
             tensor.requires_grad,
             storage,
             tensor.untyped_storage().nbytes(),
+            is_view,
         )
 
     def make(self, storages: dict[int, Any]) -> Tensor:

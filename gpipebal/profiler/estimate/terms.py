@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.profile import LayerProfile
-from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import acting_as_device, without_values
-from gpipebal.profiler.loss import LossLayer, describe_loss, gathered_value, loss_failed
+from gpipebal.profiler.loss import LossChain, describe_loss, gathered_value, loss_failed
 from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.storages import measure_layer_memory
@@ -48,10 +47,9 @@ def estimate_loss(
     Raises:
         ProfileError: the loss failed.
     """
-    is_module = isinstance(loss_fn, nn.Module)
     called: Any = stand_in_for("loss", loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-    layer = LossLayer(called, target)
-    chain = Chain(["loss"], [layer], META, outputs.value, first=1, only_inputs=not is_module)
+    chain = LossChain(called, target, outputs.value, META)
+    layer = chain.loss
     try:
         with without_values("loss"), acting_as_device(rates) as notes:
             costs = find_costs(chain, outputs.value, rates)

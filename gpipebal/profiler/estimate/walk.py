@@ -8,7 +8,7 @@ result with its own storages in place of the first one's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -182,7 +182,10 @@ class Walk:
     def _run(self, k: int, arrived: _OnItsWay, stashed: Sequence[Key], n_inputs: int) -> _Found:
         name = self._names[k]
         made: dict[int, Any] = {}
-        value = Value(_make(arrived.leaves, made), arrived.structure)
+        views = [
+            i for i, leaf in enumerate(arrived.leaves) if isinstance(leaf, Leaf) and leaf.is_view
+        ]
+        value = Value(_make(arrived.leaves, made), arrived.structure, views=frozenset(views))
         held = _numbers_of(arrived.leaves)
         skips: dict[Key, list[int | None]] = {}
         for key, (leaves, structure) in arrived.skips.items():
@@ -208,7 +211,7 @@ class Walk:
         return _Found(
             Estimate(memory, replace(costs, approximate=tuple(sorted(notes)))),
             tuple(inner.bytes[n_inputs:]),
-            _described(passed.value.leaves, passed.numbers),
+            _described(passed.value.leaves, passed.numbers, passed.value.views),
             passed.value.structure,
             tuple(
                 (
@@ -294,10 +297,12 @@ def _up(leaves: _Leaves, outer: Sequence[int]) -> _Leaves:
     )
 
 
-def _described(leaves: Sequence[Any], numbers: Sequence[int | None]) -> _Leaves:
+def _described(
+    leaves: Sequence[Any], numbers: Sequence[int | None], views: Container[int] = ()
+) -> _Leaves:
     return tuple(
-        Leaf.of(leaf, number) if number is not None else _checked(leaf)
-        for leaf, number in zip(leaves, numbers, strict=True)
+        Leaf.of(leaf, number, is_view=i in views) if number is not None else _checked(leaf)
+        for i, (leaf, number) in enumerate(zip(leaves, numbers, strict=True))
     )
 
 

@@ -1,0 +1,123 @@
+"""Buffers that a forward makes: recomputes start without them, and leave no trace in them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from chains import run_plain
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+
+
+class FromNone(nn.Module):
+    """Adds up what it has seen, in a buffer that is None at first."""
+
+    total: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("total", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        seen = y.detach().sum(0)
+        self.total = seen if self.total is None else self.total + seen
+        return y * self.total
+
+
+class Late(nn.Module):
+    """Counts its forwards in a buffer that the first one registers."""
+
+    n: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "n" not in self._buffers:
+            self.register_buffer("n", torch.zeros(()))
+            self.register_buffer("twice", torch.zeros(()))
+        self.n = self.n + 1
+        self.twice = 2 * self.n
+        y: Tensor = self.linear(x)
+        return y * self.n + self.twice
+
+
+class Gone(nn.Module):
+    """Takes a buffer away in the first forward."""
+
+    first: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("first", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * (1 if self.first is None else 2)
+        self.first = None
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("make", [FromNone, Late, Gone])
+def test_buffers_that_come_and_go(
+    make: Callable[[], nn.Module], checkpoint: CheckpointMode
+) -> None:
+    """Outputs, gradients and buffers are the plain model's, in the first mini-batch and later."""
+    plain = nn.Sequential(make(), nn.Linear(3, 2)).double()
+    model = copy.deepcopy(plain)
+    pipe = gb.GPipe(model, [1, 1], chunks=3, checkpoint=checkpoint)
+    for _ in range(2):
+        inputs = torch.rand(6, 3, dtype=torch.float64)
+        plain.zero_grad()
+        pipe.zero_grad()
+        theirs, mine = run_plain(plain, inputs, 3), pipe(inputs)
+        torch.testing.assert_close(mine, theirs)
+        theirs.square().sum().backward()
+        mine.square().sum().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_scripted_layers_have_buffers(checkpoint: CheckpointMode) -> None:
+    """A scripted batch normalisation is recomputed from its own statistics."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    model = copy.deepcopy(plain)
+    model[1] = torch.jit.script(model[1])
+    pipe = gb.GPipe(model, [1, 2], chunks=3, checkpoint=checkpoint)
+    inputs = torch.rand(6, 4, dtype=torch.float64)
+    pipe(inputs).square().sum().backward()
+    run_plain(plain, inputs, 3).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Sometimes(nn.Module):
+    """Hands on a second output only for positive rows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, (x.sum(1) if bool(x[0, 0] > 0) else None)
+
+
+@pytest.mark.parametrize("rows", [[-1.0, -1.0, 1.0, 1.0], [1.0, 1.0, -1.0, -1.0]])
+def test_an_output_of_some_micro_batches_only_is_refused(rows: list[float]) -> None:
+    """It would be lost with the others."""
+    pipe = gb.GPipe(nn.Sequential(Sometimes()), [1], chunks=2)
+    inputs = torch.tensor(rows)[:, None].expand(4, 2).contiguous()
+    with pytest.raises(gb.errors.ModelError, match=r"differ: .*\[1\] is a .* in micro-batch 1"):
+        pipe(inputs)
