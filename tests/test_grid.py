@@ -17,9 +17,10 @@ from solvers.whole_cases import whole_problems
 import gpipebal as gb
 from gpipebal.errors import BalanceError
 from gpipebal.planner import equal_split, evaluate, solve
+from gpipebal.planner.all_ways import keeps_rules
 from gpipebal.planner.grid import GridRow, solve_grid
 from gpipebal.planner.replicated import all_reduce_time, last_ends
-from gpipebal.problem import Link, Problem
+from gpipebal.problem import Link, Problem, Rules, to_bounds
 from gpipebal.profile import TieProfile
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -85,10 +86,16 @@ def test_each_row_is_the_best_of_all_balances(
     options: dict[str, Any] = {"memory_limit": limit}
     if data.draw(st.booleans()):
         options["link"] = Link(20.0, overlaps=data.draw(st.booleans()))
+    rules: dict[str, Any] = {}
+    if data.draw(st.booleans()):
+        rules["no_cut"] = [data.draw(st.integers(0, n_layers - 1))]
+    if data.draw(st.booleans()):
+        rules["max_layers"] = data.draw(st.integers(1, n_layers))
+    given = {"replica_link": ring, "checkpoint": checkpoint, **rules, **options}
     try:
-        table = solve_grid(profile, n_devices, replica_link=ring, checkpoint=checkpoint, **options)
+        table = solve_grid(profile, n_devices, **given)
     except BalanceError:
-        assert limit is not None or n_layers < n_devices
+        assert limit is not None or n_layers < n_devices or rules
         return
     assert sorted(row.replicas for row in table.rows) == [
         d for d in range(1, n_devices + 1) if n_devices % d == 0
@@ -98,7 +105,8 @@ def test_each_row_is_the_best_of_all_balances(
     for row in table.rows:
         assert row.replicas * row.partitions == n_devices
         if row.plan is None:
-            assert row.partitions > n_layers or row.replicas > profile.mini_batch_rows or limit
+            too_many = row.partitions > n_layers or row.replicas > profile.mini_batch_rows
+            assert too_many or limit or rules
             assert (row.status, row.gap) == (None, None)
             continue
         share = -(-profile.mini_batch_rows // row.replicas)
@@ -112,6 +120,7 @@ def test_each_row_is_the_best_of_all_balances(
         least = min(
             time_of(plan, sizes, row.replicas, ring)
             for balance in balances(n_layers, row.partitions)
+            if keeps_rules(Rules(**rules), to_bounds(balance))
             for mode in modes
             for plan in [evaluate(sized, balance, checkpoint=mode, **options)]
             if all(part.memory.total <= (limit or 1e9) for part in plan.partitions)

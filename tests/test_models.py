@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gpipebal.models
 from gpipebal.errors import UsageError
-from gpipebal.models import CATALOGUE, MODELS, resnet, resnet101
+from gpipebal.models import CATALOGUE, MODELS, entries, resnet, resnet101
 from gpipebal.models.arguments import read_arguments
 from gpipebal.run import load_workload
 
@@ -312,3 +312,15 @@ def test_models_can_be_looked_up_but_not_changed() -> None:
     """The registry is read-only: a user's model is named by its function, not registered."""
     with pytest.raises(TypeError, match="does not support item assignment"):
         MODELS["mine"] = MODELS["resnet101"]  # type: ignore[index]
+
+
+def test_samples_are_on_the_host_whatever_the_default_device_is() -> None:
+    """They are brought to where they are needed; a generator of the host draws them."""
+    with torch.device("meta"):
+        drawn = [
+            entries.random_images(2, 8, 0),
+            entries.random_classes(2, 8, 0),
+            entries.random_masks(2, 8, 0),
+            entries.random_tokens(2, None, 0, vocabulary=5, context=3),
+        ]
+    assert {tensor.device.type for tensor in drawn} == {"cpu"}

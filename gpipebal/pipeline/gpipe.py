@@ -76,7 +76,7 @@ class GPipe(Container):
             for each partition. In eval mode none are.
         deferred_batch_norm: Update the running statistics of batch normalisation once per
             mini-batch, with the figures of all its rows. The layers concerned are replaced by
-            `DeferredBatchNorm`s that share everything with the caller's.
+            `DeferredBatchNorm`s that share all tensors with the caller's.
         in_dims: Dimension along which each tensor of the input has its rows, as a pytree that is
             a prefix of the input's. None: the tensor has no rows, and every micro-batch gets all
             of it.
