@@ -64,3 +64,44 @@ def test_a_cell_that_computes_is_waited_for() -> None:
     code, out, error = end_of(work, "print('end')")
     assert (code, error) == (0, "")
     assert out.endswith("computed\nend\n")
+
+
+FAILED = """
+import torch
+from torch import nn
+from gpipebal.pipeline import GPipe
+class Way(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x * 1
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ValueError("in a backward")
+        return gradient, None
+class Layer(nn.Module):
+    def forward(self, x):
+        one = Way.apply(x, False)
+        return one + Way.apply(x, True)
+pipe = GPipe(nn.Sequential(nn.Linear(4, 4), Layer()), [1, 1], chunks=2, checkpoint="never")
+try:
+    pipe(torch.rand(4, 4)).sum().backward()
+except ValueError as error:
+    print(error)
+{last}
+"""
+
+
+def test_what_a_failed_backward_leaves_is_destroyed_before_the_interpreter_ends() -> None:
+    """The other way's node is left in autograd's queue of the worker's thread, and is Python's."""
+    # One after the other: without waiting for the thread's end every other program aborts.
+    for last in ["", "pipe.close()"] * 3:
+        done = subprocess.run(
+            [sys.executable, "-c", FAILED.format(last=last)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "in a backward\n", "")

@@ -40,6 +40,9 @@ _Queue = SimpleQueue[Callable[[], None] | None]
 #: Seconds of rest after which a worker that should end is taken to hang.
 GRACE = 5.0
 
+#: Seconds that the threads which have ended get at the end of the interpreter for destructors.
+DESTRUCTION = 1.0
+
 #: Share of a processor from which a worker is taken to compute.
 _COMPUTING = 0.01
 
@@ -97,6 +100,7 @@ class WorkerPool:
                     )
                     thread.start()
                     self.threads.append(thread)
+                _started[:] = [*filter(_is_known_to_the_system, _started), *self.threads]
                 started.wait()
             except BaseException:
                 # Interrupted, or no more threads to be had: those that wait must not wait on.
@@ -235,6 +239,15 @@ class WorkerPool:
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
+#: Threads of this process that the system may still know.
+_started: list[threading.Thread] = []
+
+
+def _is_known_to_the_system(thread: threading.Thread) -> bool:
+    """Tell whether a thread is there, perhaps only to run destructors; where that can be asked."""
+    return thread.is_alive() or os.path.exists(f"/proc/self/task/{thread.native_id}")
+
+
 @atexit.register
 def _end_all() -> None:
     pools = list(_pools)
@@ -244,6 +257,14 @@ def _end_all() -> None:
     for pool in pools:
         # Those that rest do so side by side, those that compute take what they need.
         pool.wait_at_exit(max(1.0, until - time.monotonic()))
+    # What a failed backward has left in autograd's queue of a thread is destroyed when Python is
+    # through with the thread, and needs an interpreter that is not ending.
+    until = time.monotonic() + DESTRUCTION
+    for thread in _started:
+        while not thread.is_alive() and _is_known_to_the_system(thread):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.001)
 
 
 def _seconds_used(clocks: Sequence[int | None]) -> float:
