@@ -1,4 +1,4 @@
-"""In-place layers behind views: their backward copies gradients, which plans must count."""
+"""In-place layers behind views and behind cuts: what is copied for them, plans must count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 import gpipebal as gb
+from gpipebal.memory import partition_memory
+from gpipebal.memory.cell import Cell
 from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.schedule import CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,3 +94,44 @@ def test_the_plan_counts_the_copies(
                 # With two partitions, what there is at once is up to the clock.
                 if len(balance) == 1:
                     assert part.memory.total <= 1.03 * counted, (balance, mode)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    "layer", [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.Hardtanh(inplace=True), nn.Tanh()]
+)
+def test_the_copy_at_a_cut_is_counted(layer: nn.Module, checkpoint: CheckpointMode) -> None:
+    """Whatever waits for whom, no partition needs more than the formula says."""
+    torch.manual_seed(0)
+    inputs = torch.randn(32, 16, 32, 32)
+    convolutions = [nn.Conv2d(16, 16, 3, padding=1) for _ in range(2)]
+    model = nn.Sequential(convolutions[0], layer, convolutions[1])
+    profile = gb.profile_model(
+        model, inputs, chunks=4, loss_fn=squares, rows=(), timeout=0, progress=False
+    )
+    given: dict[str, Any] = {"checkpoint": checkpoint, "loss_inside": True, "shared_memory": True}
+    most = partition_memory(profile, (0, 1, 2, 3), chunks=4, latest=True, **given)
+    pipe = GPipe(model, [1, 1, 1], chunks=4, checkpoint=checkpoint)
+    pipe.step(inputs, loss_fn=squares)  # the first one copies whatever might be written to
+    for _ in range(6):
+        pipe.zero_grad()
+        with measure_memory(pipe) as meter:
+            pipe.step(inputs, loss_fn=squares)
+        for part, counted in zip(most, meter.peak_bytes, strict=True):
+            assert part.total >= 0.99 * counted
+
+
+@pytest.mark.parametrize(
+    ("layer", "recorded", "unrecorded"),
+    [(nn.Tanh(), 2, 2), (nn.ReLU(inplace=True), 2, 2), (nn.SiLU(inplace=True), 3, 2)],
+)
+def test_a_forward_at_a_cut_makes_its_output(
+    layer: nn.Module, recorded: int, unrecorded: int
+) -> None:
+    """Beside its input a partition has its output, in place or not, and what it saves."""
+    model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
+    profile = gb.profile_model(model, torch.ones(4, 8), rows=(), timeout=0, progress=False)
+    cell = Cell(profile, 1, 2, None, True)
+    for records, tensors in ((True, recorded), (False, unrecorded)):
+        (moment,) = cell.forward(records=records, gradients_exist=False)
+        assert sum(moment) == tensors * 4 * 8 * 4

@@ -11,6 +11,7 @@ from gpipebal.memory.layer_peaks import (
     backward_peak,
     chained_peak,
     forward_peak,
+    made_at_a_cut,
     uncopied_peak,
 )
 from gpipebal.memory.ties import Ties
@@ -259,9 +260,11 @@ class Cell:
         gradients = self.all_gradients if gradients_exist else 0
         seen = set(self.received)
         held = self.bytes_of(self.received) + (0 if records else self.kept_buffers)
+        made = made_at_a_cut(self.profile, self.first, records)
         for layer, alive in zip(self.layers, self.alive, strict=True):
             live = self.bytes_of(alive - seen)
-            yield Moment(held, gradients, live + forward_peak(layer, records))
+            yield Moment(held, gradients, live + max(made, forward_peak(layer, records)))
+            made = 0
             if records:
                 held += self.bytes_of(frozenset(layer.saved) - seen)
                 seen.update(layer.saved)

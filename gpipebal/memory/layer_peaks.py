@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from gpipebal.profile import LayerProfile
+from gpipebal.profile import LayerProfile, Profile
 
-__all__ = ["backward_peak", "chained_peak", "copied", "forward_peak", "uncopied_peak"]
+__all__ = [
+    "backward_peak",
+    "chained_peak",
+    "copied",
+    "forward_peak",
+    "made_at_a_cut",
+    "uncopied_peak",
+]
 
 
 def forward_peak(layer: LayerProfile, records: bool) -> int:
@@ -12,6 +19,19 @@ def forward_peak(layer: LayerProfile, records: bool) -> int:
     if records or layer.no_grad_forward_peak_bytes is None:
         return layer.forward_peak_bytes
     return layer.no_grad_forward_peak_bytes
+
+
+def made_at_a_cut(profile: Profile, k: int, records: bool) -> int:
+    """Return the bytes that layer k leaves and was not given, if a partition begins with it.
+
+    They are in its forward's peak, but for a layer that writes to its input: at a cut that is a
+    copy of what was sent, made before the layer runs.
+    """
+    layer = profile.layers[k]
+    given = set(profile.layers[k - 1].outputs if k else ()).union(profile.inputs)
+    given.update(*(skip.storages for skip in profile.skips if skip.destination == k))
+    left = frozenset(layer.outputs).union(layer.saved if records else ())
+    return profile.bytes_of(left - given)
 
 
 def backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:

@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 
 from gpipebal.memory.cell import Cell, Storages
 from gpipebal.memory.fixed import fixed_memory
+from gpipebal.memory.layer_peaks import made_at_a_cut
 from gpipebal.memory.loss import around_loss
 from gpipebal.memory.partitions import optimizer_peak
 from gpipebal.planner.recompute_costs import (
@@ -171,7 +172,8 @@ class _Parts:
             added: Bytes of those that the step added.
         """
         cell, (without, exist) = self._cell, self._rests[:2]
-        needed = added + self._beyond(held) + layer.forward_peak_bytes
+        made = 0 if k else made_at_a_cut(cell.profile, cell.first, records=True)
+        needed = added + self._beyond(held) + max(made, layer.forward_peak_bytes)
         needed += cell.bytes_of(cell.alive[k] - (cell.received | held))
         return without[k] + needed, exist[k] + needed
 

@@ -13,6 +13,7 @@ from gpipebal.memory.layer_peaks import (
     chained_peak,
     copied,
     forward_peak,
+    made_at_a_cut,
     uncopied_peak,
 )
 from gpipebal.memory.loss import around_loss
@@ -72,6 +73,13 @@ class RunPeaks:
             self._graphs[:, -1] -= self._in_graph(chain.loss.outputs)
         self._handed = tables.handed[:, self._ends].copy() if self._shared else 0 * self._graphs
         self._handed[:, -1] = 0
+        #: What each layer makes anew if a run begins with it.
+        self._made = {
+            records: self._column(
+                [made_at_a_cut(self._profile, k, records) for k in range(self._n)]
+            )
+            for records in (False, True)
+        }
         self._known: dict[tuple[str, bool, bool], Table] = {}
 
     def _column(self, numbers: Sequence[int]) -> Table:
@@ -235,6 +243,8 @@ class RunPeaks:
         else:
             peaks = self._column([forward_peak(layer, records=False) for layer in layers])
             moments = tables.received[:, None] + tables.live_without_graph[:, :-1] + peaks
+        rows, firsts = np.arange(len(self._firsts)), self._firsts
+        moments[rows, firsts] += np.maximum(self._made[records][firsts] - peaks[firsts], 0)
         highest = self._highest_up_to(moments)[:, self._ends - 1]
         return highest + self._all_gradients if exist else highest
 
