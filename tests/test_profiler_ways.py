@@ -584,3 +584,11 @@ def test_every_step_of_the_optimizer_finds_new_gradients() -> None:
     assert seconds > 0 and len(seen) > 1
     assert seen == [pytest.approx(6e-6)] * len(seen)
     assert all(p.grad is None and bool((p == 1).all()) for p in parameters)
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_a_sample_of_different_rows_says_what_a_profile_needs(method: Any) -> None:
+    """There is no in_dims to name."""
+    sample = (torch.ones(4, 3), torch.ones(5, 3))
+    with pytest.raises(gb.errors.ModelError, match=r"sample tensors have .*\nFix: a profile needs"):
+        gb.profile_model(nn.Sequential(nn.Linear(3, 3)), sample, chunks=2, method=method)

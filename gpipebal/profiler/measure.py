@@ -89,7 +89,8 @@ def profile_model(
             the size of the largest, ``ceil(rows / chunks)`` rows.
         rows: Further sizes of micro-batches to measure (see `Profile.other_sizes`), at most as
             large as the sample; None: double and half of the micro-batch's rows, or where the
-            sample is too small for that the next fractions; ``()``: none.
+            sample is too small for that the next fractions; ``()``: none. Those that are asked
+            for must fit the device; of the others one that does not is left out, with a flag.
         threads: Intra-operation threads that a CPU partition will have; None: its share of the
             cores. Ignored on CUDA.
         partitions: How many partitions will work side by side on the CPU. As many threads

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ProfileError
+from gpipebal.errors import ModelError, ProfileError
 from gpipebal.pipeline.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.devices import parse_device
 from gpipebal.pipeline.microbatch import flatten, unflatten
@@ -76,7 +76,14 @@ def parted_rows(sample: Any, chunks: int) -> list[int]:
         ModelError: it cannot be parted.
         ProfileError: it has no rows.
     """
-    rows = count_rows(flatten(sample)[0])
+    try:
+        rows = count_rows(flatten(sample)[0], what="sample")
+    except ModelError as error:
+        what = str(error).partition("\nFix: ")[0]
+        raise ModelError(
+            f"{what}\nFix: a profile needs tensors with the same rows along dim 0, whatever "
+            "in_dims the pipeline has: let the first layer make what has no rows."
+        ) from error
     if not rows:
         raise ProfileError(
             "sample has no rows, so there is nothing to measure (expected 1 or more).\n"
