@@ -260,7 +260,7 @@ class Cell:
         gradients = self.all_gradients if gradients_exist else 0
         seen = set(self.received)
         held = self.bytes_of(self.received) + (0 if records else self.kept_buffers)
-        made = made_at_a_cut(self.profile, self.first, records)
+        made = made_at_a_cut(self.profile, self.first, self.layers[0], records)
         for layer, alive in zip(self.layers, self.alive, strict=True):
             live = self.bytes_of(alive - seen)
             yield Moment(held, gradients, live + max(made, forward_peak(layer, records)))

@@ -21,13 +21,12 @@ def forward_peak(layer: LayerProfile, records: bool) -> int:
     return layer.no_grad_forward_peak_bytes
 
 
-def made_at_a_cut(profile: Profile, k: int, records: bool) -> int:
-    """Return the bytes that layer k leaves and was not given, if a partition begins with it.
+def made_at_a_cut(profile: Profile, k: int, layer: LayerProfile, records: bool) -> int:
+    """Return the bytes that a layer in place k leaves and was not given, where a partition begins.
 
     They are in its forward's peak, but for a layer that writes to its input: at a cut that is a
     copy of what was sent, made before the layer runs.
     """
-    layer = profile.layers[k]
     given = set(profile.layers[k - 1].outputs if k else ()).union(profile.inputs)
     given.update(*(skip.storages for skip in profile.skips if skip.destination == k))
     left = frozenset(layer.outputs).union(layer.saved if records else ())

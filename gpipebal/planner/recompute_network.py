@@ -172,7 +172,7 @@ class _Parts:
             added: Bytes of those that the step added.
         """
         cell, (without, exist) = self._cell, self._rests[:2]
-        made = 0 if k else made_at_a_cut(cell.profile, cell.first, records=True)
+        made = 0 if k else made_at_a_cut(cell.profile, cell.first, layer, records=True)
         needed = added + self._beyond(held) + max(made, layer.forward_peak_bytes)
         needed += cell.bytes_of(cell.alive[k] - (cell.received | held))
         return without[k] + needed, exist[k] + needed

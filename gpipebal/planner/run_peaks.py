@@ -76,7 +76,10 @@ class RunPeaks:
         #: What each layer makes anew if a run begins with it.
         self._made = {
             records: self._column(
-                [made_at_a_cut(self._profile, k, records) for k in range(self._n)]
+                [
+                    made_at_a_cut(self._profile, k, layer, records)
+                    for k, layer in enumerate(self._profile.layers)
+                ]
             )
             for records in (False, True)
         }
