@@ -204,6 +204,14 @@ def test_a_run_may_write_to_its_own_input() -> None:
                 torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def test_a_run_may_write_to_its_input_in_training_only() -> None:
+    """As a dropout in place does: that it did not in evaluation says nothing."""
+    model = with_recompute(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5, inplace=True)), [[1]])
+    for training in (False, True, False, True):
+        model.train(training)
+        model(torch.ones(2, 4)).sum().backward()
+
+
 def test_a_run_that_begins_to_write_to_its_input_is_refused_once() -> None:
     """Afterwards it is known."""
     layer = WritesSometimes()

@@ -142,13 +142,13 @@ class Recomputed(nn.Module):
     _layer: nn.Module
     _run: tuple[tuple[str, nn.Module], ...]
     _of_run: _BuffersOfRun | None
-    _written: frozenset[int] | None
+    _written: dict[tuple[bool, ...], frozenset[int]]
 
     def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
         # Not registered: they would appear in names.
         self.__dict__.update(_layer=layer, _run=tuple(run), _version=layer._version)
-        self.__dict__.update(_of_run=None, _written=None)
+        self.__dict__.update(_of_run=None, _written={})
         for name in _SHARED:
             self.__dict__[name] = layer.__dict__[name]
         self.training = layer.training
@@ -195,8 +195,10 @@ class Recomputed(nn.Module):
     def _protected(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
         """Go `_through` the run with copies of what it writes to, which a recompute needs again."""
         leaves, structure = pytree.tree_flatten((values, keywords))
-        # At first of everything, to see which of it that is.
-        places = range(len(leaves)) if self._written is None else self._written
+        # At first in each mode (a dropout writes in training only) of everything, to see of what.
+        mode = tuple([module.training for _, layer in self._run for module in layer.modules()])
+        known = self._written.get(mode)
+        places = range(len(leaves)) if known is None else known
         given = [
             leaf.clone() if isinstance(leaf, Tensor) and i in places else leaf
             for i, leaf in enumerate(leaves)
@@ -205,15 +207,15 @@ class Recomputed(nn.Module):
         values, keywords = pytree.tree_unflatten(given, structure)
         result = self._through(first, *values, **keywords)
         written = {i for i, leaf in enumerate(given) if version_of(leaf) != versions[i]}
-        if self._written is not None and not written <= self._written:
-            self.__dict__["_written"] = None
+        if known is not None and not written <= known:
+            del self._written[mode]
             raise ModelError(
                 "a run of layers writes to its own input, which its recompute needs, and did not "
                 f"before: {[name for name, _ in self._run]}.\n"
                 "Fix: let its first layers write to their input always or never."
             )
-        if self._written is None:
-            self.__dict__["_written"] = frozenset(written)
+        if known is None:
+            self._written[mode] = frozenset(written)
         return result
 
     def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
@@ -254,7 +256,7 @@ class Recomputed(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of the buffers and the input is found out anew by a copy.
-        return {**self.__dict__, "_of_run": None, "_written": None}
+        return {**self.__dict__, "_of_run": None, "_written": {}}
 
 
 class _BuffersOfRun(Buffers):
