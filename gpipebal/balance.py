@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -35,6 +35,9 @@ def balance_by_time(
     device: torch.device | str | int | None = None,
     chunks: int = 1,
     timeout: float = 1.0,
+    keywords: Mapping[str, Any] | None = None,
+    in_dims: Any = 0,
+    keyword_dims: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Balance a model by the measured time of its layers.
 
@@ -50,6 +53,9 @@ def balance_by_time(
         device: Where to measure; None: the first CUDA device, or the CPU.
         chunks: Micro-batches that a mini-batch will be parted into.
         timeout: Seconds for the repeats; every layer is measured at least once.
+        keywords: Keyword arguments of the first layer.
+        in_dims: Dimension along which each tensor of the sample has its rows, as `GPipe` takes it.
+        keyword_dims: The same for keyword arguments, by name.
 
     Returns:
         Number of layers in each partition.
@@ -77,6 +83,9 @@ def balance_by_time(
         partitions=count,
         timeout=timeout,
         as_pipeline=False,  # a factor for all layers does not change how they compare
+        keywords=keywords,
+        in_dims=in_dims,
+        keyword_dims=keyword_dims,
     )
     # For one micro-batch, without recompute, the bottleneck is forward plus backward.
     plan = solve(profile, count, checkpoint="never", objective="bottleneck")
@@ -91,6 +100,9 @@ def balance_by_size(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: torch.device | str | int | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    in_dims: Any = 0,
+    keyword_dims: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Balance a model by the memory of its layers.
 
@@ -107,6 +119,9 @@ def balance_by_size(
         param_scale: Bytes held per byte of parameters: 2 for plain SGD (parameter, gradient),
             3 with momentum, 4 for Adam.
         device: Where to measure; None: the first CUDA device, or the CPU.
+        keywords: As for `balance_by_time`, like those that follow.
+        in_dims: Dimensions of the sample.
+        keyword_dims: Dimensions of keyword arguments.
 
     Returns:
         Number of layers in each partition.
@@ -127,7 +142,16 @@ def balance_by_size(
         )
     count = _partitions_for(partitions, module)
     profile = profile_model(
-        module, sample, device=device, chunks=chunks, rows=(), timeout=0.0, as_pipeline=False
+        module,
+        sample,
+        device=device,
+        chunks=chunks,
+        rows=(),
+        timeout=0.0,
+        as_pipeline=False,
+        keywords=keywords,
+        in_dims=in_dims,
+        keyword_dims=keyword_dims,
     )
     sizes = sizes_of(profile, param_scale)
     # Of equally good splits the one whose layers' own sizes are spread most evenly.

@@ -210,6 +210,7 @@ def test_a_file_of_version_1_is_read() -> None:
     record = _record()
     record["version"] = 1
     del record["skips"], record["other_sizes"], record["ties"], record["without_gradient"]
+    del record["common_inputs"]
     record["step"] = {"gather_time": 1.0, "loss_time": 3.0, "loss_bytes": 7, "optimizer_time": None}
     for layer in record["layers"]:
         for name in ("flops", "no_grad_forward_time", "accumulating_peak_bytes"):
@@ -226,6 +227,7 @@ def test_a_file_of_version_3_is_read() -> None:
     """What an old file does not tell of is unknown: everything has a gradient, nothing is tied."""
     record = {**_record(), "version": 3}
     del record["ties"], record["without_gradient"], record["step"]["side_by_side"]
+    del record["common_inputs"]
     for layer in record["layers"]:
         del layer["handed_through"], layer["copied_bytes"]
     assert Profile.from_dict(record) == Profile.from_costs([1.0, 2.0])
@@ -236,9 +238,28 @@ def test_a_file_of_version_3_is_read() -> None:
 def test_a_file_of_version_5_is_read() -> None:
     """It does not tell of tensors that are handed on twice."""
     record = {**_record(), "version": 5}
+    del record["common_inputs"]
     for layer in record["layers"]:
         del layer["output_gradient_bytes"]
     assert Profile.from_dict(record) == Profile.from_costs([1.0, 2.0])
+
+
+def test_a_file_of_version_6_is_read() -> None:
+    """Every micro-batch has inputs of its own there."""
+    record = {**_record(), "version": 6}
+    with pytest.raises(FileFormatError, match="unknown field: 'common_inputs'"):
+        Profile.from_dict(record)
+    del record["common_inputs"]
+    assert Profile.from_dict(record) == Profile.from_costs([1.0, 2.0])
+
+
+def test_common_inputs_are_inputs() -> None:
+    """What all micro-batches have in common goes into the chain."""
+    profile = Profile((_layer(),), storages=(8, 4), inputs=(0, 1), common_inputs=(1,))
+    assert (profile.input_bytes(1), profile.input_bytes(3)) == (12, 28)
+    assert Profile.from_dict(profile.to_dict()) == profile
+    with pytest.raises(ProfileError, match=r"common_inputs=\(1,\) \(expected some of inputs=\(0,"):
+        Profile((_layer(),), storages=(8, 4), inputs=(0,), common_inputs=(1,))
 
 
 def test_bad_ties_of_two_layers_are_refused() -> None:
@@ -278,7 +299,7 @@ def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 6)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 7)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from gpipebal.profile import Profile, StepTerms
 from gpipebal.profiler import correct as correct_module
 from gpipebal.profiler import setting as setting_module
 from gpipebal.profiler import trial
+from gpipebal.profiler.batch import Batch
 from gpipebal.profiler.correct import correct
+from gpipebal.profiler.data import Data
 from gpipebal.profiler.setting import chunks_that_fit
 from gpipebal.profiler.trial import Setting, Trial, run_trial
 
@@ -38,10 +40,12 @@ def setting(model: nn.Sequential, chunks: int, n_partitions: int, **options: Any
     given = {"target": None, "loss_fn": None, "sample": torch.randn(2 * chunks, 8), **options}
     return Setting(
         layers=OrderedDict(model.named_children()),
-        chunks=chunks,
+        data=Data(
+            Batch.sample(given["sample"]), [2] * chunks, Batch.target(given["target"]), out_dims=0
+        ),
+        loss_fn=given["loss_fn"],
         n_partitions=n_partitions,
         n_threads=1,
-        **given,
     )
 
 

@@ -88,6 +88,32 @@ def test_run_uses_what_the_user_gives(tmp_path: Path) -> None:
     assert report.checkpoint == "never"
 
 
+def squares_of(output: torch.Tensor, target: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Take the mean of squares; targets are broadcast."""
+    return (output - target).square().mean()
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_run_follows_the_dimensions(tmp_path: Path) -> None:
+    """Rows along dim 1 and a keyword argument: the same run; both trainings do the same."""
+    report = run(
+        "workloads:tiny_with_dimensions", partitions=2, chunks=2, steps=1, device="cpu",
+        attempts=2, output=tmp_path, echo=str, progress=False,
+    )  # fmt: skip
+    assert (report.mini_batch_rows, report.chunks) == (8, 2)
+    workload = load_workload("workloads:tiny_with_dimensions")
+    for target in (workload.target, None, torch.zeros(1)):
+        workload.target = target
+        workload.loss_fn = squares_of
+        plain = copy.deepcopy(workload.model)
+        pipe = GPipe(workload.model, [2, 2], chunks=3, **workload.dims)
+        PipelineTrainer(pipe, workload).step()
+        PlainTrainer(plain, workload, 3, torch.device("cpu")).step()
+        for one, two in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, two)
+        pipe.close()
+
+
 @pytest.mark.usefixtures("short_profile")
 def test_run_says_what_limits_its_figures(tmp_path: Path) -> None:
     """More micro-batches than rows, and more threads than cores, are said in notes."""
@@ -185,7 +211,7 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"model": "workloads:mapping_with_surprise"}, UsageError, "with .*'losses'"),
         ({"model": "workloads:no_chain"}, UsageError, "a model of type Linear"),
         ({"model": "workloads:made_optimizer"}, UsageError, "Fix: .*lambda parameters: SGD"),
-        ({"model": "workloads:no_tensors"}, ModelError, "input has no tensor"),
+        ({"model": "workloads:no_tensors"}, ModelError, "sample has no tensor"),
         ({"rows": 4}, UsageError, "--rows is for built-in models: rows=4"),
         ({"image_size": 64}, UsageError, "--image-size is for built-in models"),
         ({"partitions": 0}, BalanceError, "partitions is too small: partitions=0"),

@@ -38,6 +38,33 @@ def tiny_classifier() -> dict[str, Any]:
     return {"model": model, "sample": sample, "target": torch.randint(3, (ROWS,))}
 
 
+class Scaled(nn.Module):
+    """A linear layer whose output is scaled by what has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 16)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Scale each feature."""
+        return self.linear(x) * scale
+
+
+def tiny_with_dimensions() -> dict[str, Any]:
+    """Return a chain of data (places, rows, features), with a keyword argument without rows."""
+    return {
+        "model": nn.Sequential(Scaled(), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3)),
+        "sample": torch.randn(5, ROWS, 6),
+        "target": torch.randn(5, ROWS, 3),
+        "loss_fn": nn.MSELoss(),
+        "keywords": {"scale": torch.rand(16)},
+        "in_dims": 1,
+        "keyword_dims": {"scale": None},
+        "out_dims": 1,
+        "target_dims": 1,
+    }
+
+
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ZeroDivisionError("the user's own fault")

@@ -90,6 +90,7 @@ def _profile(options: argparse.Namespace) -> None:
         "loss_fn": workload.loss_fn,
         "target": workload.target,
         "optimizer": workload.make_optimizer,
+        **workload.parting,
     }
     if options.estimate is not None:
         profile = profile_model(

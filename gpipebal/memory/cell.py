@@ -119,7 +119,7 @@ class Cell:
 
     def of_caller(self, chunks: int) -> int:
         """Bytes of the mini-batch, which the first partition has from start to end; else 0."""
-        return 0 if self.first else chunks * self.profile.bytes_of(self.callers)
+        return 0 if self.first else self.profile.input_bytes(chunks)
 
     @cached_property
     def goes_back(self) -> bool:

@@ -16,7 +16,7 @@ from gpipebal.pipeline.microbatch import Call, check_nothing_hidden, flatten
 from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
 from gpipebal.pipeline.random_ops import is_transformed
 
-__all__ = ["Inputs", "charge_inputs", "check_no_transform", "part_inputs"]
+__all__ = ["Inputs", "charge_inputs", "check_no_transform", "leaves_of_call", "part_inputs"]
 
 
 @dataclass
@@ -61,6 +61,28 @@ def part_inputs(
         ModelError: no tensor has rows, or two have different ones.
         BalanceError: a dimension does not fit.
     """
+    leaves, structure, dims = leaves_of_call(input, keywords, in_dims, keyword_dims)
+    check_nothing_hidden(leaves, "the input")
+    argument = "in_dims, or in keyword_dims for a keyword argument" if keywords else "in_dims"
+    rows = chunk_sizes(count_rows(leaves, structure, dims, argument=argument), chunks)
+    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    grad = torch.is_grad_enabled()
+    needs = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return leaves, Inputs(scatter_leaves(detached, rows, dims), structure, dims, rows, needs)
+
+
+def leaves_of_call(
+    input: Any, keywords: Mapping[str, Any], in_dims: Any, keyword_dims: Mapping[str, Any]
+) -> tuple[list[Any], Any, list[Dim]]:
+    """Take apart what a pipeline is called with; see `part_inputs`.
+
+    Returns:
+        Leaves, their pytree, and the dimension along which each has its rows. With keyword
+        arguments the pytree is that of a `Call`.
+
+    Raises:
+        BalanceError: a dimension does not fit.
+    """
     leaves, structure = flatten(input)
     dims = spread_dims(in_dims, structure, "in_dims")
     for name, value in keywords.items():
@@ -69,13 +91,7 @@ def part_inputs(
         dims += spread_dims(keyword_dims.get(name, 0), of_keyword, f"keyword_dims[{name!r}]")
     if keywords:
         _, structure = flatten(Call(input, dict(keywords)))
-    check_nothing_hidden(leaves, "the input")
-    argument = "in_dims, or in keyword_dims for a keyword argument" if keywords else "in_dims"
-    rows = chunk_sizes(count_rows(leaves, structure, dims, argument=argument), chunks)
-    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    grad = torch.is_grad_enabled()
-    needs = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    return leaves, Inputs(scatter_leaves(detached, rows, dims), structure, dims, rows, needs)
+    return leaves, structure, dims
 
 
 def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.device]) -> None:

@@ -140,7 +140,7 @@ class RunPeaks:
 
     def peaks(self, moments: Sequence[RowMoment]) -> Table:
         """Return the highest of the moments of each run."""
-        chain, n_callers = self._chain, self._profile.bytes_of(self._profile.inputs)
+        chain = self._chain
         graphs = np.where(self._idle, 0, self._graphs - self._handed)
         tables = self._tables
         received = tables.received[:, None] - tables.passing[:, self._ends]
@@ -169,7 +169,7 @@ class RunPeaks:
         highest += self._fixed
         if moments[0].gradients_exist:  # before anything has been done
             highest += self._ties.summed_apart
-        highest[self._firsts == 0] += self._chunks * n_callers
+        highest[self._firsts == 0] += self._profile.input_bytes(self._chunks)
         return highest
 
     def _outputs(self, moments: Sequence[RowMoment]) -> Any:

@@ -34,7 +34,15 @@ def sizes_of(profile: Profile, param_scale: float) -> Memory:
         [17, 28]
     """
     layers = tuple(replace(layer, outputs=(), output_bytes=0) for layer in profile.layers)
-    bare = replace(profile, layers=layers, inputs=(), skips=(), step=StepTerms(), other_sizes=())
+    bare = replace(
+        profile,
+        layers=layers,
+        inputs=(),
+        common_inputs=(),
+        skips=(),
+        step=StepTerms(),
+        other_sizes=(),
+    )
     chain = LayerChain(bare, None)
     large = profile.chunks * sum(profile.storages) >= 2**60
     saved = StorageTables(chain, chain.variants, object if large else np.int64).graph

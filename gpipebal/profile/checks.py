@@ -118,6 +118,11 @@ def check_profile(profile: Profile) -> None:
     for name in ("inputs", "without_gradient"):
         for storage in getattr(profile, name):
             _check_storage(storage, n_storages, name)
+    if not set(profile.common_inputs) <= set(profile.inputs):
+        raise ProfileError(
+            f"profile has common inputs that are none: common_inputs={profile.common_inputs} "
+            f"(expected some of inputs={profile.inputs}).\nFix: profile the model again."
+        )
     _check_step(profile, n_storages)
     for skip in profile.skips:
         for index in (skip.source, skip.destination):

@@ -40,6 +40,7 @@ class Profile:
         layers: One `LayerProfile` per layer, in the order of the chain.
         storages: Bytes of every storage that `LayerProfile.saved` and `.outputs` name.
         inputs: Storages of the chain's own input.
+        common_inputs: Those of them that all micro-batches have in common: tensors without rows.
         without_gradient: Storages between layers that no gradient goes back through: integers,
             constants, and what comes before the first layer that is trained.
         rows: Rows of the micro-batch that was measured.
@@ -67,6 +68,7 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     storages: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
+    common_inputs: tuple[int, ...] = ()
     without_gradient: tuple[int, ...] = ()
     rows: int = 1
     mini_batch_rows: int = 1
@@ -211,6 +213,11 @@ class Profile:
     def bytes_of(self, storages: Iterable[int]) -> int:
         """Add up the bytes of storages, each counted once."""
         return sum(self.storages[index] for index in set(storages))
+
+    def input_bytes(self, chunks: int) -> int:
+        """Add up the inputs of all micro-batches of a mini-batch."""
+        common = self.bytes_of(self.common_inputs)
+        return chunks * (self.bytes_of(self.inputs) - common) + common
 
     def gradient_bytes_of(self, storages: Iterable[int]) -> int:
         """Add up the bytes of the gradients of storages, which are as large as they."""

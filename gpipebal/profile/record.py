@@ -3,9 +3,9 @@
 Records of version 1 (before the loss was a layer, and without skip connections and other sizes),
 version 2 (without what a trial as a pipeline tells), version 3 (without tied parameters, and what
 has no gradient or is handed through), version 4 (without copies of buffers, and what partitions
-side by side do to each other) and version 5 (without the bytes of gradients between layers) are
-still read; what they do not tell is unknown, so that everything between layers is taken to have a
-gradient, each storage one.
+side by side do to each other), version 5 (without the bytes of gradients between layers) and
+version 6 (without inputs that all micro-batches have in common) are still read; what they do not
+tell is unknown, so that everything between layers is taken to have a gradient, each storage one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 6
+VERSION = 7
 
 _FIELDS = frozenset(
     {
         "chunks",
+        "common_inputs",
         "inputs",
         "layers",
         "mini_batch_rows",
@@ -60,6 +61,7 @@ def record_of(profile: Profile) -> dict[str, Any]:
         "skips": [asdict(skip) for skip in profile.skips],
         "ties": [asdict(tie) for tie in profile.ties],
         "inputs": list(profile.inputs),
+        "common_inputs": list(profile.common_inputs),
         "without_gradient": list(profile.without_gradient),
         "storages": list(profile.storages),
         "layers": [asdict(layer) for layer in profile.layers],
@@ -83,6 +85,8 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
             content = _of_version_3(content)
         if record.get("version") in (1, 2, 3, 4):
             content = _of_version_4(content)
+        if record.get("version") in (1, 2, 3, 4, 5, 6):
+            content = _of_version_6(content)
         _check_fields("a profile", content, _FIELDS)
         step = _fields_of(content["step"], "step")
         _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
@@ -99,6 +103,7 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
             layers=tuple(_layer(layer) for layer in tuple_of(content["layers"], "layers")),
             storages=tuple_of(content["storages"], "storages"),
             inputs=tuple_of(content["inputs"], "inputs"),
+            common_inputs=tuple_of(content["common_inputs"], "common_inputs"),
             without_gradient=tuple_of(content["without_gradient"], "without_gradient"),
             rows=content["rows"],
             mini_batch_rows=content["mini_batch_rows"],
@@ -193,3 +198,10 @@ def _of_version_4(content: dict[str, Any]) -> dict[str, Any]:
     if "side_by_side" in step:
         raise TypeError("step has an unknown field: 'side_by_side'")
     return {**content, "step": {**step, "side_by_side": None}}
+
+
+def _of_version_6(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 6 up to date: every micro-batch has inputs of its own."""
+    if "common_inputs" in content:
+        raise TypeError("a profile has an unknown field: 'common_inputs'")
+    return {**content, "common_inputs": ()}

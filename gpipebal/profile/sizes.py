@@ -112,10 +112,10 @@ def _between(
         same = [(size.rows, size.step.loss) for size in alike if size.step.loss is not None]
         target = count_at([(r, found.buffer_bytes) for r, found in same], rows)
         loss = replace(_layer_at(loss, known, same, rows, bad_fits), buffer_bytes=target)
-    by_micro_batch = _named(nearest)
+    by_rows = _named(nearest) - set(nearest.common_inputs)
     storages = [
         count_at([(size.rows, size.storages[index]) for size in alike], rows)
-        if index in by_micro_batch
+        if index in by_rows
         else n_bytes
         for index, n_bytes in enumerate(nearest.storages)
     ]
@@ -228,7 +228,7 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
     """Return which storages the parts of a micro-batch name: structure without sizes."""
     loss = profile.step.loss
     return (
-        profile.inputs,
+        (profile.inputs, profile.common_inputs),
         tuple((layer.outputs, layer.saved) for layer in profile.layers),
         tuple((skip.name, skip.source, skip.destination, skip.storages) for skip in profile.skips),
         None if loss is None else (loss.outputs, loss.saved),

@@ -95,6 +95,7 @@ def walk_alone(
     must: bool,
     pace: Pace,
     keep_modes: bool = True,
+    out_dims: Any = None,
 ) -> list[str]:
     """Take every size of micro-batch along the chain, layer by layer.
 
@@ -109,6 +110,7 @@ def walk_alone(
         pace: How long to go on with each layer.
         keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
             trained.
+        out_dims: Dimension along which the outputs of the last layer are joined; see `Chain`.
 
     Returns:
         What there is to say: the sizes that were given up, and why.
@@ -126,7 +128,8 @@ def walk_alone(
         notes.append(left_out(walks[i].rows, error))
 
     for k, (name, module) in enumerate(zip(names, modules, strict=True)):
-        kinds = [_kind(module, walk.arrived, k, routes) if share else None for walk in walks]
+        dims = out_dims if k == len(names) - 1 else None
+        kinds = [_kind(module, walk.arrived, k, routes, dims) if share else None for walk in walks]
         # Of all sizes or of none, because they are measured in turns.
         known = None not in kinds and all((i, kind) in twins for i, kind in enumerate(kinds))
         if known:
@@ -140,7 +143,7 @@ def walk_alone(
             for i, walk in enumerate(walks):
                 try:
                     written = subjects[0].chain.written if subjects else None
-                    subjects[i] = _look(walk, k, name, replica, routes, device, written)
+                    subjects[i] = _look(walk, k, name, replica, routes, device, dims, written)
                 except GpipebalError as error:
                     give_up(i, error)
             for i, times in _rounds(subjects, pace, give_up).items():
@@ -163,6 +166,7 @@ def _look(
     replica: nn.Module,
     routes: Routes,
     device: torch.device,
+    out_dims: Any,
     written: list[frozenset[int]] | None,
 ) -> Subject:
     """Find out all of a layer that needs no repeats, and go on behind it.
@@ -173,12 +177,13 @@ def _look(
     on_host = walk.arrived.value
     with memory_for(f"the input of layer {name!r}"):
         arrived = moved(walk.arrived, device, only=popped)
-    chain = Chain([name], [replica], device, arrived.value, routes=routes, first=k)
+    start = arrived.value
+    chain = Chain([name], [replica], device, start, routes=routes, first=k, out_dims=out_dims)
     if written is None:
-        chain.find_written(0, arrived.value, replica)
+        chain.find_written(0, start, replica)
     else:
         chain.written = written
-    flops = flops_of(chain, 0, arrived.value)
+    flops = flops_of(chain, 0, start)
     memory, passed = measure_layer_memory(chain, 0, arrived, walk.numbers)
     walk.memory.append(memory)
     walk.flops.append(flops)
@@ -250,7 +255,9 @@ def join_times(layers: Sequence[Times]) -> Times:
     return joined
 
 
-def _kind(module: nn.Module, arrived: Arrived, k: int, routes: Routes) -> Hashable | None:
+def _kind(
+    module: nn.Module, arrived: Arrived, k: int, routes: Routes, out_dims: Any
+) -> Hashable | None:
     """Say what a layer and its input are like; None: it has skips, which nothing is like."""
     if any(k in ends for ends in routes.values()):
         return None
@@ -262,7 +269,7 @@ def _kind(module: nn.Module, arrived: Arrived, k: int, routes: Routes) -> Hashab
         for leaf, number in zip(arrived.value.leaves, arrived.numbers, strict=True)
     )
     value = arrived.value
-    return identity_of(module), inputs, str(value.structure), value.views, k == 0
+    return identity_of(module), inputs, str(value.structure), value.views, k == 0, str(out_dims)
 
 
 def _repeat(walk: SizeWalk, twin: _Twin) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.microbatch import check_travels, flatten, unflatten
+from gpipebal.pipeline.microbatch import Call, check_travels, flatten, unflatten
+from gpipebal.pipeline.parting import Dim
 from gpipebal.profiler.clock import Clock, Span
 from gpipebal.profiler.failures import (
     backward_failed,
@@ -24,6 +25,7 @@ from gpipebal.profiler.failures import (
     shapes_of,
     whole_backward_failed,
 )
+from gpipebal.profiler.outputs import joined_dims
 from gpipebal.profiler.value import (
     Record,
     Routes,
@@ -54,6 +56,8 @@ class Chain:
         routes: Skips of the whole chain.
         first: Index of the first layer in the whole chain.
         only_inputs: Whether a backward must leave everything but the inputs alone.
+        out_dims: Dimension along which the outputs of several micro-batches are joined, if that is
+            what the last of these layers gives; as `GPipe` takes it.
 
     Attributes:
         written: For each layer, which of its inputs (those popped count behind the others) it
@@ -71,6 +75,7 @@ class Chain:
         routes: Routes | None = None,
         first: int = 0,
         only_inputs: bool = False,
+        out_dims: Any = None,
     ) -> None:
         self.names = names
         self.layers = list(layers)
@@ -81,6 +86,7 @@ class Chain:
         self.stop = threading.Event()
         self.clock = Clock(device)
         self._only_inputs = only_inputs
+        self._out_dims = out_dims
         self._pops: list[list[Key]] = [[] for _ in names]
         self._stashes: list[list[Key]] = [[] for _ in names]
         for key, (source, destination) in (routes or {}).items():
@@ -104,6 +110,17 @@ class Chain:
         for key in self._stashes[k]:
             leaves += value.skips[key][0]
         return leaves
+
+    def gradients(self, k: int, value: Value) -> list[Tensor | None]:
+        """Make random gradients for what came out of layer k.
+
+        Raises:
+            BalanceError: the dimensions of the output do not fit.
+        """
+        dims: list[Dim] = []
+        if k == len(self.layers) - 1:
+            dims = joined_dims(self._out_dims, value.leaves, value.structure)
+        return random_gradients(self.outputs(k, value), dims)
 
     def popped(self, k: int) -> Sequence[Key]:
         """Return the skips that layer k pops, in the order in which their leaves follow."""
@@ -174,7 +191,7 @@ class Chain:
         try:
             with using(skips):
                 begin = self.clock.begin()
-                output = layer(whole)
+                output = _call(layer, whole)
                 end = self.clock.end()
             del whole
             check_travels(output, self.names[k], cut=True)
@@ -250,7 +267,8 @@ class Chain:
             end: What came out at the end; its gradients are random.
             spans: The times are appended, the first layer's first; None: it had nothing to do.
         """
-        gradients = random_gradients(end.leaves)
+        last = len(self.layers) - 1
+        gradients = self.gradients(last, end)[: len(end.leaves)]
         waiting = {key: random_gradients(leaves) for key, (leaves, _) in end.skips.items()}
         end.leaves, end.skips = [], {}
         found: list[Span | None] = []
@@ -295,7 +313,7 @@ class Chain:
                 for k, layer in enumerate(self.layers):
                     self._check_stop()
                     try:
-                        value = layer(value)
+                        value = _call(layer, value)
                     except Exception as error:
                         shapes = shapes_of(flatten(value)[0])
                         raise forward_failed(
@@ -304,12 +322,13 @@ class Chain:
                 forward = (begin, self.clock.end())
         if not grad:
             return forward, None
-        leaves = flatten(value)[0]
+        leaves, structure = flatten(value)
+        dims = joined_dims(self._out_dims, leaves, structure)
         for key, left in skips.take_all().items():
             if key not in self.start.skips:
                 leaves += flatten(left)[0]
         del value
-        roots = roots_of(leaves, random_gradients(leaves))
+        roots = roots_of(leaves, random_gradients(leaves, dims))
         del leaves
         begin = self.clock.begin()
         had_work = self.run_backward(roots, [], None)
@@ -350,3 +369,8 @@ class Chain:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise RoundStoppedError
+
+
+def _call(layer: nn.Module, value: Any) -> Any:
+    """Give a layer its input, and with it the keyword arguments that the first layer gets."""
+    return layer(value.input, **value.keywords) if isinstance(value, Call) else layer(value)

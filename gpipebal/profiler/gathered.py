@@ -16,7 +16,8 @@ from gpipebal.profile import LayerProfile
 from gpipebal.profiler.failures import is_out_of_memory
 from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.loss import measure_whole_loss
-from gpipebal.profiler.numbers import Arrived, Numbers
+from gpipebal.profiler.numbers import Numbers
+from gpipebal.profiler.outputs import Outputs
 from gpipebal.profiler.replica import parameter_bytes
 from gpipebal.profiler.step import measure_gather
 from gpipebal.profiler.storages import LayerMemory
@@ -31,8 +32,7 @@ GatheredTerms = tuple[float, LayerProfile | None, tuple[int, ...]]
 
 
 def try_gathered(
-    outputs: Arrived,
-    sizes: Sequence[int],
+    outputs: Outputs,
     numbers: Numbers,
     device: torch.device,
     loss_fn: Callable[..., Tensor],
@@ -47,15 +47,14 @@ def try_gathered(
     """
     try:
         # It numbers storages, and will do so again.
-        measure_gathered(outputs, sizes, copy.deepcopy(numbers), device, loss_fn, target)
+        measure_gathered(outputs, copy.deepcopy(numbers), device, loss_fn, target)
     except (GpipebalError, torch.OutOfMemoryError) as error:
         if not is_out_of_memory(error):
             raise
 
 
 def measure_gathered(
-    outputs: Arrived,
-    sizes: Sequence[int],
+    outputs: Outputs,
     numbers: Numbers,
     device: torch.device,
     loss_fn: Callable[..., Tensor] | None,
@@ -64,8 +63,7 @@ def measure_gathered(
     """Measure it over stand-ins for the outputs of all micro-batches.
 
     Args:
-        outputs: Output of the first micro-batch.
-        sizes: Rows of each micro-batch.
+        outputs: Outputs of the micro-batches.
         numbers: Numbers of all storages so far; new ones are added.
         device: Where they are.
         loss_fn: The loss; None: there is none.
@@ -74,10 +72,10 @@ def measure_gathered(
     Raises:
         ProfileError: the loss failed.
     """
-    seconds = measure_gather(outputs.value, sizes, device)
+    seconds = measure_gather(outputs, device)
     if loss_fn is None:
         return seconds, None, ()
-    loss, gathered = measure_whole_loss(loss_fn, target, outputs, sizes, numbers, device)
+    loss, gathered = measure_whole_loss(loss_fn, target, outputs, numbers, device)
     return seconds, loss, gathered
 
 
@@ -90,8 +88,7 @@ def most_bytes(layers: Sequence[nn.Module], memory: Sequence[LayerMemory]) -> in
 
 
 def scaled_gathered(
-    outputs: Arrived,
-    sizes: Sequence[int],
+    outputs: Outputs,
     numbers: Numbers,
     device: torch.device,
     loss: LayerProfile | None,
@@ -100,8 +97,7 @@ def scaled_gathered(
     """Scale it up from two micro-batches and from the loss over one, where there is no room.
 
     Args:
-        outputs: Output of the first micro-batch.
-        sizes: Rows of each micro-batch.
+        outputs: Outputs of the micro-batches.
         numbers: Numbers of all storages so far; new ones are added.
         device: Where they are.
         loss: The loss over one micro-batch; None: there is none.
@@ -110,20 +106,21 @@ def scaled_gathered(
     Returns:
         The terms; None: there is room to measure them.
     """
-    n_bytes = sum(numbers.bytes[number] for number in outputs.storages)
+    first, sizes = outputs.first, outputs.sizes
+    n_bytes = sum(numbers.bytes[number] for number in first.storages)
     share = sum(sizes) / max(1, sizes[0])
     if len(sizes) < 3 or COPIES * n_bytes * share <= free_bytes:
         return None
-    seconds = measure_gather(outputs.value, sizes[:2], device) * len(sizes) / 2
+    seconds = measure_gather(outputs.of_few(2), device) * len(sizes) / 2
     if loss is None:
         return seconds, None, ()
 
     def larger(n_bytes: int | None) -> int:
         return math.ceil((n_bytes or 0) * share)
 
-    grown = {n: numbers.new(larger(numbers.bytes[n])) for n in (*outputs.storages, *loss.saved)}
-    of_leaves = [None if number is None else grown[number] for number in outputs.numbers]
-    numbers.note(of_leaves, map(needs_gradient, outputs.value.leaves))
+    grown = {n: numbers.new(larger(numbers.bytes[n])) for n in (*first.storages, *loss.saved)}
+    of_leaves = [None if number is None else grown[number] for number in first.numbers]
+    numbers.note(of_leaves, map(needs_gradient, first.value.leaves))
     scaled: dict[str, Any] = {name: getattr(loss, name) * share for name in _TIMES}
     scaled |= {name: larger(getattr(loss, name)) for name in _BYTES}
     if loss.no_grad_forward_time is not None:
@@ -131,7 +128,7 @@ def scaled_gathered(
     if loss.flops is not None:
         scaled["flops"] = larger(loss.flops)
     whole = replace(loss, saved=tuple(grown[number] for number in loss.saved), **scaled)
-    return seconds, whole, tuple(grown[number] for number in outputs.storages)
+    return seconds, whole, tuple(grown[number] for number in first.storages)
 
 
 _TIMES = ("forward_time", "backward_time", "recompute_time", "forward_spread", "backward_spread")

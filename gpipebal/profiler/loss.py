@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.errors import ProfileError
 from gpipebal.pipeline.loss import call_loss
-from gpipebal.pipeline.microbatch import flatten, unflatten
-from gpipebal.pipeline.parting import count_rows, gather_leaves, scatter_leaves
+from gpipebal.pipeline.microbatch import flatten
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.clock import Span, seconds_of, synchronize
 from gpipebal.profiler.flops import FlopCounter
 from gpipebal.profiler.numbers import Arrived, Numbers
+from gpipebal.profiler.outputs import Outputs
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
 from gpipebal.profiler.value import Value
@@ -26,12 +26,10 @@ __all__ = [
     "LossChain",
     "LossLayer",
     "describe_loss",
-    "gathered_value",
     "loss_chain",
     "loss_failed",
     "measure_whole_loss",
     "spread_of",
-    "target_of",
 ]
 
 #: Repeats of the loss over the whole mini-batch; the median counts.
@@ -92,40 +90,6 @@ def loss_chain(
     return LossChain(called, target, start, device)
 
 
-def target_of(target: Any, sizes: Sequence[int]) -> Any:
-    """Return the target of the first micro-batch.
-
-    Raises:
-        ModelError: the target cannot be parted.
-        BalanceError: it has other rows than the mini-batch.
-    """
-    if target is None:
-        return None
-    leaves, structure = flatten(target)
-    dims = [0] * len(leaves)
-    rows = count_rows(leaves, structure, dims, what="target")
-    if rows != sum(sizes):
-        raise BalanceError(
-            f"target has other rows than the sample: {rows} (expected {sum(sizes)}).\n"
-            "Fix: give one target per row."
-        )
-    return unflatten(scatter_leaves(leaves, sizes, dims)[0], structure)
-
-
-def gathered_value(outputs: Value, sizes: Sequence[int]) -> Value:
-    """Join stand-ins for the outputs of all micro-batches, made of those of the first."""
-    parts = [[_rows_of(leaf, rows, sizes[0]) for leaf in outputs.leaves] for rows in sizes]
-    # What has no rows can only be stacked.
-    dims = [0 if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in outputs.leaves]
-    joined = [
-        leaf.detach().requires_grad_(old.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf, old in zip(
-            gather_leaves(parts, outputs.structure, dims), outputs.leaves, strict=True
-        )
-    ]
-    return Value(joined, outputs.structure)
-
-
 def describe_loss(
     memory: LayerMemory,
     layer: LossLayer,
@@ -169,8 +133,7 @@ def describe_loss(
 def measure_whole_loss(
     loss_fn: Callable[..., Tensor],
     target: Any,
-    outputs: Arrived,
-    sizes: Sequence[int],
+    outputs: Outputs,
     numbers: Numbers,
     device: torch.device,
 ) -> tuple[LayerProfile, tuple[int, ...]]:
@@ -179,8 +142,7 @@ def measure_whole_loss(
     Args:
         loss_fn: The loss.
         target: Target of the mini-batch, on the device.
-        outputs: Output of the first micro-batch.
-        sizes: Rows of each micro-batch.
+        outputs: Outputs of the micro-batches.
         numbers: Numbers of all storages so far; new ones are added.
         device: Where they are.
 
@@ -190,8 +152,8 @@ def measure_whole_loss(
     Raises:
         ProfileError: the loss failed.
     """
-    value = gathered_value(outputs.value, sizes)
-    arrived = Arrived.behind(outputs, value, numbers)
+    value = outputs.joined()
+    arrived = Arrived.behind(outputs.first, value, numbers)
     chain = loss_chain(loss_fn, target, value, device)
     layer = chain.loss
     try:
@@ -238,12 +200,3 @@ def spread_of(values: Sequence[float]) -> float:
         return 0.0
     quartiles = statistics.quantiles(values, n=4, method="inclusive")
     return quartiles[2] - quartiles[0]
-
-
-def _rows_of(leaf: Any, rows: int, of_rows: int) -> Any:
-    """Cut the output of a micro-batch down to that of a smaller one."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.dim() == 0 or of_rows == 0 or rows == of_rows:
-        return leaf.detach()
-    return leaf.detach()[: rows * leaf.shape[0] // of_rows]

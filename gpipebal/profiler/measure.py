@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.chain import check_keyword_dims
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
+from gpipebal.profiler.batch import Batch
+from gpipebal.profiler.data import Data
 from gpipebal.profiler.describe import describe_machine
 from gpipebal.profiler.harmless import left_alone
 from gpipebal.profiler.optimizer import OptimizerLike
@@ -26,10 +29,8 @@ from gpipebal.profiler.setting import (
     current_device,
     device_for,
     layers_of,
-    parted_rows,
     random_numbers_kept,
     threads_set,
-    to_device,
 )
 from gpipebal.profiler.sizes import Study
 from gpipebal.profiler.trial import LEAST_TRIAL_SECONDS
@@ -61,6 +62,11 @@ def profile_model(
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     optimizer: OptimizerLike | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    in_dims: Any = 0,
+    keyword_dims: Mapping[str, Any] | None = None,
+    out_dims: Any = 0,
+    target_dims: Any = 0,
     method: Literal["measure", "estimate"] = "measure",
     rates: Any = None,
     one_at_a_time: bool | None = None,
@@ -81,8 +87,8 @@ def profile_model(
 
     Args:
         module: An `nn.Sequential`; its children are the layers.
-        sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows
-            along dim 0. A tuple is one input.
+        sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows.
+            A tuple is one input.
         device: Where to measure; None: the first CUDA device, or the CPU where there is none. On
             CUDA the layers run on the caller's current stream of that device.
         chunks: Micro-batches that a mini-batch will be parted into. The layers are measured at
@@ -101,6 +107,12 @@ def profile_model(
         optimizer: An optimizer of the model's parameters, or what makes one of a list of
             parameters (a class, or a lambda with its options); its time and its state are
             measured, on copies.
+        keywords: Keyword arguments that the first layer gets beside its input.
+        in_dims: Dimension along which each tensor of the sample has its rows, as `GPipe` takes it;
+            None: every micro-batch gets all of it.
+        keyword_dims: The same for keyword arguments, by name; 0 for those that are not named.
+        out_dims: The same for the output; None: the micro-batches' tensors are stacked.
+        target_dims: The same for the target, as `GPipe.step` takes it.
         method: ``'measure'``; or ``'estimate'``, which needs no device and no memory: the layers
             may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`. What
             only tells how to measure is then refused.
@@ -127,6 +139,7 @@ def profile_model(
 
     Raises:
         ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be parted.
+        BalanceError: a dimension does not fit.
         ProfileError: a layer, the loss or the optimizer failed, or has no values to measure with;
             the error names it. Or `sample` has no rows.
         DeviceError: `device` does not exist.
@@ -187,12 +200,20 @@ def profile_model(
                 optimizer=optimizer,
                 partitions=partitions,
                 progress=progress,
+                keywords=keywords,
+                in_dims=in_dims,
+                keyword_dims=keyword_dims,
+                out_dims=out_dims,
+                target_dims=target_dims,
                 **given,
             )
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     started = time.perf_counter()
     layers = layers_of(module)
-    check_values(layers, sample, target)
+    check_values(layers, sample, keywords, target)
+    dims_of_keywords = check_keyword_dims(keyword_dims, next(iter(layers.values())))
+    batch = Batch.sample(sample, keywords, in_dims, dims_of_keywords)
+    of_target = Batch.target(target, target_dims)
     n_chunks = check_count("chunks", chunks)
     where = device_for(device)
     n_side_by_side = check_count("partitions", partitions)
@@ -200,7 +221,7 @@ def profile_model(
         share_of_cores(n_side_by_side) if threads is None else check_threads("threads", threads)
     )
     limit = None if timeout is None else check_timeout(timeout)
-    sizes = parted_rows(sample, n_chunks)
+    sizes = batch.parted(n_chunks)
     alone = share_identical or _is_alone(one_at_a_time, layers, where)
     side_by_side = 1
     if where.type == "cpu" and not alone:
@@ -216,11 +237,9 @@ def profile_model(
         study = Study(
             layers,
             find_skips(list(layers.values()), list(layers)),
-            sample,
-            sizes,
+            Data(batch, sizes, None if of_target is None else of_target.to(where), out_dims),
             where,
             loss_fn=loss_fn,
-            target=to_device(target, where),
             optimizer=optimizer,
             keep_modes=module.training,
         )

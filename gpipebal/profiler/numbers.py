@@ -64,8 +64,18 @@ class Arrived:
 
     @classmethod
     def first(cls, value: Value, numbers: Numbers) -> Arrived:
-        """Number the storages of what goes into a chain."""
-        return cls._of(value, {}, numbers)
+        """Number the storages of what goes into a chain.
+
+        A view into the mini-batch counts for its own rows.
+        """
+        arrived = cls._of(value, {}, numbers)
+        own = dict.fromkeys(arrived.storages, 0)
+        for leaf, number in zip(value.leaves, arrived.numbers, strict=True):
+            if number is not None:
+                own[number] += leaf.nbytes
+        for number, n_bytes in own.items():
+            numbers.bytes[number] = min(numbers.bytes[number], n_bytes)
+        return arrived
 
     @classmethod
     def behind(cls, earlier: Arrived, value: Value, numbers: Numbers) -> Arrived:

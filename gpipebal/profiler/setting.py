@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ModelError, ProfileError
+from gpipebal.errors import ProfileError
 from gpipebal.pipeline.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.devices import parse_device
-from gpipebal.pipeline.microbatch import flatten, unflatten
-from gpipebal.pipeline.parting import chunk_sizes, count_rows, scatter_leaves
+from gpipebal.pipeline.microbatch import flatten
 from gpipebal.profile import Profile
 
 __all__ = [
@@ -26,13 +25,9 @@ __all__ = [
     "chunks_that_fit",
     "current_device",
     "device_for",
-    "first_rows",
     "layers_of",
-    "parted_rows",
     "random_numbers_kept",
-    "repeated_rows",
     "threads_set",
-    "to_device",
 ]
 
 
@@ -69,29 +64,6 @@ def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
             )
 
 
-def parted_rows(sample: Any, chunks: int) -> list[int]:
-    """Part the rows of a sample into micro-batches.
-
-    Raises:
-        ModelError: it cannot be parted.
-        ProfileError: it has no rows.
-    """
-    try:
-        rows = count_rows(flatten(sample)[0], what="sample")
-    except ModelError as error:
-        what = str(error).partition("\nFix: ")[0]
-        raise ModelError(
-            f"{what}\nFix: a profile needs tensors with the same rows along dim 0, whatever "
-            "in_dims the pipeline has: let the first layer make what has no rows."
-        ) from error
-    if not rows:
-        raise ProfileError(
-            "sample has no rows, so there is nothing to measure (expected 1 or more).\n"
-            "Fix: give a mini-batch of the size that training has."
-        )
-    return chunk_sizes(rows, chunks)
-
-
 def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:
     """Choose the sizes that are measured beside the micro-batch's own.
 
@@ -125,29 +97,6 @@ def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:
     return sorted({size for size in sizes if size != m})
 
 
-def first_rows(sample: Any, rows: int, of_rows: int) -> Any:
-    """Return the first rows of a sample, as views."""
-    leaves, structure = flatten(sample)
-    if rows == of_rows:
-        return sample
-    parts = scatter_leaves(leaves, [rows, of_rows - rows], [0] * len(leaves))
-    return unflatten(parts[0], structure)
-
-
-def repeated_rows(value: Any, rows: int, have: int) -> Any:
-    """Return so many rows of a value, from the first on, and from the first again."""
-    leaves, structure = flatten(value)
-    if rows == have:
-        return value
-    repeated = [
-        leaf[torch.arange(rows, device=leaf.device) % have]
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == have
-        else leaf
-        for leaf in leaves
-    ]
-    return unflatten(repeated, structure)
-
-
 def check_timeout(timeout: float) -> float:
     """Return a timeout in seconds.
 
@@ -167,18 +116,6 @@ def device_for(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         return parse_device("cuda:0" if torch.cuda.is_available() else "cpu")
     return parse_device(device)
-
-
-def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
-    """Bring the tensors of a value to a device, cut off from autograd."""
-    leaves, structure = flatten(value)
-    moved = [
-        leaf.detach().to(device, copy=copy or leaf.is_inference())
-        if isinstance(leaf, Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-    return unflatten(moved, structure)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.correct import try_out
+from gpipebal.profiler.data import Data
 from gpipebal.profiler.describe import (
     OptimizerMemory,
     describe_layers,
@@ -23,7 +24,7 @@ from gpipebal.profiler.describe import (
     optimizer_memory,
 )
 from gpipebal.profiler.doubts import doubts_about
-from gpipebal.profiler.failures import is_out_of_memory, left_out, memory_for
+from gpipebal.profiler.failures import is_out_of_memory, left_out
 from gpipebal.profiler.gathered import (
     GatheredTerms,
     measure_gathered,
@@ -35,7 +36,6 @@ from gpipebal.profiler.loss import describe_loss, loss_chain
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.replica import find_ties, parameter_bytes, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
-from gpipebal.profiler.setting import first_rows, repeated_rows, to_device
 from gpipebal.profiler.step import measure_optimizer
 from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
 from gpipebal.profiler.trial import Setting
@@ -65,11 +65,9 @@ class Study:
     Args:
         layers: The caller's layers by name.
         routes: Their skips.
-        sample: The mini-batch.
-        sizes: Rows of its micro-batches, the largest first.
+        data: The mini-batch and its target.
         device: Where to measure.
         loss_fn: The loss; None: not measured.
-        target: Its target, on the device; None: it has none.
         optimizer: The optimizer; None: not measured.
         keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
             trained.
@@ -79,21 +77,18 @@ class Study:
         self,
         layers: Mapping[str, nn.Module],
         routes: Routes,
-        sample: Any,
-        sizes: Sequence[int],
+        data: Data,
         device: torch.device,
         *,
         loss_fn: Callable[..., Tensor] | None,
-        target: Any,
         optimizer: OptimizerLike | None,
         keep_modes: bool,
     ) -> None:
         self.names, self.modules = list(layers), list(layers.values())
         self.routes, self.device = routes, device
-        self.micro_batches = sizes
+        self.micro_batches = data.sizes
         self.notes = list(doubts_about(self.names, self.modules, keep_modes=keep_modes))
-        self._sample = sample
-        self._loss_fn, self._target = loss_fn, target
+        self._data, self._loss_fn = data, loss_fn
         self._keep_modes = keep_modes
         parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
         self._maker = None if optimizer is None else Maker(optimizer, parameters)
@@ -113,21 +108,22 @@ class Study:
         Raises:
             ProfileError: a layer failed.
         """
-        self._must = must
-        start = self._start_of(self.micro_batches[0], self.device)
-        scout = Chain(self.names, self.modules, self.device, start, routes=self.routes)
+        self._must, data = must, self._data
+        start = data.start_of(data.sizes[0], self.device)
+        scout = self._chain(start, self.modules)
         found = Scout(scout, keep_modes=self._keep_modes)
         self._sizes.append(_Size(self.micro_batches[0], survey(scout, self.routes, found), start))
         self._look_at_loss(self._sizes[0])
         main = self._sizes[0]
         if self._loss_fn is not None and main.loss is None:
-            given = (main.found.outputs, self.micro_batches, main.found.numbers, self.device)
-            try_gathered(*given, self._loss_fn, self._target)
+            outputs = data.outputs(main.found.outputs, data.sizes)
+            target = data.target_of(data.sizes)
+            try_gathered(outputs, main.found.numbers, self.device, self._loss_fn, target)
         self._private, self._written = found.writers, scout.written
         self._replicas = self._replicate()
         for rows in others:
             try:
-                self._sizes.append(self._look_at(self._start_of(rows, self.device), rows))
+                self._sizes.append(self._look_at(self._data.start_of(rows, self.device), rows))
             except GpipebalError as error:
                 if must:
                     raise
@@ -173,7 +169,7 @@ class Study:
         """Look and measure with one layer on the device at a time; see `walk_alone`."""
         self._must, self._is_alone = must, True
         walks = [
-            SizeWalk.start(rows, self._start_of(rows, _HOST))
+            SizeWalk.start(rows, self._data.start_of(rows, _HOST))
             for rows in (self.micro_batches[0], *others)
         ]
         self.notes += walk_alone(
@@ -186,6 +182,7 @@ class Study:
             must=must,
             pace=pace,
             keep_modes=self._keep_modes,
+            out_dims=self._data.joined_dims,
         )
         self.notes.append("one layer at a time: what neighbours do to each other is not measured")
         for walk in walks:
@@ -252,25 +249,13 @@ class Study:
                 loss_fn = replicate(["loss"], [loss_fn], self.device)[0]
             return Setting(
                 OrderedDict(zip(self.names, self._replicas, strict=True)),
-                self._rows_of_sample(sum(sizes)),
-                self._target_of(sizes),
+                self._data.of_sizes(sizes, self.device),
                 loss_fn,
-                chunks,
                 n_partitions,
                 n_threads,
             )
 
         return try_out(profile, setting, len(self.micro_batches), seconds)
-
-    def _rows_of_sample(self, rows: int) -> Any:
-        """Return so many rows of the sample, on the device; repeated where it has fewer."""
-        return to_device(repeated_rows(self._sample, rows, sum(self.micro_batches)), self.device)
-
-    def _start_of(self, rows: int, device: torch.device) -> Value:
-        sample = first_rows(self._sample, rows, sum(self.micro_batches))
-        # A copy, because a view would count with the storage of the whole mini-batch.
-        with memory_for(f"a micro-batch of {rows} rows"):
-            return Value.of(to_device(sample, device, copy=True))
 
     def _replicate(self) -> list[nn.Module]:
         return replicate(
@@ -281,13 +266,17 @@ class Study:
             keep_modes=self._keep_modes,
         )
 
-    def _chain(self, start: Value, replicas: list[nn.Module]) -> Chain:
-        chain = Chain(self.names, replicas, self.device, start, routes=self.routes)
+    def _chain(self, start: Value, layers: Sequence[nn.Module]) -> Chain:
+        given = (self.names, layers, self.device, start)
+        return Chain(*given, routes=self.routes, out_dims=self._data.joined_dims)
+
+    def _replicated(self, start: Value, replicas: Sequence[nn.Module]) -> Chain:
+        chain = self._chain(start, replicas)
         chain.written = self._written
         return chain
 
     def _look_at(self, start: Value, rows: int) -> _Size:
-        size = _Size(rows, survey(self._chain(start, self._replicas), self.routes), start)
+        size = _Size(rows, survey(self._replicated(start, self._replicas), self.routes), start)
         self._look_at_loss(size)
         return size
 
@@ -296,19 +285,11 @@ class Study:
             return
         sizes = [size.rows] * len(self.micro_batches)
         try:
-            with memory_for("the target"):
-                target = self._target_of(sizes)
-            size.loss = survey_loss(self._loss_fn, target, sizes, size.found, self.device)
+            target = self._data.first_target(sizes)
+            size.loss = survey_loss(self._loss_fn, target, size.found, self.device)
         except GpipebalError as error:
             why = str(error).splitlines()[0]
             self.notes.append(f"the loss is not measured at {size.rows} rows: {why}")
-
-    def _target_of(self, sizes: Sequence[int]) -> Any:
-        """Return a target for micro-batches of other sizes: rows of the target, repeated."""
-        rows, have = sum(sizes), sum(self.micro_batches)
-        if self._target is None or rows == have:
-            return self._target
-        return repeated_rows(self._target, rows, have)
 
     def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
         loss = None
@@ -316,7 +297,7 @@ class Study:
             loss = size.loss.chain
             if copies:
                 loss = loss_chain(self._loss_fn, loss.loss.target, loss.start, self.device)
-        return Subject(self._chain(size.start, replicas), loss)
+        return Subject(self._replicated(size.start, replicas), loss)
 
     def _profile_of(
         self,
@@ -338,6 +319,7 @@ class Study:
             layers=layers,
             storages=tuple(size.found.numbers.bytes),
             inputs=size.found.inputs,
+            common_inputs=self._data.sample.constants(size.found.inputs),
             without_gradient=size.found.numbers.without_gradient,
             rows=size.rows,
             mini_batch_rows=(
@@ -363,14 +345,18 @@ class Study:
         is_main = size is self._sizes[0]
         sizes = self.micro_batches if is_main else [size.rows] * len(self.micro_batches)
         terms: GatheredTerms | None = None
-        given = (size.found.outputs, sizes, size.found.numbers, self.device)
+        given = (
+            self._data.outputs(size.found.outputs, sizes),
+            size.found.numbers,
+            self.device,
+        )
         if self._is_alone:
             terms = scaled_gathered(*given, loss, most_bytes(self.modules, size.found.memory))
         if terms is not None:
             self.notes.append(f"the gathered output at {size.rows} rows is scaled, not measured")
         else:
             try:
-                terms = measure_gathered(*given, self._loss_fn, self._target_of(sizes))
+                terms = measure_gathered(*given, self._loss_fn, self._data.target_of(sizes))
             except (GpipebalError, torch.OutOfMemoryError) as error:
                 # Inside the pipeline the loss needs no gathered output: such a step may still fit.
                 is_memory = is_out_of_memory(error)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.profiler.clock import synchronize
-from gpipebal.profiler.loss import gathered_value
 from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.outputs import Outputs
 
 __all__ = [
     "OptimizerPeaks",
@@ -33,15 +32,14 @@ LARGEST_STEPPED = 2**28
 BEYOND_CACHES = 2**26
 
 
-def measure_gather(outputs: Value, sizes: Sequence[int], device: torch.device) -> float:
+def measure_gather(outputs: Outputs, device: torch.device) -> float:
     """Return the seconds to join the outputs of all micro-batches, stand-ins for them.
 
     Args:
-        outputs: Output of the first micro-batch, the largest.
-        sizes: Rows of each micro-batch.
-        device: Where it is.
+        outputs: Outputs of the micro-batches.
+        device: Where they are.
     """
-    return _median_time(lambda: gathered_value(outputs, sizes), device)
+    return _median_time(outputs.joined, device)
 
 
 def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int] | None:

@@ -35,7 +35,6 @@ from gpipebal.profiler.replica import kept_by
 from gpipebal.profiler.value import (
     Value,
     as_leaves,
-    random_gradients,
     roots_of,
 )
 
@@ -225,8 +224,8 @@ def _warm_up(chain: Chain, k: int, value: Value) -> None:
     needed in every call is left to be measured.
     """
     inputs, given = chain.prepare(k, value, wants=True)
-    outputs = chain.outputs(k, chain.call(k, given, value))
-    roots = roots_of(outputs, random_gradients(outputs))
+    passed = chain.call(k, given, value)
+    roots = roots_of(chain.outputs(k, passed), chain.gradients(k, passed))
     chain.run_backward(roots, inputs, chain.names[k])
 
 
@@ -314,7 +313,7 @@ def _forward_and_backward(
         elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
         kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
         roots, begun = (
-            begun_inside(outputs) if freed else (roots_of(outputs, random_gradients(outputs)), 0)
+            begun_inside(outputs) if freed else (roots_of(outputs, chain.gradients(k, passed)), 0)
         )
         through: dict[int, int] = {}
         with handed_through(inputs, roots, through):

@@ -6,7 +6,7 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.flops import FlopCounter
-from gpipebal.profiler.loss import LossChain, loss_chain, target_of
+from gpipebal.profiler.loss import LossChain, loss_chain
 from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.replica import replicate
 from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
@@ -164,7 +164,6 @@ class LossSurvey(NamedTuple):
 def survey_loss(
     loss_fn: Callable[..., Tensor],
     target: Any,
-    sizes: Sequence[int],
     found: Survey,
     device: torch.device,
 ) -> LossSurvey:
@@ -172,15 +171,14 @@ def survey_loss(
 
     Args:
         loss_fn: The loss.
-        target: Target of the mini-batch, on the device.
-        sizes: Rows of each micro-batch; the first is the one that was surveyed.
+        target: Target of the micro-batch, on the device.
         found: What is known of the layers.
         device: Where they are.
 
     Raises:
         GpipebalError: the loss cannot be computed over a micro-batch.
     """
-    chain = loss_chain(loss_fn, target_of(target, sizes), found.outputs.value, device)
+    chain = loss_chain(loss_fn, target, found.outputs.value, device)
     given = (found.outputs, found.numbers, chain.loss.target_tensors)
     memory, _ = measure_layer_memory(chain, 0, *given)
     return LossSurvey(chain, memory, flops_of(chain, 0, found.outputs.value))

@@ -32,6 +32,8 @@ from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.pipeline.trace import trace
 from gpipebal.problem import Problem
 from gpipebal.profile import Profile
+from gpipebal.profiler.batch import Batch
+from gpipebal.profiler.data import Data
 from gpipebal.profiler.traces import (
     KINDS,
     MOST_FACTOR,
@@ -74,21 +76,22 @@ class Setting:
 
     Attributes:
         layers: The layers by name; they get gradients.
-        sample: A mini-batch of `chunks` micro-batches.
-        target: Its target.
+        data: A mini-batch and its target.
         loss_fn: The loss; None: the sum of the outputs stands for it.
-        chunks: Micro-batches.
         n_partitions: Partitions, at most one per layer.
         n_threads: Intra-operation threads of each.
     """
 
     layers: OrderedDict[str, nn.Module]
-    sample: Any
-    target: Any
+    data: Data
     loss_fn: Callable[..., Tensor] | None
-    chunks: int
     n_partitions: int
     n_threads: int
+
+    @property
+    def chunks(self) -> int:
+        """Micro-batches."""
+        return len(self.data.sizes)
 
 
 @dataclass
@@ -131,7 +134,7 @@ class _Way(Traced):
         with trace(self.pipe) as recorder:
             started = time.perf_counter()
             if self.inside:
-                self.pipe.step(setting.sample, target=setting.target, loss_fn=_sum_of)
+                self.pipe.step(loss_fn=_sum_of, **setting.data.of_step())
             else:
                 _run_outside(self.pipe, setting)
             seconds = time.perf_counter() - started
@@ -163,14 +166,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     ways: list[_Way] = []
     try:
         for mode, inside, cut in kinds:
-            pipe = GPipe(
-                module,
-                cut,
-                devices=["cpu"] * len(cut),
-                chunks=setting.chunks,
-                checkpoint=mode,
-                threads_per_partition=setting.n_threads,
-            )
+            pipe = _pipe_of(module, cut, mode, setting)
             ways.append(_Way(mode, inside, len(cut), [], pipe))
         for way in ways:
             way.run(setting)  # the first warms up: threads are started, facts found out
@@ -204,19 +200,14 @@ def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
     """Find the seconds of a cell of each kind whose layer does next to nothing."""
     module = nn.Sequential(*(nn.Linear(1, 1, device="cpu") for _ in range(n_partitions)))
     nothing = replace(
-        setting, layers=OrderedDict(module.named_children()), target=None, loss_fn=None
+        setting,
+        layers=OrderedDict(module.named_children()),
+        data=Data(Batch.sample(torch.zeros(setting.chunks, 1, device="cpu")), [1] * setting.chunks),
+        loss_fn=None,
     )
-    nothing = replace(nothing, sample=torch.zeros(setting.chunks, 1, device="cpu"))
     found: dict[str, list[float]] = defaultdict(list)
     for mode in _MODES:
-        pipe = GPipe(
-            module,
-            [1] * n_partitions,
-            devices=["cpu"] * n_partitions,
-            chunks=setting.chunks,
-            checkpoint=mode,
-            threads_per_partition=setting.n_threads,
-        )
+        pipe = _pipe_of(module, [1] * n_partitions, mode, nothing)
         way = _Way(mode, False, n_partitions, [], pipe)
         try:
             for _ in range(OVERHEAD_ROUNDS + 1):
@@ -231,9 +222,24 @@ def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
     return {name: median(found[name]) for name in KINDS}
 
 
+def _pipe_of(
+    module: nn.Sequential, balance: Sequence[int], mode: CheckpointMode, setting: Setting
+) -> GPipe:
+    return GPipe(
+        module,
+        balance,
+        devices=["cpu"] * len(balance),
+        chunks=setting.chunks,
+        checkpoint=mode,
+        threads_per_partition=setting.n_threads,
+        **setting.data.dims(),
+    )
+
+
 def _run_outside(pipe: GPipe, setting: Setting) -> None:
     """Run forward, loss and backward as a caller does, but leave parameters of the loss alone."""
-    output = pipe(setting.sample)
+    sample, keywords = setting.data.sample.call()
+    output = pipe(sample, **keywords)
     leaves, structure = flatten(output)
     ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not ends:
@@ -241,7 +247,8 @@ def _run_outside(pipe: GPipe, setting: Setting) -> None:
     gradients: Sequence[Tensor | None] = [torch.ones_like(end) for end in ends]
     if setting.loss_fn is not None:
         cut = as_leaves(leaves, wants=True)
-        loss = call_loss(setting.loss_fn, unflatten(cut, structure), setting.target)
+        target = setting.data.target_of(setting.data.sizes)
+        loss = call_loss(setting.loss_fn, unflatten(cut, structure), target)
         inputs = [leaf for leaf in cut if isinstance(leaf, Tensor) and leaf.requires_grad]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     torch.autograd.backward(ends, gradients)

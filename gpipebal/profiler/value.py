@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpipebal.pipeline.microbatch import flatten
+from gpipebal.pipeline.parting import Dim
 from gpipebal.profiler.failures import memory_for
 from gpipebal.skip.tracker import Key
 
@@ -72,14 +74,25 @@ class Record:
     outputs: list[Any]
 
 
-def random_gradients(outputs: Sequence[Any]) -> list[Tensor | None]:
-    """Make gradients to start a backward with: random, as small as a mean loss makes them."""
+def random_gradients(outputs: Sequence[Any], dims: Sequence[Dim] = ()) -> list[Tensor | None]:
+    """Make gradients to start a backward with: random, as small as a mean loss makes them.
+
+    Args:
+        outputs: Leaves that a layer has handed on.
+        dims: For the first of them, the dimension along which several micro-batches are joined:
+            gradients then are views into that of the mini-batch.
+    """
+
+    def gradient_of(leaf: Tensor, dim: Dim) -> Tensor:
+        gradient = torch.randn_like(leaf) / max(1, leaf.numel())
+        if dim is None or dim % leaf.dim() == 0:
+            return gradient
+        return torch.cat([gradient, gradient], dim).narrow(dim, 0, leaf.shape[dim])
+
     with memory_for("the gradient of what was handed on"):
         return [
-            torch.randn_like(leaf) / max(1, leaf.numel())
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-            else None
-            for leaf in outputs
+            gradient_of(leaf, dim) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+            for leaf, dim in zip_longest(outputs, dims)
         ]
 
 

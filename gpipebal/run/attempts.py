@@ -108,7 +108,9 @@ def _some_steps(
     devices: Sequence[torch.device],
     threads: int | None,
 ) -> list[float]:
-    pipe = GPipe.from_plan(model, plan, devices=list(devices), threads_per_partition=threads)
+    pipe = GPipe.from_plan(
+        model, plan, devices=list(devices), threads_per_partition=threads, **workload.dims
+    )
     try:
         trainer = PipelineTrainer(pipe, workload)
         trainer.step()

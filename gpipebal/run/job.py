@@ -167,6 +167,7 @@ class _Job:
             target=workload.target,
             optimizer=workload.make_optimizer,
             progress=self.progress,
+            **workload.parting,
         )
         plan = self._plan(profile)
         self.echo(f"\n{plan}\n")
@@ -174,7 +175,11 @@ class _Job:
         self.folder.write("plan.json", plan.save)
 
         pipe = GPipe.from_plan(
-            workload.model, plan, devices=self.places, threads_per_partition=self.threads
+            workload.model,
+            plan,
+            devices=self.places,
+            threads_per_partition=self.threads,
+            **workload.dims,
         )
         try:
             measured = train_in_turns(

@@ -11,7 +11,7 @@ checkpointing costs is part of the comparison.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline import GPipe, gather, scatter
+from gpipebal.pipeline import GPipe, gather
+from gpipebal.pipeline.parting import chunk_sizes
+from gpipebal.profiler.batch import Batch
 from gpipebal.run.workload import Workload
 
 __all__ = ["PipelineTrainer", "PlainTrainer", "cpu_threads", "timed"]
@@ -32,14 +34,15 @@ class PipelineTrainer:
     def __init__(self, pipe: GPipe, workload: Workload) -> None:
         self.pipe = pipe
         self.loss = workload.loss
-        self.sample = to_device(workload.sample, pipe.devices[0])
+        self.sample, self.keywords = workload.batch().to(pipe.devices[0]).call()
         self.target = to_device(workload.target, pipe.devices[-1])
         self.optimizer = workload.make_optimizer(list(pipe.parameters()))
 
     def step(self) -> None:
         """Do one training step."""
         self.optimizer.zero_grad()
-        self.loss(self.pipe(self.sample), self.target).backward()
+        output = self.pipe(self.sample, **self.keywords)
+        self.loss(output, self.target).backward()
         self.optimizer.step()
 
 
@@ -51,26 +54,37 @@ class PlainTrainer:
     ) -> None:
         self.model = model.to(device)
         self.loss = workload.loss
-        sample = to_device(workload.sample, device)
+        batch = workload.batch().to(device)
+        self.rows = chunk_sizes(batch.count_rows(), chunks)
+        self.micro_batches = [part.call() for part in batch.parts(self.rows)]
+        self.out_dims = workload.parting.get("out_dims", 0)
         self.target = to_device(workload.target, device)
-        self.micro_batches = scatter(sample, chunks)
-        self.rows = [_rows(micro_batch) for micro_batch in self.micro_batches]
-        self.targets = _part_target(self.target, chunks, self.rows)
+        self.targets = _part_target(workload.target_batch(), self.rows, device)
         self.optimizer = workload.make_optimizer(list(self.model.parameters()))
 
     def step(self) -> None:
         """Do one training step."""
         self.optimizer.zero_grad()
         if self.targets is None:
-            outputs = [self.model(micro_batch) for micro_batch in self.micro_batches]
-            self.loss(gather(outputs), self.target).backward()
+            outputs = [self._run(*micro_batch) for micro_batch in self.micro_batches]
+            self.loss(gather(outputs, self.out_dims), self.target).backward()
         else:
             total = sum(self.rows) or 1
             for rows, micro_batch, target in zip(
                 self.rows, self.micro_batches, self.targets, strict=True
             ):
-                (self.loss(self.model(micro_batch), target) * (rows / total)).backward()
+                (self.loss(self._run(*micro_batch), target) * (rows / total)).backward()
         self.optimizer.step()
+
+    def _run(self, value: Any, keywords: Mapping[str, Any]) -> Any:
+        """Run a micro-batch; keyword arguments are the first layer's, as in a pipeline."""
+        if not keywords:
+            return self.model(value)
+        first, *others = self.model.children()
+        value = first(value, **keywords)
+        for layer in others:
+            value = layer(value)
+        return value
 
 
 def timed(step: Callable[[], None], devices: Sequence[torch.device]) -> float:
@@ -104,17 +118,15 @@ def _synchronize(devices: Sequence[torch.device]) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rows(micro_batch: Any) -> int:
-    leaves = [leaf for leaf in pytree.tree_leaves(micro_batch) if isinstance(leaf, Tensor)]
-    return int(leaves[0].shape[0])
-
-
-def _part_target(target: Any, chunks: int, rows: Sequence[int]) -> list[Any] | None:
+def _part_target(
+    target: Batch | None, rows: Sequence[int], device: torch.device
+) -> list[Any] | None:
     """Part the target as the sample is; None: it does not go by rows, so there is one loss."""
     if target is None:
         return [None] * len(rows)
     try:
-        parts = scatter(target, chunks)
+        if target.count_rows() != sum(rows):
+            return None
     except ModelError:
         return None
-    return parts if [_rows(part) for part in parts] == list(rows) else None
+    return [part.value for part in target.to(device).parts(rows)]

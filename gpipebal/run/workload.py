@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,16 +19,19 @@ from torch import Tensor, nn
 
 from gpipebal.errors import UsageError
 from gpipebal.models import MODELS
-from gpipebal.pipeline import scatter
 from gpipebal.pipeline.loss import call_loss
 from gpipebal.pipeline.parting import chunk_sizes
+from gpipebal.profiler.batch import Batch
 
 __all__ = ["Workload", "default_optimizer", "load_workload"]
 
 #: Rows of the mini-batch of a built-in model, unless told.
 DEFAULT_ROWS = 32
 
-_KEYS = ("model", "sample", "loss_fn", "target", "optimizer")
+#: Where the rows of a user's data are, and what goes beside the sample: as `profile_model` has it.
+_PARTING = ("keywords", "in_dims", "keyword_dims", "out_dims", "target_dims")
+
+_KEYS = ("model", "sample", "loss_fn", "target", "optimizer", *_PARTING)
 
 OptimizerMaker = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -46,6 +49,8 @@ class Workload:
         make_optimizer: Takes a list of the parameters.
         loss_name: How the loss is called in a report.
         image_size: Height and width of the images in pixels; None: not a built-in model.
+        parting: What is not by default of ``keywords``, ``in_dims``, ``keyword_dims``, ``out_dims``
+            and ``target_dims``, as `profile_model` takes them.
     """
 
     name: str
@@ -56,6 +61,27 @@ class Workload:
     make_optimizer: OptimizerMaker
     loss_name: str
     image_size: int | None = None
+    parting: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Those of `parting` that a `GPipe` takes."""
+        names = ("in_dims", "keyword_dims", "out_dims")
+        return {name: self.parting[name] for name in names if name in self.parting}
+
+    def batch(self) -> Batch:
+        """Return the sample and the keyword arguments.
+
+        Raises:
+            BalanceError: a dimension does not fit.
+        """
+        names = ("keywords", "in_dims", "keyword_dims")
+        given = {name: self.parting[name] for name in names if name in self.parting}
+        return Batch.sample(self.sample, **given)
+
+    def target_batch(self) -> Batch | None:
+        """Return the target; None: there is none."""
+        return Batch.target(self.target, self.parting.get("target_dims", 0))
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of an output, with the target if there is one."""
@@ -266,9 +292,8 @@ def _users_own(name: str, found: Any) -> Workload:
     for key in ("loss_fn", "optimizer"):
         if found.get(key) is not None and not callable(found[key]):
             raise _wrong_result(name, f"{key}={found[key]!r}", f"{key} to be callable")
-    scatter(found["sample"], 1)  # refuses a sample without tensors or with unequal rows
     loss_fn = found.get("loss_fn") or _default_loss(target)
-    return Workload(
+    workload = Workload(
         name=name,
         model=model,
         sample=found["sample"],
@@ -276,7 +301,10 @@ def _users_own(name: str, found: Any) -> Workload:
         loss_fn=loss_fn,
         make_optimizer=found.get("optimizer") or default_optimizer,
         loss_name=_name_of(loss_fn) + ("" if found.get("loss_fn") else " (default)"),
+        parting={key: found[key] for key in _PARTING if key in found},
     )
+    workload.batch().count_rows()  # refuses a sample without tensors or with unequal rows
+    return workload
 
 
 def _default_loss(target: Any) -> Callable[..., Tensor]:
@@ -295,7 +323,8 @@ def _wrong_result(name: str, found: str, expected: str) -> UsageError:
     return UsageError(
         f"function returned the wrong thing: {name} returned {found} (expected {expected}).\n"
         "Fix: return (model, sample), or a mapping with 'model', 'sample' and if wanted "
-        "'loss_fn', 'target', 'optimizer'; the model is an nn.Sequential of its layers."
+        "'loss_fn', 'target', 'optimizer', and where rows are not along dim 0 "
+        f"{_listed(_PARTING)}; the model is an nn.Sequential of its layers."
     )
 
 

@@ -21,7 +21,7 @@ from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.tensors import storage_key
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.estimate.backends import KEEP_MORE
-from gpipebal.profiler.value import Value, random_gradients, roots_of
+from gpipebal.profiler.value import Value, roots_of
 from gpipebal.rates import DeviceRates
 
 __all__ = ["Costs", "OperationCosts", "find_costs"]
@@ -180,11 +180,10 @@ def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
         inputs, given = chain.prepare(0, value, wants=True)
         with forward:
             passed = chain.call(0, given, value)
-        outputs = chain.outputs(0, passed)
-        roots = roots_of(outputs, random_gradients(outputs))
+        roots = roots_of(chain.outputs(0, passed), chain.gradients(0, passed))
         with backward:
             chain.run_backward(roots, inputs, chain.names[0])
-        del inputs, passed, outputs, roots
+        del inputs, passed, roots
     for parameter in chain.layers[0].parameters():
         parameter.grad = None
     operations = forward.operations | backward.operations | without_graph.operations

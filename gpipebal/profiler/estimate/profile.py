@@ -11,20 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.chain import check_keyword_dims
 from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
+from gpipebal.profiler.batch import Batch
+from gpipebal.profiler.data import Data
 from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
-from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy, stand_in_of, value_of
+from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
-from gpipebal.profiler.loss import target_of
 from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.replica import find_ties, layer_of_tensors, own_bytes
-from gpipebal.profiler.setting import choose_rows, layers_of, parted_rows, random_numbers_kept
+from gpipebal.profiler.setting import choose_rows, layers_of, random_numbers_kept
 from gpipebal.profiler.survey import describe_skips
+from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates, find_rates
 from gpipebal.schedule import check_count
 from gpipebal.skip.layout import find_skips
@@ -47,6 +50,11 @@ def estimate_profile(
     optimizer: OptimizerLike | None = None,
     partitions: int = 2,
     progress: bool | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    in_dims: Any = 0,
+    keyword_dims: Mapping[str, Any] | None = None,
+    out_dims: Any = 0,
+    target_dims: Any = 0,
 ) -> Profile:
     """Estimate time and memory of every layer from shapes, without a device and without memory.
 
@@ -60,8 +68,8 @@ def estimate_profile(
     Args:
         module: An `nn.Sequential`; its children are the layers. Only looked at: its parameters
             may be on any device, also the meta device.
-        sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows
-            along dim 0. A tuple is one input. Only looked at; may be on the meta device.
+        sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows.
+            A tuple is one input. Only looked at; may be on the meta device.
         chunks: Micro-batches that a mini-batch will be parted into. The layers are estimated at
             the size of the largest, ``ceil(rows / chunks)`` rows.
         rows: Other rows of a micro-batch to estimate, in `Profile.other_sizes`; None: two sizes
@@ -75,12 +83,18 @@ def estimate_profile(
         partitions: Taken as `profile_model` takes it; every partition has a device of its own
             here, so it changes nothing.
         progress: Show a progress bar; None: only on a terminal.
+        keywords: As `profile_model` takes it, like all that follow.
+        in_dims: Dimensions of the sample.
+        keyword_dims: Dimensions of keyword arguments.
+        out_dims: Dimensions of the output.
+        target_dims: Dimensions of the target.
 
     Returns:
         A `Profile` with ``provenance["method"] == "estimate"``: times in seconds, sizes in bytes.
 
     Raises:
         ModelError: `module` is no `nn.Sequential`, or `sample` cannot be parted.
+        BalanceError: a dimension does not fit.
         ProfileError: a layer failed, or needs values that are not there (it calls ``item()`` or
             ``nonzero()``, say); the error names it.
         DeviceError: `rates` is the name of no device.
@@ -104,8 +118,12 @@ def estimate_profile(
         check_not_lazy(name, layer)
     routes = find_skips(modules, names)
     device = find_rates(rates)
-    sizes = parted_rows(sample, check_count("chunks", chunks))
-    target_of(target, sizes)  # it must have as many rows
+    dims_of_keywords = check_keyword_dims(keyword_dims, modules[0])
+    batch = Batch.sample(sample, keywords, in_dims, dims_of_keywords)
+    sizes = batch.parted(check_count("chunks", chunks))
+    of_target = Batch.target(target, target_dims)
+    if of_target is not None:
+        of_target.first_of(sizes)  # it must have as many rows
     wanted = choose_rows(rows, sizes[0], sum(sizes))
     check_count("partitions", partitions)
     _check_autocast(device)
@@ -117,8 +135,10 @@ def estimate_profile(
         _undisturbed(),
         progress_bar("estimating", len(modules) * (1 + len(wanted)), progress) as told,
     ):
-        walk = Walk(names, modules, routes, device, told, keep_modes=module.training)
-        work = _Work(names, modules, walk, sample, loss_fn, target, optimizer, device)
+        data = Data(batch, sizes, of_target, out_dims)
+        given, kept = (names, modules, routes, device, told), module.training
+        walk = Walk(*given, keep_modes=kept, out_dims=data.joined_dims)
+        work = _Work(names, modules, walk, data, loss_fn, optimizer, device)
         main = work.at(sizes, reasons)
         for size in wanted:
             try:
@@ -173,9 +193,8 @@ class _Work:
     names: Sequence[str]
     modules: Sequence[nn.Module]
     walk: Walk
-    sample: Any
+    data: Data
     loss_fn: Callable[..., Tensor] | None
-    target: Any
     optimizer: OptimizerLike | None
     rates: DeviceRates
 
@@ -203,13 +222,13 @@ class _Work:
             A profile without provenance.
         """
         numbers = Numbers()
-        start = value_of(self.sample, sizes[0])
+        start = Value.of(self.data.sample.without_memory(sizes[0], self.data.rows).value)
         estimates, inputs, outputs, skips = self.walk.along(start, numbers)
         for name, found in zip(self.names, estimates, strict=True):
             if found.costs.approximate:
                 reasons[name] = found.costs.approximate
         loss = self._loss(sizes[:1], outputs, numbers, reasons)
-        gather_time, value = estimate_gather(outputs.value, sizes, self.rates)
+        gather_time, value = estimate_gather(self.data.outputs(outputs, sizes), self.rates)
         layers = self._layers(estimates)
         gathered: tuple[int, ...] = ()
         whole_loss = None
@@ -221,6 +240,7 @@ class _Work:
             layers=layers,
             storages=tuple(numbers.bytes),
             inputs=inputs,
+            common_inputs=self.data.sample.constants(inputs),
             without_gradient=numbers.without_gradient,
             rows=sizes[0],
             mini_batch_rows=sum(sizes),
@@ -246,7 +266,9 @@ class _Work:
     ) -> LayerProfile | None:
         if self.loss_fn is None:
             return None
-        target = None if self.target is None else stand_in_of(self.target, sum(sizes))
+        target = None
+        if self.data.target is not None:
+            target = self.data.target.without_memory(sum(sizes), self.data.rows).value
         loss, why = estimate_loss(self.loss_fn, target, outputs, numbers, self.rates)
         if why:
             reasons["loss"] = why

@@ -16,18 +16,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.microbatch import flatten, unflatten
 from gpipebal.profiler.copying import copy_layer
-from gpipebal.profiler.value import Value
 
 __all__ = [
     "META",
     "Leaf",
     "check_not_lazy",
-    "resized",
     "stand_in_for",
-    "stand_in_of",
-    "value_of",
 ]
 
 META = torch.device("meta")
@@ -69,24 +64,6 @@ def check_not_lazy(name: str, layer: nn.Module) -> None:
             f"layer {name!r} has no shapes yet: it is lazy (expected parameters with shapes).\n"
             "Fix: run model(sample) once."
         )
-
-
-def stand_in_of(value: Any, rows: int | None = None) -> Any:
-    """Make a stand-in for a value, a pytree; with `rows`, of as many along dim 0 of each tensor."""
-    leaves, structure = flatten(value)
-    return unflatten(
-        [resized(leaf, rows) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        structure,
-    )
-
-
-def resized(tensor: Tensor, rows: int | None) -> Tensor:
-    """Return a tensor without memory of the same kind, with `rows` along dim 0."""
-    base = _without_memory(tensor)
-    if rows is None or not base.dim() or base.shape[0] == rows:
-        return base
-    # As a copy of a slice has it: strides of a dense tensor keep their order.
-    return base[:rows].clone() if rows < base.shape[0] else base.new_empty((rows, *base.shape[1:]))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -154,8 +131,3 @@ class Leaf:
         made = torch.empty(0, dtype=self.dtype, device=META)
         made.set_(storages[self.storage], self.offset, self.shape, self.stride)
         return made.requires_grad_(self.needs_gradient)
-
-
-def value_of(sample: Any, rows: int) -> Value:
-    """Make a stand-in for a micro-batch of a sample."""
-    return Value.of(stand_in_of(sample, rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from gpipebal.profile import LayerProfile
 from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import acting_as_device, without_values
-from gpipebal.profiler.loss import LossChain, describe_loss, gathered_value, loss_failed
+from gpipebal.profiler.loss import LossChain, describe_loss, loss_failed
 from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.optimizer import Maker
+from gpipebal.profiler.outputs import Outputs
 from gpipebal.profiler.storages import measure_layer_memory
 from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates
@@ -74,12 +75,10 @@ def estimate_loss(
     return described, tuple(sorted(notes | set(costs.approximate)))
 
 
-def estimate_gather(
-    outputs: Value, sizes: Sequence[int], rates: DeviceRates
-) -> tuple[float, Value]:
+def estimate_gather(outputs: Outputs, rates: DeviceRates) -> tuple[float, Value]:
     """Estimate the seconds to join the outputs of all micro-batches; return what they make."""
     with OperationCosts(rates) as costs:
-        value = gathered_value(outputs, sizes)
+        value = outputs.joined()
     return costs.seconds, value
 
 

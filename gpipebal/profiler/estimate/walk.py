@@ -75,6 +75,7 @@ class Walk:
         rates: Rates of the device.
         told: Called after each layer.
         keep_modes: Whether the layers stay in training or evaluation mode; else all are trained.
+        out_dims: Dimension along which the outputs of the last layer are joined; see `Chain`.
 
     Attributes:
         routes: Skips of the chain.
@@ -89,6 +90,7 @@ class Walk:
         told: Callable[[], None] = lambda: None,
         *,
         keep_modes: bool = True,
+        out_dims: Any = None,
     ) -> None:
         self._names = names
         self._layers = layers
@@ -96,6 +98,7 @@ class Walk:
         self._rates = rates
         self._told = told
         self._keep_modes = keep_modes
+        self._out_dims = out_dims
         self._known: dict[Hashable, _Found] = {}
         self._identities = [identity_of(layer) for layer in layers]
 
@@ -146,10 +149,12 @@ class Walk:
         given = [(arrived.leaves, arrived.structure), *(arrived.skips[key] for key in popped)]
         local = _Renumbering()
         known_as = tuple((local.down(leaves), str(structure)) for leaves, structure in given)
-        # The first layer's input never needs a gradient; skips have names.
+        # The first layer's input never needs a gradient, nor is another's output joined than the
+        # last one's; skips have names.
         key: Hashable = (
             self._identities[k],
             k == 0,
+            str(self._dims_of(k)),
             tuple(popped),
             tuple(stashed),
             _hashable(known_as),
@@ -179,6 +184,9 @@ class Walk:
             passed.skips[name] = (_up(leaves, outer), structure)
         return estimate, passed
 
+    def _dims_of(self, k: int) -> Any:
+        return self._out_dims if k == len(self._layers) - 1 else None
+
     def _run(self, k: int, arrived: _OnItsWay, stashed: Sequence[Key], n_inputs: int) -> _Found:
         name = self._names[k]
         made: dict[int, Any] = {}
@@ -203,7 +211,15 @@ class Walk:
             inner.new(n_bytes[number])
         layer = stand_in_for(name, self._layers[k], keep_modes=self._keep_modes)
         with without_values(name), acting_as_device(self._rates) as notes:
-            chain = Chain([name], [layer], META, value, routes=self.routes, first=k)
+            chain = Chain(
+                [name],
+                [layer],
+                META,
+                value,
+                routes=self.routes,
+                first=k,
+                out_dims=self._dims_of(k),
+            )
             chain.find_written(0, value, layer)
             costs = find_costs(chain, value, self._rates)
             memory, passed = measure_layer_memory(chain, 0, here, inner)

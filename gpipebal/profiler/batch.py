@@ -1,0 +1,274 @@
+"""A mini-batch that knows where its rows are: what a pipeline is called with, or a target.
+
+The profiler needs micro-batches of any size from it, laid out in memory as the pipeline hands them
+to the first layer: on its own device as views into the mini-batch, gaps and all. A layer may copy
+what has gaps, so they are kept; the rows alone are what a micro-batch counts for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.pipeline.inputs import leaves_of_call
+from gpipebal.pipeline.microbatch import Call, flatten, unflatten
+from gpipebal.pipeline.parting import (
+    Dim,
+    chunk_sizes,
+    count_rows,
+    scatter_leaves,
+    spread_dims,
+)
+from gpipebal.pipeline.tensors import has_storage
+
+__all__ = ["Batch"]
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mini-batch, as leaves.
+
+    Attributes:
+        leaves: Its leaves: tensors and anything else.
+        structure: Their pytree.
+        dims: Dimension along which each leaf has its rows; None: it has none, and every
+            micro-batch gets all of it.
+        what: What it is called in errors.
+    """
+
+    leaves: Sequence[Any]
+    structure: Any
+    dims: Sequence[Dim]
+    what: str
+
+    @classmethod
+    def sample(
+        cls,
+        sample: Any,
+        keywords: Mapping[str, Any] | None = None,
+        in_dims: Any = 0,
+        keyword_dims: Mapping[str, Any] | None = None,
+    ) -> Batch:
+        """Take apart what a pipeline is called with, as it does.
+
+        Raises:
+            BalanceError: a dimension does not fit.
+        """
+        given = leaves_of_call(sample, keywords or {}, in_dims, keyword_dims or {})
+        return cls(*given, what="sample")
+
+    @classmethod
+    def target(cls, target: Any, dims: Any = 0) -> Batch | None:
+        """Take a target apart, as a step does; None: there is none.
+
+        Raises:
+            BalanceError: a dimension does not fit.
+        """
+        if target is None:
+            return None
+        leaves, structure = flatten(target)
+        return cls(leaves, structure, spread_dims(dims, structure, "target_dims"), what="target")
+
+    @property
+    def value(self) -> Any:
+        """All of it, as its user gave it; with keyword arguments a `Call`."""
+        return unflatten(self.leaves, self.structure)
+
+    @property
+    def value_dims(self) -> Any:
+        """The dimensions, in the form of `value`."""
+        return unflatten(self.dims, self.structure)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def count_rows(self) -> int:
+        """Return the rows that all its tensors have.
+
+        Raises:
+            ModelError: no tensor has rows, or two have different ones.
+        """
+        argument = "target_dims" if self.what == "target" else "in_dims or keyword_dims"
+        given = (self.leaves, self.structure, self.dims)
+        return count_rows(*given, what=self.what, argument=argument)
+
+    def parted(self, chunks: int) -> list[int]:
+        """Part its rows into micro-batches.
+
+        Raises:
+            ModelError: it cannot be parted.
+            ProfileError: it has no rows.
+        """
+        rows = self.count_rows()
+        if not rows:
+            raise ProfileError(
+                f"{self.what} has no rows, so there is nothing to measure (expected 1 or more).\n"
+                "Fix: give a mini-batch of the size that training has."
+            )
+        return chunk_sizes(rows, chunks)
+
+    def parts(self, sizes: Sequence[int]) -> list[Batch]:
+        """Return its micro-batches, as views.
+
+        Args:
+            sizes: Rows of each.
+        """
+        parts = scatter_leaves(self.leaves, sizes, self.dims)
+        return [replace(self, leaves=leaves) for leaves in parts]
+
+    def first_of(self, sizes: Sequence[int]) -> Batch:
+        """Return the first of its micro-batches.
+
+        Args:
+            sizes: Rows of each.
+
+        Raises:
+            ModelError: it cannot be parted.
+            BalanceError: it has other rows.
+        """
+        rows = self.count_rows()
+        if rows != sum(sizes):
+            raise BalanceError(
+                f"{self.what} has other rows than the sample: {rows} (expected {sum(sizes)}).\n"
+                "Fix: give one target per row, or name its dimension in target_dims."
+            )
+        return self.first(sizes[0])
+
+    def first(self, rows: int) -> Batch:
+        """Return the first rows, as views."""
+        return self._with([_first_of(leaf, dim, rows) for leaf, dim in self._each_tensor()])
+
+    def repeated(self, rows: int, have: int) -> Batch:
+        """Return so many rows, from the first on, and from the first again.
+
+        Args:
+            rows: Rows wanted.
+            have: Rows that there are; a tensor with another number of them is left as it is.
+        """
+        if rows == have:
+            return self
+        return self._with([_repeated(*pair, rows, have) for pair in self._each_tensor()])
+
+    def without_memory(self, rows: int, have: int) -> Batch:
+        """Return so many rows as tensors on the meta device, laid out as `copied_to` does it.
+
+        Args:
+            rows: Rows wanted.
+            have: Rows that there are; a tensor with another number of them is left as it is.
+        """
+        return self._with([_without_memory(*pair, rows, have) for pair in self._each_tensor()])
+
+    def to(self, device: torch.device) -> Batch:
+        """Bring its tensors to a device, cut off from autograd; those that are there stay."""
+        return self._with(
+            [leaf.detach().to(device, copy=leaf.is_inference()) for leaf in self.tensors]
+        )
+
+    def copied_to(self, device: torch.device) -> Batch:
+        """Copy its tensors to a device, cut off from autograd.
+
+        On the device where they are they keep their strides, as views into the mini-batch.
+        """
+        return self._with([_copied(leaf.detach(), device) for leaf in self.tensors])
+
+    def call(self) -> tuple[Any, dict[str, Any]]:
+        """Return the input that a pipeline is called with, and the keyword arguments."""
+        value = self.value
+        return (value.input, dict(value.keywords)) if isinstance(value, Call) else (value, {})
+
+    def call_dims(self) -> tuple[Any, dict[str, Any]]:
+        """Return the dimensions of both, as a pipeline takes them."""
+        dims = self.value_dims
+        return (dims.input, dict(dims.keywords)) if isinstance(dims, Call) else (dims, {})
+
+    def constants(self, storages: Sequence[int]) -> tuple[int, ...]:
+        """Return the storages that all micro-batches have in common.
+
+        Args:
+            storages: Numbers of the storages of a micro-batch, one for each tensor that has one.
+        """
+        dims = [dim for leaf, dim in self._each_tensor() if has_storage(leaf)]
+        return tuple(number for number, dim in zip(storages, dims, strict=True) if dim is None)
+
+    def _each_tensor(self) -> list[tuple[Tensor, Dim]]:
+        pairs = zip(self.leaves, self.dims, strict=True)
+        return [(leaf, dim) for leaf, dim in pairs if isinstance(leaf, Tensor)]
+
+    def _with(self, tensors: Sequence[Tensor]) -> Batch:
+        """Return the same with other tensors."""
+        left = iter(tensors)
+        leaves = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return replace(self, leaves=leaves)
+
+
+def _rows_of(leaf: Tensor, dim: Dim) -> int | None:
+    """Return how many rows a tensor has; None: it has not got the dimension."""
+    if dim is None or not -leaf.dim() <= dim < leaf.dim():
+        return None
+    return leaf.shape[dim]
+
+
+def _first_of(leaf: Tensor, dim: Dim, rows: int) -> Tensor:
+    return leaf if dim is None else leaf.narrow(dim, 0, rows)
+
+
+def _repeated(leaf: Tensor, dim: Dim, rows: int, have: int) -> Tensor:
+    if dim is None or _rows_of(leaf, dim) != have:
+        return leaf
+    return leaf.index_select(dim, torch.arange(rows, device=leaf.device) % have)
+
+
+def _without_memory(leaf: Tensor, dim: Dim, rows: int, have: int) -> Tensor:
+    if dim is None or _rows_of(leaf, dim) != have:
+        return _like(leaf, _META)
+    if rows <= have:
+        return _like(leaf.narrow(dim, 0, rows), _META)
+    shape = list(leaf.shape)
+    shape[dim] = rows
+    return torch.empty(shape, dtype=leaf.dtype, device=_META)
+
+
+def _copied(leaf: Tensor, device: torch.device) -> Tensor:
+    if leaf.device != device or not _is_strided(leaf):
+        return leaf.to(device, copy=True)
+    copied = _like(leaf, device)
+    _once(copied).copy_(_once(leaf))
+    return copied
+
+
+def _like(leaf: Tensor, device: torch.device) -> Tensor:
+    """Make a tensor laid out as a view is; one that overlaps with itself becomes dense."""
+    if not _is_strided(leaf):
+        return torch.empty_like(leaf, device=device)
+    once = _once(leaf)
+    made = torch.empty_strided(once.shape, once.stride(), dtype=leaf.dtype, device=device)
+    return made.expand(leaf.shape)
+
+
+def _is_strided(leaf: Tensor) -> bool:
+    """Tell whether a tensor is a plain one, and has its elements once, or along whole dimensions.
+
+    As `Tensor.expand` makes it; windows that overlap, as of `Tensor.unfold`, are something else.
+    """
+    if type(leaf) not in (Tensor, nn.Parameter) or not has_storage(leaf):
+        return False
+    once = _once(leaf)
+    span = 1 + sum((n - 1) * step for n, step in zip(once.shape, once.stride(), strict=True))
+    return once.numel() <= span
+
+
+def _once(leaf: Tensor) -> Tensor:
+    """Return the elements of a tensor that has been expanded, each once."""
+    for dim, step in enumerate(leaf.stride()):
+        if step == 0 and leaf.shape[dim] > 1:
+            leaf = leaf.narrow(dim, 0, 1)
+    return leaf
