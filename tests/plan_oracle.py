@@ -91,10 +91,12 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
                 parameter_bytes=layers[k].parameter_bytes + tie.parameter_bytes,
                 gradient_bytes=layers[k].gradient_bytes + tie.gradient_bytes,
             )
+    inputs = draw(some(2))
     return gb.Profile(
         tuple(layers),
         tuple(storages),
-        draw(some(2)),
+        inputs,
+        common_inputs=inputs[: draw(st.integers(0, len(inputs)))],
         rows=2,
         mini_batch_rows=6,
         chunks=3,

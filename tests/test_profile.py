@@ -59,8 +59,9 @@ def profiles(draw: st.DrawFn) -> Profile:
         destination=st.integers(0, len(layers) - 1),
         storages=indices.map(tuple),
     )
+    inputs = draw(indices.map(tuple))
     profile = Profile(
-        tuple(layers), tuple(storages), rows=draw(st.integers(1, 9)),
+        tuple(layers), tuple(storages), inputs, inputs[1:], rows=draw(st.integers(1, 9)),
         step=StepTerms(
             draw(st.none() | TIMES), draw(losses), draw(losses), draw(indices.map(tuple)),
             draw(st.none() | TIMES),
