@@ -30,11 +30,14 @@ def slow_senders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         original = getattr(Routes, name)
 
         def put(self: Routes, j: int, i: int, sent: Any, *ready: Any) -> None:
-            tensors = [weakref.ref(t) for t in leaves_of(sent) if isinstance(t, Tensor)]
+            tensors = [t for t in leaves_of(sent) if isinstance(t, Tensor)]
+            # Not the tensors: the sender's input may be in the same memory.
+            storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+            del tensors
             original(self, j, i, sent, *ready)
             is_callers = j == (2 if name == "put_output" else 0)
             deadline = time.monotonic() + PATIENCE
-            while not is_callers and any(tensor() is not None for tensor in tensors):
+            while not is_callers and any(one() is not None for one in storages):
                 if time.monotonic() > deadline:
                     kept.append((name, j, i))
                     return
@@ -60,6 +63,36 @@ def test_values_are_gone_while_their_senders_still_send(
 ) -> None:
     """Without a graph a value ends with the cell that took it, whatever its sender does."""
     pipe = GPipe(chain(), [3, 2, 3], chunks=2)
+    with torch.no_grad():
+        pipe(torch.randn(4, 4))
+    pipe.close()
+    assert not slow_senders
+
+
+class Double(nn.Module):
+    """Makes a second value of its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 2
+
+
+class Beside(nn.Module):
+    """Works on the first of two values; the second is handed through."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return value[0] + 1, value[1]
+
+
+class Total(nn.Module):
+    """Adds both up."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[0] + value[1]
+
+
+def test_values_handed_through_are_gone_too(slow_senders: list[tuple[str, int, int]]) -> None:
+    """Who hands its input on has forgotten it, too, before the receiver has it."""
+    pipe = GPipe(nn.Sequential(Double(), Beside(), Total()), [1, 1, 1], chunks=2)
     with torch.no_grad():
         pipe(torch.randn(4, 4))
     pipe.close()

@@ -329,12 +329,13 @@ class MiniBatch:
     def _run_action(self, action: Action) -> None:
         j, kind, i = action
         cell, lane = self._cells[j][i], self.lanes[j]
+        loss = self._loss if j == len(self.lanes) - 1 else None
         if kind == "F":
             packet = self._routes.take_input(j, i)
             started = self._start(action)
-            loss = self._loss if j == len(self.lanes) - 1 else None
             tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
             output = cell.forward(packet, self.state, tail)
+            del packet  # what it shares with the output is the receiver's to free
             self._end(action, started)
             if loss is None:
                 self._routes.put_output(j, i, output._replace(ready=lane.mark()))
@@ -347,7 +348,6 @@ class MiniBatch:
             cell.recompute(self.state)
             self._end(action, started)
         else:
-            loss = self._loss if j == len(self.lanes) - 1 else None
             if loss is None:
                 gradients = self._routes.take_gradients(j, i)
             else:
