@@ -121,6 +121,12 @@ class Cell:
         """Bytes of the mini-batch, which the first partition has from start to end; else 0."""
         return 0 if self.first else self.profile.input_bytes(chunks)
 
+    def of_loss(self, chunks: int) -> int:
+        """Bytes that a loss inside has all the time: the target, and its parameters; else 0."""
+        if self.loss is None:
+            return 0
+        return chunks * self.loss.buffer_bytes + self.loss.parameter_bytes
+
     @cached_property
     def goes_back(self) -> bool:
         """Whether a gradient comes to it; a cell without one keeps nothing for its backward."""

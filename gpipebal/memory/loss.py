@@ -17,7 +17,7 @@ class AroundLoss(NamedTuple):
     Attributes:
         most: The most at one time, of outputs, loss and gradients.
         stays: What is still there while the backwards run.
-        target: The target, which is there all the time.
+        target: The target, which is there all the time, and so are parameters of the loss.
         after: What is still there behind the backwards, while the optimizer steps.
     """
 
@@ -39,6 +39,7 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
     if whole is None:
         return _unknown(last.outputs, last.output_bytes)
     m = profile.chunks
+    whole = _times(whole, 1, m)
     return replace(
         whole,
         forward_time=whole.forward_time / m,
@@ -48,15 +49,14 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
         saved=last.outputs,
         outputs=(),
         output_bytes=0,
-        buffer_bytes=-(-whole.buffer_bytes // m),
-        forward_peak_bytes=-(-whole.forward_peak_bytes // m),
         no_grad_forward_peak_bytes=None,
-        backward_peak_bytes=-(-whole.backward_peak_bytes // m),
         accumulating_peak_bytes=None,
     )
 
 
-def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
+def around_loss(
+    cell: Cell, chunks: int, outputs: int, *, gradients_exist: bool = False
+) -> AroundLoss:
     """Find what the caller adds on the last partition between the phases.
 
     Args:
@@ -64,6 +64,7 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
         chunks: Micro-batches of the mini-batch.
         outputs: Bytes of the outputs of all micro-batches that no graph holds, without what is the
             caller's input.
+        gradients_exist: Whether the loss's parameters have gradients before the step.
     """
     profile = cell.profile
     whole, joined, gradient = _whole_loss(profile, chunks)
@@ -72,14 +73,19 @@ def around_loss(cell: Cell, chunks: int, outputs: int) -> AroundLoss:
     gather = outputs + (gathered if chunks > 1 else 0)
     forward = gathered + whole.forward_peak_bytes
     saved = _bytes_of_saved(profile, whole, gathered, chunks)
-    backward = saved + whole.output_bytes + whole.backward_peak_bytes
-    # The output, which a caller has given a name; its gradient; and the loss, whose number may have
-    # a large storage.
-    stays = gathered + gradient + whole.output_bytes
+    peak, own = whole.backward_peak_bytes, whole.gradient_bytes
+    target = whole.buffer_bytes + whole.parameter_bytes
+    if gradients_exist:
+        known = whole.accumulating_peak_bytes
+        peak, own, target = peak if known is None else known, 0, target + own
+    backward = saved + whole.output_bytes + peak
+    # The output, which a caller has given a name; its gradient; the loss, whose number may have a
+    # large storage; and the gradients of the loss's parameters.
+    stays = gathered + gradient + whole.output_bytes + own
     # The output of one micro-batch may be one of the tensors of its graph.
     output = cell.bytes_of(cell.outputs) if chunks == 1 else joined
-    after = output + whole.output_bytes
-    return AroundLoss(max(gather, forward, backward), stays, whole.buffer_bytes, after)
+    after = output + whole.output_bytes + own
+    return AroundLoss(max(gather, forward, backward), stays, target, after)
 
 
 def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
@@ -117,15 +123,28 @@ def _bytes_of_saved(profile: Profile, whole: LayerProfile, gathered: int, chunks
 
 
 def _times(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:
-    """Bring a loss over `of_chunks` micro-batches to `chunks`: its bytes go by the rows."""
+    """Bring a loss over `of_chunks` micro-batches to `chunks`.
+
+    Its bytes go by the rows, but for parameters and their gradients.
+    """
     if chunks == of_chunks:
         return loss
+
+    def scaled(n_bytes: int) -> int:
+        return -(-n_bytes * chunks // of_chunks)
+
+    def beside_gradients(n_bytes: int) -> int:
+        fixed = min(n_bytes, loss.gradient_bytes)
+        return fixed + scaled(n_bytes - fixed)
+
+    accumulating = loss.accumulating_peak_bytes
     return replace(
         loss,
-        buffer_bytes=-(-loss.buffer_bytes * chunks // of_chunks),
-        output_bytes=-(-loss.output_bytes * chunks // of_chunks),
-        forward_peak_bytes=-(-loss.forward_peak_bytes * chunks // of_chunks),
-        backward_peak_bytes=-(-loss.backward_peak_bytes * chunks // of_chunks),
+        buffer_bytes=scaled(loss.buffer_bytes),
+        output_bytes=scaled(loss.output_bytes),
+        forward_peak_bytes=scaled(loss.forward_peak_bytes),
+        backward_peak_bytes=beside_gradients(loss.backward_peak_bytes),
+        accumulating_peak_bytes=None if accumulating is None else beside_gradients(accumulating),
     )
 
 

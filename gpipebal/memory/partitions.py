@@ -153,11 +153,12 @@ def _highest(
     # Of losses only the numbers are kept.
     of_output = cell.bytes_of(cell.outputs) if cell.gives_outputs else 0
     in_graph = cell.bytes_of(cell.outputs & cell.graph) if cell.gives_outputs else 0
-    target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
+    target = cell.of_loss(chunks)
     around = None
     if cell.gives_outputs:
         n_recorded = chunks - int(recomputed.sum())
-        around = around_loss(cell, chunks, chunks * of_output - n_recorded * in_graph)
+        given = chunks * of_output - n_recorded * in_graph
+        around = around_loss(cell, chunks, given, gradients_exist=gradients_exist)
         target = around.target
     # Cells are alike, so one of each kind is walked through.
     backward = kinds == _B
@@ -188,7 +189,7 @@ def _highest(
     def after(way: _Way) -> int:
         return {"F": held[way.again], "R": of_new_graph, "B": 0}[way.kind]
 
-    def given(way: _Way) -> int:
+    def given_by(way: _Way) -> int:
         """What a forward adds to the outputs; in the caller's hands, and in no graph."""
         if way.kind != "F":
             return 0
@@ -198,7 +199,7 @@ def _highest(
     less = of_each(before)
     in_flight = callers + np.cumsum(of_each(after) - less)
     activations = in_flight - of_each(after) + of_each(lambda way: own[way].activations)
-    made = of_each(given)
+    made = of_each(given_by)
     outputs = target + np.cumsum(made) - made
     n_forwards = np.cumsum(kinds == _F)
     turn = int(np.searchsorted(n_forwards, chunks)) + 1  # behind the last forward

@@ -224,11 +224,11 @@ def _ceilings(
     # A loss inside hands nothing on, and what it gives is not counted while it waits.
     less = 0 if cell.loss is None else cell.bytes_of((cell.outputs & held) - cell.handed)
     output = 0
-    target = 0 if cell.loss is None else chunks * cell.loss.buffer_bytes
+    target = cell.of_loss(chunks)
     around = None
     if cell.gives_outputs:
         output = cell.bytes_of(cell.outputs - held)
-        around = around_loss(cell, chunks, chunks * output)
+        around = around_loss(cell, chunks, chunks * output, gradients_exist=gradients_exist)
         target = around.target
     kept = cell.bytes_of(cell.kept_of(chunks) - held)
     found: dict[tuple[int | None, int], int] = {}

@@ -165,7 +165,7 @@ class RunPeaks:
             highest = total if highest is None else np.maximum(highest, total)
         assert highest is not None
         if chain.loss is not None:
-            highest[:, -1] += self._chunks * chain.loss.buffer_bytes
+            highest[:, -1] += self._chunks * chain.loss.buffer_bytes + chain.loss.parameter_bytes
         highest += self._fixed
         if moments[0].gradients_exist:  # before anything has been done
             highest += self._ties.summed_apart
@@ -186,7 +186,11 @@ class RunPeaks:
         at_loss = next(moment for moment in moments if moment.kind == "L")
         given = self._chunks * size - at_loss.n_graphs * in_graph
         ways = list(zip(callers.tolist(), given.tolist(), strict=True))
-        found = {way: around_loss(cells[way[0]], self._chunks, way[1]) for way in set(ways)}
+        exist = moments[0].gradients_exist
+        found = {
+            way: around_loss(cells[way[0]], self._chunks, way[1], gradients_exist=exist)
+            for way in set(ways)
+        }
         around = [found[way] for way in ways]
         target = self._column([one.target for one in around])
         after = self._column([one.after for one in around])

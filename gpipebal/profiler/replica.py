@@ -131,6 +131,22 @@ def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) ->
     }
 
 
+def bytes_of_loss(loss_fn: object, layers: Sequence[nn.Module]) -> dict[str, Any]:
+    """Count the bytes of what a loss that is a module keeps and no layer has, and of its gradients.
+
+    Its buffers count as parameters: the buffers of a loss are its target.
+    """
+    if not isinstance(loss_fn, nn.Module):
+        return {}
+    known = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+    parameters = [p for p in loss_fn.parameters() if id(p) not in known]
+    buffers = [b for b in loss_fn.buffers() if id(b) not in known]
+    return {
+        "parameter_bytes": sum(tensor.nbytes for tensor in (*parameters, *buffers)),
+        "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+    }
+
+
 def find_ties(layers: Sequence[nn.Module]) -> tuple[TieProfile, ...]:
     """Find the parameters that several layers have, and which layers those are."""
     users: dict[int, list[int]] = {}

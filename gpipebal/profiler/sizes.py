@@ -34,7 +34,7 @@ from gpipebal.profiler.gathered import (
 )
 from gpipebal.profiler.loss import describe_loss, loss_chain
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
-from gpipebal.profiler.replica import find_ties, parameter_bytes, replicate
+from gpipebal.profiler.replica import bytes_of_loss, find_ties, parameter_bytes, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.step import measure_optimizer
 from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
@@ -367,12 +367,14 @@ class Study:
                     f"not measured at {size.rows} rows: the gathered output and its loss: {why}"
                 )
         gather_time, whole_loss, gathered = terms or (None, None, ())
+        if whole_loss is not None:
+            whole_loss = replace(whole_loss, **bytes_of_loss(self._loss_fn, self.modules))
         return StepTerms(gather_time, loss, whole_loss, gathered, optimizer_time)
 
     def _loss_of(self, size: _Size) -> LayerProfile | None:
         if size.loss is None:
             return None
-        return describe_loss(
+        loss = describe_loss(
             size.loss.memory,
             size.loss.chain.loss,
             forward=size.times.loss_forward,
@@ -380,6 +382,7 @@ class Study:
             without_graph=size.times.loss_without_graph,
             flops=size.loss.flops,
         )
+        return replace(loss, **bytes_of_loss(self._loss_fn, self.modules))
 
 
 def _versions(module: nn.Module) -> list[int]:

@@ -24,7 +24,7 @@ from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.progress import progress_bar
-from gpipebal.profiler.replica import find_ties, layer_of_tensors, own_bytes
+from gpipebal.profiler.replica import bytes_of_loss, find_ties, layer_of_tensors, own_bytes
 from gpipebal.profiler.setting import choose_rows, layers_of, random_numbers_kept
 from gpipebal.profiler.survey import describe_skips
 from gpipebal.profiler.value import Value
@@ -272,7 +272,7 @@ class _Work:
         loss, why = estimate_loss(self.loss_fn, target, outputs, numbers, self.rates)
         if why:
             reasons["loss"] = why
-        return loss
+        return replace(loss, **bytes_of_loss(self.loss_fn, self.modules))
 
     def _layers(self, estimates: Sequence[Estimate]) -> tuple[LayerProfile, ...]:
         owner = layer_of_tensors(self.modules)

@@ -1,0 +1,113 @@
+"""A loss that is a module: its parameters and their gradients are on the last partition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.pipeline import GPipe, measure_memory
+
+pytestmark = pytest.mark.timeout(120)
+
+WIDTH, CLASSES, ROWS = 32, 300, 24
+
+
+class Projected(nn.Module):
+    """A loss with the projection onto classes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("weights", torch.ones(CLASSES))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss."""
+        return F.cross_entropy(self.head(output), target, weight=self.weights)
+
+
+def chain() -> nn.Sequential:
+    """Return a few small layers."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Return a mini-batch with its target."""
+    return torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"timeout": 0},
+        {"timeout": 0, "one_at_a_time": True},
+        {"method": "estimate", "rates": "CPU core"},
+    ],
+    ids=["measured", "alone", "estimated"],
+)
+@pytest.mark.parametrize("exist", [False, True])
+def test_parameters_of_the_loss_are_counted(way: dict[str, Any], exist: bool) -> None:
+    """With gradients of earlier steps and without, inside and outside, at other micro-batches."""
+    torch.manual_seed(0)
+    sample, target = data()
+    loss = Projected()
+    profile = gb.profile_model(
+        chain(), sample, chunks=4, loss_fn=loss, target=target, progress=False, **way
+    )
+    for chunks in (4, 2, 8):
+        for inside in (False, True):
+            for mode in ("never", "always"):
+                model = chain()
+                pipe = GPipe(model, [3], chunks=chunks, checkpoint=mode)
+                for _ in range(2):
+                    if not exist:
+                        loss.zero_grad()
+                        model.zero_grad()
+                    with measure_memory(pipe) as meter:
+                        for own in (*loss.parameters(), *loss.buffers()):
+                            meter.ledger.hold([own, own.grad], 0, keep=True)
+                        if inside:
+                            pipe.step(sample, target=target, loss_fn=loss)
+                        else:
+                            output = pipe(sample)
+                            value = loss(output, target)
+                            value.backward()
+                            del output, value
+                plan = gb.evaluate(
+                    profile,
+                    [3],
+                    checkpoint=mode,
+                    chunks=chunks,
+                    loss_inside=inside,
+                    gradients_exist=exist,
+                )
+                planned, counted = plan.partitions[0].memory.total, meter.peak_bytes[0]
+                assert 0.99 * counted <= planned <= 1.03 * counted, (chunks, inside, mode)
+                pipe.close()
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_what_a_loss_shares_with_layers_counts_once(method: Any) -> None:
+    """A parameter of a layer is the layer's."""
+    model = chain()
+    profile = gb.profile_model(
+        model, data()[0], loss_fn=lambda output: output.sum(), method=method, progress=False
+    )
+    assert profile.step.loss is not None and profile.step.loss.parameter_bytes == 0
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.other = nn.Linear(WIDTH, 2, bias=False), model[0].weight
+
+        def forward(self, output: Tensor) -> Tensor:
+            return self.own(F.linear(output, self.other)).sum()
+
+    profile = gb.profile_model(model, data()[0], loss_fn=Shares(), method=method, progress=False)
+    for one in (profile.step.loss, profile.step.whole_loss):
+        assert one is not None
+        assert (one.parameter_bytes, one.gradient_bytes) == (8 * WIDTH, 8 * WIDTH)
