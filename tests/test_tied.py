@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipebal.errors import DuplicateLayerError, ModelError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.runtime import check_shared
-from gpipebal.pipeline.tied import leaves_behind, outer_nodes
+from gpipebal.pipeline.tied import leaves_behind
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)
@@ -205,11 +205,14 @@ def test_leaves_behind_a_loss_end_at_its_output() -> None:
     """What the output itself was made of does not count; what the loss uses besides does."""
     layer, other = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     output = layer(torch.ones(1, 2))
-    before = outer_nodes((output, 3))
-    assert leaves_behind(output.sum(), before) == []
-    (found,) = leaves_behind((output.mul_(2) @ other).sum(), before)
+    assert leaves_behind(output.sum(), [output]) == []
+    nodes = [output, torch.ones(2), None]
+    assert leaves_behind((output * nodes[1]).sum(), nodes) == []
+    (found,) = leaves_behind((output @ other).sum(), nodes)
     assert found is other
-    assert leaves_behind(torch.ones(()), before) == []
+    assert leaves_behind(torch.ones(()), nodes) == []
+    # A leaf may be handed to the loss as it is.
+    assert leaves_behind(other.square().sum(), [other]) == []
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, "enabled"])

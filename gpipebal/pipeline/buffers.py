@@ -2,8 +2,10 @@
 
 A recompute starts from the buffers as they were before its forward, and leaves no trace in them:
 batch normalisation counts each micro-batch once. So a checkpointed cell keeps copies of them. Small
-buffers are always copied. Of large ones only those that have been seen to change; if another one
-changes, which its version tells, the recompute is refused, and the next mini-batch is copied for.
+buffers are always copied, and the statistics of torch's normalisation layers, which change without
+a trace and perhaps not on the first rows. Of other large ones only those that have been seen to
+change; if another one does, which its version tells, the recompute is refused, and the next
+mini-batch is copied for.
 A large one in whose place a layer puts another tensor, as with a cache that grows, has not changed:
 the cell holds on to it.
 """
@@ -16,18 +18,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.tensors import are_equal, bytes_of, parts_of, version_of
 
-__all__ = ["BufferSlot", "Buffers", "Kept"]
+__all__ = ["BufferSlot", "Buffers", "Copies", "Kept", "is_always_copied"]
 
 #: Where a buffer stands: the module that has it, and its name there.
 BufferSlot = tuple[nn.Module, str]
 
 #: Bytes up to which a buffer is copied without asking whether anybody writes to it.
 SMALL = 1 << 16
+
+
+#: Buffers by place: each with a copy, and how often it had been written to.
+Copies = dict[BufferSlot, tuple[Tensor, Tensor, int | None]]
+
+
+def is_always_copied(module: nn.Module, buffer: Tensor) -> bool:
+    """Tell whether a cell that is recomputed copies a buffer without asking who writes to it."""
+    return bytes_of(buffer) <= SMALL or (isinstance(module, _NormBase) and module.training)
 
 
 class Kept(NamedTuple):
@@ -88,37 +100,37 @@ class Buffers:
                 empty.add(place)
             elif is_lazy(buffer):
                 copies[place] = None
-            elif bytes_of(buffer) <= SMALL or place in self._written:
+            elif is_always_copied(place[0], buffer) or place in self._written:
                 copies[place] = buffer.detach().clone()
             else:
                 others[place] = (buffer, version_of(buffer))
         return Kept(copies, others, empty)
 
-    def copies(self, *, alone: bool = False) -> dict[BufferSlot, tuple[Tensor, Tensor]]:
+    def copies(self, *, alone: bool = False) -> Copies:
         """Copy the large buffers, to see which a forward writes to; `alone`: the foreign ones.
 
         Returns:
-            Each buffer and its copy.
+            Each buffer, its copy, and how often it has been written to.
         """
         return {
-            place: (buffer, buffer.detach().clone())
+            place: (buffer, buffer.detach().clone(), version_of(buffer))
             for place, buffer in self._present()
             if not is_lazy(buffer)
             and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
         }
 
-    def look(self, before: Mapping[BufferSlot, tuple[Tensor, Tensor]]) -> dict[BufferSlot, Tensor]:
+    def look(self, before: Copies) -> dict[BufferSlot, Tensor]:
         """Remember which of these buffers have changed; return them as they were.
 
         Raises:
             ModelError: one that layers of another partition have too was written to.
         """
         changed = {}
-        for place, (buffer, copy) in before.items():
+        for place, (buffer, copy, version) in before.items():
             # A foreign one is missed by the other partitions too if it is replaced.
             now = _buffer_of(*place) if place in self._foreign else buffer
-            # By value, because torch's batch normalisation writes without counting a version.
-            if not are_equal(copy, now):
+            # By value too, because torch's batch normalisation writes without counting a version.
+            if not are_equal(copy, now) or version_of(buffer) != version:
                 changed[place] = copy
         for module, name in changed:
             if (module, name) in self._foreign:
@@ -152,7 +164,7 @@ class Buffers:
             part.untyped_storage()._cdata
             for place, buffer in self._present()
             if place not in self._left_alone and not is_lazy(buffer)
-            if bytes_of(buffer) <= SMALL
+            if is_always_copied(place[0], buffer)
             or place in self._written
             or before.get(place) != version_of(buffer)
             for part in parts_of(buffer)

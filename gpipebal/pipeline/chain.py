@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.kinds import check_kind
 from gpipebal.pipeline.container import Container
+from gpipebal.pipeline.recomputed import Recomputed
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
 from gpipebal.schedule import check_count, check_schedule
@@ -26,6 +28,7 @@ __all__ = [
     "check_one_input",
     "check_plan_names",
     "check_plan_schedule",
+    "check_runs",
     "layers_of",
     "plan_warnings",
     "warn_of_lazy_norms",
@@ -149,6 +152,24 @@ def check_one_input(others: Sequence[object], *, in_step: bool = False) -> None:
         "Fix: pipe((x, y)) if the first layer takes a tuple; pipe(x, name=y) if y is its keyword "
         "argument `name`."
     )
+
+
+def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
+    """Refuse a balance that cuts a run of layers that are recomputed together.
+
+    Raises:
+        BalanceError: a partition begins inside of one.
+    """
+    names = list(layers)
+    for j, begin in enumerate(accumulate(balance[:-1], initial=0)):
+        first = layers[names[begin]] if names else None
+        if isinstance(first, Recomputed) and first.is_inside:
+            raise BalanceError(
+                f"balance cuts a run of layers that are recomputed together: partition {j} begins "
+                f"with layer {names[begin]!r} (expected the first layer of the run, or one of "
+                "none).\n"
+                "Fix: choose the runs for this balance, with_recompute(model, runs)."
+            )
 
 
 def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gpipebal.pipeline.chain import (
     check_one_input,
     check_plan_names,
     check_plan_schedule,
+    check_runs,
     layers_of,
     plan_warnings,
     warn_of_lazy_norms,
@@ -155,6 +156,7 @@ class GPipe(Container):
             for name, layer in layers.items():
                 layers[name] = convert_deferred_batch_norm(layer, memo)
         self.balance = check_balance(balance, len(layers))
+        check_runs(layers, self.balance)
         modes_of(self.checkpoint, len(self.balance))
         self.devices, self._streams = choose_devices(devices, len(self.balance))
         self.threads_per_partition = (

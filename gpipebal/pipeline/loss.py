@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.lane import Lane
-from gpipebal.pipeline.microbatch import Packet
+from gpipebal.pipeline.microbatch import Packet, flatten
 from gpipebal.pipeline.partition import Tail
 from gpipebal.pipeline.target import Target
-from gpipebal.pipeline.tied import leaves_behind, outer_nodes
+from gpipebal.pipeline.tied import leaves_behind
 
 __all__ = ["MicroBatchLoss", "Reduction", "call_loss"]
 
@@ -76,15 +76,15 @@ class MicroBatchLoss:
         leaves = [] if target is None else target.receive(i, lane, ready)
 
         def tail(output: Any) -> Tensor:
-            before = outer_nodes(output)
+            given = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
             if target is None:
                 loss = call_loss(loss_fn, output, None)
             else:
                 with target.lent(i, leaves) as of_micro_batch:
                     loss = call_loss(loss_fn, output, of_micro_batch)
             if torch.is_grad_enabled():
-                own = {id(leaf) for leaf in (() if target is None else target.leaves_of(i))}
-                meet([leaf for leaf in leaves_behind(loss, before) if id(leaf) not in own])
+                own = () if target is None else target.leaves_of(i)
+                meet(leaves_behind(loss, [*given, *own]))
             return loss
 
         return tail

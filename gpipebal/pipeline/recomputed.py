@@ -15,8 +15,9 @@ it draws the same random numbers, starts from the same buffers and leaves no tra
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipebal.errors import BalanceError, ModelError
-from gpipebal.pipeline.buffers import Buffers, Kept
+from gpipebal.pipeline.buffers import Buffers, Copies, Kept
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing, phase
+from gpipebal.pipeline.microbatch import find_overlaps
 from gpipebal.pipeline.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
@@ -158,6 +160,11 @@ class Recomputed(nn.Module):
         """The layer whose place it has."""
         return self._layer
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether an earlier layer begins its run."""
+        return not self._run
+
     def extra_repr(self) -> str:
         """Say which layer it is, and which are recomputed with it."""
         kind = type(self.stands_for).__name__
@@ -173,49 +180,24 @@ class Recomputed(nn.Module):
         if not torch.is_grad_enabled() or is_checkpointing() or is_recomputing():
             return self._through(first, *values, **keywords)
         buffers = self._of_run
-        if buffers is None:
+        if buffers is None or not buffers.is_as_made():
             buffers = self._of_run = _BuffersOfRun([layer for _, layer in self._run])
+            self._written = {}
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)
         look = buffers.copies()
         contexts = (nullcontext() if repeatable is None else repeatable.first.watching(), again)
+        once = _Once(self, first, buffers.mode(), values, keywords)
         result = checkpoint(
-            self._protected,
-            first,
-            *values,
+            once,
+            *once.kept,
             use_reentrant=False,
             # In a pipeline no worker may touch the process's generator.
             preserve_rng_state=outer is None,
             context_fn=lambda: contexts,
-            **keywords,
         )
+        once.kept = []  # the checkpoint has it, for as long as it is needed
         again.kept = buffers.looked(again.kept, look)
-        return result
-
-    def _protected(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
-        """Go `_through` the run with copies of what it writes to, which a recompute needs again."""
-        leaves, structure = pytree.tree_flatten((values, keywords))
-        # At first in each mode (a dropout writes in training only) of everything, to see of what.
-        mode = tuple([module.training for _, layer in self._run for module in layer.modules()])
-        known = self._written.get(mode)
-        places = range(len(leaves)) if known is None else known
-        given = [
-            leaf.clone() if isinstance(leaf, Tensor) and i in places else leaf
-            for i, leaf in enumerate(leaves)
-        ]
-        versions = [*map(version_of, given)]
-        values, keywords = pytree.tree_unflatten(given, structure)
-        result = self._through(first, *values, **keywords)
-        written = {i for i, leaf in enumerate(given) if version_of(leaf) != versions[i]}
-        if known is not None and not written <= known:
-            del self._written[mode]
-            raise ModelError(
-                "a run of layers writes to its own input, which its recompute needs, and did not "
-                f"before: {[name for name, _ in self._run]}.\n"
-                "Fix: let its first layers write to their input always or never."
-            )
-        if known is None:
-            self._written[mode] = frozenset(written)
         return result
 
     def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
@@ -259,6 +241,100 @@ class Recomputed(nn.Module):
         return {**self.__dict__, "_of_run": None, "_written": {}}
 
 
+class _Once:
+    """What a checkpoint calls: at first with what the run was given, later with what was kept.
+
+    A run may write to what it is given, as its layers would without it: others may have the same
+    tensor, and see it. A recompute needs it as it was, so of that a copy is kept.
+
+    Args:
+        place: The first layer of the run.
+        first: Its place in the chain of the pipeline; None: there is none.
+        mode: Modes of the layers: a dropout in place writes in training only.
+        values: Its input.
+        keywords: Its keyword arguments.
+
+    Attributes:
+        kept: Leaves of the input, for a recompute.
+    """
+
+    def __init__(
+        self,
+        place: Recomputed,
+        first: int | str | None,
+        mode: tuple[bool, ...],
+        values: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        self._place, self._first, self._mode = place, first, mode
+        leaves, self._structure = pytree.tree_flatten((values, keywords))
+        known = place._written.get(mode)
+        # At first of everything, to see what is written to.
+        self._copied = frozenset(range(len(leaves))) if known is None else known
+        # One tensor may be in several places, and a write to it is seen in all.
+        places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
+        self._first_place = [places[id(leaf)] for leaf in leaves]
+        self.kept = self._copies(
+            leaves, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        )
+        self._given: list[Any] | None = leaves
+
+    def __call__(self, *kept: Any) -> Any:
+        given, self._given = self._given, None
+        if given is None:
+            # Copies of the copies: a graph that is retained is gone through again.
+            return self._go(self._copies(kept, Tensor.clone))
+        versions = [*map(version_of, given)]
+        result = self._go(given)
+        written = {i for i, leaf in enumerate(given) if version_of(leaf) != versions[i]}
+        if written:
+            self._check_alone(given, written)
+        self._note(written)
+        return result
+
+    def _copies(self, leaves: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> list[Any]:
+        """Return leaves with copies of those that are written to, one of each tensor."""
+        made: list[Any] = []
+        for i, (leaf, first) in enumerate(zip(leaves, self._first_place, strict=True)):
+            if first < i:
+                made.append(made[first])
+            else:
+                copied = isinstance(leaf, Tensor) and i in self._copied
+                made.append(copy(leaf) if copied else leaf)
+        return made
+
+    def _check_alone(self, leaves: Sequence[Any], written: set[int]) -> None:
+        """Refuse writes to what another leaf is a view of: copies would not see them.
+
+        Raises:
+            ModelError: there is one.
+        """
+        once = list(dict.fromkeys(self._first_place))
+        overlaps = find_overlaps([leaves[i] for i in once])
+        if any(once[k] in written for k in overlaps):
+            raise ModelError(
+                "a run of layers writes to an input whose memory is also that of another of its "
+                f"inputs: {[name for name, _ in self._place._run]} (expected it in one of them, or "
+                "no writes).\n"
+                "Fix: leave its first layer out of the run, or let it work on a clone()."
+            )
+
+    def _go(self, leaves: list[Any]) -> Any:
+        values, keywords = pytree.tree_unflatten(leaves, self._structure)
+        return self._place._through(self._first, *values, **keywords)
+
+    def _note(self, written: set[int]) -> None:
+        place = self._place
+        if not written <= self._copied:
+            place._written.pop(self._mode, None)
+            raise ModelError(
+                "a run of layers writes to its own input, which its recompute needs, and did not "
+                f"before: {[name for name, _ in place._run]}.\n"
+                "Fix: let its first layers write to their input always or never."
+            )
+        place._written.setdefault(self._mode, frozenset(written))
+
+
 class _BuffersOfRun(Buffers):
     """The buffers of a run's layers, and in which modes it has been looked which are written to."""
 
@@ -266,19 +342,29 @@ class _BuffersOfRun(Buffers):
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         super().__init__(modules, frozenset())
         self._all = modules
+        self._child_views = [module._modules.values() for module in modules]
+        self._children = self._nested()
         self._seen: set[tuple[bool, ...]] = set()
 
-    def copies(self, *, alone: bool = False) -> dict[Any, tuple[Tensor, Tensor]]:
-        """Copy the large buffers, if it has not been looked yet which of them are written to."""
-        return {} if self._mode() in self._seen else super().copies(alone=alone)
+    def is_as_made(self) -> bool:
+        """Tell whether all modules inside the layers are the ones that were there at first."""
+        return self._nested() == self._children
 
-    def looked(self, kept: Kept, before: dict[Any, tuple[Tensor, Tensor]]) -> Kept:
+    def mode(self) -> tuple[bool, ...]:
+        """Return the modes of all modules."""
+        return tuple([module.training for module in self._all])
+
+    def copies(self, *, alone: bool = False) -> Copies:
+        """Copy the large buffers, if it has not been looked yet which of them are written to."""
+        return {} if self.mode() in self._seen else super().copies(alone=alone)
+
+    def looked(self, kept: Kept, before: Copies) -> Kept:
         """Return what is kept, with those that turned out to be written to."""
-        self._seen.add(self._mode())
+        self._seen.add(self.mode())
         return kept.with_copies(self.look(before))
 
-    def _mode(self) -> tuple[bool, ...]:
-        return tuple([module.training for module in self._all])
+    def _nested(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(self._child_views))
 
 
 class _Again(AbstractContextManager[None]):

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.lane import Lane
-from gpipebal.pipeline.microbatch import flatten
 from gpipebal.pipeline.partition import Partition
 
-__all__ = ["TiedParameters", "drop_gradients", "leaves_behind", "outer_nodes"]
+__all__ = ["TiedParameters", "drop_gradients", "leaves_behind"]
 
 #: The gradients of a partition's tied parameters, and what must be waited for to read each.
 _Sums = dict[nn.Parameter, tuple[Tensor, Any]]
@@ -120,22 +119,17 @@ class TiedParameters:
                         hook(parameter)
 
 
-def outer_nodes(value: Any) -> set[Any]:
-    """Return the nodes that the tensors of a value come from."""
-    if isinstance(value, Tensor):
-        return {value.grad_fn}
-    return {leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor)}
-
-
-def leaves_behind(tensor: Tensor, before: set[Any]) -> list[Tensor]:
-    """Return the leaves of autograd, such as parameters, that a tensor was made of after nodes.
+def leaves_behind(tensor: Tensor, given: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the leaves of autograd, such as parameters, that a tensor was made of by itself.
 
     Args:
         tensor: The tensor.
-        before: Nodes of its graph, from `outer_nodes`, behind which not to look.
+        given: Tensors that it was made of too; none of them is returned, nor what they came from.
     """
     found: list[Tensor] = []
-    seen, waiting = {None, *before}, [tensor.grad_fn]
+    known = {id(leaf) for leaf in given}
+    seen = {None, *[leaf.grad_fn for leaf in given if leaf is not None]}
+    waiting = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -147,7 +141,7 @@ def leaves_behind(tensor: Tensor, before: set[Any]) -> list[Tensor]:
         else:
             # Only a node that adds to a `.grad` has it, and nothing comes before such a one.
             variable = getattr(node, "variable", None)
-            if variable is not None:
+            if variable is not None and id(variable) not in known:
                 found.append(variable)
     return found
 
@@ -202,6 +196,8 @@ def _catcher(
         # A backward outside of a pipeline, or of another one, to which one partition uses it.
         if sums is None or gradient is None or parameter not in _current.tied:
             return None
+        if not parameter.requires_grad:
+            return None  # frozen since the forward: the node adds nothing either
         with torch.no_grad():
             known, _ = sums.get(parameter, (None, None))
             if known is None or (known.is_sparse and not gradient.is_sparse):

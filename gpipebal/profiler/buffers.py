@@ -1,8 +1,8 @@
 """Buffers of a layer that a micro-batch which is recomputed later keeps copies of.
 
-The executor's rule (`gpipebal.pipeline.buffers`): small buffers always, large ones if a forward
-writes to them or puts others in their place. Without values an estimate goes by the counts of
-writes, which normalisation layers of torch leave as they are.
+The executor's rule (`gpipebal.pipeline.buffers`): small buffers always, and statistics of torch's
+normalisation layers; others if a forward writes to them or puts others in their place. Without
+values an estimate goes by the counts of writes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipebal.pipeline.buffers import SMALL
-from gpipebal.pipeline.tensors import are_equal, bytes_of, parts_of
+from gpipebal.pipeline.buffers import is_always_copied
+from gpipebal.pipeline.tensors import are_equal, parts_of
 
 __all__ = ["copies_of_large", "kept_buffers"]
 
@@ -26,8 +26,8 @@ def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor | int]]:
     """
     return [
         (buffer, buffer._version if buffer.device.type == "meta" else buffer.detach().clone())
-        for buffer in _buffers(layer)
-        if bytes_of(buffer) > SMALL
+        for module, buffer in _buffers(layer)
+        if not is_always_copied(module, buffer)
     ]
 
 
@@ -38,21 +38,21 @@ def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor | int]]
         layer: The layer, after a forward.
         before: What `copies_of_large` returned before it.
     """
-    small = [buffer for buffer in _buffers(layer) if bytes_of(buffer) <= SMALL]
+    always = [buffer for module, buffer in _buffers(layer) if is_always_copied(module, buffer)]
     written = [
         b
         for b, was in before
         if (not are_equal(b, was) if isinstance(was, Tensor) else b._version != was)
     ]
-    known = {id(buffer) for buffer, _ in before}
-    replaced = [b for b in _buffers(layer) if bytes_of(b) > SMALL and id(b) not in known]
-    return [part for buffer in small + written + replaced for part in parts_of(buffer)]
+    known = {id(buffer) for buffer in (*always, *(buffer for buffer, _ in before))}
+    replaced = [buffer for _, buffer in _buffers(layer) if id(buffer) not in known]
+    return [part for buffer in always + written + replaced for part in parts_of(buffer)]
 
 
-def _buffers(layer: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers that a forward of the layer may write to."""
+def _buffers(layer: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Yield the buffers that a forward of the layer may write to, with who has them."""
     for module in layer.modules():
         left_alone = getattr(type(module), "buffers_left_alone", ())
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in left_alone and not is_lazy(buffer):
-                yield buffer
+                yield module, buffer

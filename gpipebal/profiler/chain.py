@@ -299,7 +299,9 @@ class Chain:
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(grad):
             inputs = as_leaves(self.start.leaves, wants=self.first > 0)
-            given = cloned(inputs, self.written[0], self.start.views)
+            # A layer may write to what those before it have handed on.
+            places = range(len(inputs)) if any(self.written) else ()
+            given = cloned(inputs, places, self.start.views)
             arrived = {
                 key: unflatten(as_leaves(leaves, wants=self.first > 0), structure)
                 for key, (leaves, structure) in self.start.skips.items()
