@@ -145,5 +145,6 @@ def test_one_layer_at_a_time_steps_one_layer() -> None:
     with ledger.watch(0):
         profile(model, sample, rows=(), one_at_a_time=True, optimizer=torch.optim.Adam)
     layer = 4 * width * (width + 1)
-    # Parameters, gradients, two moments, two intermediate results, and as much to flush caches.
-    assert ledger.total_peak - before < 7.5 * layer
+    # Parameters, gradients, two moments, two intermediate results, and as much to flush caches;
+    # and stand-ins for two, which are counted here, but have no memory.
+    assert ledger.total_peak - before < 11 * layer

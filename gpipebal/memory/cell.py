@@ -10,6 +10,7 @@ from typing import NamedTuple
 from gpipebal.memory.layer_peaks import (
     backward_peak,
     chained_peak,
+    copied,
     forward_peak,
     made_at_a_cut,
     uncopied_peak,
@@ -316,10 +317,12 @@ class Cell:
         further = self.profile.further_gradients(last) if self.loss is None else 0
         started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
         gradients = self.all_gradients if gradients_exist else 0
+        # What is handed through the whole cell is copied when its backward begins.
+        copies = copied(self.layers[0], gradients_exist) if self.handed_through[0] else 0
         flowing = waits = 0
         for k in reversed(range(len(self.layers))):
             layer = self.layers[k]
-            transient = started_from + flowing + waits
+            transient = started_from + flowing + waits + (copies if k else 0)
             transient += self.backward_peak(k, layer, gradients_exist)
             summed, waiting = self.ties.beside(k, gradients_exist)
             yield Moment(held_up_to[k], gradients + waiting, transient + summed)
@@ -345,7 +348,8 @@ class Cell:
         if not k and self.handed_through[0]:
             return backward_peak(layer, gradients_exist)
         # What the backward of the cell started from is not freed.
-        if k + 1 == len(self.layers) or self.handed_through[k + 1]:
+        begins = k + 1 == len(self.layers) or self.handed_through[k + 1]
+        if begins or any(skip.source == self.first + k for skip in self.outgoing):
             return uncopied_peak(layer, gradients_exist)
         return chained_peak(layer, gradients_exist)
 

@@ -9,6 +9,7 @@ __all__ = [
     "chained_peak",
     "copied",
     "forward_peak",
+    "freed",
     "made_at_a_cut",
     "uncopied_peak",
 ]
@@ -59,3 +60,8 @@ def chained_peak(layer: LayerProfile, gradients_exist: bool) -> int:
     exist = layer.chained_accumulating_peak_bytes if gradients_exist else None
     known = layer.chained_peak_bytes if exist is None else exist
     return uncopied_peak(layer, gradients_exist) if known is None else known
+
+
+def freed(layer: LayerProfile, gradients_exist: bool) -> int:
+    """Return how much less that is than that of a backward that frees nothing it is given."""
+    return uncopied_peak(layer, gradients_exist) - chained_peak(layer, gradients_exist)

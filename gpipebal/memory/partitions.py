@@ -226,8 +226,15 @@ def _highest(
 
     moments = highest(0, turn)
     if around is not None:
-        gradients = cell.all_gradients if gradients_exist else 0
-        moments.append(Moment(int(in_flight[turn - 1]), gradients, outputs=target + around.most))
+        moments.append(
+            Moment(
+                int(in_flight[turn - 1]),
+                cell.all_gradients if gradients_exist else 0,
+                outputs=target + around.most,
+                # What waits for others' recomputes waits in front of the first backward too.
+                waiting=int(passing[turn]) if turn < len(passing) else 0,
+            )
+        )
     moments += highest(turn, len(kinds))
     outputs_after = target + (around.after if around is not None else 0)
     moments.append(

@@ -13,8 +13,8 @@ from gpipebal.memory.layer_peaks import (
     chained_peak,
     copied,
     forward_peak,
+    freed,
     made_at_a_cut,
-    uncopied_peak,
 )
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.moments import RowMoment
@@ -279,6 +279,8 @@ class RunPeaks:
         passes[self._n :] = False  # the loss
         is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self._firsts[:, None])
         own = own - np.where(is_all, 0, copies_made)[:, ends - 1]
+        for first, end in chain.handed_through():  # there it is copied at the beginning
+            own[self._firsts == first, end - 1] += copies_made[first]
         if not exist:
             # Beside the first of a parameter's gradients there is a sum, or a copy.
             copies = self._ties.copies(len(layers))
@@ -320,13 +322,18 @@ class RunPeaks:
     def _less_gradients(self, end: int, exist: bool) -> Iterator[tuple[int, Table]]:
         """Yield gradients that are among those that the backward of the runs starts from."""
         layers = np.arange(end - 1)
+        profile, sources = self._profile, set()
         for k in self._chain.crossing[end]:
             # Those of skips that go past the end do not wait.
-            source = self._profile.skips[k].source
+            source = profile.skips[k].source
             if source < end - 1:
                 n_bytes = self._chain.skip_gradient_bytes[k]
                 yield source, (layers >= source)[None, :] * n_bytes
-        profile = self._profile
+                sources.add(source)
+        for source in sources:
+            # The backward started from those, and does not free them.
+            n_bytes = -freed(profile.layers[source], exist)
+            yield source, (layers == source)[None, :] * self._column([n_bytes])
         through = set(profile.layers[end - 1].outputs)
         further = profile.further_gradients(end - 1)
         for k in range(end - 2, -1, -1):
@@ -340,11 +347,13 @@ class RunPeaks:
             n_bytes += further
             # What the backward started from is not freed.
             layer = profile.layers[k]
-            n_bytes -= uncopied_peak(layer, exist) - chained_peak(layer, exist)
+            n_bytes -= 0 if k in sources else freed(layer, exist)
             less: Table = np.full((len(self.variants), 1), n_bytes, dtype=self._tables.kind)
-            if not through.isdisjoint(profile.layers[k].handed_through):
-                less[self._firsts == k] -= copied(profile.layers[k], exist)
-            yield k, (layers == k)[None, :] * less
+            less = (layers == k)[None, :] * less
+            if not through.isdisjoint(layer.handed_through):
+                # Copied when the backward of the run begins.
+                less[self._firsts == k, k:] -= copied(layer, exist)
+            yield k, less
 
     def _less_handed(self, end: int, again: bool) -> Iterator[tuple[int, Table]]:
         """Yield what the runs hand on, though an earlier layer than their last holds it.

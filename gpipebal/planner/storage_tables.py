@@ -14,7 +14,7 @@ are part of its input from the beginning. A chain without skip connections has o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -100,6 +100,21 @@ class LayerChain:
             return True
         places = self.saved_at.get(storage, ())
         return self.shared_memory and bool(places) and places[0] < first
+
+    def handed_through(self) -> Iterator[tuple[int, int]]:
+        """Yield first layer and end of runs of several through all of which something is handed.
+
+        A loss at the end hands nothing on.
+        """
+        layers = self.profile.layers
+        for end in range(2, len(layers) + (self.loss is None)):
+            through = set(layers[end - 1].outputs)
+            for k in range(end - 2, -1, -1):
+                through &= set(layers[k + 1].handed_through)
+                if not through:
+                    break
+                if not through.isdisjoint(layers[k].handed_through):
+                    yield k, end
 
     @cached_property
     def skip_bytes(self) -> Sequence[int]:

@@ -117,10 +117,14 @@ class Maker:
                     group[name] = False
         return made, is_fused
 
+    def group_of(self, place: int) -> Any:
+        """Return what names the group of a parameter, whose options it is stepped with."""
+        return self._group_of.get(place)
+
     def kind_of(self, place: int) -> tuple[Any, ...]:
         """Return what two parameters have in common only if they are stepped alike."""
         parameter = self.parameters[place]
-        group = self._group_of.get(place)
+        group = self.group_of(place)
         return (tuple(parameter.shape), parameter.stride(), parameter.dtype, group)
 
 

@@ -79,7 +79,8 @@ def optimizer_peaks(
     """Find the bytes that an optimizer's step needs beside parameters, gradients and state.
 
     It takes a second step on stand-ins. Optimizers of torch step all parameters at once on CUDA
-    (``foreach``), and one after the other on a CPU, unless they are told otherwise.
+    (``foreach``), and one after the other on a CPU, unless they are told otherwise. One after the
+    other, the last intermediate result of a parameter may live until the next one has its own.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
@@ -92,15 +93,24 @@ def optimizer_peaks(
     found = _steps(maker, device_type, with_values=with_values)
     if found is None:
         return None
-    return OptimizerPeaks([step.peak_bytes for step in found], any(s.together for s in found))
+    peaks: list[int] = []
+    left, group = 0, object()
+    for place, step in enumerate(found):
+        if not maker.stepped[place]:
+            peaks.append(0)
+            continue
+        peaks.append(step.peak_bytes + (left if maker.group_of(place) == group else 0))
+        left, group = step.left_bytes, maker.group_of(place)
+    return OptimizerPeaks(peaks, any(step.together for step in found))
 
 
 class _Step(NamedTuple):
-    """What a step on one parameter keeps and needs."""
+    """What a step on one parameter keeps, needs, and leaves until the next parameter's."""
 
     state_bytes: int = 0
     peak_bytes: int = 0
     together: bool = False
+    left_bytes: int = 0
 
 
 def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step] | None:
@@ -125,26 +135,38 @@ def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step] 
 
 
 def _step_alone(maker: Maker, place: int, device_type: str, with_values: bool) -> _Step:
-    parameter = maker.parameters[place]
+    one = _step_some(maker, [place], device_type, with_values)
+    if one.together or not one.peak_bytes:
+        return one
+    two = _step_some(maker, [place, place], device_type, with_values)
+    return one._replace(left_bytes=max(0, two.peak_bytes - one.peak_bytes))
+
+
+def _step_some(maker: Maker, places: Sequence[int], device_type: str, with_values: bool) -> _Step:
+    """Step stand-ins for parameters, each for the one in its place."""
     device = "cpu" if with_values else "meta"
-    stand_in = nn.Parameter(torch.zeros_like(parameter, device=device))
-    stand_in.grad = torch.full_like(stand_in, 1e-6)
-    stepper, is_fused = maker.make_plain([place], [stand_in])
+    stand_ins = [
+        nn.Parameter(torch.zeros_like(maker.parameters[place], device=device)) for place in places
+    ]
+    for stand_in in stand_ins:
+        stand_in.grad = torch.full_like(stand_in, 1e-6)
+    stepper, is_fused = maker.make_plain(places, stand_ins)
     together = False
     for group in stepper.param_groups:
         if device_type == "cuda" and group.get("foreach", False) is None:
             group["foreach"] = not is_fused
         together = together or bool(group.get("foreach"))
     stepper.step()  # makes its state
-    state = [v for v in stepper.state.get(stand_in, {}).values() if isinstance(v, Tensor)]
-    state_bytes = sum(tensor.nbytes for tensor in state)
+    states = [stepper.state.get(stand_in, {}).values() for stand_in in stand_ins]
+    state = [value for values in states for value in values if isinstance(value, Tensor)]
     ledger = Ledger()
-    ledger.hold([stand_in, stand_in.grad, *state], 0)
+    ledger.hold([*stand_ins, *(stand_in.grad for stand_in in stand_ins), *state], 0)
     before = ledger.start_peak()
     with ledger.watch(0):
         stepper.step()
     # A fused step is one kernel, and makes nothing in between.
-    return _Step(state_bytes, 0 if is_fused else ledger.total_peak - before, together)
+    peak = 0 if is_fused else ledger.total_peak - before
+    return _Step(sum(tensor.nbytes for tensor in state), peak, together)
 
 
 def measure_optimizer(
