@@ -198,10 +198,12 @@ def test_the_front_door_takes_dimensions() -> None:
     [
         ({"in_dims": 2}, gb.errors.ModelError, r"sample tensor cannot be parted: .* along dim 2"),
         ({"in_dims": (1, None)}, gb.errors.BalanceError, r"in_dims does not fit"),
-        ({"in_dims": None}, gb.errors.ModelError, r"sample has no tensor with rows"),
+        ({"in_dims": None}, gb.errors.ModelError, r"with rows: every dimension is None"),
         ({"keyword_dims": {"mask": 0}}, gb.errors.ModelError, r"different rows: leaf .*'mask'"),
         ({"keyword_dims": {"musk": 0}}, gb.errors.BalanceError, r"first layer does not take"),
         ({"keywords": {}}, gb.errors.ProfileError, r"layer '0'.* failed"),
+        ({"keywords": ["mask"]}, gb.errors.ModelError, r"keywords is no dict"),
+        ({"keywords": {"musk": 1}}, gb.errors.ModelError, r"keywords has a name .*'musk'"),
         ({"out_dims": 3}, gb.errors.ModelError, r"output tensor cannot be joined: .* along dim 3"),
         ({"out_dims": (0, 1)}, gb.errors.BalanceError, r"out_dims does not fit"),
         ({"target_dims": "1"}, gb.errors.BalanceError, r"target_dims does not fit"),
@@ -213,6 +215,47 @@ def test_dimensions_that_do_not_fit_are_named(
     """One clear error, from a measurement as from an estimate."""
     with pytest.raises(error, match=match):
         profiled(language_model(), method=method, **options)
+
+
+def test_a_plan_knows_where_rows_were() -> None:
+    """A pipeline that parts the mini-batch along another dimension says so."""
+    model = language_model()
+    plan = gb.solve(profiled(model, method="estimate", rates="CPU core"), 2)
+    assert plan.provenance["in_dims"] == [1, None]
+    with pytest.warns(UserWarning, match=r"parted along dim 0, but .* in_dims of \[1, None\]"):
+        gb.GPipe.from_plan(model, plan, keyword_dims={"mask": None}).close()
+    given = {"in_dims": 1, "out_dims": 1, "keyword_dims": {"mask": None}}
+    gb.GPipe.from_plan(model, plan, threads_per_partition=1, **given).close()
+    plain = nn.Sequential(nn.Linear(4, 4))
+    profile = gb.profile_model(plain, torch.ones(4, 4), in_dims=-2, method="estimate")
+    assert "in_dims" not in profile.provenance
+
+
+class Recurrent(nn.Module):
+    """Gives its hidden states beside its output; a loss leaves them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.lstm(x)
+
+
+def test_a_loss_may_leave_outputs_alone() -> None:
+    """The layers are tried as a pipeline all the same."""
+    profile = gb.profile_model(
+        nn.Sequential(nn.Linear(6, 6), Recurrent()),
+        torch.randn(5, 8, 6),
+        chunks=2,
+        loss_fn=lambda output: output[0].square().mean(),
+        in_dims=1,
+        out_dims=1,
+        timeout=0,
+        progress=False,
+    )
+    flags = profile.provenance["flags"]
+    assert not [flag for flag in flags if "not tried" in flag], flags
 
 
 def test_a_layer_that_writes_to_gaps_harms_nobody() -> None:

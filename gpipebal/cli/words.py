@@ -202,6 +202,6 @@ MAKE_MODEL = (
     "make_model takes what --set gives it: numbers, yes or no, texts. It returns\n"
     "(model, sample), or a mapping with 'model' and 'sample' and, if wanted, 'loss_fn',\n"
     "'target', 'optimizer'. The model is an nn.Sequential of its layers, the sample is a\n"
-    "mini-batch. Where its rows are not along dim 0, the mapping says so: 'in_dims',\n"
-    "'out_dims', 'target_dims', 'keywords' of the first layer, 'keyword_dims'.\n\n" + _models()
+    "mini-batch. The mapping may also have 'keywords' of the first layer; and where rows are\n"
+    "not along dim 0 'in_dims', 'keyword_dims', 'out_dims', 'target_dims'.\n\n" + _models()
 )

@@ -24,6 +24,7 @@ from gpipebal.units import count
 __all__ = [
     "check_balance",
     "check_keyword_dims",
+    "check_keywords",
     "check_number",
     "check_one_input",
     "check_plan_names",
@@ -188,16 +189,36 @@ def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[st
             "dimensions).\nFix: keyword_dims={'mask': None}, say."
         )
     dims = dict(keyword_dims or {})
-    known = None if first is None else _keywords_of(first)
-    unknown = [name for name in dims if known is not None and name not in known]
-    if unknown:
+    wrong = _wrong_name(dims, first)
+    if wrong:
         raise BalanceError(
-            f"keyword_dims has a name that the first layer does not take: {unknown[0]!r} "
-            f"(expected one of {', '.join(map(repr, known or [])) or 'none'}, the keywords of "
-            f"{type(first).__name__}.forward).\n"
-            "Fix: name the keywords as they are passed to the pipeline."
+            f"keyword_dims {wrong}\nFix: name the keywords as they are passed to the pipeline."
         )
     return dims
+
+
+def check_keywords(keywords: Mapping[str, Any] | None, first: nn.Module) -> None:
+    """Refuse keyword arguments that the first layer does not take.
+
+    Raises:
+        ModelError: there is one.
+    """
+    wrong = _wrong_name(keywords, first) if isinstance(keywords, Mapping) else ""
+    if wrong:
+        raise ModelError(f"keywords {wrong}\nFix: give the first layer what it takes.")
+
+
+def _wrong_name(names: Iterable[str], first: nn.Module | None) -> str:
+    """Say which of some names is no keyword of the first layer; empty: none, or none is known."""
+    known = None if first is None else _keywords_of(first)
+    unknown = [name for name in names if known is not None and name not in known]
+    if not unknown:
+        return ""
+    return (
+        f"has a name that the first layer does not take: {unknown[0]!r} "
+        f"(expected one of {', '.join(map(repr, known or [])) or 'none'}, the keywords of "
+        f"{type(first).__name__}.forward)."
+    )
 
 
 def _keywords_of(layer: nn.Module) -> list[str] | None:
@@ -288,9 +309,9 @@ def check_plan_schedule(plan: Plan) -> None:
 
 
 def plan_warnings(
-    plan: Plan, layers: Mapping[str, nn.Module], threads_per_partition: int
+    plan: Plan, layers: Mapping[str, nn.Module], threads_per_partition: int, in_dims: Any = 0
 ) -> Iterator[str]:
-    """Say what makes the predictions of a plan doubtful for these layers and threads."""
+    """Say what makes the predictions of a plan doubtful for these layers, threads and rows."""
     planned = [found for partition in plan.partitions for found in partition.fingerprints]
     changed = [
         name
@@ -310,4 +331,11 @@ def plan_warnings(
             f"profiled with {profiled}: the plan's times may be wrong. Fix: "
             f"threads_per_partition={profiled}, or profile_model(..., "
             f"threads={threads_per_partition})."
+        )
+    dims = plan.provenance.get("in_dims")
+    if dims and in_dims == 0:
+        yield (
+            f"the mini-batch is parted along dim 0, but the model was profiled with in_dims of "
+            f"{dims}: other micro-batches than the plan's. Fix: "
+            "GPipe.from_plan(model, plan, in_dims=..., out_dims=...), as for profile_model."
         )

@@ -207,7 +207,7 @@ class GPipe(Container):
 
         Warns:
             UserWarning: the partitions will have other threads than the layers were profiled
-                with, or a layer has changed since.
+                with, a layer has changed since, or rows lie along another dimension.
 
         Raises:
             UnsupportedPlanError: the plan has a schedule other than ``'gpipe'`` and ``'1f1b'``.
@@ -229,7 +229,7 @@ class GPipe(Container):
             timeout=timeout,
         )
         pipe.schedule = plan.schedule
-        for warning in plan_warnings(plan, layers_of(module), pipe.threads_per_partition):
+        for warning in plan_warnings(plan, layers_of(module), pipe.threads_per_partition, in_dims):
             warnings.warn(warning, stacklevel=2)
         return pipe
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gpipebal.errors import PipelineError
+from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.microbatch import Call, check_nothing_hidden, flatten
 from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
@@ -82,7 +82,13 @@ def leaves_of_call(
 
     Raises:
         BalanceError: a dimension does not fit.
+        ModelError: the keyword arguments have no names.
     """
+    if not isinstance(keywords, Mapping):
+        raise ModelError(
+            f"keywords is no dict: keywords={keywords!r:.60} (expected names and values).\n"
+            "Fix: keywords={'mask': mask}, say."
+        )
     leaves, structure = flatten(input)
     dims = spread_dims(in_dims, structure, "in_dims")
     for name, value in keywords.items():

@@ -75,7 +75,8 @@ def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
             f"{name} does not fit: {name}={dims!r} for a value of the form "
             f"{unflatten(['*'] * structure.num_leaves, structure)!r} (expected ints and None in "
             "the same form; one entry may stand for a whole branch).\n"
-            f"Fix: {name}=0 if every tensor has its rows along dim 0."
+            f"Fix: {name}=0 if every tensor has its rows along dim 0; else "
+            f"{unflatten([0] * structure.num_leaves, structure)!r} with the dimension of each."
         )
     return spread
 
@@ -130,6 +131,11 @@ def count_rows(
         rows = leaf.shape[dim]
     if rows is None:
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ModelError(
+                f"{what} has no tensor with rows: every dimension is None (expected that of one "
+                f"tensor at least).\nFix: name the dimension of its rows in {argument}."
+            )
         raise ModelError(
             f"{what} has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
             "tensors).\nFix: pass the mini-batch as tensors with its rows along dim 0."

@@ -180,6 +180,11 @@ class Batch:
         """
         return self._with([_copied(leaf.detach(), device) for leaf in self.tensors])
 
+    def described(self) -> dict[str, list[Dim]]:
+        """Say where rows are, if that is not dim 0 of all tensors."""
+        dims = [None if dim is None else dim % leaf.dim() for leaf, dim in self._each_tensor()]
+        return {"in_dims": dims} if any(dim != 0 for dim in dims) else {}
+
     def call(self) -> tuple[Any, dict[str, Any]]:
         """Return the input that a pipeline is called with, and the keyword arguments."""
         value = self.value

@@ -134,6 +134,7 @@ def scaled_gathered(
 _TIMES = ("forward_time", "backward_time", "recompute_time", "forward_spread", "backward_spread")
 _BYTES = (
     "buffer_bytes",
+    "output_bytes",
     "forward_peak_bytes",
     "no_grad_forward_peak_bytes",
     "backward_peak_bytes",

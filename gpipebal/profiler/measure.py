@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.chain import check_keyword_dims
+from gpipebal.pipeline.chain import check_keyword_dims, check_keywords
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
@@ -212,6 +212,7 @@ def profile_model(
     layers = layers_of(module)
     check_values(layers, sample, keywords, target)
     dims_of_keywords = check_keyword_dims(keyword_dims, next(iter(layers.values())))
+    check_keywords(keywords, next(iter(layers.values())))
     batch = Batch.sample(sample, keywords, in_dims, dims_of_keywords)
     of_target = Batch.target(target, target_dims)
     n_chunks = check_count("chunks", chunks)
@@ -272,6 +273,7 @@ def profile_model(
                 "partitions": n_side_by_side,
                 "one_at_a_time": alone,
                 "share_identical": share_identical,
+                **batch.described(),
             }
         )
         if alone or where.type != "cpu" or not as_pipeline:

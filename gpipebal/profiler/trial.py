@@ -251,7 +251,10 @@ def _run_outside(pipe: GPipe, setting: Setting) -> None:
         loss = call_loss(setting.loss_fn, unflatten(cut, structure), target)
         inputs = [leaf for leaf in cut if isinstance(leaf, Tensor) and leaf.requires_grad]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
-    torch.autograd.backward(ends, gradients)
+    # A loss may leave an output alone.
+    used = [pair for pair in zip(ends, gradients, strict=True) if pair[1] is not None]
+    if used:
+        torch.autograd.backward([end for end, _ in used], [gradient for _, gradient in used])
 
 
 def _sum_of(output: Any, target: Any = None) -> Tensor:

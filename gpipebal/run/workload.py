@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import UsageError
 from gpipebal.models import MODELS
+from gpipebal.pipeline.chain import check_keyword_dims
 from gpipebal.pipeline.loss import call_loss
 from gpipebal.pipeline.parting import chunk_sizes
 from gpipebal.profiler.batch import Batch
@@ -77,6 +78,8 @@ class Workload:
         """
         names = ("keywords", "in_dims", "keyword_dims")
         given = {name: self.parting[name] for name in names if name in self.parting}
+        first = next(iter(self.model.children()), None)
+        check_keyword_dims(given.get("keyword_dims"), first)
         return Batch.sample(self.sample, **given)
 
     def target_batch(self) -> Batch | None:
@@ -323,7 +326,7 @@ def _wrong_result(name: str, found: str, expected: str) -> UsageError:
     return UsageError(
         f"function returned the wrong thing: {name} returned {found} (expected {expected}).\n"
         "Fix: return (model, sample), or a mapping with 'model', 'sample' and if wanted "
-        "'loss_fn', 'target', 'optimizer', and where rows are not along dim 0 "
+        "'loss_fn', 'target', 'optimizer', and what `profile_model` is to know of the rows: "
         f"{_listed(_PARTING)}; the model is an nn.Sequential of its layers."
     )
 

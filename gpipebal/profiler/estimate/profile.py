@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.chain import check_keyword_dims
+from gpipebal.pipeline.chain import check_keyword_dims, check_keywords
 from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
@@ -119,6 +119,7 @@ def estimate_profile(
     routes = find_skips(modules, names)
     device = find_rates(rates)
     dims_of_keywords = check_keyword_dims(keyword_dims, modules[0])
+    check_keywords(keywords, modules[0])
     batch = Batch.sample(sample, keywords, in_dims, dims_of_keywords)
     sizes = batch.parted(check_count("chunks", chunks))
     of_target = Batch.target(target, target_dims)
@@ -167,6 +168,7 @@ def estimate_profile(
         "dtype": main_dtype(modules),
         "autocast": None,
         **software(),
+        **batch.described(),
     }
     return replace(
         main,
