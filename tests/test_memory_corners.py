@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_the_step_of_one_parameter_leaves_something_to_the_next(optimizer: Maker
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2)))
     ((counted, planned, _),) = compared(model, torch.randn(8, 128), [2], optimizer=optimizer)
     assert abs(planned - counted) <= 64
+
+
+def test_what_is_left_is_on_the_device_where_it_was_made() -> None:
+    """A partition behind a large parameter does not have what the step of that leaves."""
+    sizes = (16, 256, 256, 16, 16)
+    layers = [nn.Linear(*ends, bias=False) for ends in itertools.pairwise(sizes)]
+    model = nn.Sequential(*layers[:2], nn.ReLU(), *layers[2:])
+    for counted, planned, _ in compared(
+        model, torch.randn(8, 16), [2, 3], optimizer=torch.optim.Adam
+    ):
+        assert 0.97 * counted <= planned <= 1.03 * counted
 
 
 class Pair(nn.Module):

@@ -77,8 +77,18 @@ def test_devices_step_in_their_own_way(device_type: str, together: bool, n_bytes
     found = optimizer_peaks(Maker(torch.optim.Adam, parameters), device_type)
     assert found is not None
     # One after the other, a result of the one before is still there.
-    later = n_bytes if together else n_bytes + 40
-    assert (found.together, found.bytes) == (together, [n_bytes, later, later])
+    left = 0 if together else 40
+    assert (found.together, found.bytes) == (together, [n_bytes] * 3)
+    assert (found.left, found.before) == ([0, left, left], [None, 0, 1])
+
+
+def test_groups_leave_nothing_to_each_other() -> None:
+    """They are stepped one after the other; a frozen parameter is not stepped."""
+    parameters = [nn.Parameter(torch.zeros(10), requires_grad=k != 1) for k in range(5)]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.5}]
+    found = optimizer_peaks(Maker(torch.optim.Adam(groups), parameters), "cpu")
+    assert found is not None
+    assert (found.left, found.before) == ([0, 0, 40, 0, 40], [None, None, 0, None, 3])
 
 
 def test_frozen_parameters_are_not_stepped() -> None:

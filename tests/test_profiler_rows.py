@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -148,6 +148,82 @@ def test_what_has_no_rows_is_there_once(way: dict[str, Any]) -> None:
         assert other.bytes_of(other.common_inputs) == 4 * LENGTH * LENGTH
         assert other.bytes_of(other.inputs) == 8 * LENGTH * rows + 4 * LENGTH * LENGTH
     assert (profile.rows, profile.mini_batch_rows) == (2, ROWS)
+
+
+def test_what_has_no_rows_is_as_large_at_all_rows() -> None:
+    """Also where one size alone is known."""
+    profile = profiled(language_model(), method="estimate", rates="CPU core", rows=())
+    other = profile.at_rows(5)
+    assert not other.other_sizes and not profile.other_sizes
+    assert other.bytes_of(other.common_inputs) == 4 * LENGTH * LENGTH
+    assert other.bytes_of(other.inputs) == 8 * LENGTH * 5 + 4 * LENGTH * LENGTH
+
+
+@pytest.mark.parametrize("way", WAYS[2:], ids=NAMES[2:])
+def test_the_last_layer_is_like_no_other(way: dict[str, Any]) -> None:
+    """It gets a gradient with gaps, which no layer before it does, though all are alike."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    given: dict[str, Any] = {
+        "chunks": 4,
+        "in_dims": 1,
+        "out_dims": 1,
+        "progress": False,
+        "rows": (),
+    }
+    profile = gb.profile_model(model, torch.randn(6, 8, 16), **given, **way)
+    second, third, last = profile.layers[1:]
+    assert second.backward_peak_bytes == third.backward_peak_bytes
+    assert last.backward_peak_bytes - third.backward_peak_bytes == 4 * 6 * 2 * 16
+
+
+def test_a_target_need_not_have_rows() -> None:
+    """Every micro-batch gets all of it, in a profile as in a step; and so it does a number."""
+    sample, target = torch.randn(8, 4), torch.zeros(4)
+    for method in ("measure", "estimate"):
+        for one, dims in ((target, None), (2.0, 0)):
+            profile = gb.profile_model(
+                nn.Sequential(nn.Linear(4, 4)), sample, chunks=2, target=one, target_dims=dims,
+                loss_fn=lambda output, given: (output - given).square().mean(), method=method,
+                progress=False,
+            )  # fmt: skip
+            assert profile.step.loss is not None and profile.step.whole_loss is not None
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_values_of_all_kinds_are_parted() -> None:
+    """A class that looks at what is in it, and quantized tensors, go through as they are."""
+
+    class Strict(NamedTuple):
+        x: Tensor
+
+    class Checked(Strict):
+        def __new__(cls, x: Any) -> Checked:
+            assert isinstance(x, Tensor)
+            return super().__new__(cls, x)
+
+    class Take(nn.Module):
+        def forward(self, value: Strict) -> Tensor:
+            return value.x * 2
+
+    torch.utils._pytree.register_pytree_node(
+        Checked, lambda value: ([value.x], None), lambda leaves, _: Checked(*leaves)
+    )
+    profile = gb.profile_model(
+        nn.Sequential(Take(), nn.Linear(4, 4)), Checked(torch.randn(8, 4)), chunks=2, timeout=0,
+        progress=False,
+    )  # fmt: skip
+    assert not [flag for flag in profile.provenance["flags"] if "not tried" in flag]
+
+    class Dequantize(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.dequantize()
+
+    quantized = torch.quantize_per_tensor(torch.randn(8, 4), 0.1, 0, torch.qint8)
+    profile = gb.profile_model(
+        nn.Sequential(Dequantize(), nn.Linear(4, 4)), quantized, chunks=2, timeout=0,
+        progress=False,
+    )  # fmt: skip
+    assert profile.rows == 4
 
 
 def test_an_estimate_has_the_bytes_of_a_measurement() -> None:
@@ -304,12 +380,11 @@ def test_a_batch_is_parted_as_a_pipeline_does_it(
     second = torch.randn([rows if two == k else 5 for k in range(2)])
     if by_name:
         batch = Batch.sample(first, {"mask": second}, one, {"mask": two})
-        assert batch.call_dims() == (one, {"mask": two})
         value, keywords = batch.call()
         assert value is first and keywords["mask"] is second
     else:
         batch = Batch.sample({"x": first, "y": second}, None, {"x": one, "y": two})
-        assert batch.call_dims() == ({"x": one, "y": two}, {})
+        assert batch.call() == (batch.value, {})
     sizes = batch.parted(chunks)
     expected = scatter((first, second), chunks, (one, two))
     parts = batch.parts(sizes)

@@ -205,14 +205,16 @@ def test_leaves_behind_a_loss_end_at_its_output() -> None:
     """What the output itself was made of does not count; what the loss uses besides does."""
     layer, other = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     output = layer(torch.ones(1, 2))
-    assert leaves_behind(output.sum(), [output]) == []
-    nodes = [output, torch.ones(2), None]
-    assert leaves_behind((output * nodes[1]).sum(), nodes) == []
-    (found,) = leaves_behind((output @ other).sum(), nodes)
+    before, given = {output.grad_fn}, [output, torch.ones(2), None]
+    assert leaves_behind(output.sum(), before, given) == []
+    # Also where the loss writes to the output.
+    (found,) = leaves_behind((output.mul_(2) @ other).sum(), before, given)
     assert found is other
-    assert leaves_behind(torch.ones(()), nodes) == []
+    (found,) = leaves_behind(output.mul_(other).sum(), before, given)
+    assert found is other
+    assert leaves_behind(torch.ones(()), before, given) == []
     # A leaf may be handed to the loss as it is.
-    assert leaves_behind(other.square().sum(), [other]) == []
+    assert leaves_behind(other.square().sum(), set(), [other]) == []
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, "enabled"])

@@ -246,7 +246,12 @@ def _highest(
 def optimizer_peak(cell: Cell) -> int:
     """Return the bytes that the optimizer's step needs for a moment; 0 if it is not known."""
     peaks = [layer.optimizer_peak_bytes or 0 for layer in cell.own_layers]
-    return sum(peaks) if cell.profile.step.optimizer_together else max(peaks)
+    if cell.profile.step.optimizer_together:
+        return sum(peaks)
+    carried = [layer.optimizer_carried_bytes for layer in cell.own_layers]
+    # The first that is stepped finds nothing that is left on its device.
+    first = next((k for k, n_bytes in enumerate(peaks) if n_bytes), 0)
+    return max(n + (carried[k] if k > first else 0) for k, n in enumerate(peaks))
 
 
 def _moments(cell: Cell, way: _Way, chunks: int) -> Iterator[Moment]:

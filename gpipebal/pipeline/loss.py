@@ -77,6 +77,7 @@ class MicroBatchLoss:
 
         def tail(output: Any) -> Tensor:
             given = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+            before = {leaf.grad_fn for leaf in given}  # a loss may write to its output
             if target is None:
                 loss = call_loss(loss_fn, output, None)
             else:
@@ -84,7 +85,7 @@ class MicroBatchLoss:
                     loss = call_loss(loss_fn, output, of_micro_batch)
             if torch.is_grad_enabled():
                 own = () if target is None else target.leaves_of(i)
-                meet(leaves_behind(loss, [*given, *own]))
+                meet(leaves_behind(loss, before, [*given, *own]))
             return loss
 
         return tail

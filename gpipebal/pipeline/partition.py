@@ -36,7 +36,7 @@ from gpipebal.pipeline.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.inbox import InboxClosedError
 from gpipebal.pipeline.microbatch import Call, Packet, check_travels, flatten, unflatten
 from gpipebal.pipeline.randomness import OwnRandomness
-from gpipebal.pipeline.tensors import has_storage, version_of
+from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
@@ -181,7 +181,10 @@ class Partition:
         found = (p for p in self.parameters() if not is_lazy(p) and not p.is_inference())
         return tuple(
             [id(module) for module in self._nested()]
-            + [(id(one), one._version, one.data_ptr() if has_storage(one) else 0) for one in found]
+            + [
+                (id(one), one._version, one.data_ptr() if one.layout is torch.strided else 0)
+                for one in found
+            ]
         )
 
     def frozen_writes(self) -> int:

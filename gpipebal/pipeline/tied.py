@@ -119,17 +119,17 @@ class TiedParameters:
                         hook(parameter)
 
 
-def leaves_behind(tensor: Tensor, given: Sequence[Tensor | None]) -> list[Tensor]:
+def leaves_behind(tensor: Tensor, before: set[Any], given: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the leaves of autograd, such as parameters, that a tensor was made of by itself.
 
     Args:
         tensor: The tensor.
-        given: Tensors that it was made of too; none of them is returned, nor what they came from.
+        before: Nodes of its graph behind which not to look.
+        given: Leaves that it was made of too, and that do not count.
     """
     found: list[Tensor] = []
     known = {id(leaf) for leaf in given}
-    seen = {None, *[leaf.grad_fn for leaf in given if leaf is not None]}
-    waiting = [tensor.grad_fn]
+    seen, waiting = {None, *before}, [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -144,7 +144,7 @@ class RunMemory:
             one += sum(getattr(layer, f"{name}_bytes") or 0 for layer in layers)
         for name in ("accumulating", "chained", "chained_accumulating"):
             one += sum(getattr(layer, f"{name}_peak_bytes") or 0 for layer in layers)
-        one += sum(layer.optimizer_peak_bytes or 0 for layer in layers)
+        one += sum((la.optimizer_peak_bytes or 0) + la.optimizer_carried_bytes for la in layers)
         whole = self._profile.step.whole_loss
         if whole is not None:
             one += whole.forward_peak_bytes + whole.backward_peak_bytes + whole.buffer_bytes

@@ -234,7 +234,12 @@ class RunPeaks:
         if self._profile.step.optimizer_together:
             sums = np.concatenate([peaks[:1] * 0, peaks.cumsum()])
             return sums[1:][None, :] - sums[self._firsts][:, None]
-        return self._highest_up_to(np.broadcast_to(peaks, (len(self.variants), self._n)))
+        carried = self._column([la.optimizer_carried_bytes for la in self._profile.layers])
+        # The first layer that is stepped, of the runs from each on.
+        first = np.where(peaks > 0, np.arange(self._n), self._n)
+        first = np.minimum.accumulate(first[::-1])[::-1][self._firsts]
+        behind = np.arange(self._n)[None, :] > first[:, None]
+        return self._highest_up_to(peaks[None, :] + np.where(behind, carried[None, :], 0))
 
     def _highest_up_to(self, table: Table) -> Table:
         """Return the largest entry of each row from the run's first layer to each column."""

@@ -61,6 +61,8 @@ class LayerProfile:
             the first layer of a partition makes them.
         optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
             was there at its start, without state that is made only once; None: not known.
+        optimizer_carried_bytes: How much more that is where an earlier layer of the partition has
+            been stepped before, of which something is left.
         fingerprint: Short hash of its class, options, and parameter shapes.
     """
 
@@ -94,6 +96,7 @@ class LayerProfile:
     chained_accumulating_peak_bytes: int | None = None
     copied_bytes: int = 0
     optimizer_peak_bytes: int | None = None
+    optimizer_carried_bytes: int = 0
     fingerprint: str = ""
 
     @property

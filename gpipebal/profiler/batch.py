@@ -41,12 +41,15 @@ class Batch:
         dims: Dimension along which each leaf has its rows; None: it has none, and every
             micro-batch gets all of it.
         what: What it is called in errors.
+        as_given: The dimensions as the user gave them: of a sample those of the input and of
+            keyword arguments.
     """
 
     leaves: Sequence[Any]
     structure: Any
     dims: Sequence[Dim]
     what: str
+    as_given: Any = 0
 
     @classmethod
     def sample(
@@ -62,7 +65,7 @@ class Batch:
             BalanceError: a dimension does not fit.
         """
         given = leaves_of_call(sample, keywords or {}, in_dims, keyword_dims or {})
-        return cls(*given, what="sample")
+        return cls(*given, what="sample", as_given=(in_dims, dict(keyword_dims or {})))
 
     @classmethod
     def target(cls, target: Any, dims: Any = 0) -> Batch | None:
@@ -74,17 +77,13 @@ class Batch:
         if target is None:
             return None
         leaves, structure = flatten(target)
-        return cls(leaves, structure, spread_dims(dims, structure, "target_dims"), what="target")
+        spread = spread_dims(dims, structure, "target_dims")
+        return cls(leaves, structure, spread, what="target", as_given=dims)
 
     @property
     def value(self) -> Any:
         """All of it, as its user gave it; with keyword arguments a `Call`."""
         return unflatten(self.leaves, self.structure)
-
-    @property
-    def value_dims(self) -> Any:
-        """The dimensions, in the form of `value`."""
-        return unflatten(self.dims, self.structure)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -135,6 +134,8 @@ class Batch:
             ModelError: it cannot be parted.
             BalanceError: it has other rows.
         """
+        if all(dim is None for _, dim in self._each_tensor()):
+            return self  # a loss is given all of it for each micro-batch
         rows = self.count_rows()
         if rows != sum(sizes):
             raise BalanceError(
@@ -189,11 +190,6 @@ class Batch:
         """Return the input that a pipeline is called with, and the keyword arguments."""
         value = self.value
         return (value.input, dict(value.keywords)) if isinstance(value, Call) else (value, {})
-
-    def call_dims(self) -> tuple[Any, dict[str, Any]]:
-        """Return the dimensions of both, as a pipeline takes them."""
-        dims = self.value_dims
-        return (dims.input, dict(dims.keywords)) if isinstance(dims, Call) else (dims, {})
 
     def constants(self, storages: Sequence[int]) -> tuple[int, ...]:
         """Return the storages that all micro-batches have in common.
@@ -264,7 +260,7 @@ def _is_strided(leaf: Tensor) -> bool:
 
     As `Tensor.expand` makes it; windows that overlap, as of `Tensor.unfold`, are something else.
     """
-    if type(leaf) not in (Tensor, nn.Parameter) or not has_storage(leaf):
+    if type(leaf) not in (Tensor, nn.Parameter) or not has_storage(leaf) or leaf.is_quantized:
         return False
     once = _once(leaf)
     span = 1 + sum((n - 1) * step for n, step in zip(once.shape, once.stride(), strict=True))

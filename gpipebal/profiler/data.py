@@ -71,7 +71,7 @@ class Data:
 
     def dims(self) -> dict[str, Any]:
         """Return the dimensions as a `GPipe` takes them."""
-        in_dims, keyword_dims = self.sample.call_dims()
+        in_dims, keyword_dims = self.sample.as_given
         return {"in_dims": in_dims, "keyword_dims": keyword_dims, "out_dims": self.out_dims}
 
     def of_step(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Data:
         sample, keywords = self.sample.call()
         given = {"input": sample, "keywords": keywords}
         if self.target is not None:
-            given |= {"target": self.target.value, "target_dims": self.target.value_dims}
+            given |= {"target": self.target.value, "target_dims": self.target.as_given}
         return given
 
     def outputs(self, first: Arrived, sizes: Sequence[int]) -> Outputs:

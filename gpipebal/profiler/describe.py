@@ -73,6 +73,7 @@ def describe_layers(
             flops=found.flops[k],
             optimizer_bytes=optimizer.state_of(k),
             optimizer_peak_bytes=optimizer.peak_of(k),
+            optimizer_carried_bytes=optimizer.carried_of(k),
             fingerprint=fingerprint(module),
             **found.memory[k].beside(own_bytes(modules, k, owner), names[k], module),
         )
@@ -151,12 +152,14 @@ class OptimizerMemory(NamedTuple):
     Attributes:
         state: Bytes that it keeps.
         peaks: Bytes that its step needs for a moment.
+        carried: Bytes more that it needs beside what the step of the layer before has left.
         together: Whether those of all layers add up.
         doubts: What there is to say about them.
     """
 
     state: list[int] | None = None
     peaks: list[int] | None = None
+    carried: list[int] | None = None
     together: bool = False
     doubts: tuple[str, ...] = ()
 
@@ -167,6 +170,10 @@ class OptimizerMemory(NamedTuple):
     def peak_of(self, k: int) -> int | None:
         """Return the bytes that the step of a layer's parameters needs; None: not known."""
         return None if self.peaks is None else self.peaks[k]
+
+    def carried_of(self, k: int) -> int:
+        """Return the bytes more that it needs behind another layer on the same device."""
+        return 0 if self.carried is None else self.carried[k]
 
 
 def optimizer_memory(
@@ -198,9 +205,23 @@ def optimizer_memory(
         )
     elif state is None or peaks is None:
         doubts.append(f"the optimizer's state is not known: {maker.name} cannot step stand-ins")
+    inside = carried = None
+    if peaks is not None and peaks.together:
+        inside = by_layer(peaks.bytes, add)
+    elif peaks is not None:
+        after = list(zip(peaks.bytes, peaks.left, peaks.before, strict=True))
+        whole = by_layer([n_bytes + left for n_bytes, left, _ in after], max)
+        is_inside = [
+            before is not None and places[before] == place
+            for (_, _, before), place in zip(after, places, strict=True)
+        ]
+        own = zip(after, is_inside, strict=True)
+        inside = by_layer([n + (left if within else 0) for (n, left, _), within in own], max)
+        carried = [more - n_bytes for more, n_bytes in zip(whole, inside, strict=True)]
     return OptimizerMemory(
         state=None if state is None else by_layer(state, add),
-        peaks=None if peaks is None else by_layer(peaks.bytes, add if peaks.together else max),
+        peaks=inside,
+        carried=carried,
         together=peaks is not None and peaks.together,
         doubts=tuple(doubts),
     )

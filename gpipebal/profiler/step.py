@@ -63,10 +63,14 @@ class OptimizerPeaks(NamedTuple):
 
     Attributes:
         bytes: Largest memory of the step of each parameter, alone, beyond what was there.
-        together: Whether all parameters are stepped at once, so that these add up.
+        left: What the step of the parameter before left, until that of each parameter is over.
+        before: Which parameter that is, by its place; None: there is none.
+        together: Whether all parameters are stepped at once, so that `bytes` add up.
     """
 
     bytes: list[int]
+    left: list[int]
+    before: list[int | None]
     together: bool
 
 
@@ -93,15 +97,17 @@ def optimizer_peaks(
     found = _steps(maker, device_type, with_values=with_values)
     if found is None:
         return None
-    peaks: list[int] = []
-    left, group = 0, object()
-    for place, step in enumerate(found):
-        if not maker.stepped[place]:
-            peaks.append(0)
-            continue
-        peaks.append(step.peak_bytes + (left if maker.group_of(place) == group else 0))
-        left, group = step.left_bytes, maker.group_of(place)
-    return OptimizerPeaks(peaks, any(step.together for step in found))
+    left: list[int] = []
+    before: list[int | None] = []
+    latest: int | None = None
+    for place, is_stepped in enumerate(maker.stepped):
+        # Groups are stepped one after the other, and leave nothing to each other.
+        follows = latest is not None and maker.group_of(latest) == maker.group_of(place)
+        before.append(latest if is_stepped and follows else None)
+        left.append(0 if before[place] is None else found[before[place] or 0].left_bytes)
+        latest = place if is_stepped else latest
+    peaks = [step.peak_bytes for step in found]
+    return OptimizerPeaks(peaks, left, before, any(step.together for step in found))
 
 
 class _Step(NamedTuple):

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, gather
@@ -35,7 +34,7 @@ class PipelineTrainer:
         self.pipe = pipe
         self.loss = workload.loss
         self.sample, self.keywords = workload.batch().to(pipe.devices[0]).call()
-        self.target = to_device(workload.target, pipe.devices[-1])
+        self.target = workload.target_on(pipe.devices[-1])
         self.optimizer = workload.make_optimizer(list(pipe.parameters()))
 
     def step(self) -> None:
@@ -58,8 +57,10 @@ class PlainTrainer:
         self.rows = chunk_sizes(batch.count_rows(), chunks)
         self.micro_batches = [part.call() for part in batch.parts(self.rows)]
         self.out_dims = workload.parting.get("out_dims", 0)
-        self.target = to_device(workload.target, device)
-        self.targets = _part_target(workload.target_batch(), self.rows, device)
+        target = workload.target_batch()
+        target = None if target is None else target.to(device)
+        self.target = None if target is None else target.value
+        self.targets = _part_target(target, self.rows)
         self.optimizer = workload.make_optimizer(list(self.model.parameters()))
 
     def step(self) -> None:
@@ -80,7 +81,8 @@ class PlainTrainer:
         """Run a micro-batch; keyword arguments are the first layer's, as in a pipeline."""
         if not keywords:
             return self.model(value)
-        first, *others = self.model.children()
+        assert isinstance(self.model, nn.Sequential)
+        first, *others = self.model  # a layer may be in several places
         value = first(value, **keywords)
         for layer in others:
             value = layer(value)
@@ -108,19 +110,12 @@ def cpu_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor of a pytree to a device."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
-
-
 def _synchronize(devices: Sequence[torch.device]) -> None:
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)
 
 
-def _part_target(
-    target: Batch | None, rows: Sequence[int], device: torch.device
-) -> list[Any] | None:
+def _part_target(target: Batch | None, rows: Sequence[int]) -> list[Any] | None:
     """Part the target as the sample is; None: it does not go by rows, so there is one loss."""
     if target is None:
         return [None] * len(rows)
@@ -129,4 +124,4 @@ def _part_target(
             return None
     except ModelError:
         return None
-    return [part.value for part in target.to(device).parts(rows)]
+    return [part.value for part in target.parts(rows)]

@@ -86,6 +86,11 @@ class Workload:
         """Return the target; None: there is none."""
         return Batch.target(self.target, self.parting.get("target_dims", 0))
 
+    def target_on(self, device: torch.device) -> Any:
+        """Return the target on a device; None: there is none."""
+        target = self.target_batch()
+        return None if target is None else target.to(device).value
+
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of an output, with the target if there is one."""
         return call_loss(self.loss_fn, output, target)

@@ -291,6 +291,7 @@ class _Work:
                 flops=found.costs.flops,
                 optimizer_bytes=self._memory.state_of(k),
                 optimizer_peak_bytes=self._memory.peak_of(k),
+                optimizer_carried_bytes=self._memory.carried_of(k),
                 fingerprint=fingerprint(module),
                 **found.memory.beside(own_bytes(self.modules, k, owner), self.names[k], module),
             )
