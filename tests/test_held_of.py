@@ -26,7 +26,8 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 def without_optimizer(profile: gb.Profile) -> gb.Profile:
     """Leave out what the optimizer's step needs for a moment, which no track shows."""
-    layers = tuple(replace(layer, optimizer_peak_bytes=0) for layer in profile.layers)
+    nothing = {"optimizer_peak_bytes": 0, "optimizer_carried_bytes": 0}
+    layers = tuple(replace(layer, **nothing) for layer in profile.layers)
     return replace(profile, layers=layers)
 
 

@@ -72,6 +72,7 @@ OF_PARAMETERS = {
     "saved_buffer_bytes",
     "optimizer_bytes",
     "optimizer_peak_bytes",
+    "optimizer_carried_bytes",
 }
 
 

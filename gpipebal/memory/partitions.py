@@ -250,7 +250,7 @@ def optimizer_peak(cell: Cell) -> int:
         return sum(peaks)
     carried = [layer.optimizer_carried_bytes for layer in cell.own_layers]
     # The first that is stepped finds nothing that is left on its device.
-    first = next((k for k, n_bytes in enumerate(peaks) if n_bytes), 0)
+    first = next((k for k, n_bytes in enumerate(peaks) if n_bytes), len(peaks))
     return max(n + (carried[k] if k > first else 0) for k, n in enumerate(peaks))
 
 
