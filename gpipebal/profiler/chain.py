@@ -25,7 +25,7 @@ from gpipebal.profiler.failures import (
     shapes_of,
     whole_backward_failed,
 )
-from gpipebal.profiler.outputs import joined_dims
+from gpipebal.profiler.outputs import dims_of_leaves
 from gpipebal.profiler.value import (
     Record,
     Routes,
@@ -119,7 +119,7 @@ class Chain:
         """
         dims: list[Dim] = []
         if k == len(self.layers) - 1:
-            dims = joined_dims(self._out_dims, value.leaves, value.structure)
+            dims = dims_of_leaves(self._out_dims, value.leaves, value.structure)
         return random_gradients(self.outputs(k, value), dims)
 
     def popped(self, k: int) -> Sequence[Key]:
@@ -325,7 +325,7 @@ class Chain:
         if not grad:
             return forward, None
         leaves, structure = flatten(value)
-        dims = joined_dims(self._out_dims, leaves, structure)
+        dims = dims_of_leaves(self._out_dims, leaves, structure)
         for key, left in skips.take_all().items():
             if key not in self.start.skips:
                 leaves += flatten(left)[0]

@@ -24,7 +24,7 @@ class Data:
     Attributes:
         sample: What the chain is called with.
         sizes: Rows of its micro-batches, the largest first.
-        target: Its target, on the device; None: it has none.
+        target: Its target, in a measurement on the device; None: it has none.
         out_dims: Dimension along which each tensor of the output has its rows, as `GPipe` takes it.
     """
 

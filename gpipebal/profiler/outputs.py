@@ -14,7 +14,7 @@ from gpipebal.pipeline.parting import Dim, gather_leaves, spread_dims
 from gpipebal.profiler.numbers import Arrived
 from gpipebal.profiler.value import Value
 
-__all__ = ["Outputs", "joined_dims"]
+__all__ = ["Outputs", "dims_of_leaves"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Outputs:
             ModelError: a tensor cannot be joined.
         """
         value = self.first.value
-        dims = joined_dims(self.dims, value.leaves, value.structure)
+        dims = dims_of_leaves(self.dims, value.leaves, value.structure)
         parts = [self._leaves_of(rows, dims) for rows in self.sizes]
         leaves = gather_leaves(parts, value.structure, dims)
         joined = [
@@ -57,7 +57,7 @@ class Outputs:
         return [_part(leaf, dim, rows, self.sizes[0]) for leaf, dim in pairs]
 
 
-def joined_dims(dims: Any, leaves: Sequence[Any], structure: Any) -> list[Dim]:
+def dims_of_leaves(dims: Any, leaves: Sequence[Any], structure: Any) -> list[Dim]:
     """Return the dimension along which each leaf of an output is joined; None: it is stacked.
 
     Raises:
@@ -84,6 +84,6 @@ def _part(leaf: Any, dim: Dim, rows: int, of_rows: int) -> Any:
     """Cut the output of a micro-batch down to that of a smaller one."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if dim is None or of_rows == 0 or rows == of_rows:
+    if dim is None or rows == of_rows:
         return leaf.detach()
     return leaf.detach().narrow(dim, 0, rows * leaf.shape[dim] // of_rows)
