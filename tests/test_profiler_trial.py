@@ -20,8 +20,9 @@ from gpipebal.profiler import trial
 from gpipebal.profiler.batch import Batch
 from gpipebal.profiler.correct import correct
 from gpipebal.profiler.data import Data
+from gpipebal.profiler.findings import Trial
 from gpipebal.profiler.setting import chunks_that_fit
-from gpipebal.profiler.trial import Setting, Trial, run_trial
+from gpipebal.profiler.trial import Setting, run_trial
 
 
 def chain(n_layers: int = 4) -> nn.Sequential:
@@ -132,7 +133,7 @@ def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) 
     model = chain()
     counted: list[tuple[int, int]] = []
     ran: list[int] = []
-    read, run = trial._read, trial._Way.run
+    read, run = trial.read_trial, trial._Way.run
 
     def noted(*given: Any) -> Trial:
         counted.extend((way.n_partitions, len(way.steps)) for way in given[4])
@@ -142,7 +143,7 @@ def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) 
         ran.append(way.n_partitions)
         run(way, chosen)
 
-    monkeypatch.setattr(trial, "_read", noted)
+    monkeypatch.setattr(trial, "read_trial", noted)
     monkeypatch.setattr(trial, "MOST_ROUNDS", 2)
     monkeypatch.setattr(trial, "LEAST_TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(trial, "_overheads", lambda *given: dict.fromkeys(trial.KINDS, 1e-6))

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.fixed import fixed_memory
-from gpipebal.memory.loss import around_loss, loss_of_micro_batch
+from gpipebal.memory.loss import AroundLoss, around_loss, loss_of_micro_batch
 from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
 from gpipebal.profile import Profile
@@ -145,102 +145,153 @@ def _highest(
         chunks: Micro-batches of a mini-batch.
         gradients_exist: Whether the parameters have gradients before the step.
     """
-    recomputed = np.zeros(chunks, dtype=bool)
-    recomputed[micro_batches[kinds == _R]] = True
-    again = recomputed[micro_batches]
-    of_new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
-    callers = cell.of_caller(chunks)
-    # Of losses only the numbers are kept.
-    of_output = cell.bytes_of(cell.outputs) if cell.gives_outputs else 0
-    in_graph = cell.bytes_of(cell.outputs & cell.graph) if cell.gives_outputs else 0
-    target = cell.of_loss(chunks)
-    around = None
-    if cell.gives_outputs:
-        n_recorded = chunks - int(recomputed.sum())
-        given = chunks * of_output - n_recorded * in_graph
-        around = around_loss(cell, chunks, given, gradients_exist=gradients_exist)
-        target = around.target
-    # Cells are alike, so one of each kind is walked through.
-    backward = kinds == _B
-    exist = (np.cumsum(backward) - backward > 0) | gradients_exist
-    codes = kinds.astype(np.int64) * 4 + again * 2 + exist
-    ways = {
-        code: _Way(KINDS[code // 4], bool(code & 2), bool(code & 1))
-        for code in np.unique(codes).tolist()
-    }
-    own = {way: max(_moments(cell, way, chunks), key=height) for way in ways.values()}
-    held = {flag: cell.held(again=flag) for flag in (False, True)}
-    largest = max([*held.values(), of_new_graph, of_output, *map(sum, own.values())])
-    beside = target + callers + max(waits or (0,)) + (around.stays if around else 0)
-    numbers = number_type(largest * (chunks + 2) + beside)
+    row = _Row(cell, kinds, micro_batches, waits, chunks, gradients_exist)
+    moments = row.highest(0, row.turn)
+    if row.around is not None:
+        moments.append(row.between(row.around))
+    moments += row.highest(row.turn, len(kinds))
+    moments.append(row.behind())
+    return max(moments, key=height)
 
-    def of_each(value_of: Callable[[_Way], int]) -> NDArray[Any]:
+
+class _Row:
+    """What a partition holds and needs in each of its actions.
+
+    Cells are alike, so one of each way is walked through. Args are those of `_highest`.
+
+    Attributes:
+        turn: How many actions there are up to the last forward, that one included.
+        around: What the caller's loss holds and needs; None: the caller gets nothing from here.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        kinds: NDArray[np.integer],
+        micro_batches: NDArray[np.integer],
+        waits: Sequence[int] | None,
+        chunks: int,
+        gradients_exist: bool,
+    ) -> None:
+        self._cell, self._gradients_exist = cell, gradients_exist
+        self._callers = cell.of_caller(chunks)
+        recomputed = np.zeros(chunks, dtype=bool)
+        recomputed[micro_batches[kinds == _R]] = True
+        backward = kinds == _B
+        exist = (np.cumsum(backward) - backward > 0) | gradients_exist
+        self._codes = kinds.astype(np.int64) * 4 + recomputed[micro_batches] * 2 + exist
+        self._ways = {
+            code: _Way(KINDS[code // 4], bool(code & 2), bool(code & 1))
+            for code in np.unique(self._codes).tolist()
+        }
+        self._own = {
+            way: max(_moments(cell, way, chunks), key=height) for way in self._ways.values()
+        }
+        self._held = {again: cell.held(again=again) for again in (False, True)}
+        self._new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
+        self._find_outputs(chunks, n_recorded=chunks - int(recomputed.sum()))
+        self._numbers = self._number_type(chunks, max(waits or (0,)))
+        self.turn = int(np.searchsorted(np.cumsum(kinds == _F), chunks)) + 1
+        self._add_up(waits)
+
+    def _find_outputs(self, chunks: int, n_recorded: int) -> None:
+        """Find out what the caller gets from the partition, and makes of it.
+
+        Args:
+            chunks: Micro-batches of a mini-batch.
+            n_recorded: Those whose forward records a graph: of their outputs only the numbers
+                are kept beside it.
+        """
+        cell = self._cell
+        self.around: AroundLoss | None = None
+        self._target = cell.of_loss(chunks)
+        # Of losses only the numbers are kept.
+        self._output = self._output_in_graph = 0
+        if cell.gives_outputs:
+            self._output = cell.bytes_of(cell.outputs)
+            self._output_in_graph = cell.bytes_of(cell.outputs & cell.graph)
+            given = chunks * self._output - n_recorded * self._output_in_graph
+            self.around = around_loss(cell, chunks, given, gradients_exist=self._gradients_exist)
+            self._target = self.around.target
+
+    def _number_type(self, chunks: int, waiting: int) -> Any:
+        """Return the type of numbers that holds all sums."""
+        needed = map(sum, self._own.values())
+        largest = max([*self._held.values(), self._new_graph, self._output, *needed])
+        beside = self._target + self._callers + waiting
+        beside += self.around.stays if self.around else 0
+        return number_type(largest * (chunks + 2) + beside)
+
+    def _add_up(self, waits: Sequence[int] | None) -> None:
+        """Add up what the other micro-batches hold while an action runs, and what is behind it."""
+        before, after = self._of_each(self._before), self._of_each(self._after)
+        self._in_flight = self._callers + np.cumsum(after - before)
+        own = self._of_each(lambda way: self._own[way].activations)
+        self._activations = self._in_flight - after + own
+        made = self._of_each(self._given_by)
+        self._outputs = self._target + np.cumsum(made) - made
+        if self.around is not None:
+            self._outputs[self.turn :] = self._target + self.around.stays
+        self._waiting = np.zeros(len(self._codes), dtype=self._numbers)
+        if waits is not None:
+            self._waiting += np.array(waits, dtype=self._numbers)
+        beside = self._of_each(lambda way: sum(self._own[way]) - self._own[way].activations)
+        self._total = beside + self._activations + self._outputs + self._waiting
+
+    def _of_each(self, value_of: Callable[[_Way], int]) -> NDArray[Any]:
         """Look a number up for each action, by its way."""
-        table: NDArray[Any] = np.zeros(4 * len(KINDS), dtype=numbers)
-        for code, way in ways.items():
+        table: NDArray[Any] = np.zeros(4 * len(KINDS), dtype=self._numbers)
+        for code, way in self._ways.items():
             table[code] = value_of(way)
-        return table[codes]
+        return table[self._codes]
 
-    def before(way: _Way) -> int:
+    def _before(self, way: _Way) -> int:
+        """Return what the micro-batch of an action holds in front of it."""
         if way.kind == "F":
             return 0
-        return of_new_graph if way.kind == "B" and way.again else held[way.again]
+        return self._new_graph if way.kind == "B" and way.again else self._held[way.again]
 
-    def after(way: _Way) -> int:
-        return {"F": held[way.again], "R": of_new_graph, "B": 0}[way.kind]
+    def _after(self, way: _Way) -> int:
+        """Return what it holds behind it."""
+        return {"F": self._held[way.again], "R": self._new_graph, "B": 0}[way.kind]
 
-    def given_by(way: _Way) -> int:
-        """What a forward adds to the outputs; in the caller's hands, and in no graph."""
+    def _given_by(self, way: _Way) -> int:
+        """Return what a forward adds to the outputs in the caller's hands that no graph has."""
         if way.kind != "F":
             return 0
-        return of_output - (0 if way.again else in_graph)
+        return self._output - (0 if way.again else self._output_in_graph)
 
-    # What the other micro-batches hold while an action runs, and what is there behind it.
-    less = of_each(before)
-    in_flight = callers + np.cumsum(of_each(after) - less)
-    activations = in_flight - of_each(after) + of_each(lambda way: own[way].activations)
-    made = of_each(given_by)
-    outputs = target + np.cumsum(made) - made
-    n_forwards = np.cumsum(kinds == _F)
-    turn = int(np.searchsorted(n_forwards, chunks)) + 1  # behind the last forward
-    if around is not None:
-        outputs[turn:] = target + around.stays
-    passing: NDArray[Any] = np.zeros(len(kinds), dtype=numbers)
-    if waits is not None:
-        passing += np.array(waits, dtype=numbers)
-    total = of_each(lambda way: sum(own[way]) - own[way].activations)
-    total = total + activations + outputs + passing
-
-    def highest(first: int, last: int) -> list[Moment]:
-        """Return the first of the highest moments of a stretch, if it has any."""
+    def highest(self, first: int, last: int) -> list[Moment]:
+        """Return the first of the highest moments of a stretch of actions, if it has any."""
         if first >= last:
             return []
-        most = np.flatnonzero(total[first:last] == total[first:last].max()) + first
-        k = int(most[activations[most].argmax()])
-        moment = own[ways[int(codes[k])]]
+        total = self._total[first:last]
+        most = np.flatnonzero(total == total.max()) + first
+        k = int(most[self._activations[most].argmax()])
+        moment = self._own[self._ways[int(self._codes[k])]]
         return [
             moment._replace(
-                activations=int(activations[k]), outputs=int(outputs[k]), waiting=int(passing[k])
+                activations=int(self._activations[k]),
+                outputs=int(self._outputs[k]),
+                waiting=int(self._waiting[k]),
             )
         ]
 
-    moments = highest(0, turn)
-    if around is not None:
-        moments.append(
-            Moment(
-                int(in_flight[turn - 1]),
-                cell.all_gradients if gradients_exist else 0,
-                outputs=target + around.most,
-                # What waits for others' recomputes waits in front of the first backward too.
-                waiting=int(passing[turn]) if turn < len(passing) else 0,
-            )
+    def between(self, around: AroundLoss) -> Moment:
+        """Return the highest moment between the last forward and the first backward."""
+        return Moment(
+            int(self._in_flight[self.turn - 1]),
+            self._cell.all_gradients if self._gradients_exist else 0,
+            outputs=self._target + around.most,
+            # What waits for others' recomputes waits in front of the first backward too.
+            waiting=int(self._waiting[self.turn]) if self.turn < len(self._waiting) else 0,
         )
-    moments += highest(turn, len(kinds))
-    outputs_after = target + (around.after if around is not None else 0)
-    moments.append(
-        Moment(callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs_after)
-    )
-    return max(moments, key=height)
+
+    def behind(self) -> Moment:
+        """Return the moment behind all actions, when the optimizer steps."""
+        outputs = self._target + (self.around.after if self.around is not None else 0)
+        cell = self._cell
+        return Moment(self._callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs)
 
 
 def optimizer_peak(cell: Cell) -> int:

@@ -25,7 +25,7 @@ from gpipebal.pipeline.buffers import Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.facts import kind_of
-from gpipebal.pipeline.microbatch import Packet, check_nothing_hidden, find_overlaps
+from gpipebal.pipeline.microbatch import Packet, check_nothing_hidden, detached, find_overlaps
 from gpipebal.pipeline.partition import Partition, Pass, Tail
 from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness, States
 from gpipebal.pipeline.tensors import has_storage, version_of
@@ -38,7 +38,7 @@ class Cell:
 
     Args:
         partition: The partition.
-        mode: The state of its layers when the mini-batch went in, from `Partition.mode`.
+        mode: The state of its layers when the mini-batch went in, from `Modules.mode`.
         micro_batch: Which micro-batch it is.
         seed: Seed of the mini-batch's random numbers.
         grad: Whether a backward can follow.
@@ -147,13 +147,13 @@ class Cell:
             self._promised = result.needs_gradient
             self._states = states or []
             self._tail = tail
-            self._writes = self._partition.frozen_writes()
+            self._writes = self._partition.modules.frozen_writes()
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
             self._ends, self._marks = _ends(result.leaves), marks
         check_nothing_hidden(result.leaves, f"the output of partition {self._partition.index}")
         return Packet(
-            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in result.leaves],
+            detached(result.leaves),
             result.structure,
             [self._grad and needs for needs in result.needs_gradient],
             overlaps=find_overlaps(result.leaves),
@@ -180,7 +180,7 @@ class Cell:
                 "Fix: do not change the mini-batch before the backward, and let the first layer "
                 "of a partition write to its input always or never; or checkpoint='never'."
             )
-        if self._partition.frozen_writes() != self._writes:
+        if self._partition.modules.frozen_writes() != self._writes:
             raise ModelError(
                 "a checkpointed micro-batch cannot be recomputed: a parameter that is not trained "
                 "was written to after its forward, by a layer of "

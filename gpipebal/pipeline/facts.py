@@ -45,7 +45,7 @@ def kind_of(
     """Name the kind of a micro-batch.
 
     Args:
-        mode: The state of the layers, from `Partition.mode`.
+        mode: The state of the layers, from `Modules.mode`.
         packet: The input.
         state: Settings of the caller.
         protect: Whether the input must stay as it is: only then a write to it is noticed in

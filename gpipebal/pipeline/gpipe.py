@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +40,6 @@ from gpipebal.pipeline.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch import MiniBatch, Watchers
 from gpipebal.pipeline.parting import join_gradients
 from gpipebal.pipeline.runtime import Runtime, check_shared
-from gpipebal.pipeline.tied import TiedParameters
 from gpipebal.plan import Plan
 from gpipebal.schedule import Checkpoint, make_schedule, modes_of
 from gpipebal.skip.layout import find_skips
@@ -376,25 +373,16 @@ class GPipe(Container):
     def _started(self) -> Runtime:
         with _starting:
             runtime = self._runtime
-            if (
-                runtime is None
-                or runtime.pool.process != os.getpid()
-                or runtime.pool.is_given_up
-                # A layer was replaced since, or a module inside of one.
-                or runtime.layers != list(self._modules.values())
-                or not all([partition.is_as_made() for partition in runtime.partitions])
-            ):
+            if runtime is None or not runtime.can_run(self._modules.values()):
                 check_number(len(self._modules), self.balance)
                 layers = dict(zip(self._modules, self, strict=True))
                 runtime = Runtime(
                     layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )
-                self._runtime = runtime
-            elif any([partition.has_other_parameters() for partition in runtime.partitions]):
+            elif runtime.has_other_parameters():
                 # Others may be tied now. Mini-batches on their way go on with those that were.
                 layers = dict(zip(self._modules, self, strict=True))
                 check_shared(layers, self.balance, self.devices)
-                runtime = copy.copy(runtime)
-                runtime.tied = TiedParameters(runtime.partitions, runtime.lanes)
-                self._runtime = runtime
+                runtime = runtime.with_other_ties()
+            self._runtime = runtime
             return runtime

@@ -12,7 +12,13 @@ from torch.autograd import forward_ad
 
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline.ledger import Ledger
-from gpipebal.pipeline.microbatch import Call, check_nothing_hidden, flatten
+from gpipebal.pipeline.microbatch import (
+    Call,
+    check_nothing_hidden,
+    detached,
+    flatten,
+    which_need_gradient,
+)
 from gpipebal.pipeline.parting import Dim, chunk_sizes, count_rows, scatter_leaves, spread_dims
 from gpipebal.pipeline.random_ops import is_transformed
 
@@ -65,10 +71,10 @@ def part_inputs(
     check_nothing_hidden(leaves, "the input")
     argument = "in_dims, or in keyword_dims for a keyword argument" if keywords else "in_dims"
     rows = chunk_sizes(count_rows(leaves, structure, dims, argument=argument), chunks)
-    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     grad = torch.is_grad_enabled()
-    needs = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    return leaves, Inputs(scatter_leaves(detached, rows, dims), structure, dims, rows, needs)
+    needs = [grad and needs for needs in which_need_gradient(leaves)]
+    parts = scatter_leaves(detached(leaves), rows, dims)
+    return leaves, Inputs(parts, structure, dims, rows, needs)
 
 
 def leaves_of_call(

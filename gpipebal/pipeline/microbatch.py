@@ -8,7 +8,7 @@ A cell that takes skip connections beside its input gets one packet joined from 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,12 +24,15 @@ __all__ = [
     "Packet",
     "check_nothing_hidden",
     "check_travels",
+    "copied",
+    "detached",
     "find_overlaps",
     "flatten",
     "join_packets",
     "name_of_leaf",
     "split_packet",
     "unflatten",
+    "which_need_gradient",
 ]
 
 
@@ -73,6 +76,24 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
     """Put a pytree together again."""
     return pytree.tree_unflatten(list(leaves), structure)
+
+
+def detached(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves, the tensors cut off from autograd."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def copied(leaves: Sequence[Any], which: Collection[int]) -> list[Any]:
+    """Return the leaves, of the tensors at some indices copies."""
+    return [
+        leaf.clone() if k in which and isinstance(leaf, Tensor) else leaf
+        for k, leaf in enumerate(leaves)
+    ]
+
+
+def which_need_gradient(leaves: Sequence[Any]) -> list[bool]:
+    """Tell of each leaf whether it is a tensor that needs a gradient."""
+    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
 
 
 def name_of_leaf(structure: pytree.TreeSpec, index: int) -> str:

@@ -115,7 +115,7 @@ class MiniBatch:
                 )
                 for i in range(self.chunks)
             ]
-            for partition, mode in [(part, part.mode()) for part in runtime.partitions]
+            for partition, mode in [(part, part.modules.mode()) for part in runtime.partitions]
         ]
         starts = [lane.follow_caller() for lane in self.lanes]
         self._starts = starts
@@ -233,11 +233,11 @@ class MiniBatch:
         self._run_phase(kinds)
         self._statistics.commit()
         if any(cell.checkpointed for row in self._cells for cell in row):
-            self._states = [(part.mode(), part.versions()) for part in self.runtime.partitions]
+            self._states = [part.modules.condition() for part in self.runtime.partitions]
 
     def _check_unchanged(self) -> None:
         for partition, state in zip(self.runtime.partitions, self._states, strict=False):
-            if (partition.mode(), partition.versions()) != state:
+            if partition.modules.condition() != state:
                 raise RuntimeError(
                     f"the checkpointed micro-batches of partition {partition.index} cannot be "
                     "recomputed: since their forward a parameter was written to, replaced or "
@@ -355,7 +355,7 @@ class MiniBatch:
                 gradients = [loss.gradient(i, self.losses[i])]
             new = self._new[j] if self._new else None
             if new is not None and not new.has_begun:
-                new.begin(self.runtime.partitions[j].parameters())
+                new.begin(self.runtime.partitions[j].modules.parameters())
             started = self._start(action)
             received = cell.backward(gradients, self.state)
             of_target = () if loss is None else loss.keep_gradients(i)

@@ -18,15 +18,13 @@ before it can make a wrong gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.blame import failed_layers, next_node, note_no_graph
@@ -34,7 +32,16 @@ from gpipebal.pipeline.buffers import Buffers, BufferSlot, Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.inbox import InboxClosedError
-from gpipebal.pipeline.microbatch import Call, Packet, check_travels, flatten, unflatten
+from gpipebal.pipeline.microbatch import (
+    Call,
+    Packet,
+    check_travels,
+    copied,
+    flatten,
+    unflatten,
+    which_need_gradient,
+)
+from gpipebal.pipeline.modules import Modules
 from gpipebal.pipeline.randomness import OwnRandomness
 from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
@@ -107,7 +114,8 @@ class Partition:
         foreign_buffers: Buffers that layers of other partitions have too.
         running: The layer of its own that runs, or ran last; their number stands for the loss.
         is_given_up: Whether its worker hangs and has been given up: it must start no other layer.
-        buffers: The buffers of its layers.
+        modules: All modules in its layers.
+        buffers: Their buffers.
     """
 
     index: int
@@ -123,75 +131,9 @@ class Partition:
     _facts: dict[Hashable, Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._modules = list(
-            dict.fromkeys(module for layer in self.layers for module in layer.modules())
-        )
-        # Views of the modules' dictionaries, which follow what happens to them: every step looks.
-        self._child_views = [module._modules.values() for module in self._modules]
-        self._parameter_views = [module._parameters.values() for module in self._modules]
-        # An embedding may keep its rows short: to do so again changes nothing.
-        self._written_views = [
-            module._parameters.values()
-            for module in self._modules
-            if getattr(module, "max_norm", None) is None
-        ]
-        self._children = self._nested()
-        self._parameters = self._parameter_ids()
-        self.buffers = Buffers(self._modules, self.foreign_buffers)
-        self._skips = any(is_skippable(module) for module in self._modules)
-
-    def mode(self) -> Hashable:
-        """Name the state of the layers: what may change the facts changes the mode."""
-        return (
-            tuple([module.training for module in self._modules]),
-            tuple(
-                [
-                    parameter.requires_grad
-                    for module in self._modules
-                    for parameter in module._parameters.values()
-                    if parameter is not None
-                ]
-            ),
-        )
-
-    def parameters(self) -> list[nn.Parameter]:
-        """List the parameters of its layers, one that is shared as often as it stands there."""
-        return [p for p in chain.from_iterable(self._parameter_views) if p is not None]
-
-    def is_as_made(self) -> bool:
-        """Tell whether all modules inside the layers are the ones that were there at first."""
-        return self._nested() == self._children
-
-    def has_other_parameters(self) -> bool:
-        """Tell whether a parameter has been replaced since this was last asked."""
-        before, self._parameters = self._parameters, self._parameter_ids()
-        return self._parameters != before
-
-    def _nested(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(self._child_views))
-
-    def _parameter_ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(self._parameter_views)))
-
-    def versions(self) -> Hashable:
-        """Name modules and parameters, and how often each parameter has been written to.
-
-        A recompute needs all of them unchanged.
-        """
-        found = (p for p in self.parameters() if not is_lazy(p) and not p.is_inference())
-        return tuple(
-            [id(module) for module in self._nested()]
-            + [
-                (id(one), one._version, one.data_ptr() if one.layout is torch.strided else 0)
-                for one in found
-            ]
-        )
-
-    def frozen_writes(self) -> int:
-        """Count the writes to parameters that are not trained: autograd looks after the others."""
-        found = (p for p in chain.from_iterable(self._written_views) if p is not None)
-        frozen = (p for p in found if not (p.requires_grad or is_lazy(p) or p.is_inference()))
-        return sum(parameter._version for parameter in frozen)
+        self.modules = Modules(self.layers)
+        self.buffers = Buffers(list(self.modules), self.foreign_buffers)
+        self._skips = any(map(is_skippable, self.modules))
 
     def forget(self, kind: Hashable) -> None:
         """Let the facts of this kind of micro-batch be found out anew."""
@@ -216,61 +158,58 @@ class Partition:
         """
         # Asked once: in between another mini-batch may let it be forgotten.
         facts = self._facts.get(run.kind)
-        if checkpointed and facts is not None and not any(facts.outputs_need_gradient):
+        if facts is None:
+            return self._first_forward(packet, run, checkpointed=checkpointed, protect=protect)
+        if checkpointed and not any(facts.outputs_need_gradient):
             # Nothing would be recomputed, and so nobody would notice that this micro-batch goes
             # another way through a layer. Where nothing can need a gradient there is no graph.
             look = True
-        # Facts are found with a graph, because only a graph tells which outputs need a gradient.
-        record = run.state.grad_enabled and (not checkpointed or look or facts is None)
+        record = run.state.grad_enabled and (not checkpointed or look)
         leaves = packet.as_leaves() if record else packet.leaves
         kept = self.buffers.keep() if checkpointed else None
-        before = self.buffers.copies(alone=not protect) if facts is None else {}
         with run.state.entered(grad=record):
-            inputs = list(leaves)
-            copied: Sequence[int] | frozenset[int] = ()
-            if protect:
-                copied = range(len(inputs)) if facts is None else facts.written_inputs
-            elif facts is None:
-                # Others may write to what lies beside this meanwhile: views of one tensor have one
-                # count of writes.
-                copied = packet.overlaps
-            for k in copied:
-                if isinstance(inputs[k], Tensor):
-                    inputs[k] = inputs[k].clone()
-            versions = [version_of(leaf) for leaf in inputs]
-            counts = self.buffers.counts() if facts is None else {}
-            # Copies that the layers write to live no longer than the layers need them.
-            given = [unflatten(inputs, packet.structure)]
-            inputs = inputs if facts is None else []
+            written = facts.written_inputs if protect else ()
             try:
-                value = self._run_layers(given.pop(), run)
+                outputs, structure = flatten(self._run_on(leaves, written, packet, run))
             except RuntimeError as error:
-                if checkpointed and not record:
+                if not record and checkpointed:
                     note_no_graph(error)
                 raise
-            outputs, out_structure = flatten(value)
-            # The next micro-batch writes to them while others still read.
-            written = self.buffers.find_written(outputs, counts) if facts is None else ()
-            for k in facts.written_outputs if facts is not None else written:
-                outputs[k] = outputs[k].clone()
-        needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
-        if facts is None:
-            changed = self.buffers.look(before)
-            if kept is not None:
-                kept = kept.with_copies(changed)
-            facts = Facts(
-                written_inputs=frozenset(
-                    k for k, leaf in enumerate(inputs) if was_written(leaves[k], leaf, versions[k])
-                ),
-                outputs_need_gradient=tuple(needs),
-                written_outputs=tuple(written),
-            )
-            self._remember(run.kind, facts)
-        elif look:
+            outputs = copied(outputs, facts.written_outputs)
+        needs = which_need_gradient(outputs)
+        if look:
             facts.outputs_need_gradient = tuple(needs)
         elif checkpointed:
             needs = list(facts.outputs_need_gradient)
-        return ForwardResult(leaves, outputs, out_structure, needs, kept)
+        return ForwardResult(leaves, outputs, structure, needs, kept)
+
+    def _first_forward(
+        self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool
+    ) -> ForwardResult:
+        """Run the layers on the first micro-batch of a kind, and find out the facts of the kind."""
+        # Also if it is recomputed: only a graph tells which outputs need a gradient.
+        record = run.state.grad_enabled
+        leaves = packet.as_leaves() if record else packet.leaves
+        kept = self.buffers.keep() if checkpointed else None
+        before = self.buffers.copies(alone=not protect)
+        with run.state.entered(grad=record):
+            # Where nobody reads the input later, others may write to what lies beside it meanwhile:
+            # views of one tensor have one count of writes.
+            inputs = copied(leaves, range(len(leaves)) if protect else packet.overlaps)
+            versions = [version_of(leaf) for leaf in inputs]
+            counts = self.buffers.counts()
+            outputs, structure = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
+            # The next micro-batch writes to them while others still read.
+            written_outputs = tuple(self.buffers.find_written(outputs, counts))
+            outputs = copied(outputs, written_outputs)
+        needs = which_need_gradient(outputs)
+        changed = self.buffers.look(before)
+        written_inputs = frozenset(
+            k for k, leaf in enumerate(inputs) if was_written(leaves[k], leaf, versions[k])
+        )
+        self._remember(run.kind, Facts(written_inputs, tuple(needs), written_outputs))
+        kept = kept.with_copies(changed) if kept is not None else None
+        return ForwardResult(leaves, outputs, structure, needs, kept)
 
     def check_writes(self, kind: Hashable, packet: Packet) -> None:
         """Make sure that no layer has written to a tensor that others will read.
@@ -313,13 +252,8 @@ class Partition:
         written = frozenset(range(len(leaves))) if facts is None else facts.written_inputs
         self.buffers.check(kept)
         with run.state.entered(grad=True), self.buffers.replaced(kept):
-            given = [
-                leaf.clone() if k in written and isinstance(leaf, Tensor) else leaf
-                for k, leaf in enumerate(leaves)
-            ]
-            given = [unflatten(given, packet.structure)]
-            outputs, _ = flatten(self._run_layers(given.pop(), run))
-        needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs]
+            outputs, _ = flatten(self._run_on(leaves, written, packet, run))
+        needs = which_need_gradient(outputs)
         # One that was promised for nothing gets a gradient that goes nowhere.
         more = [need and not promise for need, promise in zip(needs, promised, strict=False)]
         if any(more) or len(needs) != len(promised):
@@ -360,6 +294,15 @@ class Partition:
         while len(self._facts) > MOST_KINDS:
             # The oldest: a dictionary keeps its order.
             self._facts.pop(next(iter(self._facts)), None)
+
+    def _run_on(
+        self, leaves: Sequence[Any], written: Collection[int], packet: Packet, run: Pass
+    ) -> Any:
+        """Run the layers on leaves of the input, and on copies of those that they write to.
+
+        The copies live no longer than the layers need them: no variable here holds them.
+        """
+        return self._run_layers(unflatten(copied(leaves, written), packet.structure), run)
 
     def _run_layers(self, value: Any, run: Pass) -> Any:
         randomness, tail, marks = run.randomness, run.tail, run.marks

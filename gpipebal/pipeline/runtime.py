@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,7 +34,6 @@ class Runtime:
         threads: Intra-operation threads of a CPU partition.
 
     Attributes:
-        layers: The layers, to notice when one has been replaced.
         partitions: Runs of layers and what is known of them.
         lanes: Devices and streams.
         pool: The workers.
@@ -48,7 +49,7 @@ class Runtime:
         threads: int,
     ) -> None:
         prepare()
-        self.layers = list(layers.values())
+        self._layers = list(layers.values())
         check_shared(layers, balance, devices)
         self.partitions = _partitions(layers, balance, devices)
         self.lanes = [
@@ -58,6 +59,30 @@ class Runtime:
         self.pool = WorkerPool(
             self.lanes, [threads if device.type == "cpu" else None for device in devices]
         )
+
+    def can_run(self, layers: Iterable[nn.Module | None]) -> bool:
+        """Tell whether it was made of these layers, in this process, and none of it has changed.
+
+        Args:
+            layers: The layers of the chain.
+        """
+        return (
+            self.pool.process == os.getpid()
+            and not self.pool.is_given_up
+            # No layer was replaced since, nor a module inside of one.
+            and self._layers == list(layers)
+            and all([partition.modules.are_as_made() for partition in self.partitions])
+        )
+
+    def has_other_parameters(self) -> bool:
+        """Tell whether a parameter has been replaced since this was last asked."""
+        return any([partition.modules.have_other_parameters() for partition in self.partitions])
+
+    def with_other_ties(self) -> Runtime:
+        """Return the same runtime, with the parameters that several partitions use by now."""
+        other = copy.copy(self)
+        other.tied = TiedParameters(self.partitions, self.lanes)
+        return other
 
     def follow_workers(self) -> None:
         """Let what the caller does next come behind all that a failed phase has launched.

@@ -20,7 +20,14 @@ from torch import Tensor
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
 from gpipebal.pipeline.lane import Lane, caller_events
-from gpipebal.pipeline.microbatch import check_nothing_hidden, flatten, name_of_leaf, unflatten
+from gpipebal.pipeline.microbatch import (
+    check_nothing_hidden,
+    detached,
+    flatten,
+    name_of_leaf,
+    unflatten,
+    which_need_gradient,
+)
 from gpipebal.pipeline.parting import (
     Dim,
     count_rows,
@@ -57,11 +64,8 @@ class Target:
         check_nothing_hidden(parted, "the target")
         _check_rows(self._leaves, self._structure, self._dims, sum(rows))
         grad = torch.is_grad_enabled()
-        self._wanted = [
-            grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._leaves
-        ]
-        detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        self._parts = scatter_leaves(detached, rows, self._dims)
+        self._wanted = [grad and needs for needs in which_need_gradient(self._leaves)]
+        self._parts = scatter_leaves(detached(self._leaves), rows, self._dims)
         self._shared = [dim is None and len(self._rows) > 1 for dim in self._dims]
         # Which tensors the loss writes to, or may write to unseen; None: not known yet.
         self._written: frozenset[int] | None = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
+from gpipebal.pipeline.microbatch import which_need_gradient
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.failures import is_out_of_memory, left_out, memory_for
@@ -319,7 +320,7 @@ def _value_to(value: Value, device: torch.device, only: Sequence[Key] | None = N
 
 
 def _leaves_to(leaves: Sequence[Any], device: torch.device) -> list[Any]:
-    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    flags = which_need_gradient(leaves)
     gone = [
         leaf.to(device) if isinstance(leaf, Tensor) else leaf
         for leaf in as_leaves(leaves, wants=False)

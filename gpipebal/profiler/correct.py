@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpipebal.profile import LayerProfile, Profile, SideBySide
+from gpipebal.profiler.findings import Trial
 from gpipebal.profiler.setting import chunks_that_fit
 from gpipebal.profiler.traces import MOST_FACTOR
-from gpipebal.profiler.trial import MOST_CHUNKS, Setting, Trial, run_trial
+from gpipebal.profiler.trial import MOST_CHUNKS, Setting, run_trial
 
 __all__ = ["correct", "try_out"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,12 +12,9 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.chain import check_keyword_dims, check_keywords
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
-from gpipebal.profiler.batch import Batch
-from gpipebal.profiler.data import Data
 from gpipebal.profiler.describe import describe_machine
 from gpipebal.profiler.harmless import left_alone
 from gpipebal.profiler.optimizer import OptimizerLike
@@ -33,9 +31,9 @@ from gpipebal.profiler.setting import (
     threads_set,
 )
 from gpipebal.profiler.sizes import Study
+from gpipebal.profiler.training import Training
 from gpipebal.profiler.trial import LEAST_TRIAL_SECONDS
 from gpipebal.schedule import check_count
-from gpipebal.skip.layout import find_skips
 
 __all__ = ["profile_model"]
 
@@ -164,6 +162,7 @@ def profile_model(
         >>> [other.rows for other in profile.other_sizes]
         [1, 4]
     """
+    started = time.perf_counter()
     if method not in ("measure", "estimate"):
         raise ProfileError(
             f"method does not exist: method={method!r} (expected 'measure' or 'estimate').\n"
@@ -174,9 +173,10 @@ def profile_model(
     for name, choice in (("one_at_a_time", one_at_a_time), ("progress", progress)):
         if choice is not None:
             check_flag(name, choice)
-    if method == "estimate":
-        from gpipebal.profiler.estimate import estimate_profile
-
+    if method == "measure":
+        _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
+        check_values(layers_of(module), sample, keywords, target)
+    else:
         _refuse(
             "method='estimate'",
             "rates= names the device to estimate for",
@@ -188,45 +188,40 @@ def profile_model(
                 "share_identical": share_identical or None,
             },
         )
-        given = {} if rates is None else {"rates": rates}
-        with left_alone([module, loss_fn]):
-            return estimate_profile(
-                module,
-                sample,
-                chunks=chunks,
-                rows=rows,
-                loss_fn=loss_fn,
-                target=target,
-                optimizer=optimizer,
-                partitions=partitions,
-                progress=progress,
-                keywords=keywords,
-                in_dims=in_dims,
-                keyword_dims=keyword_dims,
-                out_dims=out_dims,
-                target_dims=target_dims,
-                **given,
-            )
-    _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
-    started = time.perf_counter()
-    layers = layers_of(module)
-    check_values(layers, sample, keywords, target)
-    dims_of_keywords = check_keyword_dims(keyword_dims, next(iter(layers.values())))
-    check_keywords(keywords, next(iter(layers.values())))
-    batch = Batch.sample(sample, keywords, in_dims, dims_of_keywords)
-    of_target = Batch.target(target, target_dims)
-    n_chunks = check_count("chunks", chunks)
-    where = device_for(device)
-    n_side_by_side = check_count("partitions", partitions)
-    n_threads = (
-        share_of_cores(n_side_by_side) if threads is None else check_threads("threads", threads)
+    training = Training.of(
+        module,
+        sample,
+        chunks=chunks,
+        loss_fn=loss_fn,
+        target=target,
+        optimizer=optimizer,
+        keywords=keywords,
+        in_dims=in_dims,
+        keyword_dims=keyword_dims,
+        out_dims=out_dims,
+        target_dims=target_dims,
     )
-    limit = None if timeout is None else check_timeout(timeout)
-    sizes = batch.parted(n_chunks)
-    alone = share_identical or _is_alone(one_at_a_time, layers, where)
-    side_by_side = 1
-    if where.type == "cpu" and not alone:
-        side_by_side = max(1, min(n_side_by_side, visible_cores() // n_threads))
+    n_partitions = check_count("partitions", partitions)
+    if method == "estimate":
+        from gpipebal.profiler.estimate import estimate
+
+        with left_alone([module, loss_fn]):
+            return estimate(training, rows=rows, rates=rates, progress=progress)
+    where = device_for(device)
+    conduct = _Conduct(
+        where,
+        rows=rows,
+        n_partitions=n_partitions,
+        n_threads=(
+            share_of_cores(n_partitions) if threads is None else check_threads("threads", threads)
+        ),
+        alone=share_identical or _is_alone(one_at_a_time, training.modules, where),
+        share=share_identical,
+        as_pipeline=as_pipeline,
+        limit=None if timeout is None else check_timeout(timeout),
+        started=started,
+        progress=progress,
+    )
     state = CallerState.capture((where.type,))
     with (
         left_alone([module, loss_fn]),
@@ -235,64 +230,100 @@ def profile_model(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        study = Study(
-            layers,
-            find_skips(list(layers.values()), list(layers)),
-            Data(batch, sizes, None if of_target is None else of_target.to(where), out_dims),
-            where,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            keep_modes=module.training,
+        return _measure(training, conduct, state)
+
+
+@dataclass(frozen=True)
+class _Conduct:
+    """How a measurement is carried out; see the arguments of `profile_model`."""
+
+    where: torch.device
+    _: KW_ONLY
+    rows: int | Sequence[int] | None
+    n_partitions: int
+    n_threads: int
+    alone: bool
+    share: bool
+    as_pipeline: bool
+    limit: float | None
+    started: float
+    progress: bool | None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether partitions share the cores of one machine."""
+        return self.where.type == "cpu"
+
+    @property
+    def side_by_side(self) -> int:
+        """How many threads measure side by side."""
+        if not self.on_cpu or self.alone:
+            return 1
+        return max(1, min(self.n_partitions, visible_cores() // self.n_threads))
+
+    def seconds_left(self, step_seconds: float, parts: int) -> float:
+        """Return the seconds left for the rounds: at least half of all, or too few are measured."""
+        seconds = _limit(self.limit, step_seconds, parts, LEAST_SECONDS / parts)
+        spent = 0.0 if self.alone else time.perf_counter() - self.started
+        return max(seconds / 2, seconds - spent)
+
+
+def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profile:
+    """Measure a chain that is trained.
+
+    Args:
+        training: The chain.
+        conduct: How to measure.
+        state: Settings of the caller.
+    """
+    where, alone = conduct.where, conduct.alone
+    n_threads = conduct.n_threads if conduct.on_cpu else None
+    study, sizes = Study(training, where), training.data.sizes
+    others, must = choose_rows(conduct.rows, sizes[0], sum(sizes)), conduct.rows is not None
+    parts = len(training.layers) if alone else 1
+    total = parts if alone else MOST_ROUNDS * conduct.side_by_side
+    with threads_set(n_threads), progress_bar("profiling", total, conduct.progress) as told:
+        pace = Pace(
+            lambda seconds: conduct.seconds_left(seconds * len(sizes), parts),
+            LEAST_ROUNDS,
+            MOST_ROUNDS,
+            told,
         )
-        others = choose_rows(rows, sizes[0], sum(sizes))
-        total = len(layers) if alone else MOST_ROUNDS * side_by_side
-        with (
-            threads_set(n_threads if where.type == "cpu" else None),
-            progress_bar("profiling", total, progress) as told,
-        ):
-            parts = len(layers) if alone else 1
-            pace = Pace(
-                lambda seconds: _left(
-                    _limit(limit, seconds * len(sizes), parts, LEAST_SECONDS / parts),
-                    0.0 if alone else time.perf_counter() - started,
-                ),
-                LEAST_ROUNDS,
-                MOST_ROUNDS,
-                told,
-            )
-            if alone:
-                study.run_alone(others, pace, must=rows is not None, share=share_identical)
-            else:
-                study.look(others, must=rows is not None)
-                study.run(side_by_side, n_threads if where.type == "cpu" else None, pace, state)
-        profile = study.profile(
-            {
-                "method": "measure",
-                **describe_machine(where, n_threads, list(layers.values())),
-                "side_by_side": side_by_side,
-                "partitions": n_side_by_side,
-                "one_at_a_time": alone,
-                "share_identical": share_identical,
-                **batch.described(),
-            }
-        )
-        if alone or where.type != "cpu" or not as_pipeline:
-            return profile
-        step = sum(layer.time for layer in profile.layers) * len(sizes)
-        seconds = _limit(limit, step, TRIAL_PARTS, LEAST_TRIAL_SECONDS)
-        return study.try_out(profile, side_by_side, n_threads, seconds)
+        if alone:
+            study.run_alone(others, pace, must=must, share=conduct.share)
+        else:
+            study.look(others, must=must)
+            study.run(conduct.side_by_side, n_threads, pace, state)
+    profile = study.profile(
+        {
+            "method": "measure",
+            **describe_machine(where, conduct.n_threads, training.modules),
+            "side_by_side": conduct.side_by_side,
+            "partitions": conduct.n_partitions,
+            "one_at_a_time": alone,
+            "share_identical": conduct.share,
+            **training.data.sample.described(),
+        }
+    )
+    if alone or not conduct.on_cpu or not conduct.as_pipeline:
+        return profile
+    step = sum(layer.time for layer in profile.layers) * len(sizes)
+    seconds = _limit(conduct.limit, step, TRIAL_PARTS, LEAST_TRIAL_SECONDS)
+    return study.try_out(profile, conduct.side_by_side, conduct.n_threads, seconds)
 
 
 def _limit(timeout: float | None, step_seconds: float, parts: int, least: float) -> float:
-    """Return the seconds that the rounds may take, of the chain or of one of its parts."""
+    """Return the seconds that the repeats may take, of the chain or of one of its parts.
+
+    Args:
+        timeout: Seconds for all repeats; None: about ten steps.
+        step_seconds: Of a training step.
+        parts: How many parts the chain has.
+        least: Seconds that the part may take in any case, unless there is a timeout.
+    """
     if timeout is not None:
         return timeout / parts
     return min(MOST_SECONDS / parts, max(least, DEFAULT_STEPS * step_seconds))
-
-
-def _left(seconds: float, spent: float) -> float:
-    """Return what is left of some seconds: at least half, or too few rounds would be measured."""
-    return max(seconds / 2, seconds - spent)
 
 
 def _refuse(where: str, instead: str, given: Mapping[str, Any]) -> None:
@@ -310,11 +341,11 @@ def _refuse(where: str, instead: str, given: Mapping[str, Any]) -> None:
 
 
 def _is_alone(
-    one_at_a_time: bool | None, layers: Mapping[str, nn.Module], device: torch.device
+    one_at_a_time: bool | None, layers: Sequence[nn.Module], device: torch.device
 ) -> bool:
     """Decide whether layers come to the device one at a time."""
     if one_at_a_time is not None:
         return one_at_a_time
     return device.type == "cuda" and any(
-        parameter.device != device for layer in layers.values() for parameter in layer.parameters()
+        parameter.device != device for layer in layers for parameter in layer.parameters()
     )

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import torch
 
@@ -198,6 +199,105 @@ class _MeasuringLane(Lane):
             torch.cuda.set_stream(self._stream)
 
 
+class _Rounds:
+    """Rounds in several threads, and what the threads share.
+
+    Each thread writes its own times and its own count of rounds; all read the counts, so that
+    whoever is ahead goes on and nobody is measured without the others.
+
+    Args:
+        subjects: For each thread, what it sends each size of micro-batch through.
+        pace: How long to go on.
+        must: Whether there must be enough memory for every size.
+    """
+
+    def __init__(self, subjects: Sequence[Sequence[Subject]], pace: Pace, must: bool) -> None:
+        self._subjects, self._pace, self._must = subjects, pace, must
+        self._times = [[Times() for _ in sizes] for sizes in subjects]
+        self._done = [0] * len(subjects)
+        self._ended = [threading.Event() for _ in subjects]
+        self._too_large: set[int] = set()
+        self._failures: list[BaseException] = []
+
+    def work(self, k: int, state: CallerState) -> None:
+        """Do all rounds of a thread; never raises.
+
+        Args:
+            k: Which thread this is.
+            state: Settings of the caller.
+        """
+        try:
+            with replace(state, inference_mode=False).entered(grad=True):
+                self._warm_up(k)
+                self._measure(k)
+        except RoundStoppedError:
+            pass  # another thread failed, or the caller was interrupted
+        except BaseException as error:
+            self._failures.append(error)
+            self.stop()
+        finally:
+            self._done[k] = max(self._done[k], self._pace.most)
+            self._ended[k].set()
+
+    def wait(self) -> None:
+        """Wait until all threads have ended."""
+        for event in self._ended:
+            event.wait()
+
+    def stop(self) -> None:
+        """Let each thread end its round before the next layer."""
+        for sizes in self._subjects:
+            for subject in sizes:
+                subject.stop()
+
+    def results(self) -> list[Times | None]:
+        """Return the times of all threads together for each size; None: not enough memory.
+
+        Raises:
+            ProfileError: a layer failed.
+        """
+        if self._failures:
+            raise self._failures[0]
+        first, *others = self._times
+        for other in others:
+            for mine, theirs in zip(first, other, strict=True):
+                mine.add(theirs)
+        return [None if size in self._too_large else times for size, times in enumerate(first)]
+
+    def _warm_up(self, k: int) -> None:
+        """Run a round that does not count: gradients exist then, and libraries are ready.
+
+        What of other sizes runs in one piece is warm by then.
+        """
+        for size in range(len(self._subjects[k])):
+            self._run_round(k, size, Times(), whole=not size)
+
+    def _measure(self, k: int) -> None:
+        done, pace = self._done, self._pace
+        deadline = math.inf
+        while done[k] < pace.least or (min(done) < pace.most and time.perf_counter() < deadline):
+            started = time.perf_counter()
+            for size in range(1 if done[k] % OTHERS_EVERY else len(self._subjects[k])):
+                self._run_round(k, size, self._times[k][size])
+            if not done[k]:
+                # The first says how long a round takes, and counts.
+                first = self._times[k][0]
+                seconds = first.whole_forward[0] + first.whole_backward[0]
+                deadline = started + pace.limit_of(seconds)
+            done[k] += 1
+            pace.told()
+
+    def _run_round(self, k: int, size: int, times: Times, *, whole: bool = True) -> None:
+        if size in self._too_large:
+            return
+        try:
+            times.run_round(self._subjects[k][size], whole=whole)
+        except ProfileError as error:
+            if self._must or not size or not is_out_of_memory(error):
+                raise
+            self._too_large.add(size)
+
+
 def run_side_by_side(
     subjects: Sequence[Sequence[Subject]],
     *,
@@ -223,76 +323,14 @@ def run_side_by_side(
     Raises:
         ProfileError: a layer failed.
     """
-    too_large: set[int] = set()
-    results = [[Times() for _ in sizes] for sizes in subjects]
-    done = [0] * len(subjects)
-    failures: list[BaseException] = []
-    finished = [threading.Event() for _ in subjects]
-
-    def stop_all() -> None:
-        for sizes in subjects:
-            for subject in sizes:
-                subject.stop()
-
-    def run_round(k: int, size: int, times: Times, *, whole: bool = True) -> None:
-        if size in too_large:
-            return
-        try:
-            times.run_round(subjects[k][size], whole=whole)
-        except ProfileError as error:
-            if must or not size or not is_out_of_memory(error):
-                raise
-            too_large.add(size)
-
-    def measure(k: int) -> None:
-        n_sizes = len(subjects[k])
-        # The first round warms up: gradients exist, libraries are ready. What of other sizes runs
-        # in one piece is warm by then.
-        for size in range(n_sizes):
-            run_round(k, size, Times(), whole=not size)
-        deadline = math.inf
-        # Whoever is ahead goes on, so that nobody is measured without the others.
-        while done[k] < pace.least or (min(done) < pace.most and time.perf_counter() < deadline):
-            started = time.perf_counter()
-            for size in range(1 if done[k] % OTHERS_EVERY else n_sizes):
-                run_round(k, size, results[k][size])
-            if not done[k]:
-                # The first says how long a round takes, and counts.
-                first = results[k][0]
-                seconds = first.whole_forward[0] + first.whole_backward[0]
-                deadline = started + pace.limit_of(seconds)
-            done[k] += 1
-            pace.told()
-
-    def task_of(k: int) -> Callable[[], None]:
-        def task() -> None:
-            try:
-                with replace(state, inference_mode=False).entered(grad=True):
-                    measure(k)
-            except RoundStoppedError:
-                pass  # another thread failed, or the caller was interrupted
-            except BaseException as error:
-                failures.append(error)
-                stop_all()
-            finally:
-                done[k] = max(done[k], pace.most)
-                finished[k].set()
-
-        return task
-
+    rounds = _Rounds(subjects, pace, must)
     lanes = [_MeasuringLane(sizes[0].chain.device) for sizes in subjects]
     pool = WorkerPool(lanes, [n_threads] * len(subjects))
     try:
-        pool.submit([task_of(k) for k in range(len(subjects))])
-        for event in finished:
-            event.wait()
+        pool.submit([partial(rounds.work, k, state) for k in range(len(subjects))])
+        rounds.wait()
     finally:
         # Also when interrupted: the layers in progress end, then the threads do.
-        stop_all()
+        rounds.stop()
         pool.close()
-    if failures:
-        raise failures[0]
-    for other in results[1:]:
-        for mine, theirs in zip(results[0], other, strict=True):
-            mine.add(theirs)
-    return [None if size in too_large else times for size, times in enumerate(results[0])]
+    return rounds.results()

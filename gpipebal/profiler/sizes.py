@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.caller import CallerState
@@ -16,7 +16,6 @@ from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.correct import try_out
-from gpipebal.profiler.data import Data
 from gpipebal.profiler.describe import (
     OptimizerMemory,
     describe_layers,
@@ -33,13 +32,13 @@ from gpipebal.profiler.gathered import (
     try_gathered,
 )
 from gpipebal.profiler.loss import describe_loss, loss_chain
-from gpipebal.profiler.optimizer import Maker, OptimizerLike
 from gpipebal.profiler.replica import bytes_of_loss, find_ties, parameter_bytes, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.step import measure_optimizer
 from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
+from gpipebal.profiler.training import Training
 from gpipebal.profiler.trial import Setting
-from gpipebal.profiler.value import Routes, Value
+from gpipebal.profiler.value import Value
 
 __all__ = ["Study"]
 
@@ -63,35 +62,19 @@ class Study:
     """A chain, and what is found out about it.
 
     Args:
-        layers: The caller's layers by name.
-        routes: Their skips.
-        data: The mini-batch and its target.
+        training: The chain, and how it is trained.
         device: Where to measure.
-        loss_fn: The loss; None: not measured.
-        optimizer: The optimizer; None: not measured.
-        keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
-            trained.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, nn.Module],
-        routes: Routes,
-        data: Data,
-        device: torch.device,
-        *,
-        loss_fn: Callable[..., Tensor] | None,
-        optimizer: OptimizerLike | None,
-        keep_modes: bool,
-    ) -> None:
-        self.names, self.modules = list(layers), list(layers.values())
-        self.routes, self.device = routes, device
-        self.micro_batches = data.sizes
-        self.notes = list(doubts_about(self.names, self.modules, keep_modes=keep_modes))
-        self._data, self._loss_fn = data, loss_fn
-        self._keep_modes = keep_modes
-        parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
-        self._maker = None if optimizer is None else Maker(optimizer, parameters)
+    def __init__(self, training: Training, device: torch.device) -> None:
+        training = training.with_target_on(device)
+        self.names, self.modules = training.names, training.modules
+        self.routes, self.device = training.routes, device
+        self._data, self._loss_fn = training.data, training.loss_fn
+        self.micro_batches = self._data.sizes
+        self._keep_modes = training.keep_modes
+        self._maker = training.maker()
+        self.notes = list(doubts_about(self.names, self.modules, keep_modes=self._keep_modes))
         self._sizes: list[_Size] = []
         self._replicas: list[nn.Module] = []
         self._written: list[frozenset[int]] = []

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,23 +34,11 @@ from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.profiler.batch import Batch
 from gpipebal.profiler.data import Data
-from gpipebal.profiler.traces import (
-    KINDS,
-    MOST_FACTOR,
-    Traced,
-    alone_factors,
-    factor_of,
-    kind_of,
-    pressures_of,
-    seconds_of_cells,
-    sums_of_layers,
-)
+from gpipebal.profiler.findings import Trial, read_trial
+from gpipebal.profiler.traces import KINDS, Traced, kind_of
 from gpipebal.profiler.value import as_leaves
-from gpipebal.schedule import CheckpointMode, make_schedule
-from gpipebal.simulator import Durations, place
-from gpipebal.simulator.sharing import place_sharing
+from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import split
-from gpipebal.timeline import Timeline
 
 __all__ = ["LEAST_TRIAL_SECONDS", "MOST_CHUNKS", "Setting", "Trial", "run_trial"]
 
@@ -92,33 +80,6 @@ class Setting:
     def chunks(self) -> int:
         """Micro-batches."""
         return len(self.data.sizes)
-
-
-@dataclass
-class Trial:
-    """What a trial told.
-
-    Attributes:
-        balance: How the chain was cut.
-        chunks: Micro-batches of its steps.
-        rounds: How often each way of running had its turn.
-        factors: Measured over predicted time of the cells of a kind while all partitions work, by
-            field of `Durations`.
-        cell_overhead_time: Seconds that a cell takes beside its layers.
-        overhead_time: Seconds of a step with the loss behind it, beside everything.
-        inside_overhead_time: The same with the loss inside; None: there is nothing to train.
-        alone: How much of its time a cell of a kind takes while no other partition works; None:
-            not known.
-    """
-
-    balance: tuple[int, ...]
-    chunks: int
-    rounds: int
-    factors: dict[str, float]
-    cell_overhead_time: float
-    overhead_time: float
-    inside_overhead_time: float | None
-    alone: dict[str, float] | None = None
 
 
 @dataclass
@@ -188,7 +149,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             way.pipe.close()
             for parameter in way.pipe.parameters():
                 parameter.grad = None
-    return _read(profile, balance, setting.chunks, rounds, ways, overheads)
+    return read_trial(profile, balance, setting.chunks, rounds, ways, overheads)
 
 
 def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
@@ -261,131 +222,3 @@ def _sum_of(output: Any, target: Any = None) -> Tensor:
     """Stand for a loss that takes no time."""
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
     return sum((leaf.sum() for leaf in leaves if leaf.requires_grad), torch.zeros((), device="cpu"))
-
-
-def _read(
-    profile: Profile,
-    balance: Sequence[int],
-    chunks: int,
-    rounds: int,
-    ways: Sequence[_Way],
-    overheads: dict[str, float],
-) -> Trial:
-    """Set the traces beside the sums over the layers."""
-    n = len(balance)
-    solo = [way for way in ways if way.n_partitions < n]
-    ways = [way for way in ways if way.n_partitions == n]
-    cells = seconds_of_cells(ways)
-    predicted = sums_of_layers(profile, balance)
-    medians = {
-        name: tuple(median(cells[name, j]) if cells[name, j] else 0.0 for j in range(n))
-        for name in KINDS
-    }
-    factors = {name: factor_of(medians[name], predicted[name], overheads[name]) for name in KINDS}
-    alone = None
-    if solo:
-        slow = alone_factors(predicted, seconds_of_cells(solo), overheads)
-        pressures = pressures_of(ways, predicted, slow, overheads)
-        alone = {}
-        for name in KINDS:
-            alone[name] = 1.0 / (1.0 + (n - 1) * pressures.get(name, 0.0) ** 2)
-            if name in pressures:
-                factors[name] = slow[name] / alone[name]
-    measured = Durations(**medians)
-    gaps, around, inside = [], [], []
-    spans: list[list[float]] = []
-    for way in ways:
-        order = make_schedule("gpipe", n, chunks, way.mode)
-        if not way.inside:
-            spans.append([timeline.makespan - _pause_of(timeline) for _, timeline in way.steps])
-        for seconds, timeline in way.steps:
-            beside = seconds - timeline.makespan
-            if way.inside:
-                inside.append(beside)
-                continue
-            pause = _pause_of(timeline)
-            gaps.append(_hand_over(timeline, order, _means(timeline, way.mode, measured), pause))
-            step = profile.step
-            known = (step.loss_time or 0.0) + (step.gather_time or 0.0)
-            known *= chunks / profile.chunks
-            around.append(beside + max(0.0, pause - known))
-    overhead = max(0.0, median(gaps)) + fmean(overheads.values())
-    if alone is not None:
-        sums = {name: [factors[name] * time for time in predicted[name]] for name in KINDS}
-        placed = [
-            _makespan(sums, alone, overhead, n, chunks, way.mode) for way in ways if not way.inside
-        ]
-        # Whatever the cells by themselves told, the steps that ran take as long as they took.
-        ratios = [median(times) / time for times, time in zip(spans, placed, strict=True) if time]
-        scale = _within(fmean(ratios)) if ratios else 1.0
-        factors = {name: _within(factor * scale) for name, factor in factors.items()}
-    return Trial(
-        balance=tuple(balance),
-        chunks=chunks,
-        rounds=rounds,
-        factors=factors,
-        alone=alone,
-        cell_overhead_time=overhead,
-        overhead_time=max(0.0, median(around)),
-        inside_overhead_time=max(0.0, median(inside)) if inside else None,
-    )
-
-
-def _within(factor: float) -> float:
-    return min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
-
-
-def _makespan(
-    sums: Mapping[str, Sequence[float]],
-    alone: Mapping[str, float],
-    overhead: float,
-    n_partitions: int,
-    chunks: int,
-    mode: CheckpointMode,
-) -> float:
-    """Place a step, without the pause between its phases."""
-    together = Durations(**{name: tuple(sums[name]) for name in KINDS})
-    return place_sharing(
-        make_schedule("gpipe", n_partitions, chunks, mode),
-        together.longer_by(overhead),
-        together.scaled(alone).longer_by(overhead),
-        n_partitions,
-        pause=0.0,
-    ).makespan
-
-
-def _means(timeline: Timeline, mode: CheckpointMode, otherwise: Durations) -> Durations:
-    """Take the mean time of each partition's cells of a kind in one step."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for event in timeline.events:
-        name = kind_of(event.kind, mode)
-        if name is not None:
-            found[name, event.partition].append(event.end - event.start)
-    return replace(
-        otherwise,
-        **{
-            name: tuple(
-                sum(found[name, j]) / len(found[name, j]) if found[name, j] else given
-                for j, given in enumerate(getattr(otherwise, name))
-            )
-            for name in KINDS
-        },
-    )
-
-
-def _hand_over(timeline: Timeline, order: Any, cells: Durations, pause: float) -> float:
-    """Find the time between cells that makes the placed schedule as long as the traced one."""
-    without = place(order, cells, pause=pause).makespan
-    missing = timeline.makespan - without
-    share = 0.01 * max(map(max, (cells.forward, cells.backward)), default=0.0)
-    if share <= 0:
-        return 0.0
-    later = place(order, cells.longer_by(share), pause=pause).makespan
-    return missing * share / (later - without)
-
-
-def _pause_of(timeline: Timeline) -> float:
-    """Return the seconds from the last forward to the first action behind it."""
-    ends = [event.end for event in timeline.events if event.kind == "F"]
-    starts = [event.start for event in timeline.events if event.kind in "RB"]
-    return max(0.0, min(starts) - max(ends)) if ends and starts else 0.0

@@ -209,115 +209,138 @@ def _solve(
     started = time.monotonic()
     for scale in _SCALES:
         left = None if time_limit is None else time_limit - (time.monotonic() - started)
-        found = _solve_at(scale, problem, levels, runs, objective, unit, left)
+        found = _Program(problem, levels, runs, objective, unit, scale).solve(left)
         if found is not None:
             return found
     return None
 
 
-def _solve_at(
-    scale: int,
-    problem: Problem,
-    levels: Levels,
-    runs: list[_Run],
-    objective: str,
-    unit: int,
-    time_limit: float | None,
-) -> tuple[Path | None, Fraction, bool] | None:
-    """Do what `_solve` does at one scale; None if HiGHS failed."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
-    from scipy.sparse import csr_matrix
+class _Program:
+    """The program at one scale, in floating-point numbers.
 
-    n_runs, n_partitions = len(runs), levels.n_partitions
-    of_level: list[list[int]] = [[] for _ in range(n_partitions)]
-    for v, run in enumerate(runs):  # v: variable
-        of_level[run.level].append(v)
-    rows = _Rows()
-    for k, variables in enumerate(of_level):
-        rows.add(dict.fromkeys(variables, 1.0), 1, 1)
-        if k:
-            balance: dict[int, dict[int, float]] = {}
-            for v in of_level[k - 1]:
-                balance.setdefault(runs[v].end, {})[v] = 1.0
-            for v in variables:
-                balance.setdefault(runs[v].start, {})[v] = -1.0
-            for entries in balance.values():
-                rows.add(entries, 0, 0)
-    if problem.any_order:
-        for g, devices in enumerate(levels.groups):
-            uses = {v: 1.0 for v, run in enumerate(runs) if run.step.group == g}
-            rows.add(uses, len(devices), len(devices))
+    Its variables are the runs, then the value, then for each level the largest forward and the
+    largest backward up to it.
+    """
 
-    # Beside the runs: the value; and per level the largest forward and backward up to it.
-    value = n_runs
-    first = [n_runs + 1 + k for k in range(n_partitions)]
-    second = [n_runs + 1 + n_partitions + k for k in range(n_partitions)]
-    n_variables = n_runs + 1 + 2 * n_partitions
-    repeats = problem.chunks - 1
+    def __init__(
+        self,
+        problem: Problem,
+        levels: Levels,
+        runs: list[_Run],
+        objective: str,
+        unit: int,
+        scale: int,
+    ) -> None:
+        self._problem, self._levels, self._runs = problem, levels, runs
+        self._unit, self._scale = unit, scale
+        n_runs, n_partitions = len(runs), levels.n_partitions
+        self._of_level: list[list[int]] = [[] for _ in range(n_partitions)]
+        for v, run in enumerate(runs):  # v: variable
+            self._of_level[run.level].append(v)
+        self._value = n_runs
+        self._forwards = range(n_runs + 1, n_runs + 1 + n_partitions)
+        self._backwards = range(n_runs + 1 + n_partitions, n_runs + 1 + 2 * n_partitions)
+        self._rows = _Rows()
+        for k in range(n_partitions):
+            self._add_path(k)
+        if problem.any_order:
+            for g, devices in enumerate(levels.groups):
+                uses = {v: 1.0 for v, run in enumerate(runs) if run.step.group == g}
+                self._rows.add(uses, len(devices), len(devices))
+        for k in range(n_partitions):
+            if objective == "bottleneck":
+                self._add_at_least(self._costs(k, "load"), {self._value: 1.0})
+            else:
+                self._add_makespan(k)
 
-    def costs(k: int, dimension: str) -> dict[int, float]:
-        return {
-            v: getattr(runs[v].option, dimension).of(*runs[v][3:]) * scale / unit
-            for v in of_level[k]
-        }
+    def solve(self, time_limit: float | None) -> tuple[Path | None, Fraction, bool] | None:
+        """Hand it to HiGHS; see `_solve`. None if HiGHS failed."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
+        from scipy.sparse import csr_matrix
 
-    for k in range(n_partitions):
-        if objective == "bottleneck":
-            rows.add({**_negative(costs(k, "load")), value: 1.0}, 0, np.inf)
-            continue
-        for maxima, dimension in ((first, "forward"), (second, "again")):
-            rows.add({**_negative(costs(k, dimension)), maxima[k]: 1.0}, 0, np.inf)
+        rows, n_runs, n_variables = self._rows, len(self._runs), self._backwards.stop
+        goal = np.zeros(n_variables)
+        goal[self._value] = 1
+        whole = np.zeros(n_variables)
+        whole[:n_runs] = 1
+        top = np.full(n_variables, np.inf)
+        top[:n_runs] = 1
+        shape = (len(rows.lower), n_variables)
+        matrix = csr_matrix((rows.values, (rows.rows, rows.columns)), shape=shape)
+        options: dict[str, Any] = {"mip_rel_gap": 0.0}
+        if time_limit is not None:
+            options["time_limit"] = max(time_limit, 0.01)
+        result = milp(
+            goal,
+            integrality=whole,
+            bounds=Bounds(np.zeros(n_variables), top),
+            constraints=LinearConstraint(matrix, rows.lower, rows.upper),
+            options=options,
+        )
+        if result.status == _FAILED and result.x is None:
+            return None
+        dual = result.get("mip_dual_bound")
+        usable = dual is not None and np.isfinite(dual)
+        bound = Fraction(float(dual)) * self._unit / self._scale if usable else Fraction(0)
+        if result.x is None:
+            return None, bound, result.status == _INFEASIBLE
+        return self._path(np.flatnonzero(result.x[:n_runs] > 0.5).tolist()), bound, True
+
+    def _path(self, chosen: list[int]) -> Path:
+        runs = sorted((self._runs[v] for v in chosen), key=lambda run: run.level)
+        bounds = (0, *(run.end for run in runs))
+        groups = tuple(run.step.group for run in runs)
+        return Path(bounds, groups, tuple(run.option for run in runs))
+
+    def _add_path(self, k: int) -> None:
+        """One run for each partition; it begins where that of the partition before ends."""
+        self._rows.add(dict.fromkeys(self._of_level[k], 1.0), 1, 1)
+        if not k:
+            return
+        balance: dict[int, dict[int, float]] = {}
+        for v in self._of_level[k - 1]:
+            balance.setdefault(self._runs[v].end, {})[v] = 1.0
+        for v in self._of_level[k]:
+            balance.setdefault(self._runs[v].start, {})[v] = -1.0
+        for entries in balance.values():
+            self._rows.add(entries, 0, 0)
+
+    def _add_makespan(self, k: int) -> None:
+        """The makespan is at least what the path that turns around in a partition takes."""
+        for maxima, dimension in ((self._forwards, "forward"), (self._backwards, "again")):
+            self._add_at_least(self._costs(k, dimension), {maxima[k]: 1.0})
             if k:
-                rows.add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
+                self._rows.add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
         early = {
-            v: _early(problem, levels, runs[v]) * scale / unit
-            for v in of_level[k]
-            if runs[v].option.mode == "always"
+            v: self._scaled(_early(self._problem, self._levels, self._runs[v]))
+            for v in self._of_level[k]
+            if self._runs[v].option.mode == "always"
         }
-        if k < n_partitions - 1 and not early:
-            continue  # a path that turns around earlier and recomputes nothing is no longer
+        if k < len(self._of_level) - 1 and not early:
+            return  # a path that turns around earlier and recomputes nothing is no longer
         passed: dict[int, float] = {}
         for before in range(k + 1):
-            passed |= costs(before, "once")
+            passed |= self._costs(before, "once")
         for v, recompute in early.items():
             passed[v] += recompute
-        passed |= {first[k]: float(repeats), second[k]: float(repeats)}
-        rows.add({**_negative(passed), value: 1.0}, 0, np.inf)
+        repeats = float(self._problem.chunks - 1)
+        passed |= {self._forwards[k]: repeats, self._backwards[k]: repeats}
+        self._add_at_least(passed, {self._value: 1.0})
 
-    goal = np.zeros(n_variables)
-    goal[value] = 1
-    whole = np.zeros(n_variables)
-    whole[:n_runs] = 1
-    top = np.full(n_variables, np.inf)
-    top[:n_runs] = 1
-    shape = (len(rows.lower), n_variables)
-    matrix = csr_matrix((rows.values, (rows.rows, rows.columns)), shape=shape)
-    options: dict[str, Any] = {"mip_rel_gap": 0.0}
-    if time_limit is not None:
-        options["time_limit"] = max(time_limit, 0.01)
-    result = milp(
-        goal,
-        integrality=whole,
-        bounds=Bounds(np.zeros(n_variables), top),
-        constraints=LinearConstraint(matrix, rows.lower, rows.upper),
-        options=options,
-    )
-    if result.status == _FAILED and result.x is None:
-        return None
-    dual = result.get("mip_dual_bound")
-    usable = dual is not None and np.isfinite(dual)
-    bound = Fraction(float(dual)) * unit / scale if usable else Fraction(0)
-    if result.x is None:
-        return None, bound, result.status == _INFEASIBLE
-    chosen = [runs[int(v)] for v in np.flatnonzero(result.x[:n_runs] > 0.5)]
-    chosen.sort(key=lambda run: run.level)
-    bounds = (0, *(run.end for run in chosen))
-    groups = tuple(run.step.group for run in chosen)
-    return Path(bounds, groups, tuple(run.option for run in chosen)), bound, True
+    def _add_at_least(self, costs: dict[int, float], of: dict[int, float]) -> None:
+        """A variable is at least the costs of all that is chosen."""
+        self._rows.add({v: -cost for v, cost in costs.items()} | of, 0, np.inf)
 
+    def _costs(self, k: int, dimension: str) -> dict[int, float]:
+        """Return a cost of each run of a level."""
+        runs = ((v, self._runs[v]) for v in self._of_level[k])
+        return {
+            v: self._scaled(getattr(run.option, dimension).of(run.start, run.end))
+            for v, run in runs
+        }
 
-def _negative(entries: dict[int, float]) -> dict[int, float]:
-    return {v: -cost for v, cost in entries.items()}
+    def _scaled(self, cost: int) -> float:
+        return cost * self._scale / self._unit
 
 
 def _early(problem: Problem, levels: Levels, run: _Run) -> int:

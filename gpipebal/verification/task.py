@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.loss import Reduction, call_loss
-from gpipebal.pipeline.microbatch import flatten
+from gpipebal.pipeline.microbatch import detached, flatten, which_need_gradient
 
 __all__ = ["Outcome", "Slot", "Task", "copied", "layers_alone", "outcome_of"]
 
@@ -132,7 +132,7 @@ def _layer_of(name: str) -> str:
 def outcome_of(output: Any, task: Task) -> Outcome:
     """Take the loss of an output, and run the backward if anything needs a gradient."""
     leaves, structure = flatten(output)
-    needs = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    needs = which_need_gradient(leaves)
     loss = task.loss_of(output)
     trains = torch.is_grad_enabled() and (any(needs) if loss is None else loss.requires_grad)
     if trains and loss is None:
@@ -142,7 +142,7 @@ def outcome_of(output: Any, task: Task) -> Outcome:
         torch.autograd.backward([loss])
     return Outcome(
         structure,
-        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        detached(leaves),
         needs,
         None if loss is None else loss.detach(),
         trains,

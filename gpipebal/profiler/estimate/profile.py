@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.chain import check_keyword_dims, check_keywords
 from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.batch import Batch
-from gpipebal.profiler.data import Data
 from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.numbers import Arrived, Numbers
-from gpipebal.profiler.optimizer import Maker, OptimizerLike
+from gpipebal.profiler.optimizer import OptimizerLike
 from gpipebal.profiler.progress import progress_bar
 from gpipebal.profiler.replica import bytes_of_loss, find_ties, layer_of_tensors, own_bytes
-from gpipebal.profiler.setting import choose_rows, layers_of, random_numbers_kept
+from gpipebal.profiler.setting import choose_rows, random_numbers_kept
 from gpipebal.profiler.survey import describe_skips
+from gpipebal.profiler.training import Training
 from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates, find_rates
 from gpipebal.schedule import check_count
-from gpipebal.skip.layout import find_skips
 
-__all__ = ["estimate_profile"]
+__all__ = ["estimate", "estimate_profile"]
 
 #: The device whose rates are taken unless others are named.
 DEFAULT_RATES = "H100 SXM"
@@ -112,38 +109,57 @@ def estimate_profile(
         >>> f"{profile.layers[0].forward_time:.3f} s"
         '0.113 s'
     """
-    layers = layers_of(module)
-    names, modules = list(layers), list(layers.values())
-    for name, layer in layers.items():
-        check_not_lazy(name, layer)
-    routes = find_skips(modules, names)
-    device = find_rates(rates)
-    dims_of_keywords = check_keyword_dims(keyword_dims, modules[0])
-    check_keywords(keywords, modules[0])
-    batch = Batch.sample(sample, keywords, in_dims, dims_of_keywords)
-    sizes = batch.parted(check_count("chunks", chunks))
-    of_target = Batch.target(target, target_dims)
-    if of_target is not None:
-        of_target.first_of(sizes)  # it must have as many rows
-    wanted = choose_rows(rows, sizes[0], sum(sizes))
+    training = Training.of(
+        module,
+        sample,
+        chunks=chunks,
+        loss_fn=loss_fn,
+        target=target,
+        optimizer=optimizer,
+        keywords=keywords,
+        in_dims=in_dims,
+        keyword_dims=keyword_dims,
+        out_dims=out_dims,
+        target_dims=target_dims,
+    )
     check_count("partitions", partitions)
+    return estimate(training, rows=rows, rates=rates, progress=progress)
+
+
+def estimate(
+    training: Training,
+    *,
+    rows: int | Iterable[int] | None,
+    rates: str | DeviceRates | None,
+    progress: bool | None,
+) -> Profile:
+    """Estimate a chain that is trained.
+
+    Args:
+        training: The chain.
+        rows: Other rows, as `estimate_profile` takes them.
+        rates: The device; None: one with `DEFAULT_RATES`.
+        progress: Show a progress bar; None: only on a terminal.
+    """
+    for name, layer in training.layers.items():
+        check_not_lazy(name, layer)
+    device = find_rates(DEFAULT_RATES if rates is None else rates)
+    data = training.data
+    sizes = data.sizes
+    if data.target is not None:
+        data.target.first_of(sizes)  # it must have as many rows
+    wanted = choose_rows(rows, sizes[0], sum(sizes))
     _check_autocast(device)
-    n_chunks = len(sizes)
     left_out: dict[str, str] = {}
     reasons: dict[str, tuple[str, ...]] = {}
     others: list[Profile] = []
-    with (
-        _undisturbed(),
-        progress_bar("estimating", len(modules) * (1 + len(wanted)), progress) as told,
-    ):
-        data = Data(batch, sizes, of_target, out_dims)
-        given, kept = (names, modules, routes, device, told), module.training
-        walk = Walk(*given, keep_modes=kept, out_dims=data.joined_dims)
-        work = _Work(names, modules, walk, data, loss_fn, optimizer, device)
+    n_walks = len(training.layers) * (1 + len(wanted))
+    with _undisturbed(), progress_bar("estimating", n_walks, progress) as told:
+        work = _Work(training, device, told)
         main = work.at(sizes, reasons)
         for size in wanted:
             try:
-                others.append(work.at([size] * n_chunks, reasons))
+                others.append(work.at([size] * len(sizes), reasons))
             except ProfileError as error:
                 if rows is not None:
                     raise
@@ -163,12 +179,12 @@ def estimate_profile(
         "approximate": {name: list(why) for name, why in sorted(reasons.items())},
         "left_out": left_out,
         "flags": [*_flags(reasons, left_out), *work.doubts],
-        "layers_run": walk.n_run,
+        "layers_run": work.walk.n_run,
         "threads": None,
-        "dtype": main_dtype(modules),
+        "dtype": main_dtype(training.modules),
         "autocast": None,
         **software(),
-        **batch.described(),
+        **data.sample.described(),
     }
     return replace(
         main,
@@ -188,23 +204,28 @@ def _flags(reasons: Mapping[str, Sequence[str]], left_out: Mapping[str, str]) ->
     return flags
 
 
-@dataclass
 class _Work:
-    """What is the same for all sizes."""
+    """What is the same for all sizes.
 
-    names: Sequence[str]
-    modules: Sequence[nn.Module]
-    walk: Walk
-    data: Data
-    loss_fn: Callable[..., Tensor] | None
-    optimizer: OptimizerLike | None
-    rates: DeviceRates
+    Args:
+        training: The chain, and how it is trained.
+        rates: Rates of the device.
+        told: Called after each layer.
+    """
 
-    def __post_init__(self) -> None:
-        maker = None
-        if self.optimizer is not None:
-            parameters = dict.fromkeys(p for m in self.modules for p in m.parameters())
-            maker = Maker(self.optimizer, list(parameters))
+    def __init__(self, training: Training, rates: DeviceRates, told: Callable[[], None]) -> None:
+        self.names, self.modules = training.names, training.modules
+        self.data, self.loss_fn, self.rates = training.data, training.loss_fn, rates
+        self.walk = Walk(
+            self.names,
+            self.modules,
+            training.routes,
+            rates,
+            told,
+            keep_modes=training.keep_modes,
+            out_dims=self.data.joined_dims,
+        )
+        maker = training.maker()
         self._memory = optimizer_memory(maker, self.modules, self.rates.device_type)
         self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
         self.doubts = list(self._memory.doubts)

@@ -1,0 +1,96 @@
+"""The modules of a partition: which there are, how they are set, how often they were written to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["Modules"]
+
+
+class Modules:
+    """All modules in some layers, each once.
+
+    Args:
+        layers: The layers.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._modules = list(
+            dict.fromkeys(module for layer in layers for module in layer.modules())
+        )
+        # Views of the modules' dictionaries, which follow what happens to them: every step looks.
+        self._child_views = [module._modules.values() for module in self._modules]
+        self._parameter_views = [module._parameters.values() for module in self._modules]
+        # An embedding may keep its rows short: to do so again changes nothing.
+        self._written_views = [
+            module._parameters.values()
+            for module in self._modules
+            if getattr(module, "max_norm", None) is None
+        ]
+        self._children = self._nested()
+        self._parameters = self._parameter_ids()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    def mode(self) -> Hashable:
+        """Name the state of the layers: what may change the facts changes the mode."""
+        return (
+            tuple([module.training for module in self._modules]),
+            tuple(
+                [
+                    parameter.requires_grad
+                    for module in self._modules
+                    for parameter in module._parameters.values()
+                    if parameter is not None
+                ]
+            ),
+        )
+
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters, one that is shared as often as it stands there."""
+        return [p for p in chain.from_iterable(self._parameter_views) if p is not None]
+
+    def are_as_made(self) -> bool:
+        """Tell whether all modules inside the layers are the ones that were there at first."""
+        return self._nested() == self._children
+
+    def have_other_parameters(self) -> bool:
+        """Tell whether a parameter has been replaced since this was last asked."""
+        before, self._parameters = self._parameters, self._parameter_ids()
+        return self._parameters != before
+
+    def condition(self) -> Hashable:
+        """Name all that a recompute needs unchanged.
+
+        That is the mode, which modules and parameters there are, and how often each parameter has
+        been written to.
+        """
+        found = (p for p in self.parameters() if not is_lazy(p) and not p.is_inference())
+        return (
+            self.mode(),
+            tuple(map(id, self._nested())),
+            tuple(
+                [
+                    (id(one), one._version, one.data_ptr() if one.layout is torch.strided else 0)
+                    for one in found
+                ]
+            ),
+        )
+
+    def frozen_writes(self) -> int:
+        """Count the writes to parameters that are not trained: autograd looks after the others."""
+        found = (p for p in chain.from_iterable(self._written_views) if p is not None)
+        frozen = (p for p in found if not (p.requires_grad or is_lazy(p) or p.is_inference()))
+        return sum(parameter._version for parameter in frozen)
+
+    def _nested(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(self._child_views))
+
+    def _parameter_ids(self) -> list[int]:
+        return list(map(id, chain.from_iterable(self._parameter_views)))

@@ -1,0 +1,241 @@
+"""What the traces of a trial tell, set beside the sums over the layers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from gpipebal.profile import Profile
+from gpipebal.profiler.traces import (
+    KINDS,
+    MOST_FACTOR,
+    Traced,
+    alone_factors,
+    factor_of,
+    kind_of,
+    pressures_of,
+    seconds_of_cells,
+    sums_of_layers,
+)
+from gpipebal.schedule import CheckpointMode, make_schedule
+from gpipebal.simulator import Durations, place
+from gpipebal.simulator.sharing import place_sharing
+from gpipebal.timeline import Timeline
+
+__all__ = ["Trial", "read_trial"]
+
+
+@dataclass
+class Trial:
+    """What a trial told.
+
+    Attributes:
+        balance: How the chain was cut.
+        chunks: Micro-batches of its steps.
+        rounds: How often each way of running had its turn.
+        factors: Measured over predicted time of the cells of a kind while all partitions work, by
+            field of `Durations`.
+        cell_overhead_time: Seconds that a cell takes beside its layers.
+        overhead_time: Seconds of a step with the loss behind it, beside everything.
+        inside_overhead_time: The same with the loss inside; None: there is nothing to train.
+        alone: How much of its time a cell of a kind takes while no other partition works; None:
+            not known.
+    """
+
+    balance: tuple[int, ...]
+    chunks: int
+    rounds: int
+    factors: dict[str, float]
+    cell_overhead_time: float
+    overhead_time: float
+    inside_overhead_time: float | None
+    alone: dict[str, float] | None = None
+
+
+def read_trial(
+    profile: Profile,
+    balance: Sequence[int],
+    chunks: int,
+    rounds: int,
+    ways: Sequence[Traced],
+    overheads: Mapping[str, float],
+) -> Trial:
+    """Set the traces of a trial beside the sums over the layers.
+
+    Args:
+        profile: What was measured, layer by layer.
+        balance: How the chain was cut.
+        chunks: Micro-batches of its steps.
+        rounds: How often each way of running had its turn.
+        ways: The ways, and what was seen of them; also those in one partition.
+        overheads: Seconds of a cell of each kind whose layer does next to nothing.
+    """
+    n = len(balance)
+    together = [way for way in ways if way.n_partitions == n]
+    solo = [way for way in ways if way.n_partitions < n]
+    predicted = sums_of_layers(profile, balance)
+    cells = _medians(together, n)
+    factors = {name: factor_of(cells[name], predicted[name], overheads[name]) for name in KINDS}
+    alone = None
+    if solo:
+        factors, alone = _apart(predicted, together, solo, factors, overheads)
+    beside = _beside_cells(profile, chunks, together, Durations(**cells))
+    overhead = max(0.0, median(beside.gaps)) + fmean(overheads.values())
+    if alone is not None:
+        sums = {name: [factors[name] * time for time in predicted[name]] for name in KINDS}
+        placed = [
+            _makespan(sums, alone, overhead, n, chunks, way.mode)
+            for way in together
+            if not way.inside
+        ]
+        # Whatever the cells by themselves told, the steps that ran take as long as they took.
+        pairs = zip(beside.spans, placed, strict=True)
+        ratios = [median(times) / time for times, time in pairs if time]
+        scale = _within(fmean(ratios)) if ratios else 1.0
+        factors = {name: _within(factor * scale) for name, factor in factors.items()}
+    return Trial(
+        balance=tuple(balance),
+        chunks=chunks,
+        rounds=rounds,
+        factors=factors,
+        alone=alone,
+        cell_overhead_time=overhead,
+        overhead_time=max(0.0, median(beside.around)),
+        inside_overhead_time=max(0.0, median(beside.inside)) if beside.inside else None,
+    )
+
+
+def _medians(ways: Sequence[Traced], n_partitions: int) -> dict[str, tuple[float, ...]]:
+    """Return the middle time of each partition's cells of each kind; 0 where there is none."""
+    cells = seconds_of_cells(ways)
+    return {
+        name: tuple(median(cells[name, j]) if cells[name, j] else 0.0 for j in range(n_partitions))
+        for name in KINDS
+    }
+
+
+def _apart(
+    predicted: Mapping[str, Sequence[float]],
+    together: Sequence[Traced],
+    solo: Sequence[Traced],
+    factors: Mapping[str, float],
+    overheads: Mapping[str, float],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Tell what cells take beside others, and how much of that they take alone.
+
+    Args:
+        predicted: Sums over the layers, by kind and partition.
+        together: The ways in which all partitions worked.
+        solo: Those in one partition.
+        factors: What cells take beside others, where `solo` does not tell.
+        overheads: Seconds of a cell whose layer does next to nothing.
+    """
+    slow = alone_factors(predicted, seconds_of_cells(solo), overheads)
+    pressures = pressures_of(together, predicted, slow, overheads)
+    n = together[0].n_partitions
+    alone = {name: 1.0 / (1.0 + (n - 1) * pressures.get(name, 0.0) ** 2) for name in KINDS}
+    known = {name: slow[name] / alone[name] for name in pressures}
+    return {**factors, **known}, alone
+
+
+class _Beside(NamedTuple):
+    """Seconds of steps beside their cells, one entry for each step.
+
+    Attributes:
+        gaps: Between two cells.
+        around: In front of the first cell, behind the last, and between the phases, less what is
+            known of the loss.
+        inside: The same of steps with the loss inside.
+        spans: For each way without, the time from the first cell to the last, without the pause.
+    """
+
+    gaps: list[float]
+    around: list[float]
+    inside: list[float]
+    spans: list[list[float]]
+
+
+def _beside_cells(
+    profile: Profile, chunks: int, ways: Sequence[Traced], measured: Durations
+) -> _Beside:
+    """Find out what steps took beside their cells, whose middle times are known."""
+    found = _Beside([], [], [], [])
+    known = (profile.step.loss_time or 0.0) + (profile.step.gather_time or 0.0)
+    known *= chunks / profile.chunks
+    for way in ways:
+        if way.inside:
+            found.inside.extend(seconds - timeline.makespan for seconds, timeline in way.steps)
+            continue
+        order = make_schedule("gpipe", measured.n_partitions, chunks, way.mode)
+        pauses = [_pause_of(timeline) for _, timeline in way.steps]
+        found.spans.append(
+            [step[1].makespan - pause for step, pause in zip(way.steps, pauses, strict=True)]
+        )
+        for (seconds, timeline), pause in zip(way.steps, pauses, strict=True):
+            cells = _means(timeline, way.mode, measured)
+            found.gaps.append(_hand_over(timeline, order, cells, pause))
+            found.around.append(seconds - timeline.makespan + max(0.0, pause - known))
+    return found
+
+
+def _within(factor: float) -> float:
+    return min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
+
+
+def _makespan(
+    sums: Mapping[str, Sequence[float]],
+    alone: Mapping[str, float],
+    overhead: float,
+    n_partitions: int,
+    chunks: int,
+    mode: CheckpointMode,
+) -> float:
+    """Place a step, without the pause between its phases."""
+    together = Durations(**{name: tuple(sums[name]) for name in KINDS})
+    return place_sharing(
+        make_schedule("gpipe", n_partitions, chunks, mode),
+        together.longer_by(overhead),
+        together.scaled(alone).longer_by(overhead),
+        n_partitions,
+        pause=0.0,
+    ).makespan
+
+
+def _means(timeline: Timeline, mode: CheckpointMode, otherwise: Durations) -> Durations:
+    """Take the mean time of each partition's cells of a kind in one step."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in timeline.events:
+        name = kind_of(event.kind, mode)
+        if name is not None:
+            found[name, event.partition].append(event.end - event.start)
+    return replace(
+        otherwise,
+        **{
+            name: tuple(
+                sum(found[name, j]) / len(found[name, j]) if found[name, j] else given
+                for j, given in enumerate(getattr(otherwise, name))
+            )
+            for name in KINDS
+        },
+    )
+
+
+def _hand_over(timeline: Timeline, order: Any, cells: Durations, pause: float) -> float:
+    """Find the time between cells that makes the placed schedule as long as the traced one."""
+    without = place(order, cells, pause=pause).makespan
+    missing = timeline.makespan - without
+    share = 0.01 * max(map(max, (cells.forward, cells.backward)), default=0.0)
+    if share <= 0:
+        return 0.0
+    later = place(order, cells.longer_by(share), pause=pause).makespan
+    return missing * share / (later - without)
+
+
+def _pause_of(timeline: Timeline) -> float:
+    """Return the seconds from the last forward to the first action behind it."""
+    ends = [event.end for event in timeline.events if event.kind == "F"]
+    starts = [event.start for event in timeline.events if event.kind in "RB"]
+    return max(0.0, min(starts) - max(ends)) if ends and starts else 0.0

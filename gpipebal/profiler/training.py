@@ -1,0 +1,105 @@
+"""What is profiled: the layers of a chain, a mini-batch, the loss, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.pipeline.chain import check_keyword_dims, check_keywords
+from gpipebal.profiler.batch import Batch
+from gpipebal.profiler.data import Data
+from gpipebal.profiler.optimizer import Maker, OptimizerLike
+from gpipebal.profiler.setting import layers_of
+from gpipebal.profiler.value import Routes
+from gpipebal.schedule import check_count
+from gpipebal.skip.layout import find_skips
+
+__all__ = ["Training"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A chain that is trained.
+
+    Attributes:
+        layers: The caller's layers by name.
+        routes: Their skips.
+        data: A mini-batch, how it is parted, and its target.
+        loss_fn: The loss; None: not known.
+        optimizer: The optimizer, or what makes one; None: not known.
+        keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
+            trained.
+    """
+
+    layers: Mapping[str, nn.Module]
+    routes: Routes
+    data: Data
+    loss_fn: Callable[..., Tensor] | None
+    optimizer: OptimizerLike | None
+    keep_modes: bool
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        sample: Any,
+        *,
+        chunks: int,
+        loss_fn: Callable[..., Tensor] | None,
+        target: Any,
+        optimizer: OptimizerLike | None,
+        keywords: Mapping[str, Any] | None,
+        in_dims: Any,
+        keyword_dims: Mapping[str, Any] | None,
+        out_dims: Any,
+        target_dims: Any,
+    ) -> Training:
+        """Take what `profile_model` takes, and check it.
+
+        Raises:
+            ModelError: `module` is no chain, or the sample cannot be parted.
+            BalanceError: a dimension does not fit.
+            ProfileError: the chain has no layers, or the sample has no rows.
+        """
+        layers = layers_of(module)
+        first = next(iter(layers.values()))
+        dims_of_keywords = check_keyword_dims(keyword_dims, first)
+        check_keywords(keywords, first)
+        batch = Batch.sample(sample, keywords, in_dims, dims_of_keywords)
+        sizes = batch.parted(check_count("chunks", chunks))
+        return cls(
+            layers,
+            find_skips(list(layers.values()), list(layers)),
+            Data(batch, sizes, Batch.target(target, target_dims), out_dims),
+            loss_fn,
+            optimizer,
+            module.training,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the layers."""
+        return list(self.layers)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers."""
+        return list(self.layers.values())
+
+    def maker(self) -> Maker | None:
+        """Return what makes optimizers like the caller's; None: there is none."""
+        if self.optimizer is None:
+            return None
+        parameters = dict.fromkeys(p for module in self.modules for p in module.parameters())
+        return Maker(self.optimizer, list(parameters))
+
+    def with_target_on(self, device: torch.device) -> Training:
+        """Return the same training, its target on a device."""
+        target = self.data.target
+        if target is None:
+            return self
+        return replace(self, data=replace(self.data, target=target.to(device)))
