@@ -15,7 +15,7 @@
 #
 # A plan is a promise. This notebook trains a small model as a pipeline of two partitions on the CPU, each with its share
 # of the cores, records what happens, and holds it against the plan. With GPUs the same code runs with one partition on
-# each of them.
+# each of them: `pipe.devices[-1]` is where the output is, and the target of the loss has to be.
 
 # %%
 # %matplotlib inline
@@ -79,7 +79,7 @@ losses = []
 with gb.trace(pipe) as recorder:
     for _ in range(5):
         optimizer.zero_grad()
-        loss = cross_entropy(pipe(sample), target)
+        loss = cross_entropy(pipe(sample), target.to(pipe.devices[-1]))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -128,7 +128,7 @@ plot_memory(memory_over_time(measured, held_of(profile, plan))).figure
 with measure_memory(pipe, optimizer) as meter:
     optimizer.zero_grad()
     output = pipe(sample)
-    cross_entropy(output, target).backward()
+    cross_entropy(output, target.to(output.device)).backward()
     optimizer.step()
 for j, (part, found) in enumerate(zip(plan.partitions, meter.peak_bytes, strict=True)):
     print(

@@ -13,11 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from gpipebal.errors import BalanceError, DeviceError, GpipebalError, ModelError, UsageError
+from gpipebal.errors import (
+    BalanceError,
+    DeviceError,
+    GpipebalError,
+    InfeasibleError,
+    ModelError,
+    UsageError,
+)
 from gpipebal.models import MODELS
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.devices import visible_cores
 from gpipebal.plan import Plan
+from gpipebal.planner import solve
 from gpipebal.profile import Profile
 from gpipebal.run import FILES, Workload, attempts, comparison, job, load_workload, run
 from gpipebal.run.folder import Folder
@@ -31,6 +39,29 @@ def short_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the profiler stop after a moment: what it measures is not tested here."""
     measure = job.profile_model
     monkeypatch.setattr(job, "profile_model", lambda *a, **k: measure(*a, **k, timeout=0.05))
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_run_keeps_a_memory_limit(tmp_path: Path) -> None:
+    """A limit may force recomputes, which the report names; what fits nowhere is said."""
+
+    def tried(**options: Any) -> Any:
+        return run(
+            "workloads:tiny", partitions=2, chunks=4, steps=1, device="cpu", output=tmp_path,
+            echo=str, progress=False, **options,
+        )  # fmt: skip
+
+    free = tried(checkpoint="auto")
+    assert free.checkpoint == "never"
+    profile, plan = Profile.load(tmp_path / "profile.json"), Plan.load(tmp_path / "plan.json")
+    least = solve(profile, 2, objective="peak_memory", checkpoint="auto", shared_memory=True)
+    limit = max(part.memory.total for part in least.partitions)
+    assert limit < max(part.memory.total for part in plan.partitions)
+    # The optimizer's and the profiler's own bytes do not vary, only times do.
+    tight = tried(checkpoint="auto", memory_limit=limit + 64)
+    assert max(tight.predicted_peak_bytes) <= limit + 64
+    with pytest.raises(InfeasibleError, match="does not fit its device"):
+        tried(memory_limit=1000)
 
 
 @pytest.mark.usefixtures("short_profile")
@@ -127,7 +158,7 @@ def test_run_says_what_limits_its_figures(tmp_path: Path) -> None:
     tall = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     workload = replace(load_workload("workloads:tiny"), model=tall, sample=torch.ones(3, 2))
     asked = job._Job(
-        workload, choose_places("cpu"), 1, 8, "never", 1, 0,
+        workload, choose_places("cpu"), 1, 8, {"checkpoint": "never"}, 1, 0,
         Folder(tmp_path / "few"), False, str,
     )  # fmt: skip
     few = asked.do()
@@ -220,6 +251,8 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"steps": 0}, BalanceError, "steps is too small: steps=0"),
         ({"threads_per_partition": 0}, BalanceError, "threads_per_partition=0"),
         ({"checkpoint": "sometimes"}, BalanceError, "checkpoint='sometimes'"),
+        ({"memory_limit": "much"}, BalanceError, "memory_limit.*much"),
+        ({"memory_limit": ["1 GiB"] * 3, "partitions": 2}, BalanceError, "len.memory_limit.=3"),
         ({"seed": -1}, UsageError, "seed is out of range: seed=-1"),
         ({"device": "cuda:99"}, DeviceError, "device does not exist: device='cuda:99'"),
         ({"device": "gpu"}, DeviceError, "device is not readable: device='gpu'"),

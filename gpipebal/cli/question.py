@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gpipebal.plan import Plan
     from gpipebal.profile import Profile
 
-__all__ = ["add_link", "add_question", "asked", "listed", "plan_of", "question_of"]
+__all__ = ["add_link", "add_question", "asked", "listed", "plan_of", "question_of", "sizes"]
 
 _Item = TypeVar("_Item")
 
@@ -36,7 +36,11 @@ def add_question(command: argparse.ArgumentParser) -> None:
     """Add the words that say what the best plan is."""
     what = command.add_argument_group("what is wanted")
     what.add_argument(
-        "--partitions", "-n", type=int, metavar="N", help="how many partitions, one per device"
+        "--partitions",
+        "-n",
+        type=int,
+        metavar="N",
+        help="how many partitions: one for each device; two with interleaved_1f1b",
     )
     what.add_argument(
         "--chunks",
@@ -76,7 +80,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     limits = command.add_argument_group("devices and their limits")
     limits.add_argument(
         "--memory-limit",
-        type=_sizes,
+        type=sizes,
         metavar="SIZE",
         help="memory of a device, such as 16GiB; one for all, or one for each with commas between",
     )
@@ -128,9 +132,16 @@ def add_question(command: argparse.ArgumentParser) -> None:
         metavar="Q",
         help="plan with this upper quantile of the measured times, such as 0.9",
     )
-    search.add_argument("--method", metavar="NAME", help="the algorithm (default: the fitting one)")
     search.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="of a search that has no end of its own"
+        "--method",
+        metavar="NAME",
+        help="the algorithm (default: chosen; see the docs' page on solving)",
+    )
+    search.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end a search that has no end of its own, and say the gap",
     )
 
 
@@ -246,16 +257,16 @@ def _layer(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _sizes(text: str) -> str | list[str]:
+def sizes(text: str) -> str | list[str]:
     """Read a size or several; who writes 60 means no 60 bytes."""
-    sizes = listed(text, str) if "," in text else [text]
-    for size in sizes:
+    found = listed(text, str) if "," in text else [text]
+    for size in found:
         if size.strip().isdigit() and 0 < int(size) < _LEAST_BYTES:
             raise argparse.ArgumentTypeError(
                 f"{size!r} has no unit, and is too small for bytes (expected {size.strip()}GiB, "
                 f"say; or {size.strip()}B)"
             )
-    return sizes if "," in text else text
+    return found if "," in text else text
 
 
 def _pair(text: str) -> tuple[int | str, int | str]:

@@ -7,6 +7,7 @@ import json
 import sys
 from functools import partial
 
+from gpipebal.cli.question import sizes
 from gpipebal.cli.words import MAKE_MODEL, Commands, add_command, add_model, model_arguments
 
 __all__ = ["add_run"]
@@ -25,6 +26,7 @@ def add_run(commands: Commands) -> None:
         gpipebal run resnet101 --checkpoint never --rows 64 --chunks 16
         gpipebal run resnet101 --try 3
         gpipebal run gpt --set layers=4 --set width=128 --set heads=4 --set vocabulary=1000
+        gpipebal run my_package.my_module:make_model --memory-limit 16GiB --checkpoint auto
         gpipebal run my_package.my_module:make_model --device cuda:0,cuda:1 --json
         """,
         MAKE_MODEL,
@@ -38,8 +40,14 @@ def add_run(commands: Commands) -> None:
         "--checkpoint",
         metavar="MODE",
         default="except_last",
-        help="which micro-batches are recomputed instead of kept: always, except_last or never "
-        "(default: %(default)s)",
+        help="which micro-batches are recomputed instead of kept: always, except_last or never; or "
+        "auto, as few as fit (default: %(default)s)",
+    )
+    run.add_argument(
+        "--memory-limit",
+        type=sizes,
+        metavar="SIZE",
+        help="memory of a device, such as 16GiB; one for all, or one for each with commas between",
     )
     number("--steps", default=4, help="training steps to time (default: %(default)s)")
     number(
@@ -80,6 +88,7 @@ def _run(options: argparse.Namespace) -> None:
         image_size=options.image_size,
         arguments=model_arguments(options),
         checkpoint=options.checkpoint,
+        memory_limit=options.memory_limit,
         steps=options.steps,
         attempts=options.attempts,
         threads_per_partition=options.threads_per_partition,

@@ -44,7 +44,9 @@ def add_show(commands: Commands) -> None:
         help="layers of a profile to print, the slowest ones (default: %(default)s)",
     )
     show.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg or .pdf; of one file")
-    show.add_argument("--json", action="store_true", help="print the content as JSON, a line each")
+    show.add_argument(
+        "--json", action="store_true", help="print the content as JSON, one line for each file"
+    )
 
 
 def _show(options: argparse.Namespace) -> None:

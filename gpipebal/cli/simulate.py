@@ -46,7 +46,7 @@ def add_simulate(commands: Commands) -> None:
     )
     simulate.set_defaults(command=_simulate)
     simulate.add_argument(
-        "file", metavar="FILE", help="a plan; or a profile, with the plan that is wanted of it"
+        "file", metavar="FILE", help="a plan; or a profile, with --partitions or --balance"
     )
     add_question(simulate)
     simulate.add_argument(
@@ -58,7 +58,7 @@ def add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--no-loss",
         action="store_true",
-        help="leave out the loss between forwards and backwards, which the profile may tell",
+        help="leave out the pause for the loss between forwards and backwards",
     )
     simulate.add_argument(
         "--width",

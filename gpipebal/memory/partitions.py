@@ -146,22 +146,13 @@ def _highest(
         gradients_exist: Whether the parameters have gradients before the step.
     """
     row = _Row(cell, kinds, micro_batches, waits, chunks, gradients_exist)
-    moments = row.highest(0, row.turn)
-    if row.around is not None:
-        moments.append(row.between(row.around))
-    moments += row.highest(row.turn, len(kinds))
-    moments.append(row.behind())
-    return max(moments, key=height)
+    return max(row.moments(), key=height)
 
 
 class _Row:
     """What a partition holds and needs in each of its actions.
 
     Cells are alike, so one of each way is walked through. Args are those of `_highest`.
-
-    Attributes:
-        turn: How many actions there are up to the last forward, that one included.
-        around: What the caller's loss holds and needs; None: the caller gets nothing from here.
     """
 
     def __init__(
@@ -191,7 +182,8 @@ class _Row:
         self._new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
         self._find_outputs(chunks, n_recorded=chunks - int(recomputed.sum()))
         self._numbers = self._number_type(chunks, max(waits or (0,)))
-        self.turn = int(np.searchsorted(np.cumsum(kinds == _F), chunks)) + 1
+        # Behind the last forward.
+        self._turn = int(np.searchsorted(np.cumsum(kinds == _F), chunks)) + 1
         self._add_up(waits)
 
     def _find_outputs(self, chunks: int, n_recorded: int) -> None:
@@ -199,11 +191,10 @@ class _Row:
 
         Args:
             chunks: Micro-batches of a mini-batch.
-            n_recorded: Those whose forward records a graph: of their outputs only the numbers
-                are kept beside it.
+            n_recorded: Those whose forward records a graph, which has some of the outputs already.
         """
         cell = self._cell
-        self.around: AroundLoss | None = None
+        self._around: AroundLoss | None = None
         self._target = cell.of_loss(chunks)
         # Of losses only the numbers are kept.
         self._output = self._output_in_graph = 0
@@ -211,15 +202,15 @@ class _Row:
             self._output = cell.bytes_of(cell.outputs)
             self._output_in_graph = cell.bytes_of(cell.outputs & cell.graph)
             given = chunks * self._output - n_recorded * self._output_in_graph
-            self.around = around_loss(cell, chunks, given, gradients_exist=self._gradients_exist)
-            self._target = self.around.target
+            self._around = around_loss(cell, chunks, given, gradients_exist=self._gradients_exist)
+            self._target = self._around.target
 
     def _number_type(self, chunks: int, waiting: int) -> Any:
         """Return the type of numbers that holds all sums."""
         needed = map(sum, self._own.values())
         largest = max([*self._held.values(), self._new_graph, self._output, *needed])
         beside = self._target + self._callers + waiting
-        beside += self.around.stays if self.around else 0
+        beside += self._around.stays if self._around else 0
         return number_type(largest * (chunks + 2) + beside)
 
     def _add_up(self, waits: Sequence[int] | None) -> None:
@@ -230,8 +221,8 @@ class _Row:
         self._activations = self._in_flight - after + own
         made = self._of_each(self._given_by)
         self._outputs = self._target + np.cumsum(made) - made
-        if self.around is not None:
-            self._outputs[self.turn :] = self._target + self.around.stays
+        if self._around is not None:
+            self._outputs[self._turn :] = self._target + self._around.stays
         self._waiting = np.zeros(len(self._codes), dtype=self._numbers)
         if waits is not None:
             self._waiting += np.array(waits, dtype=self._numbers)
@@ -261,7 +252,15 @@ class _Row:
             return 0
         return self._output - (0 if way.again else self._output_in_graph)
 
-    def highest(self, first: int, last: int) -> list[Moment]:
+    def moments(self) -> Iterator[Moment]:
+        """Yield the highest moments up to the last forward, between the phases, and behind."""
+        yield from self._highest(0, self._turn)
+        if self._around is not None:
+            yield self._between(self._around)
+        yield from self._highest(self._turn, len(self._codes))
+        yield self._behind()
+
+    def _highest(self, first: int, last: int) -> list[Moment]:
         """Return the first of the highest moments of a stretch of actions, if it has any."""
         if first >= last:
             return []
@@ -277,19 +276,19 @@ class _Row:
             )
         ]
 
-    def between(self, around: AroundLoss) -> Moment:
+    def _between(self, around: AroundLoss) -> Moment:
         """Return the highest moment between the last forward and the first backward."""
         return Moment(
-            int(self._in_flight[self.turn - 1]),
+            int(self._in_flight[self._turn - 1]),
             self._cell.all_gradients if self._gradients_exist else 0,
             outputs=self._target + around.most,
             # What waits for others' recomputes waits in front of the first backward too.
-            waiting=int(self._waiting[self.turn]) if self.turn < len(self._waiting) else 0,
+            waiting=int(self._waiting[self._turn]) if self._turn < len(self._waiting) else 0,
         )
 
-    def behind(self) -> Moment:
+    def _behind(self) -> Moment:
         """Return the moment behind all actions, when the optimizer steps."""
-        outputs = self._target + (self.around.after if self.around is not None else 0)
+        outputs = self._target + (self._around.after if self._around is not None else 0)
         cell = self._cell
         return Moment(self._callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs)
 

@@ -379,10 +379,11 @@ class GPipe(Container):
                 runtime = Runtime(
                     layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )
+                self._runtime = runtime
             elif runtime.has_other_parameters():
                 # Others may be tied now. Mini-batches on their way go on with those that were.
                 layers = dict(zip(self._modules, self, strict=True))
                 check_shared(layers, self.balance, self.devices)
                 runtime = runtime.with_other_ties()
-            self._runtime = runtime
+                self._runtime = runtime
             return runtime

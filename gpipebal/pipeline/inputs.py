@@ -72,7 +72,7 @@ def part_inputs(
     argument = "in_dims, or in keyword_dims for a keyword argument" if keywords else "in_dims"
     rows = chunk_sizes(count_rows(leaves, structure, dims, argument=argument), chunks)
     grad = torch.is_grad_enabled()
-    needs = [grad and needs for needs in which_need_gradient(leaves)]
+    needs = [grad and need for need in which_need_gradient(leaves)]
     parts = scatter_leaves(detached(leaves), rows, dims)
     return leaves, Inputs(parts, structure, dims, rows, needs)
 

@@ -33,7 +33,6 @@ class Modules:
             if getattr(module, "max_norm", None) is None
         ]
         self._children = self._nested()
-        self._parameters = self._parameter_ids()
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._modules)
@@ -60,10 +59,9 @@ class Modules:
         """Tell whether all modules inside the layers are the ones that were there at first."""
         return self._nested() == self._children
 
-    def have_other_parameters(self) -> bool:
-        """Tell whether a parameter has been replaced since this was last asked."""
-        before, self._parameters = self._parameters, self._parameter_ids()
-        return self._parameters != before
+    def parameter_ids(self) -> list[int]:
+        """Name the parameter in each place that can have one."""
+        return list(map(id, chain.from_iterable(self._parameter_views)))
 
     def condition(self) -> Hashable:
         """Name all that a recompute needs unchanged.
@@ -91,6 +89,3 @@ class Modules:
 
     def _nested(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(self._child_views))
-
-    def _parameter_ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(self._parameter_views)))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.buffers import Buffers, Copies, Kept
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.microbatch import find_overlaps
+from gpipebal.pipeline.modules import Modules
 from gpipebal.pipeline.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
@@ -180,7 +180,7 @@ class Recomputed(nn.Module):
         if not torch.is_grad_enabled() or is_checkpointing() or is_recomputing():
             return self._through(first, *values, **keywords)
         buffers = self._of_run
-        if buffers is None or not buffers.is_as_made():
+        if buffers is None or not buffers.modules.are_as_made():
             buffers = self._of_run = _BuffersOfRun([layer for _, layer in self._run])
             self._written = {}
         repeatable = None if outer is None else outer.repeatable()
@@ -339,20 +339,13 @@ class _BuffersOfRun(Buffers):
     """The buffers of a run's layers, and in which modes it has been looked which are written to."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
-        super().__init__(modules, frozenset())
-        self._all = modules
-        self._child_views = [module._modules.values() for module in modules]
-        self._children = self._nested()
+        self.modules = Modules(layers)
+        super().__init__(list(self.modules), frozenset())
         self._seen: set[tuple[bool, ...]] = set()
-
-    def is_as_made(self) -> bool:
-        """Tell whether all modules inside the layers are the ones that were there at first."""
-        return self._nested() == self._children
 
     def mode(self) -> tuple[bool, ...]:
         """Return the modes of all modules."""
-        return tuple([module.training for module in self._all])
+        return tuple([module.training for module in self.modules])
 
     def copies(self, *, alone: bool = False) -> Copies:
         """Copy the large buffers, if it has not been looked yet which of them are written to."""
@@ -362,9 +355,6 @@ class _BuffersOfRun(Buffers):
         """Return what is kept, with those that turned out to be written to."""
         self._seen.add(self.mode())
         return kept.with_copies(self.look(before))
-
-    def _nested(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(self._child_views))
 
 
 class _Again(AbstractContextManager[None]):

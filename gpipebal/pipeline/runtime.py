@@ -55,7 +55,7 @@ class Runtime:
         self.lanes = [
             make_lane(device, stream) for device, stream in zip(devices, streams, strict=True)
         ]
-        self.tied = TiedParameters(self.partitions, self.lanes)
+        self._find_ties()
         self.pool = WorkerPool(
             self.lanes, [threads if device.type == "cpu" else None for device in devices]
         )
@@ -75,14 +75,21 @@ class Runtime:
         )
 
     def has_other_parameters(self) -> bool:
-        """Tell whether a parameter has been replaced since this was last asked."""
-        return any([partition.modules.have_other_parameters() for partition in self.partitions])
+        """Tell whether a parameter has been replaced since it was found out which are tied."""
+        return self._parameter_ids != self._find_parameter_ids()
 
     def with_other_ties(self) -> Runtime:
         """Return the same runtime, with the parameters that several partitions use by now."""
         other = copy.copy(self)
-        other.tied = TiedParameters(self.partitions, self.lanes)
+        other._find_ties()
         return other
+
+    def _find_ties(self) -> None:
+        self._parameter_ids = self._find_parameter_ids()
+        self.tied = TiedParameters(self.partitions, self.lanes)
+
+    def _find_parameter_ids(self) -> list[list[int]]:
+        return [partition.modules.parameter_ids() for partition in self.partitions]
 
     def follow_workers(self) -> None:
         """Let what the caller does next come behind all that a failed phase has launched.

@@ -64,7 +64,7 @@ class Target:
         check_nothing_hidden(parted, "the target")
         _check_rows(self._leaves, self._structure, self._dims, sum(rows))
         grad = torch.is_grad_enabled()
-        self._wanted = [grad and needs for needs in which_need_gradient(self._leaves)]
+        self._wanted = [grad and need for need in which_need_gradient(self._leaves)]
         self._parts = scatter_leaves(detached(self._leaves), rows, self._dims)
         self._shared = [dim is None and len(self._rows) > 1 for dim in self._dims]
         # Which tensors the loss writes to, or may write to unseen; None: not known yet.

@@ -32,7 +32,17 @@ from gpipebal.schedule import (
 from gpipebal.solvers import OBJECTIVES, Objective
 from gpipebal.units import parse_bytes
 
-__all__ = ["AnyCost", "LayerKey", "Options", "Place", "Question", "Size", "ask", "default_reserve"]
+__all__ = [
+    "AnyCost",
+    "LayerKey",
+    "Options",
+    "Place",
+    "Question",
+    "Size",
+    "ask",
+    "check_memory_limit",
+    "default_reserve",
+]
 
 #: Bytes, or a text such as ``'16 GiB'``.
 Size = int | str
@@ -158,7 +168,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         )
     notes: list[str] = []
     quantile = options.get("quantile")
-    profile = _at_quantile(profile, quantile)
+    if quantile is not None:
+        profile = at_quantile(profile, quantile)
     if isinstance(taken := profile.provenance.get("quantile"), float):
         notes.append(f"Times are upper quantiles ({taken:g}) of the measured spread, not medians.")
     schedule = _schedule(options)
@@ -195,7 +206,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             f"any_order={any_order} (expected modes and devices that are given, where cost is).\n"
             "Fix: checkpoint='except_last' and any_order=False; the cost may count both."
         )
-    reserve, limits = options.get("reserve"), _limits(options.get("memory_limit"), n_partitions)
+    reserve = options.get("reserve")
+    limits = check_memory_limit(options.get("memory_limit"), n_partitions)
     if reserve is not None and limits is None:
         raise BalanceError(
             f"reserve is taken off a limit, and there is none: reserve={reserve!r}, "
@@ -252,10 +264,6 @@ def _time_limit(seconds: Any) -> float | None:
         f"time_limit is not a time: time_limit={seconds!r} (expected seconds, 0 or more).\n"
         "Fix: time_limit=60, or time_limit=None for as long as it takes."
     )
-
-
-def _at_quantile(profile: Profile, quantile: float | None) -> Profile:
-    return profile if quantile is None else at_quantile(profile, quantile)
 
 
 def _schedule(options: Options) -> str:
@@ -333,7 +341,8 @@ def _devices(
                     f"{device.n_layers} layers (expected the same {profile.n_layers} layers).\n"
                     "Fix: profile the same model on each type of device."
                 )
-            found.append(made.setdefault(id(device), _at_quantile(device, quantile)))
+            at = device if quantile is None else at_quantile(device, quantile)
+            found.append(made.setdefault(id(device), at))
         elif isinstance(device, Device):
             found.append(device)
         elif (
@@ -357,9 +366,14 @@ def _devices(
     return tuple(found)
 
 
-def _limits(
+def check_memory_limit(
     memory_limit: Size | Sequence[Size | None] | None, n_partitions: int
 ) -> int | tuple[int | None, ...] | None:
+    """Return a limit in bytes, for all devices or one for each.
+
+    Raises:
+        BalanceError: it is no size, or not one for each partition.
+    """
     if memory_limit is None:
         return None
     if isinstance(memory_limit, (list, tuple)):

@@ -142,43 +142,41 @@ def _apart(
 
 
 class _Beside(NamedTuple):
-    """Seconds of steps beside their cells, one entry for each step.
+    """Seconds of steps beside their cells.
 
     Attributes:
-        gaps: Between two cells.
+        gaps: Between two cells, for each step with the loss behind the pipeline.
         around: In front of the first cell, behind the last, and between the phases, less what is
-            known of the loss.
-        inside: The same of steps with the loss inside.
-        spans: For each way without, the time from the first cell to the last, without the pause.
+            known of the loss; for each of these steps.
+        spans: From the first cell to the last, without the pause, for each way and its steps.
+        inside: In front of the first cell and behind the last, for each step with the loss inside.
     """
 
     gaps: list[float]
     around: list[float]
-    inside: list[float]
     spans: list[list[float]]
+    inside: list[float]
 
 
 def _beside_cells(
     profile: Profile, chunks: int, ways: Sequence[Traced], measured: Durations
 ) -> _Beside:
     """Find out what steps took beside their cells, whose middle times are known."""
-    found = _Beside([], [], [], [])
+    gaps, around, inside = [], [], []
+    spans: list[list[float]] = []
     known = (profile.step.loss_time or 0.0) + (profile.step.gather_time or 0.0)
     known *= chunks / profile.chunks
     for way in ways:
         if way.inside:
-            found.inside.extend(seconds - timeline.makespan for seconds, timeline in way.steps)
+            inside += [seconds - timeline.makespan for seconds, timeline in way.steps]
             continue
         order = make_schedule("gpipe", measured.n_partitions, chunks, way.mode)
-        pauses = [_pause_of(timeline) for _, timeline in way.steps]
-        found.spans.append(
-            [step[1].makespan - pause for step, pause in zip(way.steps, pauses, strict=True)]
-        )
-        for (seconds, timeline), pause in zip(way.steps, pauses, strict=True):
-            cells = _means(timeline, way.mode, measured)
-            found.gaps.append(_hand_over(timeline, order, cells, pause))
-            found.around.append(seconds - timeline.makespan + max(0.0, pause - known))
-    return found
+        spans.append([timeline.makespan - _pause_of(timeline) for _, timeline in way.steps])
+        for seconds, timeline in way.steps:
+            pause = _pause_of(timeline)
+            gaps.append(_hand_over(timeline, order, _means(timeline, way.mode, measured), pause))
+            around.append(seconds - timeline.makespan + max(0.0, pause - known))
+    return _Beside(gaps, around, spans, inside)
 
 
 def _within(factor: float) -> float:

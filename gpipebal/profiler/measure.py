@@ -26,7 +26,6 @@ from gpipebal.profiler.setting import (
     choose_rows,
     current_device,
     device_for,
-    layers_of,
     random_numbers_kept,
     threads_set,
 )
@@ -173,21 +172,6 @@ def profile_model(
     for name, choice in (("one_at_a_time", one_at_a_time), ("progress", progress)):
         if choice is not None:
             check_flag(name, choice)
-    if method == "measure":
-        _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
-        check_values(layers_of(module), sample, keywords, target)
-    else:
-        _refuse(
-            "method='estimate'",
-            "rates= names the device to estimate for",
-            {
-                "device": device,
-                "threads": threads,
-                "timeout": timeout,
-                "one_at_a_time": one_at_a_time,
-                "share_identical": share_identical or None,
-            },
-        )
     training = Training.of(
         module,
         sample,
@@ -203,19 +187,43 @@ def profile_model(
     )
     n_partitions = check_count("partitions", partitions)
     if method == "estimate":
-        from gpipebal.profiler.estimate import estimate
+        from gpipebal.profiler.estimate.profile import DEFAULT_RATES, estimate_training
 
+        _refuse(
+            "method='estimate'",
+            "rates= names the device to estimate for",
+            {
+                "device": device,
+                "threads": threads,
+                "timeout": timeout,
+                "one_at_a_time": one_at_a_time,
+                "share_identical": share_identical or None,
+            },
+        )
         with left_alone([module, loss_fn]):
-            return estimate(training, rows=rows, rates=rates, progress=progress)
+            return estimate_training(
+                training,
+                rows=rows,
+                rates=DEFAULT_RATES if rates is None else rates,
+                progress=progress,
+            )
+    _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
+    check_values(training.layers, sample, keywords, target)
     where = device_for(device)
+    n_threads = (
+        share_of_cores(n_partitions) if threads is None else check_threads("threads", threads)
+    )
+    alone = share_identical or _is_alone(one_at_a_time, training.modules, where)
+    side_by_side = 1
+    if where.type == "cpu" and not alone:
+        side_by_side = max(1, min(n_partitions, visible_cores() // n_threads))
     conduct = _Conduct(
         where,
         rows=rows,
         n_partitions=n_partitions,
-        n_threads=(
-            share_of_cores(n_partitions) if threads is None else check_threads("threads", threads)
-        ),
-        alone=share_identical or _is_alone(one_at_a_time, training.modules, where),
+        side_by_side=side_by_side,
+        n_threads=n_threads,
+        alone=alone,
         share=share_identical,
         as_pipeline=as_pipeline,
         limit=None if timeout is None else check_timeout(timeout),
@@ -241,6 +249,7 @@ class _Conduct:
     _: KW_ONLY
     rows: int | Sequence[int] | None
     n_partitions: int
+    side_by_side: int
     n_threads: int
     alone: bool
     share: bool
@@ -253,13 +262,6 @@ class _Conduct:
     def on_cpu(self) -> bool:
         """Whether partitions share the cores of one machine."""
         return self.where.type == "cpu"
-
-    @property
-    def side_by_side(self) -> int:
-        """How many threads measure side by side."""
-        if not self.on_cpu or self.alone:
-            return 1
-        return max(1, min(self.n_partitions, visible_cores() // self.n_threads))
 
     def seconds_left(self, step_seconds: float, parts: int) -> float:
         """Return the seconds left for the rounds: at least half of all, or too few are measured."""
@@ -313,13 +315,13 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
 
 
 def _limit(timeout: float | None, step_seconds: float, parts: int, least: float) -> float:
-    """Return the seconds that the repeats may take, of the chain or of one of its parts.
+    """Return the seconds that one part of the work may take.
 
     Args:
-        timeout: Seconds for all repeats; None: about ten steps.
+        timeout: Seconds for all of it; None: about ten steps for each part.
         step_seconds: Of a training step.
-        parts: How many parts the chain has.
-        least: Seconds that the part may take in any case, unless there is a timeout.
+        parts: Into how many parts the time is divided.
+        least: Seconds that a part may take in any case, unless there is a timeout.
     """
     if timeout is not None:
         return timeout / parts

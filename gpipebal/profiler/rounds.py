@@ -258,11 +258,11 @@ class _Rounds:
         """
         if self._failures:
             raise self._failures[0]
-        first, *others = self._times
-        for other in others:
-            for mine, theirs in zip(first, other, strict=True):
-                mine.add(theirs)
-        return [None if size in self._too_large else times for size, times in enumerate(first)]
+        together = [Times() for _ in self._times[0]]
+        for of_thread in self._times:
+            for times, measured in zip(together, of_thread, strict=True):
+                times.add(measured)
+        return [None if size in self._too_large else times for size, times in enumerate(together)]
 
     def _warm_up(self, k: int) -> None:
         """Run a round that does not count: gradients exist then, and libraries are ready.

@@ -61,8 +61,9 @@ class Training:
         """Take what `profile_model` takes, and check it.
 
         Raises:
-            ModelError: `module` is no chain, or the sample cannot be parted.
-            BalanceError: a dimension does not fit.
+            ModelError: `module` is no chain, its skips do not pair up, or the sample cannot be
+                parted.
+            BalanceError: a dimension or a keyword argument does not fit, or `chunks` is no number.
             ProfileError: the chain has no layers, or the sample has no rows.
         """
         layers = layers_of(module)
@@ -91,7 +92,11 @@ class Training:
         return list(self.layers.values())
 
     def maker(self) -> Maker | None:
-        """Return what makes optimizers like the caller's; None: there is none."""
+        """Return what makes optimizers like the caller's; None: there is none.
+
+        Raises:
+            ProfileError: it cannot be made.
+        """
         if self.optimizer is None:
             return None
         parameters = dict.fromkeys(p for module in self.modules for p in module.parameters())

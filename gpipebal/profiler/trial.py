@@ -40,7 +40,7 @@ from gpipebal.profiler.value import as_leaves
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import split
 
-__all__ = ["LEAST_TRIAL_SECONDS", "MOST_CHUNKS", "Setting", "Trial", "run_trial"]
+__all__ = ["LEAST_TRIAL_SECONDS", "MOST_CHUNKS", "Setting", "run_trial"]
 
 #: Rounds, after each way of running has warmed up; more where they take less than these seconds.
 MOST_ROUNDS = 8

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.plan import Plan
 from gpipebal.planner import solve, top_plans
+from gpipebal.planner.question import Options, Size, check_memory_limit
 from gpipebal.plots import plot_run, save_figure
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
@@ -44,7 +45,8 @@ def run(
     rows: int | None = None,
     image_size: int | None = None,
     arguments: Mapping[str, Any] | None = None,
-    checkpoint: CheckpointMode = "except_last",
+    checkpoint: CheckpointMode | Literal["auto"] = "except_last",
+    memory_limit: Size | Sequence[Size | None] | None = None,
     steps: int = 4,
     attempts: int = 1,
     threads_per_partition: int | None = None,
@@ -67,7 +69,8 @@ def run(
         image_size: Pixels of the side of its images; None: the model's own default.
         arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`),
             or keyword arguments of a function of your own.
-        checkpoint: Which micro-batches are recomputed.
+        checkpoint: Which micro-batches are recomputed; ``'auto'``: in each partition as few as fit.
+        memory_limit: Memory of a device, as `solve` takes it; None: no limit.
         steps: Training steps that are timed, after one that is not.
         attempts: How many of the best plans to run for a moment; the fastest is taken.
         threads_per_partition: Intra-operation threads of each CPU partition, also while its
@@ -98,7 +101,8 @@ def run(
         )
     if threads_per_partition is not None:
         check_threads("threads_per_partition", threads_per_partition)
-    check_checkpoint(checkpoint)
+    if checkpoint != "auto":
+        check_checkpoint(checkpoint)
     if checkpoint == "always" and attempts > 1:
         raise UsageError(
             f"the next best plans are not known: attempts={attempts} with checkpoint='always' "
@@ -119,11 +123,22 @@ def run(
             f"(expected 1..{len(workload.model)}, the number of its layers).\n"
             f"Fix: partitions={len(workload.model)}, or fewer."
         )
+    limit = check_memory_limit(memory_limit, len(places))
     on_cpu = places[0].type == "cpu"
     threads = (threads_per_partition or share_of_cores(len(places))) if on_cpu else None
     folder = Folder(Path(output))
     job = _Job(
-        workload, places, threads, chunks, checkpoint, steps, seed, folder, progress, echo, attempts
+        workload,
+        places,
+        threads,
+        chunks,
+        {"checkpoint": checkpoint, "memory_limit": limit},
+        steps,
+        seed,
+        folder,
+        progress,
+        echo,
+        attempts,
     )
     try:
         return job.do()
@@ -140,7 +155,7 @@ class _Job:
     places: list[torch.device]
     threads: int | None
     chunks: int
-    checkpoint: CheckpointMode
+    options: Options
     steps: int
     seed: int
     folder: Folder
@@ -213,7 +228,9 @@ class _Job:
             chunks=plan.chunks,
             mini_batch_rows=profile.mini_batch_rows,
             image_size=workload.image_size,
-            checkpoint=self.checkpoint,
+            checkpoint=plan.checkpoint
+            if isinstance(plan.checkpoint, str)
+            else ",".join(plan.modes),
             seed=self.seed,
             loss=workload.loss_name,
             optimizer=measured.optimizer,
@@ -234,12 +251,11 @@ class _Job:
 
     def _plan(self, profile: Profile) -> Plan:
         """Find the best plan; of several the one that runs fastest."""
-        n, shared = len(self.places), len(set(self.places)) == 1
+        n = len(self.places)
+        options: Options = {**self.options, "shared_memory": len(set(self.places)) == 1}
         if self.attempts == 1:
-            return solve(profile, n, checkpoint=self.checkpoint, shared_memory=shared)
-        plans = top_plans(
-            profile, self.attempts, n, checkpoint=self.checkpoint, shared_memory=shared
-        )
+            return solve(profile, n, **options)
+        plans = top_plans(profile, self.attempts, n, **options)
         self.echo(f"Trying the best {count(len(plans), 'plan')}")
         tried = try_plans(
             plans,

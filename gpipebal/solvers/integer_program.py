@@ -239,7 +239,8 @@ class _Program:
             self._of_level[run.level].append(v)
         self._value = n_runs
         self._forwards = range(n_runs + 1, n_runs + 1 + n_partitions)
-        self._backwards = range(n_runs + 1 + n_partitions, n_runs + 1 + 2 * n_partitions)
+        self._n_variables = n_runs + 1 + 2 * n_partitions
+        self._backwards = range(n_runs + 1 + n_partitions, self._n_variables)
         self._rows = _Rows()
         for k in range(n_partitions):
             self._add_path(k)
@@ -249,7 +250,7 @@ class _Program:
                 self._rows.add(uses, len(devices), len(devices))
         for k in range(n_partitions):
             if objective == "bottleneck":
-                self._add_at_least(self._costs(k, "load"), {self._value: 1.0})
+                self._add_at_least(self._value, self._costs(k, "load"))
             else:
                 self._add_makespan(k)
 
@@ -258,7 +259,7 @@ class _Program:
         from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
         from scipy.sparse import csr_matrix
 
-        rows, n_runs, n_variables = self._rows, len(self._runs), self._backwards.stop
+        rows, n_runs, n_variables = self._rows, len(self._runs), self._n_variables
         goal = np.zeros(n_variables)
         goal[self._value] = 1
         whole = np.zeros(n_variables)
@@ -293,7 +294,7 @@ class _Program:
         return Path(bounds, groups, tuple(run.option for run in runs))
 
     def _add_path(self, k: int) -> None:
-        """One run for each partition; it begins where that of the partition before ends."""
+        """Let a partition have one run, which begins where that of the partition before ends."""
         self._rows.add(dict.fromkeys(self._of_level[k], 1.0), 1, 1)
         if not k:
             return
@@ -306,9 +307,9 @@ class _Program:
             self._rows.add(entries, 0, 0)
 
     def _add_makespan(self, k: int) -> None:
-        """The makespan is at least what the path that turns around in a partition takes."""
+        """Let the makespan be at least what the path that turns around in a partition takes."""
         for maxima, dimension in ((self._forwards, "forward"), (self._backwards, "again")):
-            self._add_at_least(self._costs(k, dimension), {maxima[k]: 1.0})
+            self._add_at_least(maxima[k], self._costs(k, dimension))
             if k:
                 self._rows.add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
         early = {
@@ -325,11 +326,11 @@ class _Program:
             passed[v] += recompute
         repeats = float(self._problem.chunks - 1)
         passed |= {self._forwards[k]: repeats, self._backwards[k]: repeats}
-        self._add_at_least(passed, {self._value: 1.0})
+        self._add_at_least(self._value, passed)
 
-    def _add_at_least(self, costs: dict[int, float], of: dict[int, float]) -> None:
-        """A variable is at least the costs of all that is chosen."""
-        self._rows.add({v: -cost for v, cost in costs.items()} | of, 0, np.inf)
+    def _add_at_least(self, bounded: int, costs: dict[int, float]) -> None:
+        """Let a variable be at least the costs of all that is chosen."""
+        self._rows.add({v: -cost for v, cost in costs.items()} | {bounded: 1.0}, 0, np.inf)
 
     def _costs(self, k: int, dimension: str) -> dict[int, float]:
         """Return a cost of each run of a level."""

@@ -9,6 +9,6 @@ otherwise than the meta device), `costs` (operations and bytes), `walk` (layer a
 `terms` (loss, gather, optimizer), `profile` (all together).
 """
 
-from gpipebal.profiler.estimate.profile import estimate, estimate_profile
+from gpipebal.profiler.estimate.profile import estimate_profile
 
-__all__ = ["estimate", "estimate_profile"]
+__all__ = ["estimate_profile"]

@@ -29,7 +29,7 @@ from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates, find_rates
 from gpipebal.schedule import check_count
 
-__all__ = ["estimate", "estimate_profile"]
+__all__ = ["DEFAULT_RATES", "estimate_profile", "estimate_training"]
 
 #: The device whose rates are taken unless others are named.
 DEFAULT_RATES = "H100 SXM"
@@ -123,27 +123,30 @@ def estimate_profile(
         target_dims=target_dims,
     )
     check_count("partitions", partitions)
-    return estimate(training, rows=rows, rates=rates, progress=progress)
+    return estimate_training(training, rows=rows, rates=rates, progress=progress)
 
 
-def estimate(
+def estimate_training(
     training: Training,
     *,
     rows: int | Iterable[int] | None,
-    rates: str | DeviceRates | None,
+    rates: str | DeviceRates = DEFAULT_RATES,
     progress: bool | None,
 ) -> Profile:
     """Estimate a chain that is trained.
 
     Args:
         training: The chain.
-        rows: Other rows, as `estimate_profile` takes them.
-        rates: The device; None: one with `DEFAULT_RATES`.
+        rows: Other rows, like the arguments behind it as `estimate_profile` takes them.
+        rates: Rates of the device.
         progress: Show a progress bar; None: only on a terminal.
+
+    Returns:
+        The profile; raises what `estimate_profile` raises.
     """
     for name, layer in training.layers.items():
         check_not_lazy(name, layer)
-    device = find_rates(DEFAULT_RATES if rates is None else rates)
+    device = find_rates(rates)
     data = training.data
     sizes = data.sizes
     if data.target is not None:
