@@ -257,3 +257,28 @@ def test_another_pipeline_of_the_same_layers_does_not_take_the_gradients(
         assert found.keys() == expected.keys()
         for name in expected:
             torch.testing.assert_close(found[name], expected[name])
+
+
+def test_a_refused_parameter_is_refused_at_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that may not be shared is not taken for known once it has been refused."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = GPipe(model, [1, 1], chunks=2)
+    pipe(torch.ones(2, 4)).sum().backward()
+
+    def refusing(*given: Any) -> None:
+        raise DuplicateLayerError("as on two devices")
+
+    monkeypatch.setattr("gpipebal.pipeline.gpipe.check_shared", refusing)
+    model[1].weight = model[0].weight
+    for _ in range(2):
+        with pytest.raises(DuplicateLayerError, match="as on two devices"):
+            pipe(torch.ones(2, 4))
+    monkeypatch.undo()
+    pipe.zero_grad()
+    pipe(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+    plain = nn.Sequential(copy.deepcopy(model[0]), copy.deepcopy(model[1]))
+    plain[1].weight = plain[0].weight
+    plain.zero_grad()
+    plain(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
