@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import largest_denominator
+from gpipebal.problem.checks import largest_denominator, scaled
 from gpipebal.schedule import CheckpointMode, modes_of
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class Costs:
             self.type_of = [0] * problem.n_partitions
         links = problem.links
         self.overlaps = links is not None and links.overlaps
-        nothing = (0,) * (problem.n_layers - 1)
-        self.send = self._scaled(nothing if links is None else links.forward)
-        self.give_back = self._scaled(nothing if links is None else links.backward)
+        self.send = self.give_back = (0,) * (problem.n_layers + 1)
+        if links is not None:
+            self.send, self.give_back = self._scaled(links.forward), self._scaled(links.backward)
 
     def _sums(self, times: Sequence[float], slowness: float) -> tuple[int, ...]:
         factor, below = slowness.as_integer_ratio()
@@ -84,9 +84,7 @@ class Costs:
         )
 
     def _scaled(self, times: Sequence[float]) -> tuple[int, ...]:
-        scale = self._problem.scale
-        ratios = (time.as_integer_ratio() for time in times)
-        return (0, *(top * (scale // low) for top, low in ratios), 0)
+        return (0, *scaled(times, self._problem.scale), 0)
 
     def modes(self, modes: Sequence[CheckpointMode] | None) -> tuple[CheckpointMode, ...]:
         """Return the mode of each partition: those given, or the problem's.

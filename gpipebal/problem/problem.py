@@ -243,10 +243,7 @@ class Problem:
         order: Sequence[int] | None = None,
     ) -> int:
         """Return the bottleneck of a split as a scaled integer."""
-        if modes or order or not self.is_plain:
-            return self.costs.bottleneck(self.check_bounds(bounds), modes, order)
-        sums = self.load_sums
-        return max(sums[end] - sums[start] for start, end in pairwise(self.check_bounds(bounds)))
+        return self.costs.bottleneck(self.check_bounds(bounds), modes, order)
 
     def exact_makespan(
         self,
@@ -255,32 +252,7 @@ class Problem:
         order: Sequence[int] | None = None,
     ) -> int:
         """Return the makespan of a split as a scaled integer."""
-        if modes or order or not self.is_plain:
-            return self.costs.makespan(self.check_bounds(bounds), modes, order)
-        bounds = self.check_bounds(bounds)
-        if self.checkpoint == "always":
-            return self._makespan_always(bounds)
-        # Prefix sums: f forward, b backward, r recompute.
-        f, b, r = self.forward_sums, self.backward_sums, self.recompute_sums
-        slowest_forward = max(f[end] - f[start] for start, end in pairwise(bounds))
-        slowest_backward = max(
-            b[end] - b[start] + r[end] - r[start] for start, end in pairwise(bounds)
-        )
-        return f[-1] + b[-1] + (self.chunks - 1) * (slowest_forward + slowest_backward)
-
-    def _makespan_always(self, bounds: Sequence[int]) -> int:
-        # A partition may recompute its last micro-batch as soon as its own forwards are done,
-        # while later partitions still work. The mini-batch ends when the slowest such path does:
-        # forwards up to a partition k, recompute there, backwards from k down to 0.
-        f, b, r = self.forward_sums, self.backward_sums, self.recompute_sums
-        slowest_forward = slowest_backward = longest = 0
-        for start, end in pairwise(bounds):
-            recompute = r[end] - r[start]
-            slowest_forward = max(slowest_forward, f[end] - f[start])
-            slowest_backward = max(slowest_backward, b[end] - b[start] + recompute)
-            repeated = (self.chunks - 1) * (slowest_forward + slowest_backward)
-            longest = max(longest, f[end] + b[end] + recompute + repeated)
-        return longest
+        return self.costs.makespan(self.check_bounds(bounds), modes, order)
 
     # The same in the unit of the problem, for people.
 
