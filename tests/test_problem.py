@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracles import event_makespan, rank
 
 from gpipebal.errors import BalanceError, GpipebalError
-from gpipebal.problem import PartitionTimes, Problem, to_balance, to_bounds
+from gpipebal.problem import Problem, to_balance, to_bounds
 
 MODES = ("never", "except_last", "always")
 TIMES = st.one_of(st.integers(0, 9), st.floats(0, 1e3, allow_subnormal=False))
@@ -127,7 +127,8 @@ def test_recompute_counts_where_something_is_recomputed(
     """Recompute times count unless no micro-batch that exists is recomputed."""
     problem = Problem([1, 1], [2, 2], [5, 5], 2, chunks, checkpoint)
     assert problem.recomputes == bool(recompute)
-    assert problem.partition_times((0, 1, 2)) == (PartitionTimes(1, 2, recompute),) * 2
+    parts = problem.costs.parts((0, 1, 2))
+    assert [max(part.again, part.early) for part in parts] == [recompute] * 2
 
 
 def test_balance_and_bounds_are_inverse() -> None:
@@ -211,7 +212,7 @@ def test_suggested_number_of_partitions_works() -> None:
 def test_bad_bounds_are_refused_and_the_fix_works(bounds: tuple[int, ...]) -> None:
     """Bounds that do not split the chain are refused, with some that do."""
     problem = _problem()
-    for method in (problem.bottleneck, problem.makespan, problem.partition_times):
+    for method in (problem.bottleneck, problem.makespan):
         with pytest.raises(BalanceError, match="bounds do not split the chain") as raised:
             method(bounds)
         suggested = re.search(r"Fix: such as bounds=\(([\d, ]+)\)", str(raised.value))

@@ -59,9 +59,9 @@ def test_blocking_copies_are_charged_to_both_sides() -> None:
     """A copy that does not overlap lengthens the partition before and the one behind."""
     links = Links([3], [5], overlaps=False)
     problem = Problem([10, 20], [30, 40], [0, 0], 2, 2, "never", links=links)
-    assert [tuple(times) for times in problem.partition_times((0, 1, 2))] == [
-        (13, 35, 0),
-        (23, 45, 0),
+    assert [tuple(part) for part in problem.costs.parts((0, 1, 2))] == [
+        (13, 35, 0, 0),
+        (23, 45, 0, 0),
     ]
 
 

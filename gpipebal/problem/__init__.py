@@ -4,14 +4,13 @@ from gpipebal.problem.bounds import to_balance, to_bounds
 from gpipebal.problem.link import Link, links_of
 from gpipebal.problem.memory import Memory, layer_memory
 from gpipebal.problem.parts import Device, Links, Rules
-from gpipebal.problem.problem import PartitionTimes, Problem
+from gpipebal.problem.problem import Problem
 
 __all__ = [
     "Device",
     "Link",
     "Links",
     "Memory",
-    "PartitionTimes",
     "Problem",
     "Rules",
     "layer_memory",

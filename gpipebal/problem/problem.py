@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_times, scaled
@@ -30,18 +30,7 @@ from gpipebal.problem.memory import Memory
 from gpipebal.problem.parts import Device, Links, Rules
 from gpipebal.schedule import Checkpoint, CheckpointMode, check_checkpoint, check_count, modes_of
 
-__all__ = ["PartitionTimes", "Problem"]
-
-
-class PartitionTimes(NamedTuple):
-    """Times of one partition for one micro-batch, in the unit of the problem.
-
-    `recompute` is what the checkpoint mode makes of it: 0 where nothing is recomputed.
-    """
-
-    forward: float
-    backward: float
-    recompute: float
+__all__ = ["Problem"]
 
 
 @dataclass(frozen=True)
@@ -326,31 +315,6 @@ class Problem:
             (36, 32)
         """
         return self.to_time(self.exact_makespan(bounds, modes, order))
-
-    def partition_times(
-        self,
-        bounds: Sequence[int],
-        modes: Sequence[CheckpointMode] | None = None,
-        order: Sequence[int] | None = None,
-    ) -> tuple[PartitionTimes, ...]:
-        """Add up the times of every partition of a split, for one micro-batch.
-
-        Raises:
-            BalanceError: `bounds` is no split of this chain.
-
-        Example:
-            >>> Problem([1, 2], [3, 4], [1, 2], 2, 4).partition_times((0, 1, 2))[1]
-            PartitionTimes(forward=2, backward=4, recompute=2)
-        """
-        parts = self.costs.parts(self.check_bounds(bounds), modes, order)
-        return tuple(
-            PartitionTimes(
-                self.to_time(part.forward),
-                self.to_time(part.backward),
-                self.to_time(max(part.again, part.early)),
-            )
-            for part in parts
-        )
 
     def check_bounds(self, bounds: Sequence[int]) -> Sequence[int]:
         """Return `bounds` if they split this chain.
