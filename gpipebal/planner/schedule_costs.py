@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpipebal.errors import BalanceError
 from gpipebal.planner.schedule_bounds import Columns, Relaxed, rows_of
 from gpipebal.problem import Problem
 from gpipebal.schedule import Order
@@ -39,11 +38,8 @@ class ScheduleCosts:
         problem: Times of the layers, devices and links.
         order: The actions, with the modes that partitions have.
         devices: Device of each partition, as an index into the problem's.
-        weight_share: Share of each layer's backward that is the gradient of its weights; None:
-            half.
-
-    Raises:
-        BalanceError: shares that are none, or not one per layer.
+        weight_share: Share of each layer's backward that is the gradient of its weights, from 0 to
+            1; None: half.
     """
 
     def __init__(
@@ -59,7 +55,8 @@ class ScheduleCosts:
         in_parts = bool((order.kinds == KINDS.index("W")).any())
         finer = _FINER if in_parts else 1
         self._scale = problem.scale * finer
-        shares = _check_shares(weight_share, problem.n_layers) if in_parts else None
+        halves = [0.5] * problem.n_layers
+        shares = (halves if weight_share is None else weight_share) if in_parts else None
         types = [
             Columns(
                 [finer * time for time in sums.forward],
@@ -145,16 +142,3 @@ def _least(types: Sequence[Columns]) -> Columns:
         ]
         columns.append(list(accumulate(map(min, zip(*layers, strict=True)), initial=0)))
     return Columns(*columns)
-
-
-def _check_shares(shares: Sequence[float] | None, n_layers: int) -> Sequence[float]:
-    if shares is None:
-        return [0.5] * n_layers
-    wrong = [layer for layer, share in enumerate(shares) if not 0 <= share <= 1]
-    if wrong or len(shares) != n_layers:
-        what = f"[{wrong[0]}]={shares[wrong[0]]!r}" if wrong else f" has {len(shares)} of them"
-        raise BalanceError(
-            f"shares of backwards are none: weight_share{what} (expected {n_layers} numbers from "
-            "0 to 1, one per layer).\nFix: weight_share=None for half of every backward."
-        )
-    return shares

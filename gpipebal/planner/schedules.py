@@ -19,18 +19,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.errors import BalanceError
 from gpipebal.planner.schedule_costs import ScheduleCosts
+from gpipebal.planner.times import order_for, recomputes_for
 from gpipebal.problem import Problem
-from gpipebal.schedule import (
-    ALL_SCHEDULES,
-    Checkpoint,
-    CheckpointMode,
-    check_count,
-    counted_modes,
-    order_of,
-    recomputes_of,
-)
+from gpipebal.schedule import Checkpoint, CheckpointMode, counted_modes
 from gpipebal.solvers import Split, find, select_method, split
 from gpipebal.solvers.levels import Levels
 
@@ -50,7 +43,6 @@ def search_schedule(
     problem: Problem,
     schedule: str,
     *,
-    partitions_per_device: int | None = None,
     weight_share: Sequence[float] | None = None,
     most_trials: int | None = None,
     time_limit: float | None = None,
@@ -66,8 +58,7 @@ def search_schedule(
             for each partition), links, memory limits and rules are kept. With checkpoint ``'auto'``
             or devices in any order, modes and order are those of the split with the least
             bottleneck.
-        schedule: One of `gpipebal.schedule.ALL_SCHEDULES`.
-        partitions_per_device: How many partitions every device has; None: 2 with
+        schedule: One of `gpipebal.schedule.ALL_SCHEDULES`. Every device has 2 partitions with
             ``'interleaved_1f1b'``, else 1.
         weight_share: Which share of each layer's backward is the gradient of its weights, where a
             schedule does backwards in two parts; None: half.
@@ -100,14 +91,12 @@ def search_schedule(
         >>> found.balance, found.value, found.status
         ((2, 2), 40.0, 'optimal')
     """
-    n_devices, each = _dealt_out(problem, schedule, partitions_per_device)
+    _check_dealt_out(problem.n_partitions, schedule)
     start = find(problem, "bottleneck")
     if start is None:
         return None
-    order = order_of(schedule, n_devices, problem.chunks, start.modes, partitions_per_device=each)
-    again = recomputes_of(
-        schedule, n_devices, problem.chunks, start.modes, partitions_per_device=each
-    )
+    order = order_for(schedule, problem.n_partitions, problem.chunks, start.modes)
+    again = recomputes_for(schedule, problem.n_partitions, problem.chunks, start.modes)
     costs = ScheduleCosts(problem, order, start.order, weight_share)
     if most_trials is None:
         most_trials = max(200, min(MOST_TRIALS, MOST_ACTIONS // order.n_actions))
@@ -135,18 +124,13 @@ def search_schedule(
 
 
 def bound_of(
-    problem: Problem,
-    schedule: str,
-    *,
-    partitions_per_device: int | None = None,
-    weight_share: Sequence[float] | None = None,
+    problem: Problem, schedule: str, *, weight_share: Sequence[float] | None = None
 ) -> float:
     """Bound the makespan of every split under a schedule from below, without a search.
 
     Args:
         problem: As for `search_schedule`, like the others.
         schedule: One of `gpipebal.schedule.ALL_SCHEDULES`.
-        partitions_per_device: How many partitions every device has.
         weight_share: Which share of each layer's backward is the gradient of its weights.
 
     Raises:
@@ -159,34 +143,22 @@ def bound_of(
         >>> bound_of(Problem([3, 1, 2, 2], [3, 1, 2, 2], [0] * 4, 2, 4, "never"), "1f1b")
         40.0
     """
-    n_devices, each = _dealt_out(problem, schedule, partitions_per_device)
+    _check_dealt_out(problem.n_partitions, schedule)
     # Where modes are open no recompute counts.
     modes: Checkpoint = "never" if problem.checkpoint == "auto" else problem.checkpoint
-    order = order_of(schedule, n_devices, problem.chunks, modes, partitions_per_device=each)
+    order = order_for(schedule, problem.n_partitions, problem.chunks, modes)
     costs = ScheduleCosts(problem, order, range(problem.n_partitions), weight_share)
     return costs.to_time(costs.relaxed.smallest()[0])
 
 
-def _dealt_out(
-    problem: Problem, schedule: str, partitions_per_device: int | None
-) -> tuple[int, int]:
-    """Return the number of devices, and of partitions on each."""
-    if schedule not in ALL_SCHEDULES:
-        raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={schedule!r} (expected one of "
-            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='1f1b'."
-        )
-    each = 2 if schedule == "interleaved_1f1b" else 1
-    if partitions_per_device is not None:
-        each = check_count("partitions_per_device", partitions_per_device)
-    n_partitions = problem.n_partitions
-    if n_partitions % each:
+def _check_dealt_out(n_partitions: int, schedule: str) -> None:
+    """Refuse an odd number of partitions where every device has two."""
+    if schedule == "interleaved_1f1b" and n_partitions % 2:
         raise BalanceError(
             f"partitions cannot be dealt out evenly: {n_partitions} partitions with "
-            f"partitions_per_device={each} (expected a multiple of {each}).\n"
-            f"Fix: partitions={max(each, n_partitions - n_partitions % each)}."
+            "partitions_per_device=2 (expected a multiple of 2).\n"
+            f"Fix: partitions={max(2, n_partitions - 1)}."
         )
-    return n_partitions // each, each
 
 
 def _descend(tried: _Tried, bounds: tuple[int, ...]) -> None:
