@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from operator import gt
 from typing import NamedTuple
 
-__all__ = ["Limit", "Solution", "cut_windows", "meet", "reach_limit", "reach_within", "windows"]
+__all__ = ["Limit", "Solution", "everywhere", "meet", "reach_limit", "reach_within", "windows"]
 
 
 class Solution(NamedTuple):
@@ -88,35 +88,15 @@ def meet(*reaches: Sequence[int]) -> list[int]:
     return list(map(min, *reaches))
 
 
-def cut_windows(reach: Sequence[int], n_partitions: int) -> tuple[list[int], list[int]] | None:
-    """Find where each cut stands in some valid split.
-
-    Args:
-        reach: The limits; one entry per layer.
-        n_partitions: Number of partitions.
-
-    Returns:
-        First and last place of each of the `n_partitions` + 1 bounds; every place between is
-        taken by some valid split as well. None if there is no valid split.
-
-    Complexity:
-        O(K log N) for K partitions.
+def everywhere(n_layers: int, n_partitions: int) -> tuple[list[int], list[int]]:
+    """Return the first and the last place that each bound may have, without any limit.
 
     Example:
-        >>> cut_windows([2, 3, 4, 4], 3)
-        ([0, 1, 2, 4], [0, 2, 3, 4])
+        >>> everywhere(5, 3)
+        ([0, 1, 2, 5], [0, 3, 4, 5])
     """
-    n_layers = len(reach)
-    last = [0]
-    for k in range(1, n_partitions + 1):  # k: cut
-        last.append(min(reach[last[-1]], n_layers - n_partitions + k))
-    if last[-1] < n_layers:
-        return None
-    first = [n_layers]
-    for k in range(n_partitions - 1, 0, -1):
-        first.append(max(bisect_left(reach, first[-1]), k))
-    first.append(0)
-    return first[::-1], last
+    lows, highs = range(n_partitions), range(n_layers - n_partitions + 1, n_layers)
+    return [*lows, n_layers], [0, *highs, n_layers]
 
 
 def windows(
@@ -130,13 +110,14 @@ def windows(
         highs: Last place that each bound may have; increasing likewise.
 
     Returns:
-        As `cut_windows`, which this is without a list of all places.
+        First and last place of each bound; every place between is taken by some valid split as
+        well. None if there is no valid split.
 
     Complexity:
         O(K log N) for N layers and K partitions, times the number of limits.
 
     Example:
-        >>> windows([Limit([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 2)], [0, 1, 2, 4], [0, 2, 3, 4])
+        >>> windows([reach_limit([2, 3, 4, 4])], *everywhere(4, 3))
         ([0, 1, 2, 4], [0, 2, 3, 4])
     """
     last = [0]

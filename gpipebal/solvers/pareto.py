@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.chain import cut_windows, meet, reach_within
+from gpipebal.solvers.chain import everywhere, meet, reach_limit, reach_within, windows
 
 __all__ = ["ParetoProgram", "TooManyLabels"]
 
@@ -114,17 +114,17 @@ class ParetoProgram:
         """
         if any(start >= end for start, end in enumerate(reach)):
             return None
-        windows = cut_windows(reach, self.n_partitions)
-        if windows is None:
+        places = windows([reach_limit(reach)], *everywhere(self.n_layers, self.n_partitions))
+        if places is None:
             return None
         # What the rest of the chain cannot avoid: forwards, backwards, and both together.
         rests = zip(
-            *(_best_rests(sums, *windows) for sums in (self.forward, self.again, self.loads)),
+            *(_best_rests(sums, *places) for sums in (self.forward, self.again, self.loads)),
             strict=True,
         )
         before: dict[int, list[_Label]] = {0: [(0, 0, first)]}
         n_labels = 0
-        for first_end, reachable in list(zip(windows[0], rests, strict=True))[1:]:
+        for first_end, reachable in list(zip(places[0], rests, strict=True))[1:]:
             here = {}
             for end, rest in enumerate(zip(*reachable, strict=True), first_end):
                 labels: list[_Label] = []
@@ -196,7 +196,7 @@ def _best_rests(sums: Sequence[int], first: Sequence[int], last: Sequence[int]) 
 
     Args:
         sums: Prefix sums of the layers' costs.
-        first: First place of each bound; see `cut_windows`.
+        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
         last: Last place of each bound.
 
     Returns:

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.by_rows import fits, squares_by_rows
-from gpipebal.solvers.chain import Limit, windows
+from gpipebal.solvers.chain import Limit, everywhere, windows
 from gpipebal.solvers.narrow import squares_in_windows
 from gpipebal.solvers.near_even import near_even, near_even_windows, unevenness
 from gpipebal.solvers.parametric import priced_least_squares
@@ -109,21 +109,20 @@ def fewest_squares(
         (0, 1, 3, 4)
     """
     n_layers = len(loads) - 1
-    lows, highs = range(n_partitions), range(n_layers - n_partitions + 1, n_layers)
-    everywhere = windows(limits, [*lows, n_layers], [0, *highs, n_layers])
-    assert everywhere is not None
-    found, few = [everywhere], _FEW * (n_partitions + 12)
-    if _count(*everywhere) <= few:
-        return squares_in_windows(loads, limits, *everywhere)
-    even = unevenness(loads, everywhere[1])
+    widest = windows(limits, *everywhere(n_layers, n_partitions))
+    assert widest is not None
+    found, few = [widest], _FEW * (n_partitions + 12)
+    if _count(*widest) <= few:
+        return squares_in_windows(loads, limits, *widest)
+    even = unevenness(loads, widest[1])
     by_rows = fits(loads, limits, even)
     if n_layers > _LAYERS * n_partitions:
-        worth = _count(*everywhere) > _WIDE * n_partitions
+        worth = _count(*widest) > _WIDE * n_partitions
     else:
-        worth = by_rows and _count(*everywhere) > 4 * _WIDE * n_partitions
+        worth = by_rows and _count(*widest) > 4 * _WIDE * n_partitions
     if worth:
-        even = near_even(loads, limits, *everywhere)
-        found = near_even_windows(loads, limits, *everywhere, even)
+        even = near_even(loads, limits, *widest)
+        found = near_even_windows(loads, limits, *widest, even)
         by_rows = fits(loads, limits, even)
     splits = []
     for first, last in found:

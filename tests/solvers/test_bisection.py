@@ -13,13 +13,18 @@ from solvers.cases import KNOWN_BOTTLENECKS
 from gpipebal.problem import Problem
 from gpipebal.solvers import bisection, split
 from gpipebal.solvers.bisection import fill, floor, largest_layer, smallest_limit
-from gpipebal.solvers.chain import Limit, cut_windows, meet, reach_limit, reach_within, windows
+from gpipebal.solvers.chain import Limit, everywhere, meet, reach_limit, reach_within, windows
 
 COSTS = st.one_of(
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
     st.lists(st.integers(0, 2**70), min_size=1, max_size=40),
     st.lists(st.sampled_from([1, 2, 1000]), min_size=1, max_size=40),
 )
+
+
+def windows_of(reach: list[int], n_partitions: int) -> tuple[list[int], list[int]] | None:
+    """Find where each cut stands, if partitions extend no further than a list says."""
+    return windows([reach_limit(reach)], *everywhere(len(reach), n_partitions))
 
 
 @pytest.mark.parametrize("name", KNOWN_BOTTLENECKS)
@@ -40,9 +45,9 @@ def test_bottleneck_equals_table(costs: list[int], data: st.DataObject) -> None:
     at_least = data.draw(st.sampled_from([0, floor(sums, n_partitions), largest_layer(sums, sums)]))
     found = smallest_limit(sums, sums, n_partitions, at_least=at_least)
     assert found.value == found.lower_bound == dense_bottleneck(costs, n_partitions)
-    assert cut_windows(reach_within(sums, sums, found.value), n_partitions) is not None
+    assert windows_of(reach_within(sums, sums, found.value), n_partitions) is not None
     if found.value > max(costs):
-        assert cut_windows(reach_within(sums, sums, found.value - 1), n_partitions) is None
+        assert windows_of(reach_within(sums, sums, found.value - 1), n_partitions) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,17 +83,17 @@ def test_further_limits_are_kept(costs: list[tuple[int, int]], data: st.DataObje
     limit = data.draw(st.sampled_from([Limit(second, second, most), reach_limit(reach)]))
     found = smallest_limit(first, first, n_partitions, at_least=0, limits=[limit])
     within = reach_within(first, first, found.value)
-    assert cut_windows(meet(reach, within), n_partitions) is not None
+    assert windows_of(meet(reach, within), n_partitions) is not None
     if found.value > least:
         within = reach_within(first, first, found.value - 1)
-        assert cut_windows(meet(reach, within), n_partitions) is None
+        assert windows_of(meet(reach, within), n_partitions) is None
 
 
 def test_windows_hold_the_cuts_of_all_valid_splits() -> None:
     """A cut stands exactly where some split into partitions of at most 2 layers puts it."""
-    assert cut_windows([2, 3, 4, 5, 5], 3) == ([0, 1, 3, 5], [0, 2, 4, 5])
-    assert cut_windows([2, 3, 4, 5, 5], 2) is None
-    assert cut_windows([2, 3, 4, 5, 5], 5) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
+    assert windows_of([2, 3, 4, 5, 5], 3) == ([0, 1, 3, 5], [0, 2, 4, 5])
+    assert windows_of([2, 3, 4, 5, 5], 2) is None
+    assert windows_of([2, 3, 4, 5, 5], 5) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
 
 
 @settings(max_examples=150, deadline=None)
@@ -104,10 +109,9 @@ def test_windows_are_the_same_without_a_list_of_all_places(
         Limit(column, column, data.draw(st.integers(largest_layer(column, column), column[-1])))
         for column in (sums, others)
     ]
-    lows = [*range(n_partitions), n_layers]
-    highs = [0, *range(n_layers - n_partitions + 1, n_layers + 1)]
     reach = meet(*(reach_within(*limit) for limit in limits))
-    assert windows(limits, lows, highs) == cut_windows(reach, n_partitions)
+    found = windows(limits, *everywhere(n_layers, n_partitions))
+    assert found == windows_of(reach, n_partitions)
 
 
 def test_layers_that_grow_take_few_probes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import dense_sum_of_maxima
 
-from gpipebal.solvers.chain import cut_windows, meet, reach_within
+from gpipebal.solvers.chain import everywhere, meet, reach_limit, reach_within, windows
 from gpipebal.solvers.thresholds import smallest_sum
 
 
@@ -60,4 +60,5 @@ def test_smallest_sum_is_certified_where_costs_pull_apart() -> None:
     for limit in range(max(first), found.total - max(second)):
         within = reach_within(one, one, limit)
         rest = found.total - 1 - limit
-        assert cut_windows(meet(within, reach_within(two, two, rest)), 6) is None
+        reach = meet(within, reach_within(two, two, rest))
+        assert windows([reach_limit(reach)], *everywhere(80, 6)) is None
