@@ -19,14 +19,13 @@ from gpipebal.solvers.dispatch import (
     split,
 )
 from gpipebal.solvers.infeasible import explain_infeasible
-from gpipebal.solvers.next_best import best_splits, iter_best_splits
+from gpipebal.solvers.next_best import iter_best_splits
 
 __all__ = [
     "METHODS",
     "OBJECTIVES",
     "Objective",
     "Split",
-    "best_splits",
     "explain_infeasible",
     "find",
     "iter_best_splits",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import chain, count
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem
-from gpipebal.schedule import check_count, modes_of
+from gpipebal.schedule import modes_of
 from gpipebal.solvers.dispatch import (
     GENERAL,
     Objective,
@@ -19,20 +19,18 @@ from gpipebal.solvers.dispatch import (
     solve_levels,
     split_of,
 )
-from gpipebal.solvers.infeasible import explain_infeasible
 from gpipebal.solvers.levels import Levels
 from gpipebal.solvers.ranked import ranked
 from gpipebal.solvers.reachability import Path
 
-__all__ = ["best_splits", "iter_best_splits"]
+__all__ = ["iter_best_splits"]
 
 
-def best_splits(problem: Problem, k: int, objective: Objective = "makespan") -> list[Split]:
-    """Find the k best splits, no two with the same bounds; fewer if there are no more.
+def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Iterator[Split]:
+    """Produce splits from the best one on, no two with the same bounds; none if none fits.
 
     Args:
         problem: As for `split`.
-        k: How many.
         objective: ``'makespan'`` or ``'bottleneck'``.
 
     Returns:
@@ -41,29 +39,16 @@ def best_splits(problem: Problem, k: int, objective: Objective = "makespan") -> 
         gap, where a partition has to recompute every micro-batch.
 
     Raises:
-        BalanceError: a `k` that is not 1 or more; an objective, or a problem, whose solver cannot
-            be asked for the next best.
-        InfeasibleError: no split fits the devices and keeps the rules.
+        BalanceError: an objective, or a problem, whose solver cannot be asked for the next best.
 
     Complexity:
         Up to K solves for each split and K partitions; see `gpipebal.solvers.ranked`.
 
     Example:
+        >>> from itertools import islice
         >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)
-        >>> [(best.balance, best.value) for best in best_splits(problem, 2)]
+        >>> [(best.balance, best.value) for best in islice(iter_best_splits(problem), 2)]
         [((3, 1), 198), ((2, 2), 226)]
-    """
-    splits = list(islice(iter_best_splits(problem, objective), check_count("k", k)))
-    if not splits:
-        raise explain_infeasible(problem)
-    return splits
-
-
-def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Iterator[Split]:
-    """Produce splits from the best one on; see `best_splits`.
-
-    Raises:
-        BalanceError: as `best_splits`.
     """
     names = applicable(problem, objective, select_method(problem, objective))
     used = next((name for name in GENERAL if name in names), None)

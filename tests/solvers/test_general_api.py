@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from solvers.test_pareto import problems
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
-from gpipebal.solvers import best_splits, paths, select_method, split
+from gpipebal.solvers import iter_best_splits, paths, select_method, split
 from gpipebal.solvers.always import solve_makespan_always
 
 CHAIN: tuple[Any, ...] = ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4])
@@ -243,15 +244,13 @@ def test_recomputing_all_is_chosen_only_where_nothing_else_fits() -> None:
     assert found.value == 48 + 3 * (8 + 24) + 8
 
 
-def test_best_splits_refuses_what_has_no_next_best() -> None:
+def test_what_has_no_next_best_is_refused() -> None:
     """Where no solver can be asked again, the error says so, and its fix works."""
     problem = Problem(*CHAIN, 2, 4, "always")
     with pytest.raises(BalanceError, match=r"next best splits cannot be found: .*'always'"):
-        best_splits(problem, 2)
-    assert len(best_splits(problem, 2, "bottleneck")) == 2
-    assert len(best_splits(replace(problem, checkpoint="except_last"), 9)) == 3
-    with pytest.raises(BalanceError, match="k is too small: k=0"):
-        best_splits(problem, 0, "bottleneck")
+        iter_best_splits(problem)
+    assert len(list(islice(iter_best_splits(problem, "bottleneck"), 2))) == 2
+    assert len(list(iter_best_splits(replace(problem, checkpoint="except_last")))) == 3
 
 
 @settings(max_examples=150, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from solvers.whole_oracle import Candidate, candidates
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Problem
-from gpipebal.solvers import METHODS, Split, best_splits, select_method, split
+from gpipebal.solvers import METHODS, Split, iter_best_splits, select_method, split
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -171,7 +172,7 @@ def test_best_splits_equal_the_head_of_all(problem: Problem, k: int) -> None:
             least[one.bounds] = min(least.get(one.bounds, value), value)
         if not least:
             continue
-        found = best_splits(problem, k, objective)  # type: ignore[arg-type]
+        found = list(islice(iter_best_splits(problem, objective), k))  # type: ignore[arg-type]
         assert [one.value for one in found] == [float(v) for v in sorted(least.values())[:k]]
         assert len({one.bounds for one in found}) == len(found) == min(k, len(least))
         assert all(one.value == float(least[one.bounds]) for one in found)
