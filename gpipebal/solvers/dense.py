@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.schedule import check_count
@@ -21,17 +20,12 @@ AnyCost = Callable[[int, int, int], "float | None"]
 
 
 def split_any_cost(
-    cost: AnyCost,
-    n_layers: int,
-    n_partitions: int,
-    *,
-    combine: Literal["max", "sum"] = "max",
-    max_layers: int | None = None,
+    cost: AnyCost, n_layers: int, n_partitions: int, *, max_layers: int | None = None
 ) -> tuple[float, tuple[int, ...]]:
     """Split a chain in the best way under any cost of a partition.
 
-    Minimises the largest cost of a partition, or the sum of all, over all splits into exactly
-    `n_partitions` non-empty partitions; the leftmost cuts of equal ones.
+    Minimises the largest cost of a partition over all splits into exactly `n_partitions` non-empty
+    partitions; the leftmost cuts of equal ones.
 
     Args:
         cost: Called as ``cost(first, end, partition)``, once for each run and partition, where
@@ -39,14 +33,13 @@ def split_any_cost(
             infinity: not allowed.
         n_layers: Number of layers.
         n_partitions: Number of partitions, 1 to number of layers.
-        combine: ``'max'`` or ``'sum'``.
         max_layers: Most layers of a partition; None for no limit.
 
     Returns:
         The least value, and bounds that attain it.
 
     Raises:
-        BalanceError: counts that make no sense, a `combine` that does not exist, a cost of NaN.
+        BalanceError: counts that make no sense, a cost of NaN.
         InfeasibleError: every split has a partition that is not allowed.
 
     Complexity:
@@ -54,7 +47,7 @@ def split_any_cost(
 
     Source:
         Bokhari, "Partitioning problems in parallel, pipeline, and distributed computing", IEEE
-        Transactions on Computers 37(1), 1988. Differs: any cost; sums as well; a table by places.
+        Transactions on Computers 37(1), 1988. Differs: any cost; a table by places.
 
     Example:
         >>> split_any_cost(lambda first, end, partition: (end - first) ** 2, 5, 2)
@@ -69,13 +62,8 @@ def split_any_cost(
             f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
             f"Fix: n_partitions={n_layers}."
         )
-    if combine not in ("max", "sum"):
-        raise BalanceError(
-            f"costs cannot be combined this way: combine={combine!r} (expected 'max' or 'sum').\n"
-            "Fix: combine='max'."
-        )
     # From the right, so that the leftmost cuts are met first: value from each place on.
-    after: dict[int, float] = {n_layers: -math.inf if combine == "max" else 0}
+    after: dict[int, float] = {n_layers: -math.inf}
     choices: list[dict[int, int]] = []
     for j in range(n_partitions - 1, -1, -1):  # j: partition
         here: dict[int, float] = {}
@@ -92,7 +80,7 @@ def split_any_cost(
                         f"cost of a run is not a number: cost({start}, {end}, {j})={own!r} "
                         "(expected a number, or None).\nFix: return None for what is not allowed."
                     )
-                total = max(own, after[end]) if combine == "max" else own + after[end]
+                total = max(own, after[end])
                 if start not in here or total < here[start]:
                     here[start], chosen[start] = total, end
         after = here

@@ -18,7 +18,7 @@ from gpipebal.solvers import split, split_any_cost
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_cost_equals_brute_force(data: st.DataObject) -> None:
-    """Value and leftmost cuts are those of trying all splits, for costs without any structure."""
+    """The value is that of trying all splits, for costs without any structure."""
     n_layers = data.draw(st.integers(1, 7))
     n_partitions = data.draw(st.integers(1, n_layers))
     costs = st.one_of(st.integers(-5, 5), st.none())
@@ -28,22 +28,21 @@ def test_any_cost_equals_brute_force(data: st.DataObject) -> None:
         for start in range(n_layers)
         for end in range(start + 1, n_layers + 1)
     }
-    for combine, add in (("max", max), ("sum", sum)):
-        ranked = []
-        for bounds in all_bounds(n_layers, n_partitions):
-            own = [table[start, end, j] for j, (start, end) in enumerate(pairwise(bounds))]
-            if None not in own:
-                ranked.append((add(own), bounds))  # type: ignore[operator]
+    values = {}
+    for bounds in all_bounds(n_layers, n_partitions):
+        own = [table[start, end, j] for j, (start, end) in enumerate(pairwise(bounds))]
+        if None not in own:
+            values[bounds] = max(own)  # type: ignore[type-var]
 
-        def cost(first: int, end: int, partition: int) -> int | None:
-            return table[first, end, partition]
+    def cost(first: int, end: int, partition: int) -> int | None:
+        return table[first, end, partition]
 
-        if ranked:
-            found = split_any_cost(cost, n_layers, n_partitions, combine=combine)  # type: ignore
-            assert found == min(ranked) if combine == "sum" else found[0] == min(ranked)[0]
-        else:
-            with pytest.raises(InfeasibleError, match="no split is allowed"):
-                split_any_cost(cost, n_layers, n_partitions, combine=combine)  # type: ignore
+    if values:
+        value, bounds = split_any_cost(cost, n_layers, n_partitions)
+        assert value == values[bounds] == min(values.values())
+    else:
+        with pytest.raises(InfeasibleError, match="no split is allowed"):
+            split_any_cost(cost, n_layers, n_partitions)
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,13 +61,12 @@ def test_table_agrees_with_bisection(costs: list[int], data: st.DataObject) -> N
     ("change", "message"),
     [
         ({"n_partitions": 4}, r"fewer layers than partitions: n_partitions=4"),
-        ({"combine": "mean"}, r"cannot be combined this way: combine='mean'"),
         ({"cost": lambda first, end, partition: math.nan}, r"not a number: cost\(1, 3, 1\)=nan"),
         ({"max_layers": 0}, r"max_layers is too small: max_layers=0"),
     ],
 )
 def test_table_refuses_what_makes_no_sense(change: dict[str, object], message: str) -> None:
-    """Counts, ways to combine, and costs that are none are refused with their value."""
+    """Counts and costs that are none are refused with their value."""
     arguments: dict[str, object] = {
         "cost": lambda first, end, partition: 1,
         "n_layers": 3,
