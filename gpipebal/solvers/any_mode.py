@@ -17,12 +17,12 @@ from typing import NamedTuple
 from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.levels import Levels
-from gpipebal.solvers.reachability import Path
+from gpipebal.solvers.reachability import BestPath, Path
 
 __all__ = ["AnyMode", "solve_any_mode"]
 
-#: A solver: value, lower bound and split of some levels; None if there is no split.
-Solve = Callable[[Levels], "tuple[int, int, Path] | None"]
+#: A solver of some levels; None if there is no split.
+Solve = Callable[[Levels], BestPath | None]
 
 
 class AnyMode(NamedTuple):

@@ -18,17 +18,9 @@ from itertools import count
 from typing import NamedTuple
 
 from gpipebal.solvers.levels import Step
-from gpipebal.solvers.reachability import Path, Search
+from gpipebal.solvers.reachability import BestPath, Path, Search
 
-__all__ = ["BoxResult", "least_makespan", "least_once"]
-
-
-class BoxResult(NamedTuple):
-    """The best makespan found, the proven bound, and the split; equal if the search ended."""
-
-    value: int
-    lower_bound: int
-    path: Path
+__all__ = ["least_makespan", "least_once"]
 
 
 class _Box(NamedTuple):
@@ -38,7 +30,7 @@ class _Box(NamedTuple):
 
 def least_makespan(
     search: Search, repeats: int, out_of_time: Callable[[], bool] = lambda: False
-) -> BoxResult | None:
+) -> BestPath | None:
     """End the mini-batch as early as possible; None if there is no split.
 
     Minimises once + repeats * (largest forward + largest again) over all splits that are allowed.
@@ -78,21 +70,21 @@ def least_makespan(
     if _makespan(path, repeats) < value:
         best, value = path, _makespan(path, repeats)
     if not repeats:
-        return BoxResult(value, value, best)
+        return BestPath(value, value, best)
     # No more than this is left for both maxima together in a better split.
     room = (value - 1 - _once(path)) // repeats
     whole = _Box((least[0], room - least[1]), (least[1], room - least[0]))
     boxes = [(bound, next(tickets), whole)]
     while boxes and boxes[0][0] < value:
         if out_of_time():
-            return BoxResult(value, min(boxes[0][0], value), best)
+            return BestPath(value, min(boxes[0][0], value), best)
         bound, _, box = heapq.heappop(boxes)
         box, bound, better = _tighten(search, repeats, box, value, start.value)
         if better is not None:
             best, value = better, _makespan(better, repeats)
         for half in _halves(box):
             heapq.heappush(boxes, (bound, next(tickets), half))
-    return BoxResult(value, value, best)
+    return BestPath(value, value, best)
 
 
 def _tighten(

@@ -11,7 +11,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem, to_balance
 from gpipebal.schedule import CheckpointMode, modes_of
 from gpipebal.solvers.always import solve_makespan_always
-from gpipebal.solvers.any_mode import solve_any_mode
+from gpipebal.solvers.any_mode import AnyMode, solve_any_mode
 from gpipebal.solvers.bottleneck import solve_bottleneck
 from gpipebal.solvers.boxes import least_makespan
 from gpipebal.solvers.infeasible import explain_infeasible
@@ -19,7 +19,7 @@ from gpipebal.solvers.integer_program import solve_integer_program
 from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.makespan import solve_makespan
 from gpipebal.solvers.peak import least_peak
-from gpipebal.solvers.reachability import Path, Search
+from gpipebal.solvers.reachability import BestPath, Path, Search
 from gpipebal.solvers.staircase import least_bottleneck, least_sum
 
 __all__ = [
@@ -166,37 +166,30 @@ def find(
             return None
         value, path, levels = peak
         return split_of(levels, path, value, value, used)
-    if used == "integer program":
-        program = solve_integer_program(problem, objective, time_limit)
-        if program is None:
-            return None
-        levels = Levels(problem, stateless=True)
-        numbers = (problem.to_time(program.value), problem.to_time(program.lower_bound))
-        return split_of(levels, program.path, *numbers, used)
-    levels = Levels(problem)
+    levels = Levels(problem, stateless=used == "integer program")
     until = None if time_limit is None else time.monotonic() + time_limit
+    best: AnyMode | BestPath | None
 
     def late() -> bool:
         return until is not None and time.monotonic() > until
 
-    if objective == "makespan" and (problem.checkpoint == "auto" or "always" in _modes(problem)):
+    if used == "integer program":
+        best = solve_integer_program(problem, objective, time_limit)
+    elif objective == "makespan" and (problem.checkpoint == "auto" or "always" in _modes(problem)):
 
-        def solve(levels: Levels) -> tuple[int, int, Path] | None:
+        def solve(levels: Levels) -> BestPath | None:
             # Where the last partition is charged for its recompute, what is passed once differs.
             method = "box search" if levels.early else used
             return solve_levels(problem, method, levels, late)
 
         best = solve_any_mode(problem, levels, solve)
-        if best is None:
-            return None
-        value, lower_bound, path, levels = best
+        levels = levels if best is None else best.levels
     else:
-        found = solve_levels(problem, used, levels, late)
-        if found is None:
-            return None
-        value, lower_bound, path = found
-    numbers = (problem.to_time(value), problem.to_time(lower_bound))
-    return split_of(levels, path, *numbers, used)
+        best = solve_levels(problem, used, levels, late)
+    if best is None:
+        return None
+    numbers = (problem.to_time(best.value), problem.to_time(best.lower_bound))
+    return split_of(levels, best.path, *numbers, used)
 
 
 def check_method(problem: Problem, objective: Objective, method: str) -> str:
@@ -320,21 +313,21 @@ def _plain(problem: Problem, objective: Objective, method: str) -> Split:
 
 def solve_levels(
     problem: Problem, method: str, levels: Levels, out_of_time: Callable[[], bool]
-) -> tuple[int, int, Path] | None:
-    """Run one of the general algorithms; return value, bound and split."""
+) -> BestPath | None:
+    """Run one of the general algorithms; None if there is no split."""
     search = Search(levels)
     repeats = problem.chunks - 1
     if method == "box search":
         return least_makespan(search, repeats, out_of_time)
     if method == "set bisection":
         found = least_bottleneck(search)
-        return None if found is None else (found[0], found[0], found[1])
+        return None if found is None else BestPath(found[0], *found)
     found = least_sum(search, repeated=repeats > 0)
     if found is None:
         return None
     sums = problem.costs.types[0]
     value = sums.forward[-1] + sums.backward[-1] + repeats * found[0]
-    return value, value, found[1]
+    return BestPath(value, value, found[1])
 
 
 def split_of(levels: Levels, path: Path, value: float, lower_bound: float, method: str) -> Split:

@@ -20,13 +20,13 @@ import numpy as np
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem
 from gpipebal.solvers.levels import Levels, Step
-from gpipebal.solvers.reachability import Path, Search
+from gpipebal.solvers.reachability import BestPath, Path, Search
 from gpipebal.solvers.runs import Option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MOST_RUNS", "ProgramResult", "solve_integer_program"]
+__all__ = ["MOST_RUNS", "solve_integer_program"]
 
 #: Most variables that are handed to HiGHS: more do not fit the memory or the patience of anybody.
 MOST_RUNS = 300_000
@@ -43,14 +43,6 @@ _SCALES = (1_000, 10_000, 100)
 _INFEASIBLE, _FAILED = 2, 4
 
 
-class ProgramResult(NamedTuple):
-    """The best value found, the proven bound, and the split; all exact but the bound."""
-
-    value: int
-    lower_bound: int
-    path: Path
-
-
 class _Run(NamedTuple):
     """A variable: one run in one partition, on one kind of device, in one mode."""
 
@@ -63,7 +55,7 @@ class _Run(NamedTuple):
 
 def solve_integer_program(
     problem: Problem, objective: str, time_limit: float | None = None
-) -> ProgramResult | None:
+) -> BestPath | None:
     """Find the best split with HiGHS; None if there is no split.
 
     Args:
@@ -131,7 +123,7 @@ def solve_integer_program(
     # Rounded up: sums are whole numbers, so where the tolerance is less than one nothing is lost.
     bound = ceil(dual - Fraction(unit) * _TOLERANCE)
     bound = max(bound, Search(levels).least("load") if objective == "bottleneck" else 0)
-    return ProgramResult(value, min(bound, value), known)
+    return BestPath(value, min(bound, value), known)
 
 
 def _nothing_found(time_limit: float | None, *, failed: bool) -> BalanceError:

@@ -20,7 +20,7 @@ from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.levels import Levels, Step
 from gpipebal.solvers.runs import Cost, Option
 
-__all__ = ["Found", "Path", "Search"]
+__all__ = ["BestPath", "Found", "Path", "Search"]
 
 
 class Path(NamedTuple):
@@ -34,6 +34,14 @@ class Path(NamedTuple):
         """Return the largest cost of a partition in a dimension."""
         runs = zip(self.options, self.bounds, self.bounds[1:], strict=False)
         return max(getattr(option, dimension).of(start, end) for option, start, end in runs)
+
+
+class BestPath(NamedTuple):
+    """The best value found, the proven bound below it, and the split; equal if the search ended."""
+
+    value: int
+    lower_bound: int
+    path: Path
 
 
 class Found(NamedTuple):
