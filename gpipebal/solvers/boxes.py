@@ -13,7 +13,8 @@ first, so the bound of the whole search is known at any time.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from itertools import count
 from typing import NamedTuple
 
@@ -28,9 +29,7 @@ class _Box(NamedTuple):
     second: tuple[int, int]
 
 
-def least_makespan(
-    search: Search, repeats: int, out_of_time: Callable[[], bool] = lambda: False
-) -> BestPath | None:
+def least_makespan(search: Search, repeats: int, until: float | None = None) -> BestPath | None:
     """End the mini-batch as early as possible; None if there is no split.
 
     Minimises once + repeats * (largest forward + largest again) over all splits that are allowed.
@@ -39,7 +38,8 @@ def least_makespan(
     Args:
         search: Where to search.
         repeats: Number of micro-batches less one.
-        out_of_time: Asked between boxes; when it says yes the best so far is returned.
+        until: When the clock is past this between two boxes, the best so far is returned; None:
+            never.
 
     Complexity:
         A few searches and one table of N K ends for each box; the number of boxes depends on how
@@ -76,7 +76,7 @@ def least_makespan(
     whole = _Box((least[0], room - least[1]), (least[1], room - least[0]))
     boxes = [(bound, next(tickets), whole)]
     while boxes and boxes[0][0] < value:
-        if out_of_time():
+        if until is not None and time.monotonic() > until:
             return BestPath(value, min(boxes[0][0], value), best)
         bound, _, box = heapq.heappop(boxes)
         box, bound, better = _tighten(search, repeats, box, value, start.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -169,10 +168,6 @@ def find(
     levels = Levels(problem, stateless=used == "integer program")
     until = None if time_limit is None else time.monotonic() + time_limit
     best: AnyMode | BestPath | None
-
-    def late() -> bool:
-        return until is not None and time.monotonic() > until
-
     if used == "integer program":
         best = solve_integer_program(problem, objective, time_limit)
     elif objective == "makespan" and (problem.checkpoint == "auto" or "always" in _modes(problem)):
@@ -180,12 +175,12 @@ def find(
         def solve(levels: Levels) -> BestPath | None:
             # Where the last partition is charged for its recompute, what is passed once differs.
             method = "box search" if levels.early else used
-            return solve_levels(problem, method, levels, late)
+            return solve_levels(problem, method, levels, until)
 
         best = solve_any_mode(problem, levels, solve)
         levels = levels if best is None else best.levels
     else:
-        best = solve_levels(problem, used, levels, late)
+        best = solve_levels(problem, used, levels, until)
     if best is None:
         return None
     numbers = (problem.to_time(best.value), problem.to_time(best.lower_bound))
@@ -312,13 +307,13 @@ def _plain(problem: Problem, objective: Objective, method: str) -> Split:
 
 
 def solve_levels(
-    problem: Problem, method: str, levels: Levels, out_of_time: Callable[[], bool]
+    problem: Problem, method: str, levels: Levels, until: float | None = None
 ) -> BestPath | None:
-    """Run one of the general algorithms; None if there is no split."""
+    """Run one of the general algorithms, up to a moment of the clock; None if there is no split."""
     search = Search(levels)
     repeats = problem.chunks - 1
     if method == "box search":
-        return least_makespan(search, repeats, out_of_time)
+        return least_makespan(search, repeats, until)
     if method == "set bisection":
         found = least_bottleneck(search)
         return None if found is None else BestPath(found[0], *found)

@@ -72,7 +72,7 @@ def _always(problem: Problem) -> bool:
 
 def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
     def solve(levels: Levels) -> tuple[int, Path] | None:
-        found = solve_levels(problem, used, levels, lambda: False)
+        found = solve_levels(problem, used, levels)
         return None if found is None else (found.value, found.path)
 
     for value, path in ranked(levels, solve):
