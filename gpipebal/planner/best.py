@@ -166,12 +166,12 @@ def _with_most_room(posed: Posed) -> Plan | None:
                 continue
             levels, path = Levels(one), short[1]
             order = levels.devices_of(path.groups)
-            modes = tuple(option.mode for option in path.options)
-            value = value_of(posed, path.bounds, modes, order)
+            value = value_of(posed, path.bounds, path.modes, order)
             if value is None:
                 continue
             bound = min(value, _quick_bound(posed))
-            split = Split(path.bounds, value, bound, "feasible", "peak bisection", modes, order)
+            method = "peak bisection"
+            split = Split(path.bounds, value, bound, "feasible", method, path.modes, order)
             plan = roomier(posed, split, plan_of_split(posed, split))
             if fits(plan):
                 return plan

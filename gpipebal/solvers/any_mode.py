@@ -82,6 +82,5 @@ def _solved(problem: Problem, levels: Levels, solve: Solve, at_least: int = 0) -
     if found is None:
         return None
     _, lower_bound, path = found
-    modes = [option.mode for option in path.options]
-    value = problem.costs.makespan(path.bounds, modes, levels.devices_of(path.groups))
+    value = problem.costs.makespan(path.bounds, path.modes, levels.devices_of(path.groups))
     return AnyMode(value, min(max(lower_bound, at_least), value), path, levels)

@@ -152,8 +152,7 @@ def _halves(box: _Box) -> list[_Box]:
 
 
 def _once(path: Path) -> int:
-    runs = zip(path.options, path.bounds, path.bounds[1:], strict=False)
-    return sum(option.once.of(start, end) for option, start, end in runs)
+    return sum(option.once.of(start, end) for option, start, end in path.runs)
 
 
 def _makespan(path: Path, repeats: int) -> int:

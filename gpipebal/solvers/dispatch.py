@@ -332,6 +332,6 @@ def split_of(levels: Levels, path: Path, value: float, lower_bound: float, metho
         lower_bound=min(lower_bound, value),
         status="optimal" if lower_bound >= value else "feasible",
         method=method,
-        modes=tuple(option.mode for option in path.options),
+        modes=path.modes,
         order=levels.devices_of(path.groups),
     )

@@ -141,10 +141,8 @@ def _nothing_found(time_limit: float | None, *, failed: bool) -> BalanceError:
 
 
 def _exact(problem: Problem, levels: Levels, path: Path, objective: str) -> int:
-    modes = [option.mode for option in path.options]
-    order = levels.devices_of(path.groups)
     of = problem.costs.makespan if objective == "makespan" else problem.costs.bottleneck
-    return of(path.bounds, modes, order)
+    return of(path.bounds, path.modes, levels.devices_of(path.groups))
 
 
 def _runs(levels: Levels) -> Iterator[_Run]:

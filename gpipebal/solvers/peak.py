@@ -91,10 +91,9 @@ def peaks_of(problem: Problem, path: Path) -> list[int]:
     """Return the peak of each partition of a path, in bytes."""
     memory = problem.memory
     assert memory is not None
-    runs = zip(path.options, path.bounds, path.bounds[1:], strict=False)
     return [
         int(memory.rows(start, j, option.mode)[end - start - 1])
-        for j, (option, start, end) in enumerate(runs)
+        for j, (option, start, end) in enumerate(path.runs)
     ]
 
 

@@ -11,11 +11,12 @@ and from the right, leaves a window for each cut.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
+from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.levels import Levels, Step
 from gpipebal.solvers.runs import Cost, Option
@@ -30,10 +31,19 @@ class Path(NamedTuple):
     groups: tuple[int, ...]
     options: tuple[Option, ...]
 
+    @property
+    def runs(self) -> Iterator[tuple[Option, int, int]]:
+        """How each partition is run, its first layer, and the layer behind its last."""
+        return zip(self.options, self.bounds, self.bounds[1:], strict=False)
+
+    @property
+    def modes(self) -> tuple[CheckpointMode, ...]:
+        """Checkpoint mode of each partition."""
+        return tuple(option.mode for option in self.options)
+
     def most(self, dimension: str) -> int:
         """Return the largest cost of a partition in a dimension."""
-        runs = zip(self.options, self.bounds, self.bounds[1:], strict=False)
-        return max(getattr(option, dimension).of(start, end) for option, start, end in runs)
+        return max(getattr(option, dimension).of(start, end) for option, start, end in self.runs)
 
 
 class BestPath(NamedTuple):

@@ -117,5 +117,4 @@ def settle(search: Search, candidates: list[dict[str, int]]) -> Path | None:
 
 
 def _rank(path: Path) -> tuple[int, tuple[int, ...]]:
-    runs = zip(path.options, path.bounds, path.bounds[1:], strict=False)
-    return sum(option.load.of(start, end) ** 2 for option, start, end in runs), path.bounds
+    return sum(option.load.of(start, end) ** 2 for option, start, end in path.runs), path.bounds
