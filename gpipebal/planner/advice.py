@@ -15,7 +15,7 @@ from gpipebal.problem import Problem
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states, memory_limits
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.peak import least_shortage, peaks_of
 from gpipebal.solvers.reachability import Path
 from gpipebal.units import format_bytes
@@ -58,7 +58,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     posed = all_posed[k]
     problem = _to_explain(posed)
     peaks = peaks_of(problem, path)
-    limits = memory_limits(problem)
+    limits = problem.limits
     order = Levels(problem).devices_of(path.groups)
     lacks = [
         -1 if (limit := limits[device]) is None else peak - limit
@@ -100,12 +100,12 @@ def _about_waiting(posed: Posed, lack: int) -> str:
 
 
 def _to_explain(posed: Posed) -> Problem:
-    return _in_order_if_large(posed.cautious if posed.is_limited else posed.problem)
+    return _in_order_if_large(posed.cautious if posed.problem.is_limited else posed.problem)
 
 
 def _shortage(posed: Posed) -> tuple[int, Path] | None:
     """Return the least that is lacking, with its split; None if no memory would help."""
-    return least_shortage(_to_explain(posed)) if posed.is_limited else None
+    return least_shortage(_to_explain(posed)) if posed.problem.is_limited else None
 
 
 def _in_order_if_large(problem: Problem) -> Problem:
@@ -152,7 +152,7 @@ def _has_plan(question: Question) -> bool:
     for chunks in question.chunks or (None,):
         try:
             posed = pose(question, chunks)
-            problem = posed.cautious if posed.is_limited else posed.problem
+            problem = posed.cautious if posed.problem.is_limited else posed.problem
             if not question.is_searched:
                 check_method(problem, question.objective, question.method)
             if find(_in_order_if_large(problem), "bottleneck") is not None:

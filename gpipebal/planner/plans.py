@@ -54,7 +54,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         modes = modes_of(question.checkpoint, problem.n_partitions)
     n = problem.n_partitions
     execution = posed.execution(modes, order)
-    limits = [posed.limits[k] for k in order] if posed.is_limited else None
+    limits = [posed.problem.limits[k] for k in order] if posed.problem.is_limited else None
     partitions, step_time = assemble(profile, bounds, execution, limits)
     notes = posed.notes
     if not execution.is_ours:
@@ -174,7 +174,7 @@ def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
     work = n_moves * (problem.n_layers + n_actions)
     if is_peak and work > _MOST_FOR_PEAKS:
         return plan
-    waits = is_peak or (posed.is_limited and work <= _MOST_UNDER_LIMITS)
+    waits = is_peak or (posed.problem.is_limited and work <= _MOST_UNDER_LIMITS)
     moves = sensitivity(
         problem,
         to_bounds(plan.balance),

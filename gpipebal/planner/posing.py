@@ -66,22 +66,9 @@ class Posed:
         )
 
     @property
-    def limits(self) -> tuple[int | None, ...]:
-        """What each device has to give, in the order in which devices were given."""
-        devices = self.problem.devices
-        if devices is None:
-            return (None,) * self.problem.n_partitions
-        return tuple(device.memory_limit for device in devices)
-
-    @property
     def is_open(self) -> bool:
         """Whether the same cuts can be run in several ways: modes or the order are open."""
         return self.question.checkpoint == "auto" or self.question.any_order
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether some device has a limit."""
-        return any(limit is not None for limit in self.limits)
 
 
 def pose(question: Question, chunks: int | None = None) -> Posed:

@@ -94,7 +94,7 @@ def recompute_layers(
         ((range(1, 2),), (2.0,), 'optimal')
     """
     posed = _posed(profile, plan, memory_limit, reserve, devices, link)
-    search = _RunChoice(posed, plan, time_limit, posed.limits)
+    search = _RunChoice(posed, plan, time_limit, posed.problem.limits)
     found = search.answer()
     if isinstance(found, int):
         raise _infeasible(posed, plan, found, time_limit, all_tried=search.all_tried)
@@ -138,7 +138,7 @@ def _posed(
         reserve=reserve,
     )
     posed = pose(ask(profile, plan.n_partitions, options), plan.chunks)
-    if not posed.is_limited:
+    if not posed.problem.is_limited:
         raise BalanceError(
             "nothing limits the memory: memory_limit=None, and the plan has no limits (expected "
             "bytes).\nFix: memory_limit='16 GiB', or whatever a device has."
@@ -357,12 +357,12 @@ def _infeasible(
     posed: Posed, plan: Plan, j: int, time_limit: float | None, *, all_tried: bool
 ) -> InfeasibleError:
     """Say which partition lacks most (else j) whatever is recomputed, and which limit would do."""
-    search = _RunChoice(posed, plan, time_limit, posed.limits)
+    search = _RunChoice(posed, plan, time_limit, posed.problem.limits)
     needs = search.needed()
-    pairs = list(zip(needs, posed.limits, strict=True))
+    pairs = list(zip(needs, posed.problem.limits, strict=True))
     lacks = [0 if one is None else max(0, n - one) for n, one in pairs]
     j = lacks.index(max(lacks)) if any(lacks) else j
-    limit, shortage = posed.limits[j], max(1, lacks[j])
+    limit, shortage = posed.problem.limits[j], max(1, lacks[j])
     assert limit is not None
     first = sum(plan.balance[:j])
     names = posed.profile.names[first : first + plan.balance[j]]

@@ -239,7 +239,7 @@ class _BestReplica:
     def _may_fit(self, way: Split) -> bool:
         """Whether a way keeps the limits but for what waits for busy neighbours."""
         memory = self._posed.problem.memory
-        runs = zip(pairwise(way.bounds), way.modes, self._posed.limits, strict=True)
+        runs = zip(pairwise(way.bounds), way.modes, self._posed.problem.limits, strict=True)
         return memory is None or all(
             memory.fits(start, end, j, mode, limit)
             for j, ((start, end), mode, limit) in enumerate(runs)

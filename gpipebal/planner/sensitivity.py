@@ -128,10 +128,8 @@ class _Allowed:
     ) -> None:
         self._problem, self._bounds, self._modes = problem, bounds, modes
         self._rules = problem.rules or Rules()
-        devices = problem.devices
-        self._limits = [None if devices is None else devices[k].memory_limit for k in order]
-        is_limited = any(limit is not None for limit in self._limits)
-        self._needs = needs if is_limited else None
+        self._limits = [problem.limits[k] for k in order]
+        self._needs = needs if problem.is_limited else None
 
     def __call__(self, j: int, cut: int) -> bool:
         """Whether partitions j - 1 and j may be cut there."""

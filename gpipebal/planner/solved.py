@@ -69,7 +69,7 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
         if rules is not None and not rules.allows(start, end, j):
             return None
         memory = problem.memory
-        if memory is not None and not memory.fits(start, end, j, modes[j], posed.limits[j]):
+        if memory is not None and not memory.fits(start, end, j, modes[j], problem.limits[j]):
             return None
         found = cost(start, end, j)
         if found is None:

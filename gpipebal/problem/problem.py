@@ -149,6 +149,18 @@ class Problem:
         one_mode = isinstance(self.checkpoint, str) and self.checkpoint != "auto"
         return one_mode and all(extra is None for extra in extras)
 
+    @cached_property
+    def limits(self) -> tuple[int | None, ...]:
+        """Memory limit of each device, in the order in which devices were given."""
+        if self.devices is None:
+            return (None,) * self.n_partitions
+        return tuple(device.memory_limit for device in self.devices)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether some device has a memory limit."""
+        return any(limit is not None for limit in self.limits)
+
     # Exact integers, for solvers.
 
     @cached_property

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Problem
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states, memory_limits
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.peak import least_shortage, peaks_of
 from gpipebal.solvers.reachability import Search
 from gpipebal.units import format_bytes
@@ -38,8 +38,7 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
     if count_states(problem) > MOST_STATES:
         # What helps in the order that is given helps where any order may be taken.
         return explain_infeasible(replace(problem, any_order=False))
-    limited = problem.memory is not None and any(n is not None for n in memory_limits(problem))
-    short = least_shortage(problem) if limited else None
+    short = least_shortage(problem) if problem.is_limited else None
     helps = [name for name, other in _changes(problem) if _has_split(other)]
     if short is None:
         if not helps:
@@ -48,7 +47,7 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
         return InfeasibleError(f"{no_split_by_rules(problem)}\nFix: {'; or '.join(helps)}.")
     lack, path = short
     peaks = peaks_of(problem, path)
-    limits = memory_limits(problem)
+    limits = problem.limits
     order = Levels(problem).devices_of(path.groups)
     lacks = [
         -1 if limits[device] is None else peak - limits[device]  # type: ignore[operator]
@@ -88,7 +87,7 @@ def no_split_by_rules(problem: Problem) -> str:
 def _changes(problem: Problem) -> list[tuple[str, Problem]]:
     """Think of changes that might help, by what the caller has to write."""
     changes = list[tuple[str, Problem]]()
-    if problem.memory is not None and any(n is not None for n in memory_limits(problem)):
+    if problem.memory is not None and problem.is_limited:
         for mode in ("auto", "except_last", "always", "never"):
             if mode != problem.checkpoint:
                 changed = replace(problem, checkpoint=mode)

@@ -19,7 +19,7 @@ from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.runs import Option, behind, modes_to_try, options_of, set_of
 
-__all__ = ["MOST_STATES", "Levels", "Step", "count_states", "memory_limits"]
+__all__ = ["MOST_STATES", "Levels", "Step", "count_states"]
 
 
 #: With more states of devices than this no search over them is tried.
@@ -70,7 +70,7 @@ class Levels:
     ) -> None:
         self.problem = problem
         self.n_layers, self.n_partitions = problem.n_layers, problem.n_partitions
-        self.limits = memory_limits(problem) if limits is None else tuple(limits)
+        self.limits = problem.limits if limits is None else tuple(limits)
         self.places = _places(problem)
         self.kinds: list[list[Option]] = []
         partitions = range(self.n_partitions)
@@ -181,13 +181,6 @@ def _useful(fits: Sequence[list[int]]) -> list[int]:
     return useful
 
 
-def memory_limits(problem: Problem) -> tuple[int | None, ...]:
-    """Return the memory limit of each device."""
-    if problem.devices is None:
-        return (None,) * problem.n_partitions
-    return tuple(device.memory_limit for device in problem.devices)
-
-
 def count_states(problem: Problem) -> int:
     """Count the states of all levels.
 
@@ -204,7 +197,7 @@ def count_states(problem: Problem) -> int:
     """
     if not problem.any_order:
         return problem.n_partitions + 1
-    return prod(len(group) + 1 for group in _groups(problem, memory_limits(problem)))
+    return prod(len(group) + 1 for group in _groups(problem, problem.limits))
 
 
 def _groups(problem: Problem, limits: Sequence[int | None]) -> list[list[int]]:

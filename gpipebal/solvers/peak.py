@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.levels import Levels, memory_limits
+from gpipebal.solvers.levels import Levels
 from gpipebal.solvers.reachability import Path, Search
 from gpipebal.solvers.runs import modes_to_try
 from gpipebal.solvers.staircase import least_bottleneck
@@ -43,7 +43,7 @@ def least_peak(problem: Problem) -> tuple[int, Path, Levels] | None:
         >>> value, path.bounds
         (7, (0, 2, 4))
     """
-    own = memory_limits(problem)
+    own = problem.limits
 
     def limits(peak: int) -> list[int | None]:
         return [peak if limit is None else min(peak, limit) for limit in own]
@@ -73,7 +73,7 @@ def least_shortage(problem: Problem) -> tuple[int, Path] | None:
         >>> least_shortage(problem)[0]
         3
     """
-    own = memory_limits(problem)
+    own = problem.limits
 
     def limits(more: int) -> list[int | None]:
         return [None if limit is None else limit + more for limit in own]
