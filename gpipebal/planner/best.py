@@ -139,9 +139,8 @@ def _best_way(posed: Posed, ways: Sequence[Split], method: str) -> Best:
     def rank(way: Split, value: float) -> tuple[float, ...]:
         counted = posed.counted(way.modes)
         parts = posed.problem.costs.parts(way.bounds, counted, way.order)
-        loads = [part.forward + part.backward + max(part.again, part.early) for part in parts]
         bottleneck = posed.problem.bottleneck(way.bounds, counted, way.order)
-        return value, bottleneck, sum(load * load for load in loads)
+        return value, bottleneck, sum(part.load**2 for part in parts)
 
     valued = [(value_of(posed, way.bounds, way.modes, way.order), way) for way in ways]
     known = [(rank(way, value), way) for value, way in valued if value is not None]

@@ -284,8 +284,6 @@ class _Part:
         """Return what a run passes once, its last recompute, forward, backward, and all of it."""
         costs = self._costs
         part = costs.part(start, end, self._order[j], self._modes[j])
-        again, load = part.backward + part.again, part.forward + part.backward
-        load += max(part.again, part.early)
         there, back = costs.send[start], costs.give_back[start]
         if not costs.overlaps:
             there = back = 0
@@ -293,6 +291,6 @@ class _Part:
             part.forward + part.backward + there + back,
             part.early,
             max(part.forward, there),
-            max(again, back),
-            max(load, there + back),
+            max(part.backward + part.again, back),
+            max(part.load, there + back),
         )

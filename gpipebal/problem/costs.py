@@ -39,6 +39,11 @@ class ExactTimes(NamedTuple):
     again: int
     early: int
 
+    @property
+    def load(self) -> int:
+        """What its device is busy with for one micro-batch."""
+        return self.forward + self.backward + max(self.again, self.early)
+
 
 class Costs:
     """The exact costs of a problem's partitions.
@@ -162,8 +167,7 @@ class Costs:
         order: Sequence[int] | None = None,
     ) -> int:
         """Return the bottleneck as a scaled integer; see `Problem.bottleneck`."""
-        parts = self.parts(bounds, modes, order)
-        loads = [part.forward + part.backward + max(part.again, part.early) for part in parts]
+        loads = [part.load for part in self.parts(bounds, modes, order)]
         if self.overlaps:
             loads += [self.send[cut] + self.give_back[cut] for cut in bounds[1:-1]]
         return max(loads)
