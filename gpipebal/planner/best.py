@@ -58,25 +58,19 @@ def lower_bound_of(problem: Problem, objective: str) -> float:
     """
     if objective != "makespan":
         return 0
-    costs, never = problem.costs, "never"
-    modes = [never] if problem.checkpoint == "auto" else _modes_of(problem)
+    costs, modes = problem.costs, problem.modes
     least = []
     for name in ("forward", "backward"):
         sums = [getattr(one, name) for one in costs.types]
         layers = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
         least.append(layers)
-    if never not in modes and problem.chunks > 1:
+    if modes is not None and "never" not in modes and problem.chunks > 1:
         sums = [one.recompute for one in costs.types]
         again = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
         least.append([b + r for b, r in zip(least[1], again, strict=True)])
     n, repeats = problem.n_partitions, problem.chunks - 1
     slowest = [max(max(layers), -(-sum(layers) // n)) for layers in (least[0], least[-1])]
     return problem.to_time(sum(map(sum, least[:2])) + repeats * sum(slowest))
-
-
-def _modes_of(problem: Problem) -> Sequence[str]:
-    checkpoint = problem.checkpoint
-    return [checkpoint] if isinstance(checkpoint, str) else list(checkpoint)
 
 
 def _quick_bound(posed: Posed) -> float:

@@ -100,13 +100,13 @@ class Costs:
         problem = self._problem
         if modes is not None:
             return modes_of(tuple(modes), problem.n_partitions)
-        if problem.checkpoint == "auto":
+        if problem.modes is None:
             raise BalanceError(
                 "checkpoint modes of the partitions are not known: modes=None (expected one mode "
                 "per partition where checkpoint='auto').\n"
                 "Fix: modes=split(problem).modes, or checkpoint='except_last'."
             )
-        return modes_of(problem.checkpoint, problem.n_partitions)
+        return problem.modes
 
     def parts(
         self,

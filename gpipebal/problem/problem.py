@@ -150,6 +150,13 @@ class Problem:
         return one_mode and all(extra is None for extra in extras)
 
     @cached_property
+    def modes(self) -> tuple[CheckpointMode, ...] | None:
+        """Checkpoint mode of each partition; None: they are open."""
+        if self.checkpoint == "auto":
+            return None
+        return modes_of(self.checkpoint, self.n_partitions)
+
+    @cached_property
     def limits(self) -> tuple[int | None, ...]:
         """Memory limit of each device, in the order in which devices were given."""
         if self.devices is None:

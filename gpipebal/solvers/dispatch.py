@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem, to_balance
-from gpipebal.schedule import CheckpointMode, modes_of
+from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.always import solve_makespan_always
 from gpipebal.solvers.any_mode import AnyMode, solve_any_mode
 from gpipebal.solvers.bottleneck import solve_bottleneck
@@ -170,7 +170,7 @@ def find(
     best: AnyMode | BestPath | None
     if used == "integer program":
         best = solve_integer_program(problem, objective, time_limit)
-    elif objective == "makespan" and (problem.checkpoint == "auto" or "always" in _modes(problem)):
+    elif objective == "makespan" and (problem.modes is None or "always" in problem.modes):
 
         def solve(levels: Levels) -> BestPath | None:
             # Where the last partition is charged for its recompute, what is passed once differs.
@@ -255,16 +255,10 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
         return "integer program"
     if objective == "bottleneck":
         return "set bisection"
-    if "always" in _modes(problem):
+    if "always" in (problem.modes or ()):
         n_runs = problem.n_layers**2 * problem.n_partitions // 2
         return "integer program" if n_runs <= _FEW_RUNS else "box search"
     return "set sweep" if _passes_the_same(problem) else "box search"
-
-
-def _modes(problem: Problem) -> tuple[CheckpointMode, ...]:
-    if problem.checkpoint == "auto":
-        return ("never", "except_last")
-    return modes_of(problem.checkpoint, problem.n_partitions)
 
 
 def _passes_the_same(problem: Problem) -> bool:
@@ -282,7 +276,7 @@ def applicable(problem: Problem, objective: Objective, selected: str) -> list[st
         if objective == "bottleneck":
             names.append("set bisection")
         else:
-            if _passes_the_same(problem) and "always" not in _modes(problem):
+            if _passes_the_same(problem) and "always" not in (problem.modes or ()):
                 names.append("set sweep")
             names.append("box search")
     names.append("integer program")
@@ -301,7 +295,7 @@ def _plain(problem: Problem, objective: Objective, method: str) -> Split:
         lower_bound=problem.to_time(lower_bound),
         status="optimal" if value == lower_bound else "feasible",
         method=method,
-        modes=_modes(problem),
+        modes=problem.modes or (),
         order=tuple(range(problem.n_partitions)),
     )
 

@@ -9,7 +9,6 @@ from itertools import chain, count
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem
-from gpipebal.schedule import modes_of
 from gpipebal.solvers.dispatch import (
     GENERAL,
     Objective,
@@ -52,7 +51,7 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
     """
     names = applicable(problem, objective, select_method(problem, objective))
     used = next((name for name in GENERAL if name in names), None)
-    if used is None or (objective == "makespan" and _always(problem)):
+    if used is None or (objective == "makespan" and "always" in (problem.modes or ())):
         raise BalanceError(
             f"the next best splits cannot be found: objective={objective!r} with "
             f"checkpoint={problem.checkpoint!r} (expected an objective and a mode that one of "
@@ -63,11 +62,6 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
     if problem.checkpoint != "auto" or objective != "makespan":
         return found
     return _in_order(problem, found)
-
-
-def _always(problem: Problem) -> bool:
-    checkpoint = problem.checkpoint
-    return checkpoint != "auto" and "always" in modes_of(checkpoint, problem.n_partitions)
 
 
 def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:

@@ -23,7 +23,7 @@ from operator import or_
 import numpy as np
 
 from gpipebal.problem import Problem
-from gpipebal.schedule import CheckpointMode, modes_of
+from gpipebal.schedule import CheckpointMode
 
 __all__ = ["Cost", "Option", "behind", "modes_to_try", "options_of", "set_of"]
 
@@ -120,9 +120,9 @@ def modes_to_try(problem: Problem, partition: int) -> tuple[CheckpointMode, ...]
         >>> modes_to_try(Problem([1], [1], [1], 1, chunks=4, checkpoint="auto"), 0)
         ('never',)
     """
-    if problem.checkpoint == "auto":
+    if problem.modes is None:
         return ("never",) if problem.memory is None else ("never", "except_last", "always")
-    return (modes_of(problem.checkpoint, problem.n_partitions)[partition],)
+    return (problem.modes[partition],)
 
 
 def options_of(
