@@ -15,7 +15,7 @@ from gpipebal.problem import Problem
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.levels import Levels, in_order_if_large
 from gpipebal.solvers.peak import least_shortage, peaks_of
 from gpipebal.solvers.reachability import Path
 from gpipebal.units import format_bytes
@@ -87,7 +87,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
 
 def _about_waiting(posed: Posed, lack: int) -> str:
     """Say what of a shortage is only due to what may wait for busy neighbours."""
-    without = least_shortage(_in_order_if_large(posed.problem))
+    without = least_shortage(in_order_if_large(posed.problem))
     if without is None or without[0] >= lack:
         return ""
     text = ", counting all that can wait for busy neighbours: without that "
@@ -100,17 +100,12 @@ def _about_waiting(posed: Posed, lack: int) -> str:
 
 
 def _to_explain(posed: Posed) -> Problem:
-    return _in_order_if_large(posed.cautious if posed.problem.is_limited else posed.problem)
+    return in_order_if_large(posed.cautious if posed.problem.is_limited else posed.problem)
 
 
 def _shortage(posed: Posed) -> tuple[int, Path] | None:
     """Return the least that is lacking, with its split; None if no memory would help."""
     return least_shortage(_to_explain(posed)) if posed.problem.is_limited else None
-
-
-def _in_order_if_large(problem: Problem) -> Problem:
-    """Keep the order of devices of too many kinds: what fits in it fits where any may be taken."""
-    return replace(problem, any_order=False) if count_states(problem) > MOST_STATES else problem
 
 
 def _given(question: Question, device: int, limit: int) -> int:
@@ -155,7 +150,7 @@ def _has_plan(question: Question) -> bool:
             problem = posed.cautious if posed.problem.is_limited else posed.problem
             if not question.is_searched:
                 check_method(problem, question.objective, question.method)
-            if find(_in_order_if_large(problem), "bottleneck") is not None:
+            if find(in_order_if_large(problem), "bottleneck") is not None:
                 return True
         except (BalanceError, ProfileError):
             continue

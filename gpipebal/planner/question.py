@@ -29,7 +29,8 @@ from gpipebal.schedule import (
     check_count,
     modes_of,
 )
-from gpipebal.solvers import OBJECTIVES, Objective
+from gpipebal.solvers import Objective
+from gpipebal.solvers.dispatch import check_objective
 from gpipebal.units import parse_bytes
 
 __all__ = [
@@ -182,12 +183,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         if not isinstance(checkpoint, str):
             checkpoint = modes_of(tuple(checkpoint), n_partitions)
     objective = options.get("objective", "makespan")
-    if objective not in OBJECTIVES:
-        raise BalanceError(
-            f"objective does not exist: objective={objective!r} "
-            f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
-            f"Fix: objective={OBJECTIVES[0]!r}."
-        )
+    check_objective(objective)
     devices = _devices(options.get("devices"), profile, n_partitions, quantile)
     any_order = check_flag("any_order", options.get("any_order") or False)
     if any_order and devices is None:

@@ -27,6 +27,7 @@ __all__ = [
     "Objective",
     "Split",
     "check_method",
+    "check_objective",
     "find",
     "select_method",
     "split",
@@ -187,6 +188,20 @@ def find(
     return split_of(levels, best.path, *numbers, used)
 
 
+def check_objective(objective: object) -> None:
+    """Refuse an objective that does not exist.
+
+    Raises:
+        BalanceError: it is one.
+    """
+    if objective not in OBJECTIVES:
+        raise BalanceError(
+            f"objective does not exist: objective={objective!r} "
+            f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
+            f"Fix: objective={OBJECTIVES[0]!r}."
+        )
+
+
 def check_method(problem: Problem, objective: Objective, method: str) -> str:
     """Return the algorithm that a method stands for.
 
@@ -228,12 +243,7 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
         >>> select_method(Problem.from_costs([1, 2, 3], 2), "bottleneck")
         'bisection'
     """
-    if objective not in OBJECTIVES:
-        raise BalanceError(
-            f"objective does not exist: objective={objective!r} "
-            f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
-            f"Fix: objective={OBJECTIVES[0]!r}."
-        )
+    check_objective(objective)
     if objective == "peak_memory":
         if problem.memory is None:
             raise BalanceError(

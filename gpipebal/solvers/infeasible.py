@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Problem
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.levels import Levels, in_order_if_large
 from gpipebal.solvers.peak import least_shortage, peaks_of
 from gpipebal.solvers.reachability import Search
 from gpipebal.units import format_bytes
@@ -35,9 +35,7 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
         partition 1 does not fit its device: memory_limit=30 (expected 80 or more, in the split that lacks least: layers 1 to 1 need 80 B, the limit is 30 B).
         Fix: checkpoint='auto'; or checkpoint='except_last'; or checkpoint='always'; or 50 B more on every device (memory_limit=80).
     """  # noqa: E501
-    if count_states(problem) > MOST_STATES:
-        # What helps in the order that is given helps where any order may be taken.
-        return explain_infeasible(replace(problem, any_order=False))
+    problem = in_order_if_large(problem)
     short = least_shortage(problem) if problem.is_limited else None
     helps = [name for name, other in _changes(problem) if _has_split(other)]
     if short is None:
@@ -132,6 +130,4 @@ def _without_a_rule(problem: Problem) -> list[tuple[str, Problem]]:
 
 
 def _has_split(problem: Problem) -> bool:
-    if count_states(problem) > MOST_STATES:
-        problem = replace(problem, any_order=False)
-    return Search(Levels(problem)).probe({}) is not None
+    return Search(Levels(in_order_if_large(problem))).probe({}) is not None

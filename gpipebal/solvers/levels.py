@@ -9,6 +9,7 @@ used; a step takes one more device, of a kind, from a state to a state of the ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.runs import Option, behind, modes_to_try, options_of, set_of
 
-__all__ = ["MOST_STATES", "Levels", "Step", "count_states"]
+__all__ = ["MOST_STATES", "Levels", "Step", "count_states", "in_order_if_large"]
 
 
 #: With more states of devices than this no search over them is tried.
@@ -198,6 +199,11 @@ def count_states(problem: Problem) -> int:
     if not problem.any_order:
         return problem.n_partitions + 1
     return prod(len(group) + 1 for group in _groups(problem, problem.limits))
+
+
+def in_order_if_large(problem: Problem) -> Problem:
+    """Keep the order of devices of too many kinds: what fits in it fits where any may be taken."""
+    return replace(problem, any_order=False) if count_states(problem) > MOST_STATES else problem
 
 
 def _groups(problem: Problem, limits: Sequence[int | None]) -> list[list[int]]:
