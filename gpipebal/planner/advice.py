@@ -15,8 +15,8 @@ from gpipebal.problem import Problem
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules
-from gpipebal.solvers.levels import Levels, in_order_if_large
-from gpipebal.solvers.peak import least_shortage, peaks_of
+from gpipebal.solvers.levels import in_order_if_large
+from gpipebal.solvers.peak import least_shortage, worst_lack
 from gpipebal.solvers.reachability import Path
 from gpipebal.units import format_bytes
 
@@ -56,19 +56,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
         return _without_shortage(all_posed[0])
     lack, k, path = min(known, key=lambda one: one[:2])
     posed = all_posed[k]
-    problem = _to_explain(posed)
-    peaks = peaks_of(problem, path)
-    limits = problem.limits
-    order = Levels(problem).devices_of(path.groups)
-    lacks = [
-        -1 if (limit := limits[device]) is None else peak - limit
-        for device, peak in zip(order, peaks, strict=True)
-    ]
-    j = lacks.index(max(lacks))
-    device = order[j]
-    limit = limits[device]
-    assert limit is not None
-    start, end = path.bounds[j : j + 2]
+    j, device, limit, peak, start, end = worst_lack(_to_explain(posed), path)
     names = posed.profile.names
     run = names[start] if end - start == 1 else f"{names[start]} .. {names[end - 1]}"
     helps = [text for text, other in _changes(question, lack) if _has_plan(other)]
@@ -78,7 +66,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
         f"(expected {format_bytes(lack)} more, in the split that lacks least: layers {start} to "
-        f"{end - 1}, {run}, need {format_bytes(peaks[j])}, and {format_bytes(limit)} may be used"
+        f"{end - 1}, {run}, need {format_bytes(peak)}, and {format_bytes(limit)} may be used"
         f"{waits}).\nFix: {'; or '.join(helps)}.",
         partition=j,
         shortage=lack,

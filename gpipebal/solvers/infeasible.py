@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Problem
 from gpipebal.solvers.levels import Levels, in_order_if_large
-from gpipebal.solvers.peak import least_shortage, peaks_of
+from gpipebal.solvers.peak import least_shortage, worst_lack
 from gpipebal.solvers.reachability import Search
 from gpipebal.units import format_bytes
 
@@ -44,24 +44,14 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
             helps = ["rules=None" if _has_split(without) else "fewer partitions"]
         return InfeasibleError(f"{no_split_by_rules(problem)}\nFix: {'; or '.join(helps)}.")
     lack, path = short
-    peaks = peaks_of(problem, path)
-    limits = problem.limits
-    order = Levels(problem).devices_of(path.groups)
-    lacks = [
-        -1 if limits[device] is None else peak - limits[device]  # type: ignore[operator]
-        for device, peak in zip(order, peaks, strict=True)
-    ]
-    j = lacks.index(max(lacks))
-    limit = limits[order[j]]
-    assert limit is not None
-    start, end = path.bounds[j : j + 2]
+    j, _, limit, peak, start, end = worst_lack(problem, path)
     helps.append(f"{format_bytes(lack)} more on every device")
-    if len(set(limits)) == 1:
+    if len(set(problem.limits)) == 1:
         helps[-1] += f" (memory_limit={limit + lack})"
     return InfeasibleError(
-        f"partition {j} does not fit its device: memory_limit={limit} (expected {peaks[j]} or "
+        f"partition {j} does not fit its device: memory_limit={limit} (expected {peak} or "
         f"more, in the split that lacks least: layers {start} to {end - 1} need "
-        f"{format_bytes(peaks[j])}, the limit is {format_bytes(limit)}).\n"
+        f"{format_bytes(peak)}, the limit is {format_bytes(limit)}).\n"
         f"Fix: {'; or '.join(helps)}.",
         partition=j,
         shortage=lack,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,18 @@ from gpipebal.solvers.reachability import Path, Search
 from gpipebal.solvers.runs import modes_to_try
 from gpipebal.solvers.staircase import least_bottleneck
 
-__all__ = ["least_peak", "least_shortage", "peaks_of"]
+__all__ = ["Lack", "least_peak", "least_shortage", "worst_lack"]
+
+
+class Lack(NamedTuple):
+    """A partition on a device with a limit: what it needs, and its layers from start to end - 1."""
+
+    partition: int
+    device: int
+    limit: int
+    peak: int
+    start: int
+    end: int
 
 
 def least_peak(problem: Problem) -> tuple[int, Path, Levels] | None:
@@ -87,14 +99,18 @@ def least_shortage(problem: Problem) -> tuple[int, Path] | None:
     return found, path
 
 
-def peaks_of(problem: Problem, path: Path) -> list[int]:
-    """Return the peak of each partition of a path, in bytes."""
+def worst_lack(problem: Problem, path: Path) -> Lack:
+    """Find the partition of a path that lacks most memory, on a device with a limit."""
     memory = problem.memory
     assert memory is not None
-    return [
-        int(memory.rows(start, j, option.mode)[end - start - 1])
-        for j, (option, start, end) in enumerate(path.runs)
-    ]
+    lacks = []
+    order = Levels(problem).devices_of(path.groups)
+    for j, (device, (option, start, end)) in enumerate(zip(order, path.runs, strict=True)):
+        limit = problem.limits[device]
+        if limit is not None:
+            peak = int(memory.rows(start, j, option.mode)[end - start - 1])
+            lacks.append(Lack(j, device, limit, peak, start, end))
+    return max(lacks, key=lambda one: one.peak - one.limit)
 
 
 def _least(
