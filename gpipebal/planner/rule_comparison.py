@@ -12,7 +12,7 @@ from gpipebal.kinds import check_kind, check_options
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.plans import plan_of_balance
-from gpipebal.planner.posing import pose
+from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options, ask
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
@@ -175,15 +175,20 @@ def compare_rules(
             f"plan is of another chain than the profile: plan.n_layers={plan.n_layers} (expected "
             f"{profile.n_layers}, the profile's).\nFix: give the profile that the plan was made of."
         )
-    costs = _CostsOf(profile, plan, options)
-    again = costs.plan_of(plan.balance).makespan
+    posed = _posed_as(plan, profile, options)
+    profile = posed.question.profile
+
+    def costs_of(balance: Sequence[int]) -> Plan:
+        return plan_of_balance(posed, to_bounds(balance), plan.modes, plan.devices)
+
+    again = costs_of(plan.balance).makespan
     if not math.isclose(again, plan.makespan, rel_tol=1e-9):
         raise ProfileError(
             f"plan has other costs than the profile: plan.makespan={plan.makespan!r} (expected "
             f"{again!r}).\nFix: give the profile that the plan was made of, and the devices, link "
             "and quantile that solve was given."
         )
-    profile, n_partitions = costs.profile, plan.n_partitions
+    n_partitions = plan.n_partitions
     times = [layer.forward_time + layer.backward_time for layer in profile.layers]
     problem = Problem(
         **profile.layer_times,
@@ -205,43 +210,29 @@ def compare_rules(
             reason = str(error).partition(" (expected")[0]
             rows.append(RuleRow(name, refusal=f"{reason}."))
             continue
-        rows.append(_row(name, costs.plan_of(balance), plan))
+        rows.append(_row(name, costs_of(balance), plan))
     return RuleTable(tuple(rows), plan.objective, plan.lower_bound, plan.chunks, plan.schedule)
 
 
-class _CostsOf:
-    """What balances cost under a plan's settings.
-
-    Attributes:
-        profile: Costs of the layers for one micro-batch of the plan.
-    """
-
-    def __init__(self, profile: Profile, plan: Plan, options: Options) -> None:
-        quantile = options.get("quantile")
-        if quantile is not None:
-            profile = at_quantile(profile, quantile)
-        if plan.rows != profile.rows:
-            profile = replace(profile.at_rows(plan.rows), chunks=plan.chunks)
-        # Of one size: it is the size of the plan's micro-batches, however many there are.
-        self.profile = replace(profile, other_sizes=())
-        self._plan = plan
-        asked: Options = {
-            "checkpoint": plan.checkpoint,
-            "schedule": plan.schedule,
-            "objective": "bottleneck" if plan.objective == "bottleneck" else "makespan",
-            "devices": options.get("devices"),
-            "link": options.get("link"),
-            "loss_inside": plan.loss_inside,
-            "shared_memory": plan.shared_memory,
-            "gradients_exist": plan.gradients_exist,
-        }
-        self._posed = pose(ask(self.profile, plan.n_partitions, asked), plan.chunks)
-
-    def plan_of(self, balance: Sequence[int]) -> Plan:
-        """Predict what a balance costs."""
-        return plan_of_balance(
-            self._posed, to_bounds(balance), self._plan.modes, self._plan.devices
-        )
+def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
+    """Pose the question what balances cost under a plan's settings."""
+    quantile = options.get("quantile")
+    if quantile is not None:
+        profile = at_quantile(profile, quantile)
+    if plan.rows != profile.rows:
+        profile = replace(profile.at_rows(plan.rows), chunks=plan.chunks)
+    asked: Options = {
+        "checkpoint": plan.checkpoint,
+        "schedule": plan.schedule,
+        "objective": "bottleneck" if plan.objective == "bottleneck" else "makespan",
+        "devices": options.get("devices"),
+        "link": options.get("link"),
+        "loss_inside": plan.loss_inside,
+        "shared_memory": plan.shared_memory,
+        "gradients_exist": plan.gradients_exist,
+    }
+    # Of one size: it is the size of the plan's micro-batches, however many there are.
+    return pose(ask(replace(profile, other_sizes=()), plan.n_partitions, asked), plan.chunks)
 
 
 def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:

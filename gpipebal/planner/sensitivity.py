@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -21,7 +22,7 @@ _ROUNDING = 1e-12
 
 Moves = tuple[tuple[float | None, float | None], ...]
 #: Tells the peak memory of every partition of a split, in bytes.
-Peaks = Callable[[Sequence[int]], Sequence[int]]
+Peaks = Callable[[tuple[int, ...]], Sequence[int]]
 #: Tells the makespans of splits.
 Makespans = Callable[[Sequence[Sequence[int]]], Sequence[float]]
 
@@ -64,7 +65,8 @@ def sensitivity(
         >>> sensitivity(problem, (0, 2, 4), ["never"] * 2, (0, 1), "bottleneck")
         ((1, 1),)
     """
-    needs = None if peaks is None else _Needs(bounds, peaks)
+    # Whether a move is allowed and what it costs may both depend on the peaks.
+    needs = None if peaks is None else cache(peaks)
     allowed = _Allowed(problem, bounds, modes, order, needs)
     if objective == "makespan" and makespans is not None:
         growths = _simulated(bounds, allowed, makespans)
@@ -97,24 +99,6 @@ def _moved(bounds: Sequence[int], j: int, cut: int) -> tuple[int, ...]:
     return (*bounds[:j], cut, *bounds[j + 1 :])
 
 
-class _Needs:
-    """The peak memory of all partitions once a cut is moved, each worked out once."""
-
-    def __init__(self, bounds: Sequence[int], peaks: Peaks) -> None:
-        self._bounds, self._peaks = bounds, peaks
-        self._found: dict[tuple[int, int], Sequence[int]] = {}
-
-    @property
-    def now(self) -> Sequence[int]:
-        """The peaks as no cut is moved."""
-        return self._peaks(self._bounds)
-
-    def __call__(self, j: int, cut: int) -> Sequence[int]:
-        if (j, cut) not in self._found:
-            self._found[j, cut] = self._peaks(_moved(self._bounds, j, cut))
-        return self._found[j, cut]
-
-
 class _Allowed:
     """Tells whether a moved cut keeps rules and limits."""
 
@@ -124,7 +108,7 @@ class _Allowed:
         bounds: Sequence[int],
         modes: Sequence[CheckpointMode],
         order: Sequence[int],
-        needs: _Needs | None,
+        needs: Peaks | None,
     ) -> None:
         self._problem, self._bounds, self._modes = problem, bounds, modes
         self._rules = problem.rules or Rules()
@@ -139,9 +123,11 @@ class _Allowed:
         # What does not fit without what waits does not fit with it.
         if not (self._fits(j - 1, start, cut) and self._fits(j, cut, end)):
             return False
-        return self._needs is None or all(
-            limit is None or need <= limit
-            for need, limit in zip(self._needs(j, cut), self._limits, strict=True)
+        if self._needs is None:
+            return True
+        needed = self._needs(_moved(self._bounds, j, cut))
+        return all(
+            limit is None or need <= limit for need, limit in zip(needed, self._limits, strict=True)
         )
 
     def _fits(self, j: int, start: int, end: int) -> bool:
@@ -168,7 +154,7 @@ def _change(
     order: Sequence[int],
     objective: str,
     cost: AnyCost | None,
-    needs: _Needs | None,
+    needs: Peaks | None,
 ) -> Callable[[int, int], float] | None:
     """Return what tells by how much the objective grows if a cut is put elsewhere."""
     if objective == "cost":
@@ -176,8 +162,8 @@ def _change(
         return _of_cost(cost, bounds)
     if objective == "peak_memory":
         assert needs is not None
-        now = max(needs.now)
-        return lambda j, cut: max(needs(j, cut)) - now
+        now = max(needs(tuple(bounds)))
+        return lambda j, cut: max(needs(_moved(bounds, j, cut))) - now
     if objective == "makespan" and "always" in modes:
         return _of_paths(problem, bounds, modes, order)
     return _of_times(problem, bounds, modes, order, objective)
