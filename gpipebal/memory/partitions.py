@@ -22,7 +22,7 @@ from gpipebal.timeline import Timeline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["optimizer_peak", "partition_memory"]
+__all__ = ["cells_of", "optimizer_peak", "partition_memory"]
 
 _F, _R, _B = (KINDS.index(kind) for kind in "FRB")
 
@@ -86,11 +86,7 @@ def partition_memory(
     """
     order = order_of(check_schedule(schedule), len(bounds) - 1, chunks, checkpoint)
     inside = schedule != "gpipe" if loss_inside is None else loss_inside
-    loss = loss_of_micro_batch(profile) if inside else None
-    cells = [
-        Cell(profile, first, end, loss if end == bounds[-1] else None, shared_memory)
-        for first, end in pairwise(bounds)
-    ]
+    cells = cells_of(profile, bounds, inside, shared_memory)
     waiting = None
     if latest or timeline is not None:
         waiting = Waiting(cells, order, None if latest else timeline, margin, not inside)
@@ -111,6 +107,17 @@ def partition_memory(
             )
         )
     return tuple(peaks)
+
+
+def cells_of(
+    profile: Profile, bounds: Sequence[int], loss_inside: bool, shared_memory: bool
+) -> list[Cell]:
+    """Describe the cells of each partition; see `partition_memory`."""
+    loss = loss_of_micro_batch(profile) if loss_inside else None
+    return [
+        Cell(profile, first, end, loss if end == bounds[-1] else None, shared_memory)
+        for first, end in pairwise(bounds)
+    ]
 
 
 class _Way(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from gpipebal.memory.cell import Cell, Moment
 from gpipebal.memory.fixed import fixed_memory
-from gpipebal.memory.loss import around_loss, loss_of_micro_batch
+from gpipebal.memory.loss import around_loss
+from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.waiting import streams_of
 from gpipebal.plan import Plan
 from gpipebal.profile import Profile
@@ -64,11 +65,7 @@ def held_of(
         bounds = plan
     m = profile.chunks if chunks is None else chunks
     mode = modes_of(checkpoint or "never", len(bounds) - 1)[-1]
-    loss = loss_of_micro_batch(profile) if loss_inside else None
-    cells = [
-        Cell(profile, first, end, loss if end == bounds[-1] else None, bool(shared_memory))
-        for first, end in pairwise(bounds)
-    ]
+    cells = cells_of(profile, bounds, bool(loss_inside), bool(shared_memory))
     n_recomputed = sum(is_checkpointed(mode, i, m) for i in range(m))
     exist = isinstance(plan, Plan) and plan.gradients_exist
     return [_held(cells, j, m, n_recomputed, exist) for j in range(len(cells))]
