@@ -19,7 +19,7 @@ from gpipebal.memory.waiting import Waiting
 from gpipebal.plan import PeakMemory
 from gpipebal.planner import evaluate
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms
-from gpipebal.schedule import Checkpoint, make_schedule
+from gpipebal.schedule import Checkpoint, order_of
 from gpipebal.simulator import Durations, place
 
 pytestmark = pytest.mark.timeout(300)
@@ -163,7 +163,7 @@ def test_a_recompute_needs_a_smaller_forward_before() -> None:
 
 def waits(profile: gb.Profile, bounds: tuple[int, ...], **options: Any) -> list[list[int]]:
     """Return what waits in each partition, action by action, under GPipe."""
-    order = make_schedule("gpipe", len(bounds) - 1, CHUNKS, options.get("checkpoint", "never"))
+    order = order_of("gpipe", len(bounds) - 1, CHUNKS, options.get("checkpoint", "never"))
     times = [
         [sum(getattr(layer, name) for layer in profile.layers[a:b]) for a, b in pairwise(bounds)]
         for name in ("forward_time", "recompute_time", "backward_time")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpipebal.memory.cell import Cell, Storages
-from gpipebal.schedule import Kind, Order, Schedule
+from gpipebal.schedule import Kind, Order
 from gpipebal.schedule.actions import KINDS
 from gpipebal.timeline import Timeline
 
@@ -63,7 +63,7 @@ class Waiting:
 
     Args:
         cells: One per partition.
-        schedule: Order of the actions, one partition on each device.
+        order: The actions, one partition on each device.
         timeline: When they start; None: everything waits as long as the order of the actions lets
             it, whatever the clock.
         margin: By how much longer than in the timeline the actions of any one partition may take,
@@ -74,12 +74,11 @@ class Waiting:
     def __init__(
         self,
         cells: Sequence[Cell],
-        schedule: Schedule | Order,
+        order: Order,
         timeline: Timeline | None,
         margin: float = 0.0,
         pause: bool = False,
     ) -> None:
-        order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
         self._cells, self._order = cells, order
         shape = (order.n_partitions, 1 + int(order.micro_batches.max(initial=-1)))
         self._chunks = shape[1]

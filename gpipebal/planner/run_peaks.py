@@ -49,7 +49,8 @@ class RunPeaks:
         self._ends = np.array([*range(1, self._n), len(chain.layers)])
         self._firsts = np.array(tables.firsts)
         self._ties = TieTables(self._profile, self._firsts, tables.kind)
-        self._gradient_sums = self._column(chain.sums("gradient_bytes"))
+        gradients = [layer.gradient_bytes for layer in chain.layers]
+        self._gradient_sums = self._column([0, *gradients]).cumsum()
         self._all_gradients = (
             self._gradient_sums[self._ends][None, :] - self._gradient_sums[self._firsts][:, None]
         ) - self._ties.counted_again

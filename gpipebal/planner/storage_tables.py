@@ -17,7 +17,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -172,10 +171,6 @@ class LayerChain:
                 gradients += self.skip_gradient_bytes[k]
             found.append(Variant(first, received, popped, gradients, (start, n_layers)))
         return found
-
-    def sums(self, name: str) -> list[int]:
-        """Add up a quantity of the layers from the first on."""
-        return list(accumulate((getattr(layer, name) for layer in self.layers), initial=0))
 
 
 class StorageTables:

@@ -34,9 +34,8 @@ class Durations:
         backward_transfer: Seconds to bring a gradient into the partition from the one after; the
             last entry counts for nothing. None: no time.
         optimizer: Seconds of the optimizer's step; None: it is not placed.
-        forward_launch: Seconds of the host to launch a forward; None, and `backward_launch` is
-            None too: there is no host to wait for.
-        recompute_launch: The same for a recompute; None: as `forward_launch`.
+        forward_launch: Seconds of the host to launch a forward or a recompute; None, and
+            `backward_launch` is None too: there is no host to wait for.
         backward_launch: The same for a backward; of a backward in two parts each takes half.
 
     Raises:
@@ -57,7 +56,6 @@ class Durations:
     backward_transfer: Times | None = None
     optimizer: Times | None = None
     forward_launch: Times | None = None
-    recompute_launch: Times | None = None
     backward_launch: Times | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +106,7 @@ class Durations:
     @property
     def without_launches(self) -> Durations:
         """The same where every device has a process of its own, which launches ahead of it."""
-        return replace(self, forward_launch=None, recompute_launch=None, backward_launch=None)
+        return replace(self, forward_launch=None, backward_launch=None)
 
     def longer_by(self, seconds: float) -> Durations:
         """Add some time to every cell, such as it takes beside its layers.

@@ -225,5 +225,4 @@ def _launch_times(durations: Durations) -> Floats:
     forward = durations.forward_launch or none
     backward = durations.backward_launch or none
     halves = tuple(time / 2 for time in backward)
-    again = durations.recompute_launch or forward
-    return np.array([forward, again, backward, halves, halves], dtype=np.float64)
+    return np.array([forward, forward, backward, halves, halves], dtype=np.float64)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import add
 from typing import NamedTuple
 
 from gpipebal.solvers.bisection import fill, floor, refusals, smallest_limit
@@ -40,7 +39,7 @@ def smallest_sum(
     second: Sequence[int],
     n_partitions: int,
     *,
-    both: Sequence[int] | None = None,
+    both: Sequence[int],
     limits: Sequence[Limit] = (),
     at_most: int | None = None,
 ) -> SmallestSum:
@@ -53,7 +52,7 @@ def smallest_sum(
         first: Prefix sums of the layers' first cost.
         second: Prefix sums of the layers' second cost.
         n_partitions: Number of partitions.
-        both: Prefix sums of both costs together, if they are known.
+        both: Prefix sums of both costs together.
         limits: Further limits. Some split must keep them.
         at_most: Give up at once if a quick lower bound exceeds this.
 
@@ -66,11 +65,9 @@ def smallest_sum(
         are exact; steps are jumped; all optimal pairs are found.
 
     Example:
-        >>> smallest_sum([0, 3, 4, 5], [0, 1, 4, 9], 2)
+        >>> smallest_sum([0, 3, 4, 5], [0, 1, 4, 9], 2, both=[0, 4, 8, 14])
         SmallestSum(total=9, lower_bound=9, pairs=((4, 5),))
     """
-    if both is None:
-        both = list(map(add, first, second))
     # No sum of two maxima is below the largest sum of both costs in one partition.
     quick = smallest_limit(
         both, both, n_partitions, at_least=floor(both, n_partitions), limits=limits

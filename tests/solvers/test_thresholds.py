@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from operator import add
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ def test_smallest_sum_equals_table(case: tuple[list[int], list[int], int]) -> No
     """The value, and every pair of maxima that attains it, are those of trying every limit."""
     first, second, n_partitions = case
     sums = [list(accumulate(costs, initial=0)) for costs in (first, second)]
-    found = smallest_sum(*sums, n_partitions)
+    found = smallest_sum(*sums, n_partitions, both=list(map(add, *sums)))
     least, pairs = dense_sum_of_maxima(first, second, n_partitions)
     assert found.total == found.lower_bound == least
     assert len(found.pairs) == len(set(found.pairs))
@@ -43,7 +44,7 @@ def test_smallest_sum_gives_up_only_with_a_proof(
     first, second, n_partitions = case
     sums = [list(accumulate(costs, initial=0)) for costs in (first, second)]
     least, pairs = dense_sum_of_maxima(first, second, n_partitions)
-    found = smallest_sum(*sums, n_partitions, at_most=least + offset)
+    found = smallest_sum(*sums, n_partitions, both=list(map(add, *sums)), at_most=least + offset)
     if found.pairs:
         assert (found.total, set(found.pairs)) == (least, pairs)
     else:
@@ -55,7 +56,7 @@ def test_smallest_sum_is_certified_where_costs_pull_apart() -> None:
     first = [(17 * layer * layer) % 101 for layer in range(80)]
     second = [(29 * layer * layer + 7) % 97 for layer in range(80)]
     one, two = (list(accumulate(costs, initial=0)) for costs in (first, second))
-    found = smallest_sum(one, two, 6)
+    found = smallest_sum(one, two, 6, both=list(map(add, one, two)))
     assert found.total == found.lower_bound
     for limit in range(max(first), found.total - max(second)):
         within = reach_within(one, one, limit)
