@@ -16,15 +16,13 @@ from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_schedule, order_of
-from gpipebal.schedule.actions import KINDS
+from gpipebal.schedule.actions import KINDS, B, F, R
 from gpipebal.timeline import Timeline
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["cells_of", "optimizer_peak", "partition_memory"]
-
-_F, _R, _B = (KINDS.index(kind) for kind in "FRB")
 
 
 def partition_memory(
@@ -174,8 +172,8 @@ class _Row:
         self._cell, self._gradients_exist = cell, gradients_exist
         self._callers = cell.of_caller(chunks)
         recomputed = np.zeros(chunks, dtype=bool)
-        recomputed[micro_batches[kinds == _R]] = True
-        backward = kinds == _B
+        recomputed[micro_batches[kinds == R]] = True
+        backward = kinds == B
         exist = (np.cumsum(backward) - backward > 0) | gradients_exist
         self._codes = kinds.astype(np.int64) * 4 + recomputed[micro_batches] * 2 + exist
         self._ways = {
@@ -190,7 +188,7 @@ class _Row:
         self._find_outputs(chunks, n_recorded=chunks - int(recomputed.sum()))
         self._numbers = self._number_type(chunks, max(waits or (0,)))
         # Behind the last forward.
-        self._turn = int(np.searchsorted(np.cumsum(kinds == _F), chunks)) + 1
+        self._turn = int(np.searchsorted(np.cumsum(kinds == F), chunks)) + 1
         self._add_up(waits)
 
     def _find_outputs(self, chunks: int, n_recorded: int) -> None:

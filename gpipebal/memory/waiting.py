@@ -11,7 +11,7 @@ import numpy as np
 
 from gpipebal.memory.cell import Cell, Storages
 from gpipebal.schedule import Kind, Order
-from gpipebal.schedule.actions import KINDS
+from gpipebal.schedule.actions import KINDS, B, F, R
 from gpipebal.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ __all__ = ["AT_ONCE", "Stream", "Waiting", "number_type", "streams_of"]
 
 #: Who takes something less than this share of the makespan before an action may as well be late.
 AT_ONCE = 1e-9
-
-_F, _R, _B = (KINDS.index(kind) for kind in "FRB")
 
 
 def number_type(largest: int) -> type:
@@ -82,7 +80,7 @@ class Waiting:
         self._cells, self._order = cells, order
         shape = (order.n_partitions, 1 + int(order.micro_batches.max(initial=-1)))
         self._chunks = shape[1]
-        again = order.kinds == _R
+        again = order.kinds == R
         self._recomputed = np.zeros(shape, dtype=bool)
         self._recomputed[order.partitions[again], order.micro_batches[again]] = True
         # Of each kind, partition and micro-batch: where in its row it stands, and when it starts.
@@ -97,19 +95,19 @@ class Waiting:
         self._places[order.kinds, order.partitions, order.micro_batches] = places
         self._pause = pause
         # Whether all forwards come first, so that nobody has to wait for a backward with them.
-        n_forwards = np.bincount(order.partitions[order.kinds == _F], minlength=shape[0])
-        self._forwards_first = bool((self._places[_F].max(axis=1) == n_forwards - 1).all())
+        n_forwards = np.bincount(order.partitions[order.kinds == F], minlength=shape[0])
+        self._forwards_first = bool((self._places[F].max(axis=1) == n_forwards - 1).all())
         shortest = np.inf
         if timeline is not None:
             table = timeline.table
             self._late = AT_ONCE * timeline.makespan
             # When an action takes what waits for it: at its start, a recompute at its end.
             self._starts, self._taken, ends = (np.zeros(self._places.shape) for _ in range(3))
-            for kind in (_F, _R, _B):
+            for kind in (F, R, B):
                 own = table.of_kind(KINDS[kind])
                 where = table.partitions[own], table.micro_batches[own]
                 self._starts[kind][where] = table.starts[own]
-                self._taken[kind][where] = (table.ends if kind == _R else table.starts)[own]
+                self._taken[kind][where] = (table.ends if kind == R else table.starts)[own]
                 ends[kind][where] = table.ends[own]
                 shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
             if margin:
@@ -132,11 +130,11 @@ class Waiting:
             kinds, micro_batches = order.kinds[own], order.micro_batches[own]
             starts, longer = self._starts[kinds, j, micro_batches], ends[kinds, j, micro_batches]
             longer = (1.0 + margin) * (longer - starts)
-            turn = int((kinds == _F).sum()) if self._forwards_first else len(kinds)
+            turn = int((kinds == F).sum()) if self._forwards_first else len(kinds)
             for part in (slice(0, turn), slice(turn, len(kinds))):
                 before = np.cumsum(longer[part]) - longer[part]
                 starts[part] = np.maximum.accumulate(starts[part] - before) + before
-            late[kinds, j, micro_batches] = np.where(kinds == _R, starts + longer, starts)
+            late[kinds, j, micro_batches] = np.where(kinds == R, starts + longer, starts)
         return late
 
     def of_row(self, j: int) -> list[int]:
@@ -195,12 +193,12 @@ class Waiting:
             return np.minimum(until, by_clock)
         late = np.searchsorted(starts, self._taken_late[kind, taker] + self._late, side="right")
         if self._forwards_first:
-            if made == kind == _F:
+            if made == kind == F:
                 # No backward starts before the last forward of those behind it, nor anything else
                 # that comes behind a pause.
-                is_behind = kinds != _F if self._pause else kinds == _B
+                is_behind = kinds != F if self._pause else kinds == B
                 late = np.minimum(late, np.append(is_behind, True).argmax())
-        elif (beside := {j + 1: _B, j - 1: _F}.get(taker)) is not None:
+        elif (beside := {j + 1: B, j - 1: F}.get(taker)) is not None:
             # What comes from the taker shows how far it is: without that its lag would stop others.
             needed = np.where(kinds == beside, self._places[beside, taker, micro_batches] + 1, 0)
             ended = np.maximum.accumulate(needed)
@@ -289,7 +287,7 @@ def _ended_before(order: Order, places: NDArray[np.int64]) -> NDArray[np.int32]:
                 if k > offsets[j]:
                     clock[:] = found[k - 1]
                     clock[j] = k - offsets[j]
-                beside = j + {_F: -1, _B: 1}.get(kinds[k], 0)
+                beside = j + {F: -1, B: 1}.get(kinds[k], 0)
                 if beside != j and 0 <= beside < n_partitions:
                     place = int(places[kinds[k], beside, micro_batches[k]])
                     if offsets[beside] + place >= position[beside]:

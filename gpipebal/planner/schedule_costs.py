@@ -12,7 +12,7 @@ import numpy as np
 from gpipebal.planner.schedule_bounds import Columns, Relaxed, rows_of
 from gpipebal.problem import Problem
 from gpipebal.schedule import Order
-from gpipebal.schedule.actions import KINDS
+from gpipebal.schedule.actions import W
 from gpipebal.simulator.trials import Candidates, Trials
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ScheduleCosts:
         self._problem = problem
         self.open_ends = problem.any_order or problem.checkpoint == "auto"
         costs = problem.costs
-        in_parts = bool((order.kinds == KINDS.index("W")).any())
+        in_parts = bool((order.kinds == W).any())
         finer = _FINER if in_parts else 1
         self._scale = problem.scale * finer
         halves = [0.5] * problem.n_layers

@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError
 
-__all__ = ["KINDS", "Action", "Kind", "Schedule", "check_count"]
+__all__ = ["IN", "KINDS", "Action", "B", "F", "Kind", "R", "Schedule", "W", "check_count"]
 
 Kind = Literal["F", "R", "B", "I", "W"]
 
-#: All kinds; in a table of actions a kind is its place in this text.
+#: All kinds; in a table of actions a kind is its place in this text, and these are the places.
 KINDS = "FRBIW"
+F, R, B, IN, W = range(len(KINDS))
 
 
 class Action(NamedTuple):

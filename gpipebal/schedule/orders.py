@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError
-from gpipebal.schedule.actions import KINDS, check_count
+from gpipebal.schedule.actions import B, F, R, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, CheckpointMode, modes_of
 from gpipebal.schedule.executed import SCHEDULES
 from gpipebal.schedule.order import Order
@@ -23,8 +23,6 @@ __all__ = ["ALL_SCHEDULES", "counted_modes", "order_of", "partitions_on_each", "
 
 #: Every schedule that can be simulated: those that `GPipe` runs, then the others.
 ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
-
-_F, _R, _B = (KINDS.index(kind) for kind in "FRB")
 
 
 def partitions_on_each(schedule: str, n_partitions: int) -> int:
@@ -153,7 +151,7 @@ def recomputes_of(
     order = order_of(
         name, n_devices, chunks, checkpoint, partitions_per_device=partitions_per_device
     )
-    again = order.partitions[order.kinds == _R]
+    again = order.partitions[order.kinds == R]
     return tuple(np.bincount(again, minlength=order.n_partitions).tolist())
 
 
@@ -179,10 +177,10 @@ def _gpipe_row(chunks: int, mode: CheckpointMode, *, last_first: bool) -> tuple[
     back = forward[::-1] if last_first else forward
     repeats = 1 + _recomputed(chunks, mode)[back]
     micro_batches = np.repeat(back, repeats)
-    kinds = np.full(len(micro_batches), _R, dtype=np.uint8)
-    kinds[np.cumsum(repeats) - 1] = _B
+    kinds = np.full(len(micro_batches), R, dtype=np.uint8)
+    kinds[np.cumsum(repeats) - 1] = B
     return (
-        np.concatenate((np.full(chunks, _F, dtype=np.uint8), kinds)),
+        np.concatenate((np.full(chunks, F, dtype=np.uint8), kinds)),
         np.concatenate((forward, micro_batches)),
     )
 
@@ -204,9 +202,9 @@ def _one_f_one_b_row(chunks: int, mode: CheckpointMode, ahead: int) -> tuple[Int
     kinds = np.empty(length, dtype=np.uint8)
     micro_batches = np.empty(length, dtype=np.int32)
     for kind, places, which in (
-        (_F, forward_at, each),
-        (_R, recompute_at, each[recomputed > 0]),
-        (_B, backward_at, each),
+        (F, forward_at, each),
+        (R, recompute_at, each[recomputed > 0]),
+        (B, backward_at, each),
     ):
         kinds[places] = kind
         micro_batches[places] = which

@@ -9,11 +9,12 @@ import numpy as np
 
 from gpipebal.errors import BalanceError
 from gpipebal.schedule import Order, Schedule
+from gpipebal.schedule.actions import F
 from gpipebal.simulator.durations import Durations, check_time
 from gpipebal.simulator.engines import Times, run
 from gpipebal.simulator.refusals import check_phases, check_rows, refuse
 from gpipebal.simulator.wavefront import can_sweep, sweep
-from gpipebal.simulator.work import F, Work, work_of
+from gpipebal.simulator.work import Work, work_of
 from gpipebal.timeline import ALL_KINDS, COPY_KIND, LAUNCH_KIND, EventTable, Timeline
 
 if TYPE_CHECKING:

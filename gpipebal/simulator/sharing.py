@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpipebal.schedule import Order, Schedule
+from gpipebal.schedule.actions import F
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.place import place
-from gpipebal.simulator.work import F, Work, work_of
+from gpipebal.simulator.work import Work, work_of
 from gpipebal.timeline import EventTable, Timeline
 
 if TYPE_CHECKING:

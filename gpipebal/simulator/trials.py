@@ -16,10 +16,10 @@ import numpy as np
 
 from gpipebal.errors import BalanceError
 from gpipebal.schedule import Order
-from gpipebal.schedule.actions import KINDS
+from gpipebal.schedule.actions import IN, KINDS, B, F, R, W
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.engines import Times, run
-from gpipebal.simulator.work import F, work_of
+from gpipebal.simulator.work import work_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,8 +31,6 @@ __all__ = ["Candidates", "Trials"]
 
 #: Numbers that are held at a time, 8 bytes each.
 MOST_NUMBERS = 2**22
-
-_R, _B, _I, _W = (KINDS.index(kind) for kind in "RBIW")
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def _last_alike(order: Order) -> Ints:
     """Return for each action the last one before it that sends over the same link."""
     n = order.n_actions
     link = 2 * order.partitions.astype(np.int64) + (order.kinds == F)
-    sends = (order.kinds == F) | (order.kinds == _B) | (order.kinds == _I)
+    sends = (order.kinds == F) | (order.kinds == B) | (order.kinds == IN)
     which = np.flatnonzero(sends)
     by_link = which[np.argsort(link[which], kind="stable")]
     last = np.full(n, n, dtype=np.int64)
@@ -182,10 +180,10 @@ def _table(candidates: Candidates) -> Floats:
     weights = backward / 2 if candidates.weight_gradient is None else candidates.weight_gradient
     columns = {
         F: candidates.forward,
-        _R: candidates.recompute,
-        _B: backward,
-        _I: np.maximum(0.0, backward - weights),
-        _W: weights,
+        R: candidates.recompute,
+        B: backward,
+        IN: np.maximum(0.0, backward - weights),
+        W: weights,
     }
     return np.concatenate([columns[kind].T for kind in range(len(KINDS))])
 
@@ -201,6 +199,6 @@ def _transfers(order: Order, candidates: Candidates) -> tuple[Floats | None, Flo
     if forward is not None:
         into[F, 1:] = out[F, :-1] = np.where(elsewhere, forward[:, 1:].T, 0.0)
     if backward is not None:
-        for kind in (_B, _I):
+        for kind in (B, IN):
             into[kind, :-1] = out[kind, 1:] = np.where(elsewhere, backward[:, :-1].T, 0.0)
     return out.reshape(-1, out.shape[-1]), into.reshape(-1, out.shape[-1])

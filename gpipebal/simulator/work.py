@@ -9,7 +9,7 @@ import numpy as np
 
 from gpipebal.errors import ProfileError
 from gpipebal.schedule import Order
-from gpipebal.schedule.actions import KINDS
+from gpipebal.schedule.actions import IN, KINDS, B, F, R, W
 from gpipebal.simulator.durations import Durations
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Work", "work_of"]
 
-F, R, B, IN, W = range(len(KINDS))
 #: A forward of a micro-batch that is recomputed: a kind of its own in tables of durations.
 F_AGAIN = len(KINDS)
 
