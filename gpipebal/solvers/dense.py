@@ -25,7 +25,7 @@ def split_any_cost(
     """Split a chain in the best way under any cost of a partition.
 
     Minimises the largest cost of a partition over all splits into exactly `n_partitions` non-empty
-    partitions; the leftmost cuts of equal ones.
+    partitions. Behind each cut, what is left is split in the best way too; of equal ends the first.
 
     Args:
         cost: Called as ``cost(first, end, partition)``, once for each run and partition, where
@@ -62,7 +62,7 @@ def split_any_cost(
             f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
             f"Fix: n_partitions={n_layers}."
         )
-    # From the right, so that the leftmost cuts are met first: value from each place on.
+    # From the right: the value from each place on.
     after: dict[int, float] = {n_layers: -math.inf}
     choices: list[dict[int, int]] = []
     for j in range(n_partitions - 1, -1, -1):  # j: partition
