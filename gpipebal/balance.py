@@ -193,20 +193,19 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
 
 
 def _partitions_for(partitions: int | None, module: nn.Module) -> int:
-    if partitions is not None:
-        if not isinstance(partitions, Real):
-            # As in other libraries, where it comes first.
-            order = "give them in this order: module, sample, partitions"
-            check_kind("partitions", partitions, int, order)
-        if isinstance(module, nn.Sequential):
-            # Said before minutes are spent on measuring.
-            return _checked(partitions, len(module))
-        return partitions
-    count = torch.cuda.device_count()
-    if count == 0:
-        _logger.warning("no CUDA device: balancing for 2 partitions on the CPU")
-        return 2
-    return count
+    if partitions is None:
+        partitions = torch.cuda.device_count()
+        if not partitions:
+            _logger.warning("no CUDA device: balancing for 2 partitions on the CPU")
+            partitions = 2
+    elif not isinstance(partitions, Real):
+        # As in other libraries, where it comes first.
+        order = "give them in this order: module, sample, partitions"
+        check_kind("partitions", partitions, int, order)
+    if isinstance(module, nn.Sequential):
+        # Said before minutes are spent on measuring.
+        return _checked(partitions, len(module))
+    return partitions
 
 
 def _checked(partitions: int, n_layers: int) -> int:

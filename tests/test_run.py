@@ -60,8 +60,11 @@ def test_run_keeps_a_memory_limit(tmp_path: Path) -> None:
     # The optimizer's and the profiler's own bytes do not vary, only times do.
     tight = tried(checkpoint="auto", memory_limit=limit + 64)
     assert max(tight.predicted_peak_bytes) <= limit + 64
+    assert any("each was given the whole memory limit" in note for note in tight.notes)
+    (tmp_path / "profile.json").unlink()
     with pytest.raises(InfeasibleError, match="does not fit its device"):
         tried(memory_limit=1000)
+    assert Profile.load(tmp_path / "profile.json").n_layers == 5  # what took minutes is kept
 
 
 @pytest.mark.usefixtures("short_profile")

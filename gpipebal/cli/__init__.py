@@ -111,7 +111,9 @@ def _is_users_own(error: GpipebalError) -> bool:
     return (
         isinstance(error, ProfileError)
         and cause is not None
-        and not (isinstance(cause, GpipebalError))
+        and not isinstance(cause, GpipebalError)
+        # By its name, without torch. The error says what would fit.
+        and type(cause).__name__ != "OutOfMemoryError"
     )
 
 

@@ -65,7 +65,8 @@ def plot_chunks(
     room = None if limit is None else parse_bytes(limit)
     n = len(plans)
     ax = new_axes(min(12.0, max(5.5, 2.5 + 0.6 * n)), 4.0) if ax is None else ax
-    times = [plan.makespan if plan.step_time is None else plan.step_time for plan in plans]
+    steps = [plan.step_time for plan in plans if plan.step_time is not None]
+    times = steps if len(steps) == n else [plan.makespan for plan in plans]
     peaks = [max(part.memory.total for part in plan.partitions) for plan in plans]
     largest = max(*times, *(plan.makespan for plan in plans), 0.0)
     factor, unit = scale_seconds(largest)
@@ -75,7 +76,7 @@ def plot_chunks(
     bars = ax.bar(range(n), work, 0.7, color=time_colour, label="work", alpha=0.75)
     ax.bar(range(n), idle, 0.7, work, **IDLE)
     entries = [bars, idle_patch()]
-    if all(plan.step_time is not None for plan in plans):
+    if len(steps) == n:
         ink = ax.xaxis.label.get_color()
         entries += ax.plot(
             range(n),

@@ -41,7 +41,7 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
         ProfileError: one is no list, or has something else in it.
     """
     for name, count in (("rows", rows), ("chunks", chunks)):
-        if not isinstance(count, Integral):
+        if not isinstance(count, Integral) or isinstance(count, bool):
             raise _bad_value("profile", name, count)
     found: dict[str, list[Any] | None] = {}
     for name, column in columns.items():

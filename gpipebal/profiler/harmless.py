@@ -156,9 +156,9 @@ def _tensors_kept(reached: _Reached) -> Iterator[None]:
         for module in reached.shared.values()
         for name, buffer in module._buffers.items()
     ]
-    for leaf, _ in gradients:
-        leaf.grad = None
     try:
+        for leaf, _ in gradients:
+            leaf.grad = None
         yield
     finally:
         for leaf, gradient in gradients:

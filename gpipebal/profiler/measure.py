@@ -198,15 +198,11 @@ def profile_model(
                 "timeout": timeout,
                 "one_at_a_time": one_at_a_time,
                 "share_identical": share_identical or None,
+                "as_pipeline": None if as_pipeline else False,
             },
         )
-        with left_alone([module, loss_fn]):
-            return estimate_training(
-                training,
-                rows=rows,
-                rates=DEFAULT_RATES if rates is None else rates,
-                progress=progress,
-            )
+        chosen = DEFAULT_RATES if rates is None else rates
+        return estimate_training(training, rows=rows, rates=chosen, progress=progress)
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     check_values(training.layers, sample, keywords, target)
     where = device_for(device)

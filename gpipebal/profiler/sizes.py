@@ -32,7 +32,7 @@ from gpipebal.profiler.gathered import (
     try_gathered,
 )
 from gpipebal.profiler.loss import describe_loss, loss_chain
-from gpipebal.profiler.replica import bytes_of_loss, find_ties, parameter_bytes, replicate
+from gpipebal.profiler.replica import bytes_of_loss, find_ties, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.step import measure_optimizer
 from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
@@ -203,14 +203,18 @@ class Study:
         return self._profile_of(self._sizes[0], memory, optimizer_time, provenance, tuple(others))
 
     def _optimizer_time(self) -> float | None:
-        """Measure the optimizer's step; one layer at a time only that of the largest layer."""
+        """Measure the optimizer's step; one layer at a time that of the layer with most to step."""
         maker = self._maker
         if maker is None or maker.needs_closure:
             return None
         only = None
         if self._is_alone:
-            largest = max(self.modules, key=parameter_bytes)
-            only = list(largest.parameters())
+            pairs = zip(maker.parameters, maker.stepped, strict=True)
+            stepped = {
+                id(parameter): parameter.nbytes for parameter, is_stepped in pairs if is_stepped
+            }
+            of_layers = [list(module.parameters()) for module in self.modules]
+            only = max(of_layers, key=lambda own: sum(stepped.get(id(p), 0) for p in own))
         return measure_optimizer(maker, self.device, only=only)
 
     def try_out(

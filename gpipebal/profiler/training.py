@@ -103,8 +103,8 @@ class Training:
         return Maker(self.optimizer, list(parameters))
 
     def with_target_on(self, device: torch.device) -> Training:
-        """Return the same training, its target on a device."""
+        """Return the same training, a copy of its target on a device: a loss may write to it."""
         target = self.data.target
         if target is None:
             return self
-        return replace(self, data=replace(self.data, target=target.to(device)))
+        return replace(self, data=replace(self.data, target=target.copied_to(device)))

@@ -184,9 +184,9 @@ class _Job:
             progress=self.progress,
             **workload.parting,
         )
+        self.folder.write("profile.json", profile.save)
         plan = self._plan(profile)
         self.echo(f"\n{plan}\n")
-        self.folder.write("profile.json", profile.save)
         self.folder.write("plan.json", plan.save)
 
         pipe = GPipe.from_plan(
@@ -282,4 +282,7 @@ class _Job:
             )
         if shares_places(self.places):
             notes.append("Partitions share devices: the prediction takes each device as its own.")
+        is_limited = self.options.get("memory_limit") is not None
+        if is_limited and len(set(self.places)) < len(self.places):
+            notes.append("Partitions share devices: each was given the whole memory limit.")
         return notes

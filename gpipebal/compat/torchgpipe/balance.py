@@ -49,7 +49,8 @@ def balance_by_time(
         >>> sum(balance_by_time(2, model, torch.ones(4, 8), timeout=0.1))
         3
     """
-    for name, parameter in module.named_parameters():
+    # What is no module is refused below.
+    for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
         if parameter.grad is not None:
             raise ProfileError(
                 f"some parameter already has gradient: {name!r} (expected none, as before "

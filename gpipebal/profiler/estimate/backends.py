@@ -97,8 +97,8 @@ def _install() -> None:
     """Give the operations kernels for meta tensors, for as long as somebody needs them."""
     global _users
     with _installing:
-        _users += 1
-        if _users > 1:
+        if _users:
+            _users += 1
             return
         library = torch.library.Library("aten", "IMPL")
         kernels: dict[str, Callable[..., Any]] = {
@@ -113,6 +113,7 @@ def _install() -> None:
             # This key comes before the operation is taken apart, and only for meta tensors.
             library.impl(name, kernel, "AutogradMeta")
         _installed.append(library)
+        _users = 1
 
 
 def _uninstall() -> None:

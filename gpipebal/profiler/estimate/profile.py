@@ -18,6 +18,7 @@ from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
+from gpipebal.profiler.harmless import left_alone
 from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.optimizer import OptimizerLike
 from gpipebal.profiler.progress import progress_bar
@@ -97,7 +98,7 @@ def estimate_profile(
         DeviceError: `rates` is the name of no device.
 
     Complexity:
-        Ten forwards and five backwards of every different layer and size, without arithmetic.
+        Ten forwards and seven backwards of every different layer and size, without arithmetic.
 
     Example:
         >>> with torch.device("meta"):
@@ -157,7 +158,11 @@ def estimate_training(
     reasons: dict[str, tuple[str, ...]] = {}
     others: list[Profile] = []
     n_walks = len(training.layers) * (1 + len(wanted))
-    with _undisturbed(), progress_bar("estimating", n_walks, progress) as told:
+    with (
+        left_alone([*training.modules, training.loss_fn]),
+        _undisturbed(),
+        progress_bar("estimating", n_walks, progress) as told,
+    ):
         work = _Work(training, device, told)
         main = work.at(sizes, reasons)
         for size in wanted:
