@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline import engine_state
-from gpipebal.pipeline.microbatch import name_of_leaf, unflatten
+from gpipebal.pipeline.microbatch import copied, find_overlaps, name_of_leaf, unflatten
 from gpipebal.pipeline.minibatch import MiniBatch
 from gpipebal.pipeline.parting import (
     Dim,
@@ -78,6 +78,9 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     del packets
     if not any(needs):
         return unflatten(outputs, structure)
+    if len(mini_batch.rows) == 1:
+        # Autograd does not know of the memory that outputs of one micro-batch may share.
+        outputs = copied(outputs, find_overlaps(outputs))
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.
     anchor = torch.empty(0, requires_grad=True, device="cpu")

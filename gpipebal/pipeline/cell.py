@@ -156,7 +156,7 @@ class Cell:
             detached(result.leaves),
             result.structure,
             [self._grad and needs for needs in result.needs_gradient],
-            overlaps=find_overlaps(result.leaves),
+            overlaps=find_overlaps(result.leaves) | result.overlaps,
         )
 
     def begin_backward(self, *, keep: bool, parameters: bool) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Inbox", "InboxClosedError", "Stop"]
+__all__ = ["Flag", "Inbox", "InboxClosedError", "Stop"]
 
 #: Seconds after which a waiting worker looks at `Stop` by itself: an interrupt can come between
 #: setting it and waking everybody.
@@ -15,6 +17,32 @@ LOOK_AROUND = 0.5
 
 class InboxClosedError(Exception):
     """The mini-batch failed elsewhere: nothing more will come, and nothing new should start."""
+
+
+class Flag:
+    """What one thread waits for and another sets, once.
+
+    A `threading.Event` does the same, but an interrupt that comes while the main thread enters its
+    lock leaves that locked for ever. Here a queue wakes, whose lock is held in C alone.
+    """
+
+    __slots__ = ("_is_set", "_wakes")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Set it, and wake who waits."""
+        self._is_set = True
+        self._wakes.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, but no more than some seconds; tell whether it is."""
+        if not self._is_set:
+            with suppress(Empty):
+                self._wakes.get(timeout=timeout)
+        return self._is_set
 
 
 class Stop:

@@ -27,6 +27,7 @@ __all__ = [
     "copied",
     "detached",
     "find_overlaps",
+    "find_shared",
     "flatten",
     "join_packets",
     "name_of_leaf",
@@ -147,6 +148,13 @@ class _Address:
             "typestr": f"|V{size}",
             "data": (tensor.data_ptr(), True),
         }
+
+
+def find_shared(leaves: Sequence[Any], others: Sequence[Any]) -> frozenset[int]:
+    """Return the indices of the tensors that have memory in common with one of some others."""
+    return frozenset(
+        k for k, leaf in enumerate(leaves) if any(find_overlaps([leaf, other]) for other in others)
+    )
 
 
 def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:

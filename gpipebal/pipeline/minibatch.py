@@ -23,7 +23,6 @@ then raises the failure that comes first in schedule order, with its own type an
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -36,7 +35,7 @@ from gpipebal.pipeline.batchnorm import Statistics, gathering
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.cell import Cell
 from gpipebal.pipeline.failures import Failures
-from gpipebal.pipeline.inbox import InboxClosedError, Stop
+from gpipebal.pipeline.inbox import Flag, InboxClosedError, Stop
 from gpipebal.pipeline.inputs import Inputs
 from gpipebal.pipeline.lane import caller_events
 from gpipebal.pipeline.loss import MicroBatchLoss
@@ -47,7 +46,7 @@ from gpipebal.pipeline.routes import Routes
 from gpipebal.pipeline.runtime import Runtime
 from gpipebal.pipeline.tied import drop_gradients
 from gpipebal.pipeline.watchers import Watchers
-from gpipebal.pipeline.worker import GRACE
+from gpipebal.pipeline.worker import GRACE, given_up_error
 from gpipebal.schedule import Action, Schedule
 
 __all__ = ["MiniBatch", "Watchers"]
@@ -117,8 +116,7 @@ class MiniBatch:
             ]
             for partition, mode in [(part, part.modules.mode()) for part in runtime.partitions]
         ]
-        starts = [lane.follow_caller() for lane in self.lanes]
-        self._starts = starts
+        self._starts = starts = [lane.follow_caller() for lane in self.lanes]
         ready = [starts[0], *caller_events(inputs.micro_batches[0])]
         for i, leaves in enumerate(inputs.micro_batches):
             self._routes.put_input(
@@ -220,6 +218,8 @@ class MiniBatch:
 
     def _begin_gradients(self, *, parameters: bool) -> None:
         self._new = [NewGradients() for _ in self.runtime.partitions] if parameters else []
+        for sums in self._tied:  # an interrupted backward may have left some
+            sums.clear()
 
     def _take_input_gradients(self) -> list[list[Tensor | None]]:
         found = [self._routes.take_input_gradients(i) for i in range(self.chunks)]
@@ -251,7 +251,7 @@ class MiniBatch:
         rows = self.schedule.phase(kinds)
         pool = self.runtime.pool
         self._ends: list[Any] = [None] * len(rows)
-        begun, finished = [False] * len(rows), [threading.Event() for _ in rows]
+        begun, finished = [False] * len(rows), [Flag() for _ in rows]
 
         def task_of(j: int) -> Callable[[], None]:
             variables = self.state.variables.copy()
@@ -261,8 +261,7 @@ class MiniBatch:
                     begun[j] = True
                     variables.run(self._run_row, j, rows[j])
                 finally:
-                    # A caller that woke while the interpreter ends would be killed inside torch,
-                    # which aborts the process.
+                    # Woken while the interpreter ends, a caller would be killed inside torch.
                     if not self._stop.is_exit:
                         finished[j].set()
 
@@ -274,13 +273,12 @@ class MiniBatch:
                 pool.wait_for(finished, self._watchers.timeout)
         except BaseException:
             # Interrupted, or nobody comes forward: let the cells in progress end, unless they hang.
-            # A second interrupt ends this wait too. Workers that are not waited for are given up:
-            # they stop on their own, and the cells are left to them.
-            self._close()
+            # A second interrupt ends this wait: workers are given up, and the cells left to them.
             try:
+                self._close()
                 if not pool.is_given_up:
                     # Who has not begun by now finds it stopped, and does nothing.
-                    running = [event for event, it in zip(finished, begun, strict=True) if it]
+                    running = [flag for flag, it in zip(finished, begun, strict=True) if it]
                     pool.wait_for(running, GRACE, spare_computing=True)
                     self._release_cells()
             except PipelineTimeoutError:
@@ -317,7 +315,9 @@ class MiniBatch:
                     activity.end()
             self._ends[j] = lane.mark()
         except InboxClosedError:
-            pass  # another worker failed, and tells why
+            if not self._stop.is_set:  # no other worker failed, who would tell why
+                self._failures.add(action, given_up_error())
+                self._close()
         except BaseException as error:
             # Perhaps because a layer does not do any more what was found out about it.
             self._cells[j][action.micro_batch].forget_facts()

@@ -37,6 +37,7 @@ from gpipebal.pipeline.microbatch import (
     Packet,
     check_travels,
     copied,
+    find_shared,
     flatten,
     unflatten,
     which_need_gradient,
@@ -89,6 +90,7 @@ class ForwardResult:
         structure: Their pytree.
         needs_gradient: Which of them need a gradient.
         kept: What a recompute needs of the buffers; None if there will be none.
+        overlaps: Leaves in the memory of an input that another value on its way shares too.
     """
 
     inputs: list[Any]
@@ -96,6 +98,7 @@ class ForwardResult:
     structure: Any
     needs_gradient: list[bool]
     kept: Kept | None
+    overlaps: frozenset[int]
 
 
 @dataclass(eq=False)
@@ -181,7 +184,11 @@ class Partition:
             facts.outputs_need_gradient = tuple(needs)
         elif checkpointed:
             needs = list(facts.outputs_need_gradient)
-        return ForwardResult(leaves, outputs, structure, needs, kept)
+            if len(needs) != len(outputs):
+                # As many as there are rows, say. One that is promised for nothing does no harm.
+                needs = [_may_need_gradient(leaf) for leaf in outputs]
+        overlaps = find_shared(outputs, [leaves[k] for k in packet.overlaps])
+        return ForwardResult(leaves, outputs, structure, needs, kept, overlaps)
 
     def _first_forward(
         self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool
@@ -209,7 +216,8 @@ class Partition:
         )
         self._remember(run.kind, Facts(written_inputs, tuple(needs), written_outputs))
         kept = kept.with_copies(changed) if kept is not None else None
-        return ForwardResult(leaves, outputs, structure, needs, kept)
+        overlaps = find_shared(outputs, [inputs[k] for k in packet.overlaps])
+        return ForwardResult(leaves, outputs, structure, needs, kept, overlaps)
 
     def check_writes(self, kind: Hashable, packet: Packet) -> None:
         """Make sure that no layer has written to a tensor that others will read.
@@ -340,3 +348,7 @@ class Partition:
         if skips is not None and self.outgoing:
             return [value, *(skips.load(route.key) for route in self.outgoing)]
         return value
+
+
+def _may_need_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -55,7 +55,8 @@ class Runtime:
         self.lanes = [
             make_lane(device, stream) for device, stream in zip(devices, streams, strict=True)
         ]
-        self._find_ties()
+        self._parameter_ids = self._find_parameter_ids()
+        self.tied = TiedParameters(self.partitions, self.lanes)
         self.pool = WorkerPool(
             self.lanes, [threads if device.type == "cpu" else None for device in devices]
         )
@@ -81,12 +82,9 @@ class Runtime:
     def with_other_ties(self) -> Runtime:
         """Return the same runtime, with the parameters that several partitions use by now."""
         other = copy.copy(self)
-        other._find_ties()
+        other._parameter_ids = self._find_parameter_ids()
+        other.tied = TiedParameters(self.partitions, self.lanes, self.tied)
         return other
-
-    def _find_ties(self) -> None:
-        self._parameter_ids = self._find_parameter_ids()
-        self.tied = TiedParameters(self.partitions, self.lanes)
 
     def _find_parameter_ids(self) -> list[list[int]]:
         return [partition.modules.parameter_ids() for partition in self.partitions]

@@ -42,9 +42,15 @@ class TiedParameters:
     Args:
         partitions: The partitions.
         lanes: Their devices and streams.
+        before: Those that these take the place of, whose hooks go on.
     """
 
-    def __init__(self, partitions: Sequence[Partition], lanes: Sequence[Lane]) -> None:
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        lanes: Sequence[Lane],
+        before: TiedParameters | None = None,
+    ) -> None:
         # By id, so that a parameter that is replaced is not kept: its partitions, in their order.
         self._owners: dict[int, list[int]] = {}
         self._lanes = lanes
@@ -58,7 +64,8 @@ class TiedParameters:
         # Two mini-batches of two threads may be ready at once.
         self._adding = threading.Lock()
         # torch keeps the node that adds to `.grad` only while a graph does; the hook is on it.
-        self._users: dict[nn.Parameter, Any] = {}
+        known = {} if before is None else before._users
+        self._users: dict[nn.Parameter, Any] = {p: known[p] for p in self._tied if p in known}
 
     def sums(self, *, grad: bool) -> list[_Sums]:
         """Return an empty sum for each partition; with `grad`, let gradients be caught."""

@@ -30,10 +30,10 @@ import torch
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.activity import Activity, timeout_error
-from gpipebal.pipeline.inbox import Stop
+from gpipebal.pipeline.inbox import Flag, Stop
 from gpipebal.pipeline.lane import Lane
 
-__all__ = ["WorkerPool"]
+__all__ = ["WorkerPool", "given_up_error"]
 
 _Queue = SimpleQueue[Callable[[], None] | None]
 
@@ -48,6 +48,14 @@ _COMPUTING = 0.01
 
 # Starting workers changes the process's number of threads for a moment: one pool at a time.
 _starting = threading.Lock()
+
+
+def given_up_error() -> PipelineError:
+    """Return what a mini-batch raises whose workers another one, of another thread, gave up."""
+    return PipelineError(
+        "a mini-batch was stopped, because another one, in another thread, gave up the workers of "
+        "both: one of them hangs.\nFix: run it again, with new workers."
+    )
 
 
 class WorkerPool:
@@ -163,7 +171,7 @@ class WorkerPool:
 
     def wait_for(
         self,
-        finished: Sequence[threading.Event],
+        finished: Sequence[Flag],
         timeout: float | None,
         *,
         spare_computing: bool = False,
@@ -180,8 +188,8 @@ class WorkerPool:
         """
         n_done = sum(activity.n_done for activity in self.activities)
         used = 0.0 if timeout is None else _seconds_used(self._clocks)
-        for event in finished:
-            while not event.wait(timeout):
+        for flag in finished:
+            while not flag.wait(timeout):
                 assert timeout is not None
                 before, n_done = n_done, sum(activity.n_done for activity in self.activities)
                 used_before, used = used, _seconds_used(self._clocks)

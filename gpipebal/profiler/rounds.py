@@ -20,7 +20,6 @@ because they share caches, memory bandwidth and the interpreter: all their times
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -30,6 +29,7 @@ import torch
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.inbox import Flag
 from gpipebal.pipeline.lane import Lane
 from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.profiler.chain import Chain, RoundStoppedError
@@ -215,7 +215,7 @@ class _Rounds:
         self._subjects, self._pace, self._must = subjects, pace, must
         self._times = [[Times() for _ in sizes] for sizes in subjects]
         self._done = [0] * len(subjects)
-        self._ended = [threading.Event() for _ in subjects]
+        self._ended = [Flag() for _ in subjects]
         self._too_large: set[int] = set()
         self._failures: list[BaseException] = []
 
@@ -241,8 +241,8 @@ class _Rounds:
 
     def wait(self) -> None:
         """Wait until all threads have ended."""
-        for event in self._ended:
-            event.wait()
+        for flag in self._ended:
+            flag.wait()
 
     def stop(self) -> None:
         """Let each thread end its round before the next layer."""
