@@ -302,9 +302,9 @@ def test_impossible_requests() -> None:
     problem = Problem([1] * 4, [2] * 4, [0] * 4, 3, 4, "never")
     with pytest.raises(UnsupportedPlanError, match=r"schedule='zigzag'.*\n?.*Fix: "):
         search_schedule(problem, "zigzag")
-    with pytest.raises(BalanceError, match=r"3 partitions with partitions_per_device=2") as error:
+    with pytest.raises(BalanceError, match=r"3 partitions, two on each device") as error:
         search_schedule(problem, "interleaved_1f1b")
-    assert str(error.value).endswith("Fix: partitions=2.")
+    assert str(error.value).endswith("Fix: 4 partitions, or schedule='1f1b'.")
 
 
 def test_limits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,14 @@ def test_missing_action_is_the_reason_even_if_others_wait_first() -> None:
         place(schedule, uniform(3, 1, 0, 1))
 
 
+def test_an_odd_number_of_partitions_is_not_interleaved() -> None:
+    """Three partitions are two on each of no number of devices; one on each they run."""
+    plan = make_plan(uniform(3, 1, 0, 2), chunks=3)
+    with pytest.raises(BalanceError, match="3 partitions, two on each device"):
+        simulate(plan, schedule="interleaved_1f1b")
+    assert simulate(plan, schedule="interleaved_1f1b", devices=3).n_devices == 3
+
+
 def test_circular_wait_is_refused() -> None:
     """Partitions that wait for each other end in an error and never in a hang."""
     rows = (

@@ -19,11 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from gpipebal.errors import BalanceError
 from gpipebal.planner.schedule_costs import ScheduleCosts
 from gpipebal.planner.times import order_for, recomputes_for
 from gpipebal.problem import Problem
-from gpipebal.schedule import Checkpoint, CheckpointMode, counted_modes
+from gpipebal.schedule import Checkpoint, CheckpointMode, counted_modes, partitions_on_each
 from gpipebal.solvers import Split, find, select_method, split
 from gpipebal.solvers.levels import Levels
 
@@ -91,7 +90,7 @@ def search_schedule(
         >>> found.balance, found.value, found.status
         ((2, 2), 40.0, 'optimal')
     """
-    _check_dealt_out(problem.n_partitions, schedule)
+    partitions_on_each(schedule, problem.n_partitions)  # refused before anything is searched
     start = find(problem, "bottleneck")
     if start is None:
         return None
@@ -143,22 +142,11 @@ def bound_of(
         >>> bound_of(Problem([3, 1, 2, 2], [3, 1, 2, 2], [0] * 4, 2, 4, "never"), "1f1b")
         40.0
     """
-    _check_dealt_out(problem.n_partitions, schedule)
     # Where modes are open no recompute counts.
     modes: Checkpoint = "never" if problem.checkpoint == "auto" else problem.checkpoint
     order = order_for(schedule, problem.n_partitions, problem.chunks, modes)
     costs = ScheduleCosts(problem, order, range(problem.n_partitions), weight_share)
     return costs.to_time(costs.relaxed.smallest()[0])
-
-
-def _check_dealt_out(n_partitions: int, schedule: str) -> None:
-    """Refuse an odd number of partitions where every device has two."""
-    if schedule == "interleaved_1f1b" and n_partitions % 2:
-        raise BalanceError(
-            f"partitions cannot be dealt out evenly: {n_partitions} partitions with "
-            "partitions_per_device=2 (expected a multiple of 2).\n"
-            f"Fix: partitions={max(2, n_partitions - 1)}."
-        )
 
 
 def _descend(tried: _Tried, bounds: tuple[int, ...]) -> None:

@@ -26,13 +26,24 @@ ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
 
 
 def partitions_on_each(schedule: str, n_partitions: int) -> int:
-    """Tell how many of a plan's partitions every device has: 2 if interleaved, where that goes.
+    """Tell how many of a plan's partitions every device has: 2 if interleaved, else 1.
+
+    Raises:
+        BalanceError: interleaved partitions that cannot be dealt out evenly.
 
     Example:
-        >>> partitions_on_each("interleaved_1f1b", 8), partitions_on_each("interleaved_1f1b", 7)
+        >>> partitions_on_each("interleaved_1f1b", 8), partitions_on_each("1f1b", 8)
         (2, 1)
     """
-    return 2 if schedule == "interleaved_1f1b" and n_partitions % 2 == 0 else 1
+    if schedule != "interleaved_1f1b":
+        return 1
+    if n_partitions % 2:
+        raise BalanceError(
+            f"partitions cannot be dealt out evenly: {n_partitions} partitions, two on each "
+            "device with schedule='interleaved_1f1b' (expected an even number).\n"
+            f"Fix: {n_partitions + 1} partitions, or schedule='1f1b'."
+        )
+    return 2
 
 
 def order_of(
