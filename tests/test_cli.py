@@ -266,7 +266,7 @@ def test_interrupt_inside_executed_text_ends_with_the_same_status(tmp_path: Path
     with _started(tmp_path, "run", "workloads:interrupted") as process:
         _, err = process.communicate(timeout=WATCHDOG)
     assert process.returncode == 130
-    assert err.strip() == "gpipebal: interrupted. Nothing was written."
+    assert err.strip() == "gpipebal: interrupted. No file is half-written."
 
 
 def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:

@@ -89,7 +89,15 @@ def test_run_does_the_whole_job(tmp_path: Path) -> None:
     assert (timeline.source, timeline.n_partitions, timeline.chunks) == ("measured", 2, 4)
     assert timeline.provenance["balance"] == list(plan.balance)
     # Two timelines stand in the trace: as measured, and as predicted.
-    assert "2 simulated" in (folder / "timeline.json").read_text()
+    trace = (folder / "timeline.json").read_text()
+    assert "2 simulated" in trace
+    # The predicted one is that of the predicted step, less what is outside of the timeline.
+    ends = [
+        event["ts"] + event["dur"]
+        for event in json.loads(trace)["traceEvents"]
+        if event["ph"] == "X" and event["pid"] == 2
+    ]
+    assert 0 < max(ends) / 1e6 <= plan.step_time + 1e-9
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
 
     assert report.balance == plan.balance

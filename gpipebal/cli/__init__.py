@@ -95,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # itself with the signal instead of our status; running any code lets it forget.
             exec("")
             notes = "; ".join(getattr(interrupt, "__notes__", ()))
-            print(f"\ngpipebal: interrupted. {notes or 'Nothing was written.'}", file=sys.stderr)
+            print(
+                f"\ngpipebal: interrupted. {notes or 'No file is half-written.'}", file=sys.stderr
+            )
             return INTERRUPTED
     return 0
 

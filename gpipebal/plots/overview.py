@@ -14,7 +14,7 @@ from gpipebal.plots.costs import plot_balance, plot_partitions
 from gpipebal.plots.timelines import plot_timeline, timeline_height
 from gpipebal.profile import Profile
 from gpipebal.timeline import Timeline
-from gpipebal.units import count, format_seconds
+from gpipebal.units import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +69,7 @@ def plot_run(
     figure.suptitle(
         f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
         f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
-        f"checkpoint={plan.checkpoint!r}: makespan {format_seconds(plan.makespan)}",
+        f"checkpoint={plan.checkpoint!r}",
         x=0.01,
         ha="left",
         fontsize=12.5,

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,9 @@ from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.plan import Plan
 from gpipebal.planner import solve, top_plans
+from gpipebal.planner.execution import Execution
 from gpipebal.planner.question import Options, Size, check_memory_limit
+from gpipebal.planner.times import step_timeline
 from gpipebal.plots import plot_run, save_figure
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
@@ -27,7 +30,7 @@ from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places, shares_places
 from gpipebal.run.workload import Workload, load_workload
 from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
-from gpipebal.simulator import held_of, memory_over_time, simulate
+from gpipebal.simulator import held_of, memory_over_time
 from gpipebal.units import count
 
 __all__ = ["run"]
@@ -207,7 +210,9 @@ class _Job:
             )
         finally:
             pipe.close()
-        predicted = simulate(plan, pause=plan.pause_time)
+        # As the predicted training step has it, which knows more than the plan's makespan.
+        bounds = list(accumulate(plan.balance, initial=0))
+        predicted = step_timeline(profile, bounds, Execution.of(plan))
         timeline = measured.timeline
         held = held_of(profile, plan)
         self.folder.write(
