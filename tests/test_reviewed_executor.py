@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError, PipelineError, PipelineTimeoutError
-from gpipebal.pipeline import GPipe
+from gpipebal.pipeline import GPipe, with_recompute
 from gpipebal.pipeline.inbox import Flag
+from gpipebal.pipeline.microbatch import find_overlaps, find_shared
 from gpipebal.pipeline.minibatch import MiniBatch
 from gpipebal.schedule import CheckpointMode
 from gpipebal.skip import pop, skippable, stash
@@ -188,6 +191,208 @@ def test_as_many_outputs_as_rows(checkpoint: CheckpointMode) -> None:
         pipe.zero_grad()
         pipe(torch.ones(5, 3)).sum().backward()
         torch.testing.assert_close(model[0].layer.weight.grad, torch.full((3, 3), 5.0))
+
+
+class Along(nn.Module):
+    """Hands its input on beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), x
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_output_is_not_in_the_memory_of_an_input_that_has_a_gradient(chunks: int) -> None:
+    """A write to one of the two would change the other, unseen by autograd."""
+    pipe = GPipe(nn.Sequential(Along(), nn.Identity()), [1, 1], chunks=chunks, checkpoint="never")
+    for _ in range(2):
+        leaf = torch.ones(4, 3, requires_grad=True)
+        x = leaf * 1
+        _, y = pipe(x)
+        y.mul_(2)
+        loss = y.sum() + x.sum()
+        assert loss.item() == 36.0
+        loss.backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, torch.full((4, 3), 3.0))
+
+
+class Force(nn.Module):
+    """Differentiates by its own input, and lets torch leave the gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x.requires_grad_()
+            (x**2).sum().backward()
+        assert x.grad is not None
+        return x.grad.clone() * self.weight
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_gradient_that_a_layer_leaves_on_its_input_is_of_one_pass(
+    checkpoint: CheckpointMode,
+) -> None:
+    """No recompute adds to what the forward left."""
+    pipe = GPipe(nn.Sequential(Force(), nn.Identity()), [1, 1], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe(torch.ones(4, 3)).sum().backward()
+        torch.testing.assert_close(pipe[0].weight.grad, torch.full((3,), 8.0))
+
+
+def test_a_gradient_that_a_run_leaves_on_its_input_is_of_one_pass() -> None:
+    """The same where layers are recomputed by themselves."""
+    model = nn.Sequential(Force(), nn.Identity())
+    inside = with_recompute(model, [[0]])
+    for _ in range(3):
+        model.zero_grad()
+        inside(torch.ones(4, 3)).sum().backward()
+        torch.testing.assert_close(model[0].weight.grad, torch.full((3,), 8.0))
+
+
+class Mask(nn.Module):
+    """Writes to a tensor that all micro-batches get."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = value
+        return x + mask.mul_(-10.0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_that_change_nothing_at_first_are_seen_later(mode: Any) -> None:
+    """Tensors made in inference mode count no writes: a mask of zeros tells nothing."""
+    pipe = GPipe(nn.Sequential(Mask(), nn.Identity()), [1, 1], chunks=2, in_dims=(0, None))
+    with mode():
+        for fill in (0.0, 1.0):
+            mask = torch.full((3,), fill)
+            found = pipe((torch.zeros(4, 3), mask))
+            torch.testing.assert_close(found, torch.full((4, 3), -10.0 * fill))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_not_a_number_is_no_write(mode: Any) -> None:
+    """Nor is a sparse input, which cannot be compared as a whole."""
+    x = torch.ones(4, 3)
+    x[0, 0] = float("nan")
+    model = nn.Sequential(Keep(), nn.Identity(), Join())
+    graph = nn.Sequential(
+        Does(lambda v: (torch.sparse.mm(v[1], v[0].T).T, v[1])), Does(itemgetter(0))
+    )
+    with mode():
+        found = GPipe(model, [1, 1, 1], chunks=2)(x)
+        torch.testing.assert_close(found, 11 * x, equal_nan=True)
+        pipe = GPipe(graph, [1, 1], chunks=2, in_dims=(0, None))
+        torch.testing.assert_close(pipe((x, torch.eye(3).to_sparse()))[1:], x[1:])
+
+
+def test_values_that_were_computed_for_a_tied_parameter_get_their_gradient() -> None:
+    """`functional_call` with what the caller's own graph made of leaves."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    pipe = GPipe(model, [2, 1], checkpoint="never")
+    x = torch.randn(4, 3)
+    base = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    found = []
+    for module in (model, pipe):
+        values = {name: value + 1 for name, value in base.items()}
+        torch.func.functional_call(module, values, (x,)).square().sum().backward()
+        found.append([value.grad for value in base.values()])
+        for value in base.values():
+            value.grad = None
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@MODES
+@pytest.mark.parametrize("form", ["rows", "strides"])
+def test_views_that_depend_on_the_form_of_the_input(checkpoint: CheckpointMode, form: str) -> None:
+    """What is a view for one row is a copy for two; likewise with the order in memory."""
+    turn = Does(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))
+    flat = Does(lambda x: x.flatten(1))
+    model = nn.Sequential(nn.Identity(), turn if form == "rows" else flat, nn.ReLU(inplace=True))
+    pipe = GPipe(model, [1, 2], chunks=3, checkpoint=checkpoint)
+    inputs = [torch.randn(5, 3)] * 2
+    if form == "strides":
+        first = torch.randn(6, 2, 2, 2)
+        inputs = [first.to(memory_format=torch.channels_last), first]
+    for x in inputs:
+        leaf = x.clone().requires_grad_()
+        pipe(leaf).sum().backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, (x > 0).float())
+
+
+def test_tensors_without_plain_memory_are_compared() -> None:
+    """One nested tensor in two places overlaps, and parts of a sparse one do with a dense one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    values = torch.ones(2)
+    indices = torch.tensor([[0, 1]])
+    sparse = torch.sparse_coo_tensor(indices, values, (3,), check_invariants=False)
+    assert find_overlaps([nested, nested]) == {0, 1}
+    assert find_overlaps([values * 1, sparse, sparse._values()]) == {1, 2}
+    assert find_shared([values * 1, sparse], [sparse._values()]) == {1}
+    assert find_overlaps([sparse, nested]) == frozenset()
+
+
+@MODES
+@pytest.mark.parametrize("n_partitions", [1, 2, 3])
+def test_sparse_tensors_with_gradients_cross_cuts(
+    checkpoint: CheckpointMode, n_partitions: int
+) -> None:
+    """They are handed on, and gathered, and so are their gradients."""
+    layers = [Does(torch.Tensor.to_sparse), nn.Identity(), Does(torch.Tensor.to_dense)]
+    model = nn.Sequential(*layers[:n_partitions])
+    pipe = GPipe(model, [1] * n_partitions, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 3, requires_grad=True)
+    output = pipe(x)
+    (3 * (output.to_dense() if output.is_sparse else output)).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full((4, 3), 3.0))
+
+
+def test_a_mini_batch_without_a_timeout_does_not_wait_for_workers_that_were_given_up() -> None:
+    """Another one, of another thread, gave them up before it could begin."""
+    never = threading.Event()
+
+    class Hang(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.any():
+                never.wait()
+            return x * 1
+
+    pipe = GPipe(nn.Sequential(Hang(), nn.Identity()), [1, 1])
+    pipe(torch.ones(2, 2))
+    raised: dict[str, BaseException] = {}
+
+    def run(name: str, x: Tensor) -> None:
+        try:
+            pipe(x)
+        except BaseException as error:
+            raised[name] = error
+
+    first = threading.Thread(target=run, args=("first", torch.zeros(2, 2)), daemon=True)
+    second = threading.Thread(target=run, args=("second", torch.ones(2, 2)), daemon=True)
+    first.start()
+    time.sleep(0.2)
+    second.start()
+    time.sleep(0.2)
+    assert pipe._runtime is not None
+    pipe._runtime.pool.give_up()
+    first.join(20)
+    second.join(20)
+    assert not first.is_alive() and not second.is_alive()
+    assert all(isinstance(raised[name], PipelineError) for name in ("first", "second"))
+    torch.testing.assert_close(pipe(torch.ones(2, 2)), torch.ones(2, 2))
+    never.set()
 
 
 def test_flags_wake_who_waits() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ from chains import batchnorm_chain, run_plain, skip_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpipebal.models.resnet import resnet
 from gpipebal.pipeline import GPipe
@@ -236,6 +239,29 @@ def test_second_backward(checkpoint: CheckpointMode) -> None:
 
 
 @MODES
+def test_two_threads_go_back_through_one_graph(checkpoint: CheckpointMode) -> None:
+    """Backwards of several threads through one graph take turns, each with its gradient."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    plain = copy.deepcopy(model)
+    pipe = GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint)
+    inputs = torch.randn(4, 3)
+    output, expected = pipe(inputs), plain(inputs)
+    together = threading.Barrier(4)
+
+    def go_back(thread: int) -> None:
+        for turn in range(5):
+            together.wait(timeout=60)
+            output.backward(torch.full((4, 2), 1.0 + thread + 4 * turn), retain_graph=True)
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(go_back, thread) for thread in range(4)]:
+            done.result(timeout=60)
+    expected.backward(torch.full((4, 2), sum(1.0 + k for k in range(20))))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@MODES
 def test_gradients_of_inputs_alone(checkpoint: CheckpointMode) -> None:
     """torch.autograd.grad on the input finds its gradient and leaves the parameters' alone."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -357,6 +383,48 @@ def test_zero_rows() -> None:
     output = pipe(torch.zeros(0, 3))
     assert output.shape == (0, 2)
     output.sum().backward()
+
+
+@MODES
+def test_kernels_may_be_chosen_as_in_the_forward(checkpoint: CheckpointMode) -> None:
+    """Which kernels attention may use stays what it was around the forward, and comes back."""
+    seen: list[bool] = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.backends.cuda.flash_sdp_enabled() or torch.backends.cudnn.enabled)
+            return 2 * x
+
+    pipe = GPipe(nn.Sequential(nn.Identity(), Look()), [1, 1], chunks=2, checkpoint=checkpoint)
+    inputs = torch.zeros(4, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        output = pipe(inputs)
+    output.sum().backward()
+    n_recomputes = {"always": 2, "except_last": 1, "never": 0}[checkpoint]
+    assert seen == [False] * (2 + n_recomputes)
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cudnn.enabled
+
+
+def test_a_layer_turns_on_the_autocast_of_the_caller() -> None:
+    """A layer's own `torch.autocast` casts to what the caller set, and keeps no cast."""
+    seen: list[tuple[torch.dtype, bool]] = []
+
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu"):
+                seen.append((torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()))
+                return x @ x
+
+    pipe = GPipe(nn.Sequential(nn.Identity(), Cast()), [1, 1])
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert pipe(torch.ones(2, 2)).dtype == torch.float16
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+    assert pipe(torch.ones(2, 2)).dtype == before
+    assert seen == [(torch.float16, False), (before, False)]
 
 
 @MODES

@@ -13,6 +13,7 @@ engine runs CPU nodes in the thread that called ``backward()``, never in a devic
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline import engine_state
-from gpipebal.pipeline.microbatch import copied, find_overlaps, name_of_leaf, unflatten
+from gpipebal.pipeline.microbatch import (
+    copied,
+    find_overlaps,
+    find_shared,
+    name_of_leaf,
+    unflatten,
+)
 from gpipebal.pipeline.minibatch import MiniBatch
 from gpipebal.pipeline.parting import (
     Dim,
@@ -79,8 +86,10 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     if not any(needs):
         return unflatten(outputs, structure)
     if len(mini_batch.rows) == 1:
-        # Autograd does not know of the memory that outputs of one micro-batch may share.
-        outputs = copied(outputs, find_overlaps(outputs))
+        # Autograd does not know of memory that outputs of one micro-batch share with each other, or
+        # with an input that they are differentiated by.
+        shared = {k for k in find_shared(outputs, inputs) if needs[k]}
+        outputs = copied(outputs, find_overlaps(outputs) | shared)
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
@@ -115,17 +124,32 @@ class _Crossing:
         self.gradient_devices = gradient_devices
         # Runs only if the backward wants gradients of leaves, such as parameters, in general.
         self.sentinel = get_gradient_edge(anchor).node
-        self.gradients: dict[int, Tensor] = {}
-        self.ready: Any = None
+        # By the running backward: of a graph that is kept, several threads may run one each.
+        self._arrived: dict[int, tuple[dict[int, Tensor], Any]] = {}
+        self._turn = threading.Lock()
 
-    def by_micro_batch(self) -> list[list[Tensor | None]]:
-        """Part the gradients of the outputs as the outputs were joined."""
+    def arrive(self, gradients: dict[int, Tensor], ready: Any) -> None:
+        """Keep the gradients of outputs, by leaf, until `backward` of the same backward."""
+        self._arrived[engine_state.running_backward()] = gradients, ready
+
+    def backward(self) -> list[list[Tensor | None]]:
+        """Run the mini-batch's backward; return the gradients of its inputs by micro-batch."""
+        found, ready = self._arrived.pop(engine_state.running_backward())
         columns = [
-            part_gradients(self.gradients.get(k), [sizes[k] for sizes in self.sizes], dim)
+            part_gradients(found.pop(k, None), [sizes[k] for sizes in self.sizes], dim)
             for k, dim in enumerate(self.dims)
         ]
-        self.gradients = {}
-        return [list(row) for row in zip(*columns, strict=True)]
+        gradients = [list(row) for row in zip(*columns, strict=True)]
+        del columns
+        # A layer that waited for its turn would wait for the backward that runs it.
+        self.mini_batch.runtime.pool.check_caller()
+        with self._turn:
+            return self.mini_batch.backward(
+                gradients,
+                ready,
+                keep=engine_state.keeps_graph(),
+                parameters=engine_state.will_run(self.sentinel),
+            )
 
 
 class _Launch(torch.autograd.Function):
@@ -144,12 +168,7 @@ class _Launch(torch.autograd.Function):
                 "Fix: call backward() or torch.autograd.grad() without create_graph, or use the "
                 "plain model for gradients of gradients."
             )
-        received = crossing.mini_batch.backward(
-            crossing.by_micro_batch(),
-            crossing.ready,
-            keep=engine_state.keeps_graph(),
-            parameters=engine_state.will_run(crossing.sentinel),
-        )
+        received = crossing.backward()
         mini_batch = crossing.mini_batch
         gradients = join_gradients(received, mini_batch.rows, mini_batch.dims)
         # A gradient goes back to where its input was, which need not be the first device.
@@ -176,11 +195,13 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         crossing: _Crossing = ctx.crossing
-        crossing.gradients = {
-            k: gradient
-            for k, gradient in zip(ctx.wanted, gradients, strict=True)
-            if gradient is not None
-        }
         # This may be a device's thread: its current stream is the one that made the gradients.
-        crossing.ready = crossing.mini_batch.lanes[-1].follow_caller()
+        crossing.arrive(
+            {
+                k: gradient
+                for k, gradient in zip(ctx.wanted, gradients, strict=True)
+                if gradient is not None
+            },
+            crossing.mini_batch.lanes[-1].follow_caller(),
+        )
         return (None, torch.empty(0, device="cpu"), None, *([None] * len(gradients)))

@@ -4,32 +4,50 @@ Threads inherit none of torch's thread-local settings, so each cell runs inside 
 the caller had when the mini-batch went in: autocast, inference mode, the default device of
 ``with torch.device(...)``, the default dtype, hooks on saved tensors, context variables. Recompute
 and backward use the forward's settings too, because the forward decides which numbers must come
-out again.
+out again; also of what torch has once for the whole process, such as the default dtype and which
+kernels attention may choose from, which under dropout draw different masks.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.backends import cuda, cudnn
 from torch.utils._device import DeviceContext
 
 __all__ = ["CallerState"]
 
+#: How to read and to set what torch has once for the whole process.
+_PROCESS_WIDE: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (lambda: cudnn.enabled, lambda it: setattr(cudnn, "enabled", it)),
+)
+
 
 @dataclass(frozen=True)
 class CallerState:
-    """Thread-local settings of torch, taken from one thread to be used in others."""
+    """Settings of torch, taken from one thread to be used in others, or later.
+
+    Attributes:
+        autocast: For each type of device, the dtype that autocast casts to there, and whether it
+            is on.
+        process_wide: Values of `_PROCESS_WIDE`.
+    """
 
     grad_enabled: bool
     inference_mode: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
     device: torch.device | None
-    dtype: torch.dtype
+    process_wide: tuple[Any, ...]
     saved_tensors_hooks: tuple[Any, Any] | None
     variables: contextvars.Context = field(repr=False)
 
@@ -40,12 +58,11 @@ class CallerState:
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             autocast=tuple(
-                (kind, torch.get_autocast_dtype(kind))
+                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
                 for kind in device_types
-                if torch.is_autocast_enabled(kind)
             ),
             device=_default_device(),
-            dtype=torch.get_default_dtype(),
+            process_wide=tuple(read() for read, _ in _PROCESS_WIDE),
             saved_tensors_hooks=_top_saved_tensors_hooks(),
             variables=contextvars.copy_context(),
         )
@@ -57,7 +74,11 @@ class CallerState:
             if self.inference_mode:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in self.autocast:
+            for kind, dtype, is_on in self.autocast:
+                # For the layers that turn it on by themselves; every cell sets it in its thread.
+                torch.set_autocast_dtype(kind, dtype)
+                if not is_on:
+                    continue
                 # torch keeps casts of parameters for the whole process, and forgets them when any
                 # thread leaves its autocast: a cell might read one that another stream still makes,
                 # and how often it casts would go by the clock.
@@ -75,20 +96,18 @@ class CallerState:
         return nullcontext() if self.device is None else self.device
 
     @contextmanager
-    def default_dtype(self) -> Iterator[None]:
-        """Run a block under the default dtype of these settings.
+    def process_wide_entered(self) -> Iterator[None]:
+        """Run a block under those of these settings that torch has once for the whole process.
 
-        torch has one for the whole process: entered by the caller's thread, for all workers.
+        They are entered by the caller's thread, for all workers.
         """
-        now = torch.get_default_dtype()
-        if now == self.dtype:
+        with ExitStack() as stack:
+            for (read, write), value in zip(_PROCESS_WIDE, self.process_wide, strict=True):
+                now = read()
+                if now != value:
+                    stack.callback(write, now)
+                    write(value)
             yield
-            return
-        torch.set_default_dtype(self.dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(now)
 
 
 def _default_device() -> torch.device | None:

@@ -260,8 +260,18 @@ def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:
 def _ends(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] | None]:
     """Return where a backward starts, and on which device, for each output that has a gradient."""
     return [
-        (get_gradient_edge(leaf), leaf.device)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-        else None
+        (_edge(leaf), leaf.device) if isinstance(leaf, Tensor) and leaf.requires_grad else None
         for leaf in outputs
     ]
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor goes."""
+    if tensor.grad_fn is None and not has_storage(tensor):
+        # torch would ask for a view, which a sparse tensor does not have.
+        clone = tensor.clone().grad_fn
+        assert clone is not None
+        node, output = clone.next_functions[0]
+        assert node is not None
+        return GradientEdge(node, output)
+    return get_gradient_edge(tensor)

@@ -10,12 +10,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.microbatch import Packet
-from gpipebal.pipeline.tensors import version_of
+from gpipebal.pipeline.tensors import are_equal, has_storage, version_of
 
 __all__ = ["MOST_KINDS", "Facts", "kind_of", "was_written"]
 
@@ -52,10 +51,7 @@ def kind_of(
             inference mode, where tensors count no versions.
         has_tail: Whether a loss runs behind the layers.
     """
-    kinds = [
-        (leaf.dtype, leaf.dim(), leaf.numel() == 0) if isinstance(leaf, Tensor) else _name(leaf)
-        for leaf in packet.leaves
-    ]
+    kinds = [_form(leaf) if isinstance(leaf, Tensor) else _name(leaf) for leaf in packet.leaves]
     return (
         mode,
         str(packet.structure) if len(kinds) > 1 else None,
@@ -67,6 +63,13 @@ def kind_of(
         protect,
         has_tail,
     )
+
+
+def _form(tensor: Tensor) -> Hashable:
+    """Describe a tensor by what decides which operations give views, and which copies."""
+    if not has_storage(tensor):
+        return tensor.dtype, tensor.dim(), tensor.numel() == 0
+    return tensor.dtype, tuple([min(size, 2) for size in tensor.shape]), tensor.is_contiguous()
 
 
 def _name(leaf: Any) -> Hashable:
@@ -91,5 +94,5 @@ def was_written(before: Any, leaf: Any, version: int | None) -> bool:
         return False
     if version is None:
         # Of a tensor that counts no versions `leaf` is a copy, if anybody reads `before` later.
-        return leaf is not before and not torch.equal(leaf, before)
+        return leaf is not before and not are_equal(leaf, before)
     return version_of(leaf) != version

@@ -8,10 +8,10 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Flag", "Inbox", "InboxClosedError", "Stop"]
+__all__ = ["LOOK_AROUND", "Flag", "Inbox", "InboxClosedError", "Stop"]
 
-#: Seconds after which a waiting worker looks at `Stop` by itself: an interrupt can come between
-#: setting it and waking everybody.
+#: Seconds after which whoever waits looks around by itself: an interrupt can come between setting
+#: a `Stop` and waking everybody.
 LOOK_AROUND = 0.5
 
 

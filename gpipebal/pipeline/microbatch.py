@@ -7,9 +7,9 @@ A cell that takes skip connections beside its input gets one packet joined from 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import combinations, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.tensors import parts_of, storage_key
 
 __all__ = [
     "Call",
@@ -54,10 +55,13 @@ class Packet(NamedTuple):
     ready: Any = None
     overlaps: frozenset[int] = frozenset()
 
-    def as_leaves(self) -> list[Any]:
-        """Return the leaves, with a leaf of autograd for each that needs a gradient."""
+    def as_leaves(self, *, grad: bool = True) -> list[Any]:
+        """Return the leaves for one pass through layers; what these set on them is of that pass.
+
+        With `grad`, those that need a gradient are leaves of autograd.
+        """
         return [
-            leaf.detach().requires_grad_() if needs else leaf
+            leaf.detach().requires_grad_(grad and needs) if isinstance(leaf, Tensor) else leaf
             for leaf, needs in zip(self.leaves, self.needs_gradient, strict=True)
         ]
 
@@ -136,8 +140,33 @@ def split_packet(packet: Packet) -> list[Packet]:
     return packets
 
 
+class _Place(NamedTuple):
+    """Where a tensor is in memory.
+
+    Attributes:
+        leaf: Index of the leaf that it is, or is a part of.
+        storage: What only tensors in one storage have in common.
+        array: For numpy to compare and never to read; None where nobody knows the elements' places.
+    """
+
+    leaf: int
+    storage: int
+    array: np.ndarray | None
+
+    def meets(self, other: _Place) -> bool:
+        """Tell whether the two have an element in common, or may have."""
+        if self.storage != other.storage:
+            return False
+        if self.array is None or other.array is None:
+            return True
+        try:
+            return np.shares_memory(self.array, other.array, max_work=10_000)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+
+
 class _Address:
-    """A tensor's place in memory, for numpy to compare and never to read."""
+    """The elements of a tensor, as numpy asks for them."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
@@ -150,45 +179,46 @@ class _Address:
         }
 
 
+def _places(leaves: Sequence[Any]) -> list[_Place]:
+    """List where the tensors among the leaves are, the parts of sparse and nested ones too."""
+    parts = [
+        (k, storage_key(part), part)
+        for k, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.numel()
+        for part in parts_of(leaf)
+        if part.numel()
+    ]
+    several = Counter(storage for _, storage, _ in parts)
+    # Subclasses of torch.Tensor may keep their elements elsewhere.
+    return [
+        _Place(k, storage, np.asarray(_Address(part)) if part.data_ptr() else None)
+        for k, storage, part in parts
+        if several[storage] > 1
+    ]
+
+
 def find_shared(leaves: Sequence[Any], others: Sequence[Any]) -> frozenset[int]:
     """Return the indices of the tensors that have memory in common with one of some others."""
-    return frozenset(
-        k for k, leaf in enumerate(leaves) if any(find_overlaps([leaf, other]) for other in others)
-    )
+    places = _places([*leaves, *others]) if others else []
+    mine = [place for place in places if place.leaf < len(leaves)]
+    theirs = [place for place in places if place.leaf >= len(leaves)]
+    return frozenset(one.leaf for one in mine if any(map(one.meets, theirs)))
 
 
 def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:
     """Return the indices of the tensors that have memory in common with another one.
 
     Two views of one tensor that have no element in common, as `torch.chunk` makes them, do not.
+
+    Complexity:
+        O(n) for n tensors, and O(v^2) for v of them in one storage.
     """
-    tensors = [
-        (k, leaf)
-        for k, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
-    ]
-    if len(tensors) < 2:
-        return frozenset()
-    by_storage: dict[int, list[tuple[int, Tensor]]] = {}
-    for k, tensor in tensors:
-        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((k, tensor))
+    places = _places(leaves) if len(leaves) > 1 else []
     found: set[int] = set()
-    for group in by_storage.values():
-        addresses = (
-            [(k, np.asarray(_Address(tensor))) for k, tensor in group] if len(group) > 1 else []
-        )
-        for at, (k, one) in enumerate(addresses):
-            for other, another in addresses[at + 1 :]:
-                if _share(one, another):
-                    found |= {k, other}
+    for one, other in combinations(places, 2):
+        if one.leaf != other.leaf and one.meets(other):
+            found |= {one.leaf, other.leaf}
     return frozenset(found)
-
-
-def _share(one: Any, other: Any) -> bool:
-    try:
-        return bool(np.shares_memory(one, other, max_work=10_000))  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
 
 
 #: How deep objects are searched for tensors, and how many of them for one value.

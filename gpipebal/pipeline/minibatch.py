@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import PipelineTimeoutError
+from gpipebal.errors import PipelineError
 from gpipebal.pipeline.batchnorm import Statistics, gathering
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.cell import Cell
@@ -209,7 +209,7 @@ class MiniBatch:
             for cell in row:
                 cell.begin_backward(keep=keep, parameters=parameters)
         self._begin_gradients(parameters=parameters)
-        with self.state.default_dtype():
+        with self.state.process_wide_entered():
             self._run_phase("RB")
         received = self._take_input_gradients()
         if self._spent:
@@ -281,7 +281,7 @@ class MiniBatch:
                     running = [flag for flag, it in zip(finished, begun, strict=True) if it]
                     pool.wait_for(running, GRACE, spare_computing=True)
                     self._release_cells()
-            except PipelineTimeoutError:
+            except PipelineError:
                 pass  # the interrupt is what the caller gets to see
             except BaseException:
                 pool.give_up()

@@ -268,9 +268,11 @@ def part_gradients(
     """Part the gradient of a joined output as `gather_leaves` joined it."""
     if gradient is None:
         return [None] * len(sizes)
-    if dim is None:
-        return gradient.unbind()
-    return [gradient] if len(sizes) == 1 else gradient.split(list(sizes), dim=dim)
+    if dim is not None and len(sizes) == 1:
+        return [gradient]
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()  # torch cannot part a sparse one
+    return gradient.unbind() if dim is None else gradient.split(list(sizes), dim=dim)
 
 
 def join_gradients(

@@ -1,6 +1,6 @@
 """A partition as its worker runs it: a run of layers on one device, and what is known of them.
 
-The same layers behave alike for every micro-batch of one kind, so four facts are found out once,
+The same layers behave alike for every micro-batch of one kind, so three facts are found out once,
 on the first micro-batch of a new kind, and used from then on:
 
 * which of the boundary tensors the first layers write to (only those are copied, so that the
@@ -168,10 +168,10 @@ class Partition:
             # another way through a layer. Where nothing can need a gradient there is no graph.
             look = True
         record = run.state.grad_enabled and (not checkpointed or look)
-        leaves = packet.as_leaves() if record else packet.leaves
         kept = self.buffers.keep() if checkpointed else None
         with run.state.entered(grad=record):
-            written = facts.written_inputs if protect else ()
+            leaves = packet.as_leaves(grad=record)
+            written = _perhaps_written(leaves, facts) if protect else ()
             try:
                 outputs, structure = flatten(self._run_on(leaves, written, packet, run))
             except RuntimeError as error:
@@ -196,10 +196,10 @@ class Partition:
         """Run the layers on the first micro-batch of a kind, and find out the facts of the kind."""
         # Also if it is recomputed: only a graph tells which outputs need a gradient.
         record = run.state.grad_enabled
-        leaves = packet.as_leaves() if record else packet.leaves
         kept = self.buffers.keep() if checkpointed else None
         before = self.buffers.copies(alone=not protect)
         with run.state.entered(grad=record):
+            leaves = packet.as_leaves(grad=record)
             # Where nobody reads the input later, others may write to what lies beside it meanwhile:
             # views of one tensor have one count of writes.
             inputs = copied(leaves, range(len(leaves)) if protect else packet.overlaps)
@@ -220,7 +220,7 @@ class Partition:
         return ForwardResult(leaves, outputs, structure, needs, kept, overlaps)
 
     def check_writes(self, kind: Hashable, packet: Packet) -> None:
-        """Make sure that no layer has written to a tensor that others will read.
+        """Make sure that layers do not write, as far as is known, to what others will read.
 
         Raises:
             ModelError: one has.
@@ -257,7 +257,7 @@ class Partition:
         """
         facts = self._facts.get(run.kind)
         leaves = packet.as_leaves()
-        written = frozenset(range(len(leaves))) if facts is None else facts.written_inputs
+        written = _perhaps_written(leaves, facts)
         self.buffers.check(kept)
         with run.state.entered(grad=True), self.buffers.replaced(kept):
             outputs, _ = flatten(self._run_on(leaves, written, packet, run))
@@ -343,11 +343,21 @@ class Partition:
                     randomness.enter_layer(self.first + len(self.layers))
                     value = tail(value)
         except BaseException as error:
-            error.add_note(where)
+            with suppress(Exception):  # the error's own class may get in the way
+                error.add_note(where)
             raise
         if skips is not None and self.outgoing:
             return [value, *(skips.load(route.key) for route in self.outgoing)]
         return value
+
+
+def _perhaps_written(leaves: Sequence[Any], facts: Facts | None) -> Collection[int]:
+    """Return the indices of the leaves that layers write to, or of which nobody can tell."""
+    if facts is None:
+        return range(len(leaves))
+    # Tensors made in inference mode count no writes: that no value changed once says nothing.
+    uncounted = {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
+    return facts.written_inputs | uncounted
 
 
 def _may_need_gradient(leaf: Any) -> bool:

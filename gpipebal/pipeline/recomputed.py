@@ -298,9 +298,12 @@ class _Once:
         for i, (leaf, first) in enumerate(zip(leaves, self._first_place, strict=True)):
             if first < i:
                 made.append(made[first])
+            elif isinstance(leaf, Tensor) and i in self._copied:
+                made.append(copy(leaf))
             else:
-                copied = isinstance(leaf, Tensor) and i in self._copied
-                made.append(copy(leaf) if copied else leaf)
+                # What a layer sets on it, such as a gradient, is of one pass.
+                alike = isinstance(leaf, Tensor) and not leaf.requires_grad
+                made.append(leaf.detach() if alike else leaf)
         return made
 
     def _check_alone(self, leaves: Sequence[Any], written: set[int]) -> None:

@@ -87,7 +87,8 @@ class TiedParameters:
                     self._catch(parameter)
 
     def _catch(self, parameter: nn.Parameter) -> None:
-        if not parameter.requires_grad:
+        # What torch.func.functional_call has computed belongs to the caller's graph, as any value.
+        if not (parameter.requires_grad and parameter.is_leaf):
             return
         with self._lanes[self._owners[id(parameter)][-1]].computing():
             user = _user(parameter)
@@ -164,7 +165,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threadi
         return (None,) if threading.current_thread() in threads else None
 
     for parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.is_leaf:
             # The node that adds is one for all graphs, and theirs keep it.
             user = _user(parameter)
             _adder(user).register_prehook(drop)

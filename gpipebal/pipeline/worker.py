@@ -30,7 +30,7 @@ import torch
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.activity import Activity, timeout_error
-from gpipebal.pipeline.inbox import Flag, Stop
+from gpipebal.pipeline.inbox import LOOK_AROUND, Flag, Stop
 from gpipebal.pipeline.lane import Lane
 
 __all__ = ["WorkerPool", "given_up_error"]
@@ -131,6 +131,15 @@ class WorkerPool:
         finally:
             self._stops.discard(stop)
 
+    def check_caller(self) -> None:
+        """Raise PipelineError in one of the pool's own threads, which would wait for itself."""
+        if threading.current_thread() in self.threads:
+            raise PipelineError(
+                "a pipeline was called by one of its own layers, which would wait for itself.\n"
+                "Fix: do not call a pipeline inside itself, nor inside torch.utils.checkpoint: "
+                "GPipe has checkpoint=."
+            )
+
     def submit(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Hand task j to worker j, to all workers in one go.
 
@@ -146,12 +155,7 @@ class WorkerPool:
                 "a mini-batch that began in the parent process cannot go on in a forked child.\n"
                 "Fix: run forward and backward in the same process."
             )
-        if threading.current_thread() in self.threads:
-            raise PipelineError(
-                "a pipeline was called by one of its own layers, which would wait for itself.\n"
-                "Fix: do not call a pipeline inside itself, nor inside torch.utils.checkpoint: "
-                "GPipe has checkpoint=."
-            )
+        self.check_caller()
         if self._is_exit and threading.current_thread() is not threading.main_thread():
             # A daemon thread, with a moment left, and perhaps inside torch: see MiniBatch.
             threading.Event().wait()
@@ -185,12 +189,16 @@ class WorkerPool:
 
         Raises:
             PipelineTimeoutError: given up; the text says what every worker is doing.
+            PipelineError: another mini-batch gave the workers up.
         """
         n_done = sum(activity.n_done for activity in self.activities)
         used = 0.0 if timeout is None else _seconds_used(self._clocks)
         for flag in finished:
-            while not flag.wait(timeout):
-                assert timeout is not None
+            while not flag.wait(LOOK_AROUND if timeout is None else timeout):
+                if self.is_given_up:  # by another mini-batch
+                    raise given_up_error()
+                if timeout is None:
+                    continue
                 before, n_done = n_done, sum(activity.n_done for activity in self.activities)
                 used_before, used = used, _seconds_used(self._clocks)
                 computing = used - used_before > _COMPUTING * timeout
@@ -326,6 +334,9 @@ def _work(
         # too: no other thread is waited for, so no two workers can wait for each other's device
         # thread.
         torch.autograd.set_multithreading_enabled(False)
+        # Nor one cast of a parameter in the graphs of two cells, see CallerState: also where a
+        # layer turns autocast on by itself.
+        torch.set_autocast_cache_enabled(False)
         lane.enter_thread()
     except BaseException as error:
         failures.append(error)
