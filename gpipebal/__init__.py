@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpipebal.balance import balance_by_size, balance_by_time, balance_cost
     from gpipebal.errors import GpipebalError
-    from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing, trace
+    from gpipebal.pipeline import GPipe, flatten, is_checkpointing, is_recomputing, trace
     from gpipebal.plan import Plan
     from gpipebal.planner import (
         compare_rules,
@@ -59,6 +59,7 @@ __all__ = [
     "compare_rules",
     "compare_schedules",
     "evaluate",
+    "flatten",
     "is_checkpointing",
     "is_recomputing",
     "match_profile",
@@ -88,6 +89,7 @@ _HOMES = {
     "compare_rules": "gpipebal.planner",
     "compare_schedules": "gpipebal.schedule_comparison",
     "evaluate": "gpipebal.planner",
+    "flatten": "gpipebal.pipeline",
     "is_checkpointing": "gpipebal.pipeline",
     "is_recomputing": "gpipebal.pipeline",
     "match_profile": "gpipebal.profile",

@@ -216,6 +216,6 @@ def _checked(partitions: int, n_layers: int) -> int:
         raise BalanceError(
             f"chain has fewer layers than partitions: partitions={n_partitions} (expected 1 <= "
             f"partitions <= {n_layers}, the number of layers).\n"
-            f"Fix: partitions={n_layers}, or open nested layers so that there are more."
+            f"Fix: partitions={n_layers}, or more layers: gpipebal.flatten(model)."
         )
     return n_partitions

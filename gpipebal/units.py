@@ -106,7 +106,9 @@ def parse_bytes(text: float | str) -> int:
     elif isinstance(text, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
         if match is not None and match.group(2).lower() in _BYTES_PER_UNIT:
-            return round(float(match.group(1)) * _BYTES_PER_UNIT[match.group(2).lower()])
+            size = float(match.group(1)) * _BYTES_PER_UNIT[match.group(2).lower()]
+            if size < math.inf:
+                return round(size)
     raise UsageError(
         f"size is not readable: size={text!r} (expected bytes, or a number with a unit).\n"
         "Fix: write it as '16 GiB', '500 MB' or a number of bytes."

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Where a change is judged, the same code gets the same examples; elsewhere each run tries others.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 def pytest_report_header() -> str:

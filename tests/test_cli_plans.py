@@ -149,18 +149,30 @@ def test_solve_recomputes_layers_of_a_balance(
     assert _said([*words, "--balance", "1,5"], capsys) == f"{chosen}\n"
 
 
+def test_a_plan_with_runs_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its file holds the layers that are recomputed by themselves."""
+    profile = Profile.from_costs([1.0, 2.0, 3.0, 2.5], saved_bytes=[10**6] * 4, rows=2, chunks=4)
+    profile.save(folder / "large.json")
+    path = folder / "with-runs.json"
+    words = ["solve", str(folder / "large.json"), "-n", "2", "--recompute-layers", "-o", str(path)]
+    _said([*words, "--memory-limit", "5MB"], capsys)
+    plan = Plan.load(path)
+    assert plan.runs
+    assert all(part.memory.total <= 5 * 10**6 for part in plan.partitions)
+    assert "Recomputed by themselves" in str(plan)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "nothing limits the memory"),
-        (["--memory-limit", "1GiB", "-o", "plan.json"], "no room for layers"),
         (["--memory-limit", "1GiB", "--schedule", "zb_h1"], "memory is not known"),
     ],
 )
 def test_solve_says_what_single_layers_need(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a limit there is nothing to do, and a plan's file cannot hold runs."""
+    """Without a limit there is nothing to do, and not under schedules that only torch runs."""
     asked = ["solve", str(folder / "profile.json"), "-n", "2", "--recompute-layers", *words]
     assert main(asked) == 2
     said = capsys.readouterr().err

@@ -41,16 +41,3 @@ def test_keeping_the_graph_is_seen(keep: bool) -> None:
 def test_gradients_of_inputs_alone_are_seen() -> None:
     """will_run() is False for a leaf that torch.autograd.grad was not asked for."""
     assert ask(lambda loss, x: torch.autograd.grad(loss, x)) == (False, False)
-
-
-def test_each_backward_has_its_number() -> None:
-    """running_backward() is one number throughout a backward, and another in the next."""
-    seen: list[int] = []
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    z = y * 3
-    for tensor in (y, z):
-        tensor.register_hook(lambda gradient: seen.append(engine_state.running_backward()))
-    for _ in range(2):
-        z.sum().backward(retain_graph=True)
-    assert seen[0] == seen[1] != seen[2] == seen[3]

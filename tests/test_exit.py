@@ -66,6 +66,37 @@ def test_a_cell_that_computes_is_waited_for() -> None:
     assert out.endswith("computed\nend\n")
 
 
+WAITING = """
+import threading, time, torch
+from torch import nn
+from gpipebal import is_recomputing
+from gpipebal.pipeline import GPipe, worker
+worker.GRACE = 0.3
+started = threading.Event()
+class Hang(nn.Module):
+    def forward(self, x):
+        if is_recomputing():
+            started.set()
+            threading.Event().wait()
+        return x * 1
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.2)
+slow = Slow()
+pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Hang()), [1, 1], chunks=2, checkpoint="always")
+threading.Thread(target=lambda: pipe(torch.ones(4, 2)).sum().backward(), daemon=True).start()
+assert started.wait(60)
+"""
+
+
+def test_a_caller_inside_of_torch_is_not_woken_while_the_interpreter_ends() -> None:
+    """It stands in a backward, in C++: Python would end its thread there, and the program abort."""
+    done = subprocess.run(
+        [sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 FAILED = """
 import torch
 from torch import nn

@@ -379,7 +379,8 @@ def test_the_named_method_of_a_search_is_taken() -> None:
 def test_rules_of_thumb_keep_schedule_devices_and_link(schedule: str) -> None:
     """Under every schedule, the plan's own row costs what the plan does."""
     profile = gb.Profile.from_costs([1.0, 2.0, 3.0, 4.0], output_bytes=[10] * 4, chunks=4)
-    around: dict[str, Any] = {"devices": [1, 2], "link": Link(bandwidth=10.0, overlaps=False)}
+    devices = [2, 2] if schedule == "interleaved_1f1b" else [1, 2]
+    around: dict[str, Any] = {"devices": devices, "link": Link(bandwidth=10.0, overlaps=False)}
     plan = solve(profile, 2, checkpoint="never", schedule=schedule, **around)
     table = compare_rules(profile, plan, **around)
     assert table.row("equal layers").makespan == pytest.approx(plan.equal_split_value)

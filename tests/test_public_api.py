@@ -27,6 +27,7 @@ PUBLIC = [
     "compare_rules",
     "compare_schedules",
     "evaluate",
+    "flatten",
     "is_checkpointing",
     "is_recomputing",
     "match_profile",

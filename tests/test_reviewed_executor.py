@@ -359,7 +359,8 @@ def test_sparse_tensors_with_gradients_cross_cuts(
     torch.testing.assert_close(x.grad, torch.full((4, 3), 3.0))
 
 
-def test_a_mini_batch_without_a_timeout_does_not_wait_for_workers_that_were_given_up() -> None:
+@pytest.mark.parametrize("timeout", [None, 600.0])
+def test_no_mini_batch_waits_for_workers_that_were_given_up(timeout: float | None) -> None:
     """Another one, of another thread, gave them up before it could begin."""
     never = threading.Event()
 
@@ -369,7 +370,7 @@ def test_a_mini_batch_without_a_timeout_does_not_wait_for_workers_that_were_give
                 never.wait()
             return x * 1
 
-    pipe = GPipe(nn.Sequential(Hang(), nn.Identity()), [1, 1])
+    pipe = GPipe(nn.Sequential(Hang(), nn.Identity()), [1, 1], timeout=timeout)
     pipe(torch.ones(2, 2))
     raised: dict[str, BaseException] = {}
 
@@ -401,3 +402,6 @@ def test_flags_wake_who_waits() -> None:
     assert not flag.wait(0.01)
     threading.Timer(0.05, flag.set).start()
     assert flag.wait() and flag.wait(0.0) and flag.wait()
+    flag = Flag()
+    threading.Timer(0.05, flag.wake).start()
+    assert not flag.wait()

@@ -105,37 +105,39 @@ def test_without_pressure_it_is_place(
         assert (table.ends >= table.starts).all()
 
 
-def test_pressure_is_found_again() -> None:
+@pytest.mark.parametrize("n", [2, 3, 4, 6])
+@pytest.mark.parametrize("square", [0.0, 0.1, 0.3])
+def test_pressure_is_found_again(n: int, square: float) -> None:
     """From the cells of a simulated step comes the pressure that it was made with."""
-    for square in (0.0, 0.3, 1.2):
-        share = 1 / (1 + square)
-        alone = Durations((2.0, 3.0), (2.0, 3.0), (4.0, 5.0))
-        together = replace(alone, forward=tuple(t / share for t in alone.forward))
-        step = place_sharing(gpipe_schedule(2, 6, "never"), together, alone, 2)
-        events = list(step.events)
-        beside = overlaps(events, lambda kind: {"F": "forward", "B": "backward"}.get(kind))
-        for kind, name, expected in (("F", "forward", square), ("B", "backward", 0.0)):
-            cells = [
-                TracedCell((e.end - e.start) / getattr(alone, name)[e.partition], others)
-                for e, others in zip(events, beside, strict=True)
-                if e.kind == kind
-            ]
-            found = pressure(cells, name, {})
-            assert found is not None and found**2 == pytest.approx(expected, abs=1e-6)
+    alone = Durations(
+        tuple(2.0 + 0.25 * j for j in range(n)), (2.0,) * n, tuple(4.0 + 0.5 * j for j in range(n))
+    )
+    together = replace(alone, forward=tuple(t * (1 + (n - 1) * square) for t in alone.forward))
+    step = place_sharing(gpipe_schedule(n, 2 * n, "never"), together, alone, n)
+    events = list(step.events)
+    beside = overlaps(events, lambda kind: {"F": "forward", "B": "backward"}.get(kind))
+    for kind, name, expected in (("F", "forward", square), ("B", "backward", 0.0)):
+        cells = [
+            TracedCell((e.end - e.start) / getattr(alone, name)[e.partition], others)
+            for e, others in zip(events, beside, strict=True)
+            if e.kind == kind
+        ]
+        found = pressure(cells, name, {})
+        assert found is not None and found**2 == pytest.approx(expected, abs=1e-6)
 
 
 def test_what_runs_beside_others_of_known_pressure_tells_its_own() -> None:
     """A recompute beside backwards: theirs is known, so its own follows; alone it tells nothing."""
-    cells = [TracedCell(1.0 + 0.5 * 0.8, {"backward": 1.0})]
+    cells = [TracedCell(1.0 + 0.5 * 0.8, {("backward",): 1.0})]
     found = pressure(cells, "recompute", {"backward": 0.8})
     assert found == pytest.approx(0.5)
     assert pressure([TracedCell(1.0, {})], "recompute", {}) is None
     assert pressure([], "recompute", {}) is None
-    assert pressure([TracedCell(99.0, {"f": 1.0})], "f", {}) == pytest.approx(MOST_PRESSURE)
+    assert pressure([TracedCell(99.0, {("f",): 1.0})], "f", {}) == pytest.approx(MOST_PRESSURE)
 
 
 def test_overlaps_by_hand() -> None:
-    """Shares are of the event's own time, by kind, and added up over the other partitions."""
+    """Shares are of the event's own time, by the kinds of those that worked just then."""
     events = [
         Event(0, "F", 0, 0.0, 4.0),
         Event(1, "F", 0, 1.0, 3.0),
@@ -144,8 +146,12 @@ def test_overlaps_by_hand() -> None:
         Event(2, "X", 0, 0.0, 1.0),
     ]
     found = overlaps(events, {"F": "forward", "B": "backward"}.get)
-    assert found[0] == {"forward": 1.0, "backward": 0.25}
-    assert found[2] == {"forward": 1.0}
+    assert found[0] == {
+        ("forward",): 0.25,
+        ("forward", "forward"): 0.25,
+        ("backward", "forward"): 0.25,
+    }
+    assert found[2] == {("forward", "forward"): 0.5}
 
 
 def _profile(shares: SideBySide | None) -> Profile:

@@ -58,7 +58,7 @@ def add_profile(commands: Commands) -> None:
         type=float,
         metavar="SECONDS",
         help="for the repeats; each layer is measured at least once (default: about the cost of "
-        "ten training steps)",
+        "ten training steps, and as long again as a pipeline)",
     )
     profile.add_argument(
         "--output",

@@ -35,7 +35,7 @@ def add_show(commands: Commands) -> None:
         """,
     )
     show.set_defaults(command=_show)
-    show.add_argument("files", metavar="FILE", nargs="+", help="a file that gpipebal has written")
+    show.add_argument("files", metavar="FILE", nargs="+", help="a profile, plan or timeline")
     show.add_argument(
         "--layers",
         type=int,

@@ -96,11 +96,6 @@ def _with_runs(profile: Profile, options: argparse.Namespace) -> LayerRecompute:
             "nothing limits the memory: --recompute-layers without --memory-limit (expected "
             "both).\nFix: --memory-limit 16GiB, say."
         )
-    if options.output is not None:
-        raise UsageError(
-            "a plan has no room for layers that are recomputed in runs: --output with "
-            "--recompute-layers (expected one of them).\nFix: --json, which prints both."
-        )
     question = question_of(options)
     limits = {
         "memory_limit": question.pop("memory_limit"),

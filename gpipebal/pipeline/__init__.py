@@ -7,6 +7,7 @@ one differentiable call), `gpipe` (the module that users see), `trace` and `mete
 
 from gpipebal.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
+from gpipebal.pipeline.flat import flatten
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
 from gpipebal.pipeline.parting import gather, scatter
@@ -20,6 +21,7 @@ __all__ = [
     "MemoryMeter",
     "Recorder",
     "convert_deferred_batch_norm",
+    "flatten",
     "gather",
     "is_checkpointing",
     "is_recomputing",

@@ -40,6 +40,8 @@ __all__ = [
 
 D = TypeVar("D", bound="DeferredBatchNorm")
 
+_committing = threading.Lock()
+
 
 class _Moments:
     """Count, mean and sum of squared deviations per channel, merged batch by batch.
@@ -88,12 +90,15 @@ class Statistics:
     def commit(self) -> None:
         """Update every layer's running statistics, once; afterwards nothing is gathered."""
         moments, self._moments = self._moments, {}
-        for layer, seen in moments.items():
-            for tensor in (seen.mean, seen.deviations):
-                if tensor.is_cuda:
-                    # Of the worker's stream, whose memory may be used again before this is read.
-                    record_stream(tensor, torch.cuda.current_stream(tensor.device))
-            layer.update(seen.count, seen.mean, seen.deviations / max(1, seen.count - 1))
+        # Each reads what it writes; mini-batches of two threads may end at the same moment.
+        with _committing:
+            for layer, seen in moments.items():
+                for tensor in (seen.mean, seen.deviations):
+                    if tensor.is_cuda:
+                        # Of the worker's stream, whose memory may be used again before this is
+                        # read.
+                        record_stream(tensor, torch.cuda.current_stream(tensor.device))
+                layer.update(seen.count, seen.mean, seen.deviations / max(1, seen.count - 1))
 
 
 class _Gathering(threading.local):
@@ -157,7 +162,7 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         # Classes of converted layers are made on the fly: pickle finds them by the plain one.
         if self.plain_class is None:
             return super().__reduce_ex__(protocol)
-        return blank_deferred, (DeferredBatchNorm, self.plain_class), self.__dict__
+        return blank_deferred, (DeferredBatchNorm, self.plain_class), self.__getstate__()
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -276,12 +281,24 @@ def _check_converted(layer: Recomputed) -> None:
         )
 
 
+def _check_own_forward(module: nn.Module) -> None:
+    """Refuse a module whose forward is bound to the original: a copy of it would run that."""
+    if "forward" in vars(module):
+        raise ModelError(
+            "batch normalisation cannot be deferred in a module that is compiled, or whose forward "
+            f"was replaced: {type(module).__name__} runs the original.\n"
+            "Fix: gpipebal.pipeline.convert_deferred_batch_norm(model) first, then compile or "
+            "replace; or deferred_batch_norm=False."
+        )
+
+
 def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
     if isinstance(module, DeferredBatchNorm):
         return module
     if isinstance(module, _PLAIN):
+        _check_own_forward(module)
         deferred = blank_deferred(DeferredBatchNorm, type(module))
-        deferred.__dict__.update(module.__dict__)
+        deferred.__dict__.update(module.__getstate__())  # without what compiled the original
         return deferred
     if isinstance(module, nn.SyncBatchNorm):
         warnings.warn(
@@ -300,6 +317,7 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
     }
     if all(child is module._modules[name] for name, child in children.items()):
         return module
+    _check_own_forward(module)
     converted = copy.copy(module)
     modules: dict[str, Any] = {**module._modules, **children}
     converted.__dict__["_modules"] = modules

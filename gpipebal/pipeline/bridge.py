@@ -5,17 +5,18 @@ To the caller the pipeline is one differentiable call. Two autograd Functions ma
     inputs ──▶ Launch ──token──▶ Attach ──▶ outputs          forward
     inputs ◀── Launch ◀──token── Attach ◀── outputs          backward
 
-`Attach` only stores the gradients of the outputs. `Launch` runs the whole backward of the pipeline,
-so it blocks; and it must not block a thread that the workers' own backwards need. The token, which
-is all that comes out of `Launch`, is an empty CPU tensor: that makes `Launch` a CPU node, and the
-engine runs CPU nodes in the thread that called ``backward()``, never in a device's thread.
+`Attach` parts the gradients of the outputs and hangs them on the token's gradient, so that they
+are gone with a backward that fails. `Launch` runs the whole backward of the pipeline, so it blocks;
+and it must not block a thread that the workers' own backwards need. The token, which is all that
+comes out of `Launch`, is an empty CPU tensor: that makes `Launch` a CPU node, and the engine runs
+CPU nodes in the thread that called ``backward()``, never in a device's thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +108,13 @@ def _gradient_device(leaf: Any) -> torch.device | None:
     return leaf.device if isinstance(leaf, Tensor) and leaf.requires_grad else None
 
 
+class _Arrived(NamedTuple):
+    """What `Attach` has for `Launch`: by micro-batch, a gradient of each leaf; and an event."""
+
+    gradients: list[list[Tensor | None]]
+    ready: Any
+
+
 class _Crossing:
     """What the two Functions share about one mini-batch."""
 
@@ -124,29 +132,25 @@ class _Crossing:
         self.gradient_devices = gradient_devices
         # Runs only if the backward wants gradients of leaves, such as parameters, in general.
         self.sentinel = get_gradient_edge(anchor).node
-        # By the running backward: of a graph that is kept, several threads may run one each.
-        self._arrived: dict[int, tuple[dict[int, Tensor], Any]] = {}
+        # Of a graph that is kept, several threads may run a backward each.
         self._turn = threading.Lock()
 
-    def arrive(self, gradients: dict[int, Tensor], ready: Any) -> None:
-        """Keep the gradients of outputs, by leaf, until `backward` of the same backward."""
-        self._arrived[engine_state.running_backward()] = gradients, ready
-
-    def backward(self) -> list[list[Tensor | None]]:
-        """Run the mini-batch's backward; return the gradients of its inputs by micro-batch."""
-        found, ready = self._arrived.pop(engine_state.running_backward())
+    def part(self, found: dict[int, Tensor | None]) -> list[list[Tensor | None]]:
+        """Part gradients of outputs, by leaf, into those of each micro-batch."""
         columns = [
-            part_gradients(found.pop(k, None), [sizes[k] for sizes in self.sizes], dim)
+            part_gradients(found.get(k), [sizes[k] for sizes in self.sizes], dim)
             for k, dim in enumerate(self.dims)
         ]
-        gradients = [list(row) for row in zip(*columns, strict=True)]
-        del columns
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def backward(self, arrived: _Arrived) -> list[list[Tensor | None]]:
+        """Run the mini-batch's backward; return the gradients of its inputs by micro-batch."""
         # A layer that waited for its turn would wait for the backward that runs it.
         self.mini_batch.runtime.pool.check_caller()
         with self._turn:
             return self.mini_batch.backward(
-                gradients,
-                ready,
+                arrived.gradients,
+                arrived.ready,
                 keep=engine_state.keeps_graph(),
                 parameters=engine_state.will_run(self.sentinel),
             )
@@ -157,18 +161,13 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, crossing: _Crossing, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.crossing = crossing
         ctx.set_materialize_grads(False)
-        return torch.empty(0, device="cpu")
+        return _token()
 
     @staticmethod
-    def backward(ctx: Any, _token: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         crossing: _Crossing = ctx.crossing
-        if torch.is_grad_enabled():
-            raise PipelineError(
-                "a pipeline's backward cannot be differentiated: create_graph=True.\n"
-                "Fix: call backward() or torch.autograd.grad() without create_graph, or use the "
-                "plain model for gradients of gradients."
-            )
-        received = crossing.backward()
+        # Taken away, so that they are gone before gradients are joined.
+        received = crossing.backward(token.__dict__.pop("arrived"))
         mini_batch = crossing.mini_batch
         gradients = join_gradients(received, mini_batch.rows, mini_batch.dims)
         # A gradient goes back to where its input was, which need not be the first device.
@@ -194,14 +193,21 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise PipelineError(
+                "a pipeline's backward cannot be differentiated: create_graph=True.\n"
+                "Fix: call backward() or torch.autograd.grad() without create_graph, or use the "
+                "plain model for gradients of gradients."
+            )
         crossing: _Crossing = ctx.crossing
+        parts = crossing.part(dict(zip(ctx.wanted, gradients, strict=True)))
+        token = _token()
         # This may be a device's thread: its current stream is the one that made the gradients.
-        crossing.arrive(
-            {
-                k: gradient
-                for k, gradient in zip(ctx.wanted, gradients, strict=True)
-                if gradient is not None
-            },
-            crossing.mini_batch.lanes[-1].follow_caller(),
-        )
-        return (None, torch.empty(0, device="cpu"), None, *([None] * len(gradients)))
+        ready = crossing.mini_batch.lanes[-1].follow_caller()
+        token.__dict__["arrived"] = _Arrived(parts, ready)
+        return (None, token, None, *([None] * len(gradients)))
+
+
+def _token() -> Tensor:
+    # The engine hands a gradient on as it is only if it has the type of the forward's tensor.
+    return torch.empty(0, dtype=torch.float32, device="cpu")

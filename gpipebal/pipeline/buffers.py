@@ -12,7 +12,7 @@ the cell holds on to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.modules import Modules
 from gpipebal.pipeline.tensors import are_equal, bytes_of, parts_of, version_of
 
-__all__ = ["BufferSlot", "Buffers", "Copies", "Kept", "is_always_copied"]
+__all__ = ["BufferSlot", "Buffers", "BuffersOfRun", "Copies", "Kept", "is_always_copied"]
 
 #: Where a buffer stands: the module that has it, and its name there.
 BufferSlot = tuple[nn.Module, str]
@@ -57,13 +58,27 @@ class Kept(NamedTuple):
 
     def again(self) -> Kept:
         """Return copies of the copies, for a recompute that will be followed by another."""
-        copies = {p: None if t is None else t.clone() for p, t in self.copies.items()}
+        copied = _Copied()
+        copies = {p: None if t is None else copied.of(t) for p, t in self.copies.items()}
         return self._replace(copies=copies)
 
     def with_copies(self, changed: Mapping[BufferSlot, Tensor]) -> Kept:
         """Return the same with copies of buffers that turned out to be written to."""
         others = {p: kept for p, kept in self.others.items() if p not in changed}
         return self._replace(copies={**self.copies, **changed}, others=others)
+
+
+class _Copied:
+    """Copies of tensors, one of each: what a module writes to a shared buffer, others see."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor."""
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, tensor.detach().clone()
+        return self._made[id(tensor)][1]
 
 
 class Buffers:
@@ -93,6 +108,7 @@ class Buffers:
         copies: dict[BufferSlot, Tensor | None] = {}
         others: dict[BufferSlot, tuple[Tensor, int | None]] = {}
         empty: set[BufferSlot] = set()
+        copied = _Copied()
         for place, buffer in self._slots():
             if place in self._left_alone:
                 continue  # nobody writes to it, and another worker may be reading it
@@ -101,7 +117,7 @@ class Buffers:
             elif is_lazy(buffer):
                 copies[place] = None
             elif is_always_copied(place[0], buffer) or place in self._written:
-                copies[place] = buffer.detach().clone()
+                copies[place] = copied.of(buffer)
             else:
                 others[place] = (buffer, version_of(buffer))
         return Kept(copies, others, empty)
@@ -112,8 +128,9 @@ class Buffers:
         Returns:
             Each buffer, its copy, and how often it has been written to.
         """
+        copied = _Copied()
         return {
-            place: (buffer, buffer.detach().clone(), version_of(buffer))
+            place: (buffer, copied.of(buffer), version_of(buffer))
             for place, buffer in self._present()
             if not is_lazy(buffer)
             and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
@@ -196,11 +213,12 @@ class Buffers:
     @contextmanager
     def replaced(self, kept: Kept) -> Iterator[None]:
         """Let the modules see what was kept in a block, and give them back their own."""
+        copied = _Copied()
         for (module, name), copy in kept.copies.items():
             own = _buffer_of(module, name)
             self._lent[module, name] = own
             if copy is None and own is not None and not is_lazy(own):
-                copy = own.detach().clone()  # the first values are in it, and not to be changed
+                copy = copied.of(own)  # the first values are in it, and not to be changed
             module._buffers[name] = copy
         for (module, name), (buffer, _) in kept.others.items():
             # Also those that are the same still: the recompute may replace them as the forward did.
@@ -236,6 +254,30 @@ class Buffers:
 
     def _present(self) -> Iterator[tuple[BufferSlot, Tensor]]:
         return ((place, buffer) for place, buffer in self._slots() if buffer is not None)
+
+
+class BuffersOfRun(Buffers):
+    """The buffers of a run's layers, and in which modes it has been looked which are written to."""
+
+    def __init__(self, layers: Sequence[nn.Module], foreign: Container[int]) -> None:
+        self.modules = Modules(layers)
+        modules = list(self.modules)
+        slots = [(module, name, b) for module in modules for name, b in module._buffers.items()]
+        super().__init__(modules, frozenset((m, n) for m, n, b in slots if id(b) in foreign))
+        self._seen: set[tuple[bool, ...]] = set()
+
+    def mode(self) -> tuple[bool, ...]:
+        """Return the modes of all modules."""
+        return tuple([module.training for module in self.modules])
+
+    def copies(self, *, alone: bool = False) -> Copies:
+        """Copy the large buffers, if it has not been looked yet which of them are written to."""
+        return {} if self.mode() in self._seen else super().copies(alone=alone)
+
+    def looked(self, kept: Kept, before: Copies) -> Kept:
+        """Return what is kept, with those that turned out to be written to."""
+        self._seen.add(self.mode())
+        return kept.with_copies(self.look(before))
 
 
 def _buffer_of(module: nn.Module, name: str) -> Tensor | None:

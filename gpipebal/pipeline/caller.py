@@ -4,33 +4,23 @@ Threads inherit none of torch's thread-local settings, so each cell runs inside 
 the caller had when the mini-batch went in: autocast, inference mode, the default device of
 ``with torch.device(...)``, the default dtype, hooks on saved tensors, context variables. Recompute
 and backward use the forward's settings too, because the forward decides which numbers must come
-out again; also of what torch has once for the whole process, such as the default dtype and which
-kernels attention may choose from, which under dropout draw different masks.
+out again; also of what torch has once for the whole process (`process_wide`).
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.backends import cuda, cudnn
 from torch.utils._device import DeviceContext
 
-__all__ = ["CallerState"]
+from gpipebal.pipeline.process_wide import Settings, current_settings, settings_entered
 
-#: How to read and to set what torch has once for the whole process.
-_PROCESS_WIDE: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    (lambda: cudnn.enabled, lambda it: setattr(cudnn, "enabled", it)),
-)
+__all__ = ["CallerState"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +30,14 @@ class CallerState:
     Attributes:
         autocast: For each type of device, the dtype that autocast casts to there, and whether it
             is on.
-        process_wide: Values of `_PROCESS_WIDE`.
+        process_wide: What torch has once for the whole process.
     """
 
     grad_enabled: bool
     inference_mode: bool
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     device: torch.device | None
-    process_wide: tuple[Any, ...]
+    process_wide: Settings
     saved_tensors_hooks: tuple[Any, Any] | None
     variables: contextvars.Context = field(repr=False)
 
@@ -62,7 +52,7 @@ class CallerState:
                 for kind in device_types
             ),
             device=_default_device(),
-            process_wide=tuple(read() for read, _ in _PROCESS_WIDE),
+            process_wide=current_settings(),
             saved_tensors_hooks=_top_saved_tensors_hooks(),
             variables=contextvars.copy_context(),
         )
@@ -74,15 +64,13 @@ class CallerState:
             if self.inference_mode:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad))
+            self._set_autocast_dtypes()
             for kind, dtype, is_on in self.autocast:
-                # For the layers that turn it on by themselves; every cell sets it in its thread.
-                torch.set_autocast_dtype(kind, dtype)
-                if not is_on:
-                    continue
                 # torch keeps casts of parameters for the whole process, and forgets them when any
                 # thread leaves its autocast: a cell might read one that another stream still makes,
                 # and how often it casts would go by the clock.
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+                if is_on:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.device is not None:
                 stack.enter_context(self.device)
             if self.saved_tensors_hooks is not None:
@@ -92,22 +80,21 @@ class CallerState:
             yield
 
     def backward_entered(self) -> AbstractContextManager[Any]:
-        """Return a context for a backward: of these settings, torch's takes the default device."""
+        """Return a context for a backward: torch's takes the default device, of these settings."""
+        self._set_autocast_dtypes()
         return nullcontext() if self.device is None else self.device
 
-    @contextmanager
-    def process_wide_entered(self) -> Iterator[None]:
-        """Run a block under those of these settings that torch has once for the whole process.
+    def process_wide_entered(self) -> AbstractContextManager[None]:
+        """Return a context that has those of these settings that the whole process shares."""
+        return settings_entered(self.process_wide)
 
-        They are entered by the caller's thread, for all workers.
+    def _set_autocast_dtypes(self) -> None:
+        """Let layers that turn autocast on by themselves cast to what the caller would.
+
+        Never undone: the thread is a worker's, each of whose cells does this.
         """
-        with ExitStack() as stack:
-            for (read, write), value in zip(_PROCESS_WIDE, self.process_wide, strict=True):
-                now = read()
-                if now != value:
-                    stack.callback(write, now)
-                    write(value)
-            yield
+        for kind, dtype, _ in self.autocast:
+            torch.set_autocast_dtype(kind, dtype)
 
 
 def _default_device() -> torch.device | None:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.kinds import check_kind
 from gpipebal.pipeline.container import Container
-from gpipebal.pipeline.recomputed import Recomputed
+from gpipebal.pipeline.recomputed import Recomputed, with_recompute
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
 from gpipebal.schedule import check_count, check_schedule
@@ -30,10 +30,13 @@ __all__ = [
     "check_plan_names",
     "check_plan_schedule",
     "check_runs",
+    "has_own_forward",
+    "hooks_of",
     "layers_of",
     "plan_warnings",
     "warn_of_lazy_norms",
     "warn_of_what_stays_behind",
+    "with_runs_of",
 ]
 
 #: What a module can have of its own, beside its layers, that a pipeline of the layers has not.
@@ -67,7 +70,7 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
             f"type(module)={type(module).__name__}.\n"
             "Fix: write the model as nn.Sequential of its layers."
         )
-    if type(module).forward is not nn.Sequential.forward:
+    if has_own_forward(module):
         raise ModelError(
             f"module has a forward of its own: {type(module).__name__}.forward (expected that of "
             "nn.Sequential: one layer after the other).\n"
@@ -76,6 +79,16 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
     return OrderedDict(
         (name, layer) for name, layer in module._modules.items() if layer is not None
     )
+
+
+def has_own_forward(module: nn.Sequential) -> bool:
+    """Tell whether an `nn.Sequential` does not run its layers as all others do."""
+    return type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """List which kinds of hooks a module has of its own, beside those of modules inside it."""
+    return [kind for kind, names in _OWN_HOOKS.items() if any(map(module.__dict__.get, names))]
 
 
 def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
@@ -159,9 +172,18 @@ def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
     """Refuse a balance that cuts a run of layers that are recomputed together.
 
     Raises:
-        BalanceError: a partition begins inside of one.
+        BalanceError: a partition begins inside of one, or one is inside of a layer.
     """
     names = list(layers)
+    for name, layer in layers.items():
+        inside = layer.stands_for if isinstance(layer, Recomputed) else layer
+        if any(isinstance(part, Recomputed) for part in inside.modules()):
+            raise BalanceError(
+                f"a run of layers that are recomputed together is inside of layer {name!r}, where "
+                "it would draw the random numbers of other layers (expected runs of the layers of "
+                "the pipeline).\n"
+                "Fix: open that layer first, with_recompute(gpipebal.flatten(model), runs)."
+            )
     for j, begin in enumerate(accumulate(balance[:-1], initial=0)):
         first = layers[names[begin]] if names else None
         if isinstance(first, Recomputed) and first.is_inside:
@@ -240,7 +262,7 @@ def warn_of_what_stays_behind(module: nn.Module) -> None:
     Warns:
         UserWarning: it has hooks, parameters or buffers.
     """
-    found = [kind for kind, names in _OWN_HOOKS.items() if any(map(module.__dict__.get, names))]
+    found = hooks_of(module)
     if found:
         warnings.warn(
             f"the model has {' and '.join(found)} of its own, which the pipeline does not take "
@@ -306,6 +328,31 @@ def check_plan_schedule(plan: Plan) -> None:
     """
     check_kind("plan", plan, Plan)
     check_schedule(plan.schedule)
+
+
+def with_runs_of(plan: Plan, module: nn.Module) -> nn.Module:
+    """Let a chain recompute the runs of layers that a plan has, unless it does so already.
+
+    Raises:
+        BalanceError: it has other runs.
+    """
+    if not plan.runs:
+        return module
+    own = tuple(
+        range(k, k + layer.n_layers)
+        for k, layer in enumerate(layers_of(module).values())
+        if isinstance(layer, Recomputed) and not layer.is_inside
+    )
+    if not own:
+        assert isinstance(module, nn.Sequential)
+        return with_recompute(module, plan.runs)
+    if own != plan.runs:
+        raise BalanceError(
+            f"the module recomputes other layers than the plan: runs of {list(own)} (expected "
+            f"{list(plan.runs)}).\n"
+            "Fix: give the model without runs, from_plan adds those of the plan."
+        )
+    return module
 
 
 def plan_warnings(

@@ -142,7 +142,7 @@ class Container(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Who watches this object does not watch a copy.
-        return {**self.__dict__, "_recorder": None, "_ledger": None}
+        return {**super().__getstate__(), "_recorder": None, "_ledger": None}
 
     def extra_repr(self) -> str:
         """Show the settings beside the layers."""

@@ -25,6 +25,7 @@ from gpipebal.pipeline.chain import (
     plan_warnings,
     warn_of_lazy_norms,
     warn_of_what_stays_behind,
+    with_runs_of,
 )
 from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.devices import (
@@ -189,7 +190,8 @@ class GPipe(Container):
         """Make the pipeline that a plan describes.
 
         A plan with schedule ``'1f1b'`` is kept by `step`; calling the pipeline runs all forwards
-        before the first backward, whatever the plan says.
+        before the first backward, whatever the plan says. Layers of the plan's runs are recomputed
+        by themselves.
 
         Args:
             module: The model that the plan was made for.
@@ -208,12 +210,12 @@ class GPipe(Container):
 
         Raises:
             UnsupportedPlanError: the plan has a schedule other than ``'gpipe'`` and ``'1f1b'``.
-            BalanceError: the plan's layers are not the module's.
+            BalanceError: the plan's layers are not the module's, or the module has other runs.
         """
         check_plan_schedule(plan)
         check_plan_names(plan, list(layers_of(module)))
         pipe = cls(
-            module,
+            with_runs_of(plan, module),
             plan.balance,
             devices=in_order(devices, plan.devices),
             chunks=plan.chunks,

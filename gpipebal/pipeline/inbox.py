@@ -8,10 +8,10 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["LOOK_AROUND", "Flag", "Inbox", "InboxClosedError", "Stop"]
+__all__ = ["Flag", "Inbox", "InboxClosedError", "Stop"]
 
-#: Seconds after which whoever waits looks around by itself: an interrupt can come between setting
-#: a `Stop` and waking everybody.
+#: Seconds after which a waiting worker looks at `Stop` by itself: an interrupt can come between
+#: setting it and waking everybody.
 LOOK_AROUND = 0.5
 
 
@@ -37,8 +37,12 @@ class Flag:
         self._is_set = True
         self._wakes.put(None)
 
+    def wake(self) -> None:
+        """Let who waits for it look around, without setting it."""
+        self._wakes.put(None)
+
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, but no more than some seconds; tell whether it is."""
+        """Wait until it is set or `wake` is called, or for some seconds; tell whether it is set."""
         if not self._is_set:
             with suppress(Empty):
                 self._wakes.get(timeout=timeout)

@@ -153,6 +153,10 @@ class CudaLane(Lane):
         else:
             self.wait_for(ready)
         if from_host:
+            if not of_caller and any(received[k].is_pinned() for k in from_host):
+                # A layer's copy to the host may still be filling it.
+                for event in _events(ready):
+                    self.upload.wait_event(event)
             with self._timed(self.upload, spans), torch.cuda.stream(self.upload):
                 for k in from_host:
                     # From pinned memory a copy that does not block would go on while the caller

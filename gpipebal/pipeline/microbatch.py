@@ -7,7 +7,7 @@ A cell that takes skip connections beside its input gets one packet joined from 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, islice
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.tensors import parts_of, storage_key
+from gpipebal.pipeline.tensors import has_storage, parts_of, storage_key
 
 __all__ = [
     "Call",
@@ -145,18 +145,14 @@ class _Place(NamedTuple):
 
     Attributes:
         leaf: Index of the leaf that it is, or is a part of.
-        storage: What only tensors in one storage have in common.
         array: For numpy to compare and never to read; None where nobody knows the elements' places.
     """
 
     leaf: int
-    storage: int
     array: np.ndarray | None
 
     def meets(self, other: _Place) -> bool:
-        """Tell whether the two have an element in common, or may have."""
-        if self.storage != other.storage:
-            return False
+        """Tell whether two in one storage have an element in common, or may have."""
         if self.array is None or other.array is None:
             return True
         try:
@@ -179,30 +175,33 @@ class _Address:
         }
 
 
-def _places(leaves: Sequence[Any]) -> list[_Place]:
-    """List where the tensors among the leaves are, the parts of sparse and nested ones too."""
-    parts = [
-        (k, storage_key(part), part)
-        for k, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and leaf.numel()
-        for part in parts_of(leaf)
-        if part.numel()
-    ]
-    several = Counter(storage for _, storage, _ in parts)
+def _places(leaves: Sequence[Any]) -> list[list[_Place]]:
+    """List where tensors are, the parts of sparse and nested ones too, by the storage they share.
+
+    One that is alone in its storage is left out.
+    """
+    by_storage: dict[int, list[tuple[int, Tensor]]] = {}
+    for k, leaf in enumerate(leaves):
+        for part in parts_of(leaf) if isinstance(leaf, Tensor) else ():
+            if has_storage(part) and part.numel():
+                by_storage.setdefault(storage_key(part), []).append((k, part))
     # Subclasses of torch.Tensor may keep their elements elsewhere.
     return [
-        _Place(k, storage, np.asarray(_Address(part)) if part.data_ptr() else None)
-        for k, storage, part in parts
-        if several[storage] > 1
+        [_Place(k, np.asarray(_Address(part)) if part.data_ptr() else None) for k, part in parts]
+        for parts in by_storage.values()
+        if len(parts) > 1
     ]
 
 
 def find_shared(leaves: Sequence[Any], others: Sequence[Any]) -> frozenset[int]:
     """Return the indices of the tensors that have memory in common with one of some others."""
-    places = _places([*leaves, *others]) if others else []
-    mine = [place for place in places if place.leaf < len(leaves)]
-    theirs = [place for place in places if place.leaf >= len(leaves)]
-    return frozenset(one.leaf for one in mine if any(map(one.meets, theirs)))
+    found: set[int] = set()
+    for places in _places([*leaves, *others]) if others else ():
+        theirs = [place for place in places if place.leaf >= len(leaves)]
+        found.update(
+            one.leaf for one in places if one.leaf < len(leaves) and any(map(one.meets, theirs))
+        )
+    return frozenset(found)
 
 
 def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:
@@ -213,11 +212,11 @@ def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:
     Complexity:
         O(n) for n tensors, and O(v^2) for v of them in one storage.
     """
-    places = _places(leaves) if len(leaves) > 1 else []
     found: set[int] = set()
-    for one, other in combinations(places, 2):
-        if one.leaf != other.leaf and one.meets(other):
-            found |= {one.leaf, other.leaf}
+    for places in _places(leaves) if len(leaves) > 1 else ():
+        for one, other in combinations(places, 2):
+            if one.leaf != other.leaf and one.meets(other):
+                found |= {one.leaf, other.leaf}
     return frozenset(found)
 
 

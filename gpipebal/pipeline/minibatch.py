@@ -389,8 +389,7 @@ class MiniBatch:
 
     def _give_up(self) -> None:
         for partition in self.runtime.partitions:
-            partition.is_given_up = True
-            partition.buffers.give_back()
+            partition.give_up()
             for layer in partition.layers:
                 drop_gradients(layer.parameters(), self.runtime.pool.threads)
 

@@ -12,6 +12,7 @@ micro-batches' tensors are stacked (an output)::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -245,8 +246,9 @@ def gather_leaves(
         if not isinstance(first, Tensor):
             joined.append(first)
         elif dim is None:
+            _check_shapes(column, None, structure, index)
             joined.append(torch.stack(column))
-        elif len(column) == 1 and (first.dim() or dim == 0):
+        elif len(column) == 1 and not first.dim() and not dim:
             # One micro-batch is the mini-batch; a tensor without rows comes out as it is.
             joined.append(first)
         elif not -first.dim() <= dim < first.dim():
@@ -257,9 +259,34 @@ def gather_leaves(
                 "Fix: let the last layer return one value per row, or out_dims=None to stack the "
                 "micro-batches' values."
             )
+        elif len(column) == 1:
+            joined.append(first)
         else:
+            _check_shapes(column, dim, structure, index)
             joined.append(torch.cat(column, dim=dim))
     return joined
+
+
+def _check_shapes(
+    column: Sequence[Tensor], dim: Dim, structure: pytree.TreeSpec, index: int
+) -> None:
+    """Refuse tensors that cannot be joined: they may differ along `dim` only."""
+
+    def shape_of(tensor: Tensor) -> list[int | None]:
+        shape: list[int | None] = list(tensor.shape)
+        if dim is not None and -len(shape) <= dim < len(shape):
+            shape[dim] = None
+        return shape
+
+    for i, tensor in enumerate(column):
+        # Those of nested tensors are torch's to compare.
+        if not tensor.is_nested and shape_of(tensor) != shape_of(column[0]):
+            raise ModelError(
+                f"outputs of the micro-batches differ: {name_of_leaf(structure, index)} has shape "
+                f"{tuple(tensor.shape)} in micro-batch {i} (expected that of micro-batch 0, "
+                f"{tuple(column[0].shape)}, but for the rows).\n"
+                "Fix: let the last layer return the same shape for every micro-batch, padded say."
+            )
 
 
 def part_gradients(
@@ -270,9 +297,15 @@ def part_gradients(
         return [None] * len(sizes)
     if dim is not None and len(sizes) == 1:
         return [gradient]
-    if gradient.layout != torch.strided:
-        gradient = gradient.to_dense()  # torch cannot part a sparse one
-    return gradient.unbind() if dim is None else gradient.split(list(sizes), dim=dim)
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        gradient = gradient.to_dense()  # torch can part no other
+    if dim is None:
+        return gradient.unbind()
+    if not gradient.is_sparse:
+        return gradient.split(list(sizes), dim=dim)
+    dim %= gradient.dim()
+    begins = accumulate(sizes[:-1], initial=0)
+    return [gradient.narrow_copy(dim, *piece) for piece in zip(begins, sizes, strict=True)]
 
 
 def join_gradients(

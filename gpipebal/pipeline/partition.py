@@ -44,6 +44,7 @@ from gpipebal.pipeline.microbatch import (
 )
 from gpipebal.pipeline.modules import Modules
 from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.pipeline.recomputed import Recomputed
 from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Key, Skips, using
@@ -137,6 +138,14 @@ class Partition:
         self.modules = Modules(self.layers)
         self.buffers = Buffers(list(self.modules), self.foreign_buffers)
         self._skips = any(map(is_skippable, self.modules))
+
+    def give_up(self) -> None:
+        """Start no other layer, and give the layers their buffers back: the worker hangs."""
+        self.is_given_up = True
+        self.buffers.give_back()
+        for layer in self.layers:
+            if isinstance(layer, Recomputed):
+                layer.give_back()
 
     def forget(self, kind: Hashable) -> None:
         """Let the facts of this kind of micro-batch be found out anew."""

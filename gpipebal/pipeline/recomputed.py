@@ -15,7 +15,7 @@ it draws the same random numbers, starts from the same buffers and leaves no tra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipebal.errors import BalanceError, ModelError
-from gpipebal.pipeline.buffers import Buffers, Copies, Kept
+from gpipebal.pipeline.buffers import BuffersOfRun
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.microbatch import find_overlaps
-from gpipebal.pipeline.modules import Modules
 from gpipebal.pipeline.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.tensors import version_of
 from gpipebal.skip.skippable import is_skippable
@@ -143,14 +142,15 @@ class Recomputed(nn.Module):
 
     _layer: nn.Module
     _run: tuple[tuple[str, nn.Module], ...]
-    _of_run: _BuffersOfRun | None
+    _of_run: BuffersOfRun | None
     _written: dict[tuple[bool, ...], frozenset[int]]
+    _foreign: Container[int]
 
     def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
         # Not registered: they would appear in names.
         self.__dict__.update(_layer=layer, _run=tuple(run), _version=layer._version)
-        self.__dict__.update(_of_run=None, _written={})
+        self.__dict__.update(_of_run=None, _written={}, _foreign=())
         for name in _SHARED:
             self.__dict__[name] = layer.__dict__[name]
         self.training = layer.training
@@ -164,6 +164,21 @@ class Recomputed(nn.Module):
     def is_inside(self) -> bool:
         """Whether an earlier layer begins its run."""
         return not self._run
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers of the run that it begins."""
+        return len(self._run)
+
+    def keep_off(self, buffers: Container[int]) -> None:
+        """Leave buffers alone that another worker may read: by their identity, while they live."""
+        self.__dict__.update(_of_run=None, _foreign=buffers)
+
+    def give_back(self) -> None:
+        """Give the layers of the run their own buffers, if a recompute that hangs has them."""
+        buffers, self.__dict__["_of_run"] = self._of_run, None
+        if buffers is not None:
+            buffers.give_back()
 
     def extra_repr(self) -> str:
         """Say which layer it is, and which are recomputed with it."""
@@ -181,7 +196,8 @@ class Recomputed(nn.Module):
             return self._through(first, *values, **keywords)
         buffers = self._of_run
         if buffers is None or not buffers.modules.are_as_made():
-            buffers = self._of_run = _BuffersOfRun([layer for _, layer in self._run])
+            layers = [layer for _, layer in self._run]
+            buffers = self._of_run = BuffersOfRun(layers, self._foreign)
             self._written = {}
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)
@@ -238,7 +254,7 @@ class Recomputed(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of the buffers and the input is found out anew by a copy.
-        return {**self.__dict__, "_of_run": None, "_written": {}}
+        return {**super().__getstate__(), "_of_run": None, "_written": {}}
 
 
 class _Once:
@@ -338,28 +354,6 @@ class _Once:
         place._written.setdefault(self._mode, frozenset(written))
 
 
-class _BuffersOfRun(Buffers):
-    """The buffers of a run's layers, and in which modes it has been looked which are written to."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.modules = Modules(layers)
-        super().__init__(list(self.modules), frozenset())
-        self._seen: set[tuple[bool, ...]] = set()
-
-    def mode(self) -> tuple[bool, ...]:
-        """Return the modes of all modules."""
-        return tuple([module.training for module in self.modules])
-
-    def copies(self, *, alone: bool = False) -> Copies:
-        """Copy the large buffers, if it has not been looked yet which of them are written to."""
-        return {} if self.mode() in self._seen else super().copies(alone=alone)
-
-    def looked(self, kept: Kept, before: Copies) -> Kept:
-        """Return what is kept, with those that turned out to be written to."""
-        self._seen.add(self.mode())
-        return kept.with_copies(self.look(before))
-
-
 class _Again(AbstractContextManager[None]):
     """The context of a recompute, which may be entered several times.
 
@@ -371,7 +365,7 @@ class _Again(AbstractContextManager[None]):
         kept: The buffers as they were before the forward.
     """
 
-    def __init__(self, buffers: _BuffersOfRun, repeatable: Repeatable | None) -> None:
+    def __init__(self, buffers: BuffersOfRun, repeatable: Repeatable | None) -> None:
         self._buffers, self._repeatable = buffers, repeatable
         self.kept = buffers.keep()
         self._entered: list[ExitStack] = []

@@ -16,6 +16,7 @@ from gpipebal.pipeline.batchnorm import DeferredBatchNorm
 from gpipebal.pipeline.lane import make_lane
 from gpipebal.pipeline.partition import Partition, Route
 from gpipebal.pipeline.random_ops import prepare
+from gpipebal.pipeline.recomputed import Recomputed
 from gpipebal.pipeline.tied import TiedParameters
 from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.skip.layout import find_skips
@@ -113,6 +114,10 @@ def _partitions(
     for layer, j in zip(chain, of_layer, strict=True):
         for buffer in layer.buffers():
             users.setdefault(id(buffer), set()).add(j)
+    shared = frozenset(key for key, several in users.items() if len(several) > 1)
+    for layer in chain:
+        if isinstance(layer, Recomputed):
+            layer.keep_off(shared)
     partitions = []
     first = 0
     for j, (size, device) in enumerate(zip(balance, devices, strict=True)):
@@ -131,7 +136,7 @@ def _partitions(
                     for layer in chain[first:end]
                     for module in layer.modules()
                     for name, buffer in module._buffers.items()
-                    if buffer is not None and len(users[id(buffer)]) > 1
+                    if buffer is not None and id(buffer) in shared
                 ),
             )
         )

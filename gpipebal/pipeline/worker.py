@@ -30,7 +30,7 @@ import torch
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.activity import Activity, timeout_error
-from gpipebal.pipeline.inbox import LOOK_AROUND, Flag, Stop
+from gpipebal.pipeline.inbox import Flag, Stop
 from gpipebal.pipeline.lane import Lane
 
 __all__ = ["WorkerPool", "given_up_error"]
@@ -81,6 +81,7 @@ class WorkerPool:
         self.threads: list[threading.Thread] = []
         self._clocks: list[int | None] = [None for _ in lanes]
         self._stops: set[Stop] = set()
+        self._awaited: set[Flag] = set()
         self._is_exit = False
         # Before there is a thread, so that an interrupt leaves none behind.
         self._end = weakref.finalize(self, _end_threads, self._queues, self.threads, self.process)
@@ -193,18 +194,24 @@ class WorkerPool:
         """
         n_done = sum(activity.n_done for activity in self.activities)
         used = 0.0 if timeout is None else _seconds_used(self._clocks)
-        for flag in finished:
-            while not flag.wait(LOOK_AROUND if timeout is None else timeout):
-                if self.is_given_up:  # by another mini-batch
-                    raise given_up_error()
-                if timeout is None:
-                    continue
-                before, n_done = n_done, sum(activity.n_done for activity in self.activities)
-                used_before, used = used, _seconds_used(self._clocks)
-                computing = used - used_before > _COMPUTING * timeout
-                if n_done == before and not (spare_computing and computing):
-                    self.give_up()
-                    raise timeout_error(timeout, self.activities, self.threads)
+        try:
+            # Before it is asked who gave up: from then on that wakes us. Waking by the clock would
+            # not do: while the interpreter ends a caller must sleep on.
+            self._awaited.update(finished)
+            for flag in finished:
+                while not flag.wait(0.0 if self.is_given_up else timeout):
+                    if self.is_given_up:  # by another mini-batch
+                        raise given_up_error()
+                    if timeout is None:
+                        continue
+                    before, n_done = n_done, sum(activity.n_done for activity in self.activities)
+                    used_before, used = used, _seconds_used(self._clocks)
+                    computing = used - used_before > _COMPUTING * timeout
+                    if n_done == before and not (spare_computing and computing):
+                        self.give_up()
+                        raise timeout_error(timeout, self.activities, self.threads)
+        finally:
+            self._awaited.difference_update(finished)
 
     def give_up(self) -> None:
         """Take no more tasks, and wait for the threads no more: one of them hangs."""
@@ -215,6 +222,8 @@ class WorkerPool:
             _pools.discard(self)
             for queue in self._queues:
                 queue.put(None)
+        for flag in self._awaited.copy():
+            flag.wake()
 
     def close(self) -> None:
         """End the threads, after what they were handed; wait for them. Harmless when repeated.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import BalanceError, ProfileError
@@ -25,6 +27,8 @@ _OPTIONAL = (
 )
 #: Quantities that are whole numbers, beside those of `PeakMemory`.
 _WHOLE = ("rows", "memory_limit")
+#: Values of what is minimised, which may be a function of the caller's.
+_OF_ANY_UNIT = ("value", "lower_bound", "equal_split_value")
 #: What has numbers in it and is none.
 _OTHERS = ("sensitivity",)
 
@@ -82,7 +86,19 @@ def check_plan(plan: Plan) -> None:
     for note in plan.notes:
         if not isinstance(note, str):
             raise _bad_value("plan", "notes", note)
+    _check_runs(plan)
     _check_sensitivity(plan)
+
+
+def _check_runs(plan: Plan) -> None:
+    """Refuse runs that are empty, overlap, or are not in one partition."""
+    ends = list(accumulate(plan.balance))
+    before = 0
+    for run in plan.runs:
+        end = next((end for end in ends if run.start < end), 0)
+        if run.step != 1 or not before <= run.start < run.stop <= end:
+            raise _bad_value("plan", "runs", plan.runs)
+        before = run.stop
 
 
 def _check_sensitivity(plan: Plan) -> None:
@@ -91,7 +107,7 @@ def _check_sensitivity(plan: Plan) -> None:
         raise _bad_value("plan", "sensitivity", moves)
     for pair in moves:
         known = [more for more in pair if more is not None]
-        if len(pair) != 2 or not all(_is_number(more, (int, float)) for more in known):
+        if len(pair) != 2 or not all(_is_number(x, (int, float), is_any=True) for x in known):
             raise _bad_value("plan", "sensitivity", pair)
 
 
@@ -105,13 +121,15 @@ def _check_quantities(where: str, noun: Any) -> None:
             continue
         if value is None and name in _OPTIONAL:
             continue
-        if not _is_number(value, (int,) if whole else (int, float)) or value < 0:
+        kinds = (int,) if whole else (int, float)
+        if not _is_number(value, kinds, is_any=name in _OF_ANY_UNIT) or value < 0:
             raise _bad_value(where, name, value)
 
 
-def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
+def _is_number(value: Any, kinds: tuple[type, ...], *, is_any: bool = False) -> bool:
     good = isinstance(value, kinds) and not isinstance(value, bool)
-    return good and -(2**63) < value < 2**63 and math.isfinite(value)
+    most = sys.float_info.max if is_any else 2**63 - 1
+    return good and -most <= value <= most and math.isfinite(value)
 
 
 def _bad_value(where: str, name: str, value: Any) -> ProfileError:

@@ -31,8 +31,9 @@ __all__ = ["Plan"]
 
 FORMAT = "gpipebal-plan"
 #: Versions 1 and 2, which knew no links, limits, orders of devices and notes, are still read; and
-#: version 3, which knew no parts of backwards; and version 4, whose steps begin without gradients.
-VERSION = 5
+#: version 3, which knew no parts of backwards; version 4, whose steps begin without gradients; and
+#: version 5, which has no runs.
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Plan:
         device_order: Which of the devices that the plan was made for runs each partition, as
             indices; empty: in order.
         overlaps: Whether transfers between partitions run beside the devices' work.
+        runs: Layers inside of partitions that are recomputed together, as ranges of places in the
+            chain, in order. The times of backwards have those of the recomputes.
         sensitivity: For each cut, how much the value grows if it is moved by one layer to the
             left, and to the right, with the same modes and devices; None: there is no such plan,
             or it breaks a limit or a rule. What waits for busy neighbours counts by the clock
@@ -114,6 +117,7 @@ class Plan:
     gradients_exist: bool = False
     device_order: tuple[int, ...] = ()
     overlaps: bool = True
+    runs: tuple[range, ...] = ()
     sensitivity: tuple[tuple[float | None, float | None], ...] = ()
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -124,6 +128,8 @@ class Plan:
             object.__setattr__(self, "checkpoint", tuple(self.checkpoint))
         for name in ("device_order", "notes"):
             object.__setattr__(self, name, tuple_of(getattr(self, name), name))
+        runs = tuple(run if isinstance(run, range) else _range(run) for run in self.runs)
+        object.__setattr__(self, "runs", runs)
         moves = tuple(tuple_of(pair, "sensitivity") for pair in self.sensitivity)
         object.__setattr__(self, "sensitivity", moves)
         check_plan(self)
@@ -234,7 +240,8 @@ class Plan:
 
         ``layers`` is their number, ``first`` and ``last`` are names. ``time`` is that of
         `micro_batch_time`; ``recomputed`` counts micro-batches. Each part of the peak memory has a
-        column that ends with ``_bytes``, and ``peak_bytes`` is their sum.
+        column that ends with ``_bytes``, and ``peak_bytes`` is their sum: under a schedule that
+        only torch runs, of the model alone.
         """
         import pandas as pd
 
@@ -262,7 +269,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        runs = [[run.start, run.stop] for run in self.runs]
+        return {"format": FORMAT, "version": VERSION, **asdict(self), "runs": runs}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Plan:
@@ -314,6 +322,11 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
+
+
+def _range(ends: Any) -> range:
+    start, stop = tuple_of(ends, "runs")
+    return range(start, stop)
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:

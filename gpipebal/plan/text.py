@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gpipebal.schedule import SCHEDULES
 from gpipebal.text import aligned
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
@@ -52,7 +54,7 @@ def _table(plan: Plan) -> str:
     header += ["forward", "backward"]
     header += ["recompute"] if plan.recomputes else []
     header += ["transfers"] if linked else []
-    header += ["peak memory"]
+    header += ["peak memory" if plan.schedule in SCHEDULES else "model memory"]
     header += ["limit"] if limited else []
     header += ["share"]
     rows = [header]
@@ -84,6 +86,7 @@ def _footer(plan: Plan) -> str:
         where = "below" if plan.gain >= 0 else "above"
         parts.append(f"{format_percent(abs(plan.gain))} {where} the split into equally many layers")
     lines = ["; ".join(parts)]
+    lines += list(_runs(plan))
     lines += [f"Note: {note}" for note in plan.notes]
     if not _knows_optimizer(plan):
         lines.append(_NO_OPTIMIZER)
@@ -104,9 +107,24 @@ def _layer_range(names: tuple[str, ...]) -> str:
 def explanation(plan: Plan) -> str:
     """Say in sentences what a plan is, why, how sure that is, and where it is tight."""
     sentences = [_what(plan), _proof(plan), _slowest(plan)]
-    sentences += [*_gain(plan), *_memory(plan), *_modes(plan), *_order(plan), *_moves(plan)]
+    sentences += [*_gain(plan), *_memory(plan), *_modes(plan), *_runs(plan), *_order(plan)]
+    sentences += _moves(plan)
     sentences += plan.notes
     return "\n".join(sentences)
+
+
+def _runs(plan: Plan) -> Iterator[str]:
+    """Say which layers are recomputed by themselves."""
+    if plan.runs:
+        names = [name for part in plan.partitions for name in part.layers]
+        named = [_layer_range(tuple(names[k] for k in run)) for run in plan.runs[:4]]
+        more = len(plan.runs) - len(named)
+        named += [f"and {more} more"] if more else []
+        n_layers = sum(map(len, plan.runs))
+        yield (
+            f"Recomputed by themselves inside of partitions: {count(n_layers, 'layer')} in "
+            f"{count(len(plan.runs), 'run')} ({', '.join(named)})."
+        )
 
 
 def _what(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from gpipebal.planner.best import MOST_WAYS
 from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
+from gpipebal.planner.times import order_for
 from gpipebal.problem import Problem
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
@@ -136,7 +137,9 @@ def _has_plan(question: Question) -> bool:
         try:
             posed = pose(question, chunks)
             problem = posed.cautious if posed.problem.is_limited else posed.problem
-            if not question.is_searched:
+            if question.is_searched:
+                order_for(question.schedule, question.n_partitions, posed.chunks, "never")
+            else:
                 check_method(problem, question.objective, question.method)
             if find(in_order_if_large(problem), "bottleneck") is not None:
                 return True
@@ -182,12 +185,16 @@ def _looser(question: Question) -> Iterator[tuple[str, Question]]:
         if fewer != rules:
             tied = name == "keep_together" and bool(question.profile.ties)
             yield f"without {name}{_TIED * tied}", replace(question, rules=fewer)
-    if rules.max_layers is not None:
-        for longest in range(rules.max_layers + 1, question.profile.n_layers):
-            looser = replace(question, rules=replace(rules, max_layers=longest))
-            if _has_plan(looser):
-                yield f"max_layers={longest}", looser
-                return
+    if rules.max_layers is None or not _has_plan(replace(question, rules=without["max_layers"])):
+        return
+    # More layers never hurt: the fewest that do lie between those that do not and all of them.
+    low, high = rules.max_layers, question.profile.n_layers
+    while high - low > 1:
+        middle = (low + high) // 2
+        looser = replace(question, rules=replace(rules, max_layers=middle))
+        low, high = (low, middle) if _has_plan(looser) else (middle, high)
+    if high < question.profile.n_layers:
+        yield f"max_layers={high}", replace(question, rules=replace(rules, max_layers=high))
 
 
 def _fewer_partitions(question: Question) -> Iterator[tuple[str, Question]]:

@@ -167,7 +167,8 @@ def _with_most_room(posed: Posed) -> Plan | None:
             split = Split(path.bounds, value, bound, "feasible", method, path.modes, order)
             plan = roomier(posed, split, plan_of_split(posed, split))
             if fits(plan):
-                return plan
+                note = "Found by the least peak memory, because what waits decides what fits."
+                return replace(plan, notes=(*plan.notes, note))
     return None
 
 

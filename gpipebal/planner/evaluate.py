@@ -36,7 +36,7 @@ def evaluate(
     memory_limit: Size | Sequence[Size | None] | None = None,
     reserve: Size | None = None,
 ) -> Plan:
-    """Predict what a given balance costs, under any schedule and checkpoint modes.
+    """Predict what a given balance costs, under the schedules that `GPipe` runs, in any modes.
 
     The makespan comes from the closed form where there is one (``'gpipe'``), and from a simulation
     of the schedule otherwise.
@@ -87,8 +87,7 @@ def evaluate(
     check_kind("profile", profile, Profile)
     bounds = _bounds_of(balance, profile.n_layers)
     n_partitions = len(bounds) - 1
-    if chunks is not None:
-        check_chunks(chunks)
+    chunks = None if chunks is None else check_chunks(chunks)
     modes = modes_of(checkpoint, n_partitions)
     check_schedule(schedule)
     options = Options(

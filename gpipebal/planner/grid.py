@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.errors import BalanceError, GpipebalError
+from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.planner.quantiles import at_quantile
@@ -201,7 +201,9 @@ def solve_grid(
         plan are in it, with the reason.
 
     Raises:
-        BalanceError: a count that is not 1 or more, an option that does not apply, or nothing fits.
+        BalanceError: a count that is not 1 or more, or an option that does not apply.
+        InfeasibleError: no number of replicas has a plan that fits; the text says what would, for
+            the one that lacks least.
         KindError: `profile` is no Profile.
         ProfileError: the profile does not tell what is asked for.
 
@@ -257,17 +259,23 @@ def solve_grid(
             f"most {most}: {profile.n_layers} layers for each of {profile.mini_batch_rows} rows).\n"
             f"Fix: n_devices={most} or fewer."
         )
+    lacking: list[tuple[int, InfeasibleError]] = []
     rows = [
-        _best(profile, replicas, n_devices // replicas, replica_link, options)
+        _best(profile, replicas, n_devices // replicas, replica_link, options, lacking)
         for replicas in _divisors(n_devices)
     ]
     rows.sort(key=lambda row: (row.time is None, row.time or 0.0, row.replicas))
     if rows[0].plan is None:
         reasons = "\n".join(f"  {row.replicas} x {row.partitions}: {row.refusal}" for row in rows)
-        raise BalanceError(
+        text = (
             f"no number of replicas has a plan: devices={n_devices} (expected one that fits, of "
-            f"replicas x partitions)\n{reasons}\nFix: what one of these says."
+            f"replicas x partitions)\n{reasons}\nFix: "
         )
+        if not lacking:
+            raise BalanceError(f"{text}what one of these says.")
+        replicas, least = min(lacking, key=lambda one: one[1].shortage or 0)
+        advice = _of_grid(str(least).rpartition("Fix: ")[2], replicas)
+        raise InfeasibleError(f"{text}{advice}", least.partition, least.shortage)
     return GridTable(tuple(rows), n_devices, profile.mini_batch_rows)
 
 
@@ -277,8 +285,9 @@ def _best(
     partitions: int,
     replica_link: Link | None,
     options: Options,
+    lacking: list[tuple[int, InfeasibleError]],
 ) -> GridRow:
-    """Find the fastest plan of one number of replicas."""
+    """Find the fastest plan of one number of replicas; add what lacks memory to `lacking`."""
     if replicas > profile.mini_batch_rows:
         why = f"the mini-batch has {profile.mini_batch_rows} rows for {replicas} replicas."
         return GridRow(replicas, partitions, refusal=why)
@@ -292,12 +301,15 @@ def _best(
     best: Replicated | None = None
     bound = math.inf
     refusal = ""
-    for rows in _rows_to_try(profile, share, options.get("chunks")):
+    for rows, chunks in _sizes_to_try(profile, share, options.get("chunks")):
         sized = profile.at_rows(rows, mini_batch_rows=share)
+        sized = sized if chunks is None else replace(sized, chunks=chunks)
         try:
             plan = solve(sized, partitions, **rest)
         except GpipebalError as error:
             refusal = refusal or _of_grid(str(error).replace("\n", " "), replicas)
+            if isinstance(error, InfeasibleError):
+                lacking.append((replicas, error))
             continue
         (posed,) = posed_of(sized, partitions, rest)
         most = _MOST_TRIED if plain else 0
@@ -332,16 +344,20 @@ def _of_grid(refusal: str, replicas: int) -> str:
     )
 
 
-def _rows_to_try(
+def _sizes_to_try(
     profile: Profile, share: int, chunks: int | str | Sequence[int] | None
-) -> Iterator[int]:
-    """Yield the rows of micro-batches, for a replica with a share of the rows."""
+) -> Iterator[tuple[int, int | None]]:
+    """Yield the rows of micro-batches, for a replica with a share of the rows, and their number.
+
+    None: as many as the rows need.
+    """
     if chunks is None:
-        yield min(profile.rows, share)
+        yield min(profile.rows, share), None
         return
     if chunks != "auto":
         several = chunks if isinstance(chunks, (list, tuple, range)) else (chunks,)
-        yield from {-(-share // min(check_count("chunks", one), share)): 0 for one in several}
+        counts = dict.fromkeys(min(check_count("chunks", one), share) for one in several)
+        yield from ((-(-share // count), count) for count in counts)
         return
     sizes = [profile.rows, *(other.rows for other in profile.other_sizes)]
     found = {-(-share // number) for number in range(1, share + 1)}
@@ -349,7 +365,7 @@ def _rows_to_try(
     known = sorted(known or [min(profile.rows, share)], reverse=True)
     # Spread over all of them where they are many.
     step = max(1, -(-len(known) // _MOST_CANDIDATES))
-    yield from known[::step]
+    yield from ((rows, None) for rows in known[::step])
 
 
 def _peak(plan: Plan) -> int:

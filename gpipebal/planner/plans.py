@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from gpipebal.planner.schedule_costs import ScheduleCosts
 from gpipebal.planner.sensitivity import sensitivity
 from gpipebal.planner.times import order_for, pause_time
 from gpipebal.problem import to_bounds
+from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode, Order, modes_of
 from gpipebal.simulator import durations_of, place, weight_shares
 from gpipebal.solvers import Split
@@ -56,11 +58,13 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
     execution = posed.execution(modes, order)
     limits = [posed.problem.limits[k] for k in order] if posed.problem.is_limited else None
     partitions, step_time = assemble(profile, bounds, execution, limits)
-    notes = posed.notes
+    notes = (*posed.notes, *_notes_on_ties(profile, bounds, execution))
     if not execution.is_ours:
         unknown = f"Memory is that of the model: under {execution.schedule!r} no more is predicted."
         notes = (*notes, unknown)
     value, lower_bound, status = float(found.value), float(found.lower_bound), found.status
+    # As `select_method` names it: whether it went through all splits, the status tells.
+    method = "schedule search" if found.method == "schedule enumeration" else found.method
     objective = "cost" if question.cost is not None else question.objective
     if objective == "peak_memory":
         # With what waits by the plan's own clock, which solvers do not know.
@@ -77,7 +81,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         value=value,
         lower_bound=lower_bound,
         status=status,
-        method=found.method,
+        method=method,
         makespan=_makespan_of(posed, bounds, modes, order),
         bottleneck=_bottleneck_of(posed, bounds, modes, order),
         step_time=step_time,
@@ -91,6 +95,22 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         notes=notes,
         provenance=dict(profile.provenance),
     )
+
+
+def _notes_on_ties(profile: Profile, bounds: Sequence[int], execution: Execution) -> Iterator[str]:
+    """Say which partitions share parameters, which no two devices can."""
+    if execution.shared_memory:
+        return
+    for tie in profile.ties:
+        parts = {bisect_right(bounds, k) - 1: k for k in reversed(tie.layers)}
+        if len(parts) > 1:
+            names = [profile.names[k] for k in sorted(parts.values())]
+            yield (
+                f"Layers {', '.join(map(repr, names))} share parameters, in partitions "
+                f"{', '.join(map(str, sorted(parts)))}: give these partitions one device, keep the "
+                f"layers in one partition (keep_together=[{(names[0], names[-1])!r}]), or untie "
+                "them. A pipeline refuses a parameter on several devices."
+            )
 
 
 def plan_of_balance(

@@ -103,7 +103,7 @@ def pose(question: Question, chunks: int | None = None) -> Posed:
         memory=memory,
         rules=question.rules,
     )
-    own = (*question.notes, *notes, *_notes_of(question, limited))
+    own = (*question.notes, *notes, *_notes_of(question, profile, chunks, limited=limited))
     return Posed(question, profile, chunks, problem, own)
 
 
@@ -127,8 +127,19 @@ def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: b
     )
 
 
-def _notes_of(question: Question, limited: bool) -> list[str]:
+def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: bool) -> list[str]:
     notes = []
+    rows = profile.mini_batch_rows
+    if rows % chunks and -(-rows // chunks) == profile.rows:
+        notes.append(
+            f"The mini-batch of {rows} rows has micro-batches of {profile.rows} and of "
+            f"{rows // chunks} rows; times and memory are those of {profile.rows} for all."
+        )
+    if question.schedule == "zb_h1":
+        notes.append(
+            "Gradients of weights are taken to be half of the backward of layers that have "
+            "parameters: they are not measured by themselves."
+        )
     if question.gradients_exist and question.schedule in SCHEDULES:
         notes.append("Memory is that of steps before which the parameters have gradients.")
     limits = question.limits

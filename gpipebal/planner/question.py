@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
@@ -15,9 +12,10 @@ from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
+from gpipebal.planner.places import Place, check_interleaved, devices_asked
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.times import runnable
-from gpipebal.problem import Device, Link, Rules
+from gpipebal.problem import Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
 from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
@@ -47,8 +45,6 @@ __all__ = [
 
 #: Bytes, or a text such as ``'16 GiB'``.
 Size = int | str
-#: A device: what it is, or how fast beside that of the profile, or its own profile.
-Place = Device | float | Profile
 
 
 class Options(TypedDict, total=False):
@@ -165,7 +161,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         raise BalanceError(
             f"chain has fewer layers than partitions: partitions={n_partitions} (expected 1 <= "
             f"partitions <= {profile.n_layers}, the number of layers).\n"
-            f"Fix: partitions={profile.n_layers}, or open nested layers so that there are more."
+            f"Fix: partitions={profile.n_layers}, or more layers: gpipebal.flatten(model)."
         )
     notes: list[str] = []
     quantile = options.get("quantile")
@@ -184,13 +180,15 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             checkpoint = modes_of(tuple(checkpoint), n_partitions)
     objective = options.get("objective", "makespan")
     check_objective(objective)
-    devices = _devices(options.get("devices"), profile, n_partitions, quantile)
+    devices = devices_asked(options.get("devices"), profile, n_partitions, quantile)
     any_order = check_flag("any_order", options.get("any_order") or False)
     if any_order and devices is None:
         raise BalanceError(
             "devices may change places, but there are none: devices=None (expected one per "
             "partition where any_order=True).\nFix: any_order=False, or give devices."
         )
+    if schedule == "interleaved_1f1b" and devices is not None:
+        check_interleaved(devices, any_order=any_order)
     cost = check_cost(options.get("cost"))
     asked = options.get("chunks")
     chunks = _chunks(asked, profile, "cost" if cost is not None else objective)
@@ -311,55 +309,6 @@ def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | 
             "Fix: objective='makespan', or one number of chunks."
         )
     return found
-
-
-def _devices(
-    devices: Sequence[Place] | None,
-    profile: Profile,
-    n_partitions: int,
-    quantile: float | None,
-) -> tuple[Place, ...] | None:
-    if devices is None:
-        return None
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise BalanceError(
-            f"devices are no list: devices={devices!r:.60} (expected one for each of "
-            f"{n_partitions} partitions: a Device, a Profile, or its speed).\n"
-            f"Fix: devices=[1] * {n_partitions}, all as fast as the profile's; or devices=None."
-        )
-    found: list[Place] = []
-    made: dict[int, Profile] = {}  # the same one mostly stands for many devices
-    for j, device in enumerate(devices):
-        if isinstance(device, Profile):
-            if device.names != profile.names:
-                raise BalanceError(
-                    f"profile of a device is of another chain: devices[{j}] has "
-                    f"{device.n_layers} layers (expected the same {profile.n_layers} layers).\n"
-                    "Fix: profile the same model on each type of device."
-                )
-            at = device if quantile is None else at_quantile(device, quantile)
-            found.append(made.setdefault(id(device), at))
-        elif isinstance(device, Device):
-            found.append(device)
-        elif (
-            isinstance(device, Real)
-            and not isinstance(device, bool)
-            # One divided by it is a float too.
-            and 1 / sys.float_info.max <= device < math.inf
-        ):
-            found.append(Device(slowness=1 if device == 1 else 1 / float(device)))
-        else:
-            raise BalanceError(
-                f"device is none: devices[{j}]={device!r} (expected a Device, a Profile, or its "
-                "speed as a number above 0).\nFix: 1 for one as fast as the profile's."
-            )
-    if len(found) != n_partitions:
-        raise BalanceError(
-            f"devices and partitions differ in number: len(devices)={len(found)} "
-            f"(expected partitions={n_partitions}).\n"
-            "Fix: one device per partition, or devices=None."
-        )
-    return tuple(found)
 
 
 def check_memory_limit(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
-from gpipebal.errors import BalanceError, InfeasibleError
-from gpipebal.kinds import check_kind
+from gpipebal.errors import InfeasibleError
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import with_more
 from gpipebal.planner.evaluate import evaluate
-from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.question import Options, Place, Question, Size, ask
+from gpipebal.planner.posing import Posed
+from gpipebal.planner.question import Place, Question, Size
 from gpipebal.planner.recompute_choice import LayerRecompute
 from gpipebal.planner.recompute_costs import with_nothing_saved_before, with_runs
 from gpipebal.planner.recompute_network import partition_network
+from gpipebal.planner.recompute_posing import check_costs, posed_again
 from gpipebal.planner.recompute_ways import Choice, choices_of, in_order
 from gpipebal.problem import Device, Link, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
@@ -71,8 +72,9 @@ def recompute_layers(
         time_limit: Seconds to search for each partition; None: as long as it takes.
 
     Returns:
-        A `LayerRecompute`: the runs, and a `Plan` with the predicted times and memory. How to run
-        it: `gpipebal.pipeline.with_recompute`.
+        A `LayerRecompute`: the runs, and a `Plan` that has them, with the predicted times and
+        memory. `GPipe.from_plan` runs it; `gpipebal.pipeline.with_recompute` makes another
+        pipeline's layers recompute these runs.
 
     Raises:
         BalanceError: there is no limit, or the profile is not the plan's.
@@ -93,57 +95,13 @@ def recompute_layers(
         >>> chosen.runs, chosen.recompute_times, chosen.status
         ((range(1, 2),), (2.0,), 'optimal')
     """
-    posed = _posed(profile, plan, memory_limit, reserve, devices, link)
+    posed = posed_again(profile, plan, memory_limit, reserve, devices, link)
     search = _RunChoice(posed, plan, time_limit, posed.problem.limits)
+    check_costs(plan, search.before)
     found = search.answer()
     if isinstance(found, int):
         raise _infeasible(posed, plan, found, time_limit, all_tried=search.all_tried)
     return found
-
-
-def _posed(
-    profile: Profile,
-    plan: Plan,
-    memory_limit: Size | Sequence[Size | None] | None,
-    reserve: Size | None,
-    devices: Sequence[Place] | None,
-    link: Link | None,
-) -> Posed:
-    """Put the plan as a question, with devices and limits in the order of its partitions."""
-    check_kind("profile", profile, Profile)
-    check_kind("plan", plan, Plan)
-    names = tuple(name for part in plan.partitions for name in part.layers)
-    prints = tuple(one for part in plan.partitions for one in part.fingerprints)
-    if names != profile.names or prints != tuple(layer.fingerprint for layer in profile.layers):
-        raise BalanceError(
-            f"plan is of another chain than the profile: it has {len(names)} layers (expected the "
-            f"same {profile.n_layers} layers).\nFix: give the profile that the plan was made from."
-        )
-    if memory_limit is None:
-        memory_limit = [part.memory_limit for part in plan.partitions]
-        reserve = 0
-    elif isinstance(memory_limit, list | tuple) and len(memory_limit) == plan.n_partitions:
-        memory_limit = [memory_limit[k] for k in plan.devices]
-    if devices is not None and len(devices) == plan.n_partitions:
-        devices = [devices[k] for k in plan.devices]
-    options = Options(
-        checkpoint=plan.modes,
-        schedule=plan.schedule,
-        loss_inside=plan.loss_inside,
-        shared_memory=plan.shared_memory,
-        gradients_exist=plan.gradients_exist,
-        devices=devices,
-        link=link,
-        memory_limit=memory_limit,
-        reserve=reserve,
-    )
-    posed = pose(ask(profile, plan.n_partitions, options), plan.chunks)
-    if not posed.problem.is_limited:
-        raise BalanceError(
-            "nothing limits the memory: memory_limit=None, and the plan has no limits (expected "
-            "bytes).\nFix: memory_limit='16 GiB', or whatever a device has."
-        )
-    return posed
 
 
 class _RunChoice:
@@ -175,9 +133,14 @@ class _RunChoice:
         # Whether a partition that does not fit was seen not to, whatever is recomputed.
         self.all_tried = True
 
+    @cached_property
+    def before(self) -> Plan:
+        """What the plan costs without any run."""
+        return self._evaluated()
+
     def answer(self) -> LayerRecompute | int:
         """Return the choice; if there is none, the partition that does not fit."""
-        before = found = self._evaluated()
+        before = found = self.before
         for _ in range(_MOST_ROUNDS):
             over = self._over(found)
             if not over:
@@ -344,9 +307,10 @@ class _RunChoice:
     def _result(self, before: Plan, found: Plan) -> LayerRecompute:
         costs = {j: way.cost for j, way in self._ways.items()}
         partitions = range(found.n_partitions)
+        runs = tuple(sorted(self._runs(), key=lambda run: run.start))
         return LayerRecompute(
-            runs=tuple(self._runs()),
-            plan=found,
+            runs=runs,
+            plan=replace(found, runs=runs),
             before=before,
             recompute_times=tuple(self._seconds(j, costs.get(j, 0)) for j in partitions),
             lower_bounds=tuple(self._seconds(j, self._lower_bounds.get(j, 0)) for j in partitions),

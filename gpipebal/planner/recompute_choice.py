@@ -19,7 +19,7 @@ class LayerRecompute:
 
     Attributes:
         runs: Layers that are recomputed together, as ranges of places in the chain, in order.
-        plan: The plan with these runs: modes, times and memory are predicted, and the times of
+        plan: A plan that has these runs: modes, times and memory are predicted, and the times of
             backwards have those of the recomputes.
         before: The same plan without any run.
         recompute_times: Seconds that each partition recomputes its runs, for one micro-batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -217,15 +217,20 @@ def compare_rules(
 def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
     """Pose the question what balances cost under a plan's settings."""
     quantile = options.get("quantile")
+    devices = options.get("devices")
     if quantile is not None:
         profile = at_quantile(profile, quantile)
+        if isinstance(devices, Iterable):
+            devices = [
+                at_quantile(one, quantile) if isinstance(one, Profile) else one for one in devices
+            ]
     if plan.rows != profile.rows:
         profile = replace(profile.at_rows(plan.rows), chunks=plan.chunks)
     asked: Options = {
         "checkpoint": plan.checkpoint,
         "schedule": plan.schedule,
         "objective": "bottleneck" if plan.objective == "bottleneck" else "makespan",
-        "devices": options.get("devices"),
+        "devices": devices,
         "link": options.get("link"),
         "loss_inside": plan.loss_inside,
         "shared_memory": plan.shared_memory,

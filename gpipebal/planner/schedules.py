@@ -24,7 +24,7 @@ from gpipebal.planner.times import order_for, recomputes_for
 from gpipebal.problem import Problem
 from gpipebal.schedule import Checkpoint, CheckpointMode, counted_modes, partitions_on_each
 from gpipebal.solvers import Split, find, select_method, split
-from gpipebal.solvers.levels import Levels
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 
 __all__ = ["bound_of", "search_schedule"]
 
@@ -91,7 +91,7 @@ def search_schedule(
         ((2, 2), 40.0, 'optimal')
     """
     partitions_on_each(schedule, problem.n_partitions)  # refused before anything is searched
-    start = find(problem, "bottleneck")
+    start = find(problem, "bottleneck", time_limit=time_limit)
     if start is None:
         return None
     order = order_for(schedule, problem.n_partitions, problem.chunks, start.modes)
@@ -258,7 +258,7 @@ class _Allowed:
     """Whether a split fits the devices and keeps the rules, with given modes and devices."""
 
     def __init__(self, problem: Problem, start: Split) -> None:
-        levels = Levels(problem)
+        levels = Levels(problem, stateless=count_states(problem) > MOST_STATES)
         self._places = levels.places
         self._fits = []
         for j, (mode, device) in enumerate(zip(start.modes, start.order, strict=True)):

@@ -17,12 +17,15 @@ from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count
 from gpipebal.solvers import Objective, iter_best_splits
-from gpipebal.solvers import select_method as method_of
+from gpipebal.solvers.dispatch import check_method
 
 if TYPE_CHECKING:
     from typing import Unpack
 
 __all__ = ["posed_of", "select_method", "solve", "top_plans"]
+
+#: Splits that break a limit only by what waits, after which the next best are not looked for.
+_MOST_MISSED = 200
 
 
 def solve(
@@ -57,7 +60,9 @@ def solve(
     layers that fit their devices and keep the rules; and, where they are left open, over the
     number of micro-batches, checkpoint modes and the order of devices. Among equally good splits
     the one with the smaller bottleneck is taken, then the one with the smaller sum of squares of
-    the partitions' times, then the one with the leftmost cuts.
+    the partitions' times, then the one with the leftmost cuts; but where links or devices of
+    different speed decide the makespan, the first that is met (`plan.method` is ``'box search'`` or
+    ``'integer program'``), which is always the same one.
 
     Args:
         profile: Costs of the layers for one micro-batch.
@@ -174,7 +179,8 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
             makespan or bottleneck.
 
     Returns:
-        Plans, best first; fewer if there are no more. Each is ``'optimal'`` among those that are
+        Plans, best first; fewer if there are no more, or if what waits for busy neighbours breaks
+        the limits of very many. Each is ``'optimal'`` among those that are
         left, if that can be proven; else its bound holds for all of these.
 
     Raises:
@@ -186,7 +192,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
         >>> [(plan.balance, plan.value) for plan in top_plans(profile, 2, 2)]
         [((3, 1), 102.0), ((2, 2), 114.0)]
     """
-    check_count("k", k)
+    k = check_count("k", k)
     posed = posed_of(profile, partitions, options)
     question = posed[0].question
     if question.cost is not None or question.schedule != "gpipe":
@@ -206,6 +212,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
     # No plan that is not in the list has a smaller value.
     bound = math.inf
     for at in posed:
+        n_missed = 0
         for split in iter_best_splits(at.problem, question.objective):
             if len(found) >= k and split.value >= sorted(one[0] for one in found)[k - 1]:
                 bound = min(bound, split.lower_bound)
@@ -218,6 +225,12 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
                 plan = roomier(at, split, plan)
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
+                continue
+            # For what waits for busy neighbours, which the ranking does not know.
+            n_missed += 1
+            if n_missed == _MOST_MISSED:
+                bound = min(bound, split.lower_bound)
+                break
     if not found:
         best = best_of_all(posed)
         if best is None:
@@ -256,11 +269,12 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
         'two-threshold sweep'
     """
     posed = posed_of(profile, partitions, options)[0]
-    if posed.question.cost is not None:
+    question = posed.question
+    if question.cost is not None:
         return "dense table"
-    if posed.question.is_searched:
+    if question.is_searched:
         return "schedule search"
-    return method_of(posed.problem, posed.question.objective)
+    return check_method(posed.problem, question.objective, question.method)
 
 
 def posed_of(profile: Profile, partitions: int, options: Options) -> list[Posed]:

@@ -68,8 +68,10 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
     order = order_for(execution.schedule, len(bounds) - 1, execution.chunks, execution.checkpoint)
     pause = None if inside else pause_time(profile, execution.chunks) or 0.0
     shares = profile.step.side_by_side
-    alike = execution.devices is None and execution.links is None and execution.is_ours
-    if shares is None or shares.changes_nothing or not alike or times.has_launches:
+    # Devices that differ in their limits alone are like the profile's.
+    alike = all(device.is_alike for device in execution.devices or ())
+    known = alike and execution.links is None and execution.is_ours
+    if shares is None or shares.changes_nothing or not known or times.has_launches:
         return place(order, times, pause=pause, overlap=execution.overlaps)
     alone = of_layers.scaled(vars(shares)).longer_by(overhead)
     return place_sharing(order, times, alone, shares.n_partitions, pause=pause)

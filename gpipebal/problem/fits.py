@@ -37,7 +37,7 @@ def check_lengths(problem: Problem) -> None:
         raise BalanceError(
             f"chain has fewer layers than partitions: n_partitions={problem.n_partitions} "
             f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
-            f"Fix: n_partitions={n_layers}, or open nested layers so that there are more."
+            f"Fix: n_partitions={n_layers}, or more layers: gpipebal.flatten(model)."
         )
 
 

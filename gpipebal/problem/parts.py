@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_bytes, check_times, plain_number
@@ -70,6 +71,11 @@ class Device:
             return None
         return self.forward, self.backward, self.recompute
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether every layer takes as long here as in the problem."""
+        return self.slowness == 1 and self.times is None
+
 
 _COLUMNS = ("forward", "backward", "recompute")
 
@@ -112,8 +118,8 @@ class Rules:
 
     Attributes:
         no_cut: Layers that stay with the layer before them: no partition begins there.
-        keep_together: Pairs of layers, first and last, that one partition holds, with all
-            between: layers that share a parameter, say.
+        keep_together: Pairs of layers, first and last in either order, that one partition holds,
+            with all between: layers that share a parameter, say.
         pin: The partition of each pinned layer.
         max_layers: Most layers of a partition; None for no limit.
 
@@ -138,9 +144,12 @@ class Rules:
                     f"or pairs of them).\nFix: {name}=(), for none."
                 )
         pins = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
-        object.__setattr__(self, "no_cut", tuple(sorted(set(self.no_cut))))
-        object.__setattr__(self, "keep_together", _pairs("keep_together", self.keep_together))
+        object.__setattr__(self, "no_cut", tuple(sorted(set(map(_whole, self.no_cut)))))
+        pairs = _pairs("keep_together", self.keep_together)
+        pairs = tuple(sorted((min(pair), max(pair)) for pair in pairs))
+        object.__setattr__(self, "keep_together", pairs)
         object.__setattr__(self, "pin", _pairs("pin", pins))
+        object.__setattr__(self, "max_layers", _whole(self.max_layers))
 
     @cached_property
     def pinned(self) -> tuple[tuple[int, int], ...]:
@@ -191,9 +200,10 @@ class Rules:
                     f"partition={partition!r} (expected 0 <= partition < {n_partitions}).\n"
                     "Fix: count partitions from 0."
                 )
-        if self.max_layers is not None and not plain_number(self.max_layers) >= 1:
+        most = self.max_layers
+        if most is not None and not (plain_number(most) >= 1 and isinstance(most, int)):
             raise BalanceError(
-                f"max_layers is too small: max_layers={self.max_layers!r} (expected 1 or more).\n"
+                f"max_layers is too small: max_layers={most!r} (expected 1 or more, whole).\n"
                 f"Fix: max_layers={-(-n_layers // n_partitions)}, which an equal split keeps."
             )
 
@@ -205,4 +215,9 @@ def _pairs(name: str, given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int]
             f"{name} has the wrong form: {name}={pairs!r:.60} (expected pairs of indices).\n"
             f"Fix: {name}=[(0, 1)]."
         )
-    return tuple(sorted((first, second) for first, second in pairs))
+    return tuple(sorted((_whole(first), _whole(second)) for first, second in pairs))
+
+
+def _whole(number: Any) -> Any:
+    """Return a whole number that was given as a float as an int, and anything else as it is."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number

@@ -116,7 +116,7 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
         )
     except FileFormatError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise FileFormatError(
             f"profile is damaged: {reason.splitlines()[0]}\nFix: profile the model again."

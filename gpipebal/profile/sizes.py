@@ -59,6 +59,10 @@ _COUNTS = (
     "chained_accumulating_peak_bytes",
     "copied_bytes",
     "output_gradient_bytes",
+    # What a layer keeps as an attribute may be of a micro-batch.
+    "buffer_bytes",
+    "kept_buffer_bytes",
+    "saved_buffer_bytes",
 )
 #: A measured size of a layer: its rows, and what it costs.
 _Size = tuple[int, LayerProfile]

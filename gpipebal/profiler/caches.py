@@ -59,8 +59,11 @@ class _Places:
         for module in value.modules():
             self._look(type(module), _DEPTH)
             for each in vars(module).values():
-                if not isinstance(each, (nn.Module, dict, list)):
-                    self._look(each, _DEPTH)
+                # Copies have containers of their own, with the same functions in them: hooks, say.
+                inside = each.values() if isinstance(each, dict) else [each]
+                for one in each if isinstance(each, list) else inside:
+                    if not isinstance(one, (nn.Module, dict, list)):
+                        self._look(one, _DEPTH)
 
     def _look(self, value: Any, depth: int) -> None:
         if not depth or id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
+from gpipebal.pipeline.flat import can_be_opened, flatten
 from gpipebal.profiler.compiled import is_compiled, runs_as_written
 from gpipebal.profiler.harmless import reached_past
 
@@ -33,6 +34,10 @@ def doubts_about(
         ("measured uncompiled: what compiled it cannot be found out", runs_as_written),
         ("hooks ran while it was measured, as they do in training", _has_hooks),
         ("uses parameters that it does not register; their memory is not counted", reached_past),
+        (
+            "nn.Sequential, one layer: gpipebal.flatten(model) lets cuts stand inside",
+            _is_nested,
+        ),
     ]
     if keep_modes:
         told.append(("in evaluation mode, and measured so", _evaluates))
@@ -56,6 +61,10 @@ def _has_hooks(layer: nn.Module) -> bool:
         or part._backward_pre_hooks
         for part in layer.modules()
     )
+
+
+def _is_nested(layer: nn.Module) -> bool:
+    return can_be_opened(layer) and len(flatten(layer)) > 1
 
 
 def _evaluates(layer: nn.Module) -> bool:

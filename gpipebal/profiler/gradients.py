@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.tensors import has_storage, storage_key
+from gpipebal.pipeline.tensors import bytes_of, has_storage, storage_key
 
 __all__ = ["begun_inside", "handed_through", "needs_gradient"]
 
@@ -38,7 +38,7 @@ def begun_inside(outputs: Sequence[Any]) -> tuple[list[tuple[Tensor, Tensor]], i
     if not wanted:
         return [], 0
     root: Tensor = _Begin.apply(*wanted)
-    return [(root, torch.ones_like(root))], sum(leaf.nbytes for leaf in wanted)
+    return [(root, torch.ones_like(root))], sum(bytes_of(leaf) for leaf in wanted)
 
 
 class _Begin(torch.autograd.Function):

@@ -22,7 +22,9 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
     Yields:
         A callable that may be called from any thread.
     """
-    visible = sys.stderr.isatty() if show is None else show
+    # There may be none, or one of a logger's.
+    is_terminal = getattr(sys.stderr, "isatty", bool)
+    visible = is_terminal() if show is None else show
     if not visible:
         yield lambda: None
         return

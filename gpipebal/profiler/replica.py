@@ -8,7 +8,7 @@ replicas can run side by side.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def replicate(
     layers: Sequence[nn.Module],
     device: torch.device,
     *,
-    private: Container[int] = (),
+    private: Collection[int] = (),
     keep_modes: bool = True,
 ) -> list[nn.Module]:
     """Copy layers, with parameters that share the originals' memory.
@@ -51,6 +51,8 @@ def replicate(
         ProfileError: a layer cannot be copied.
     """
     memo: dict[int, Any] = {}
+    # Also those that another layer has too.
+    own = {id(parameter) for k in private for parameter in layers[k].parameters()}
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
             if isinstance(parameter, UninitializedParameter):
@@ -70,7 +72,7 @@ def replicate(
                 )
             if id(parameter) not in memo:
                 shared = nn.Parameter(
-                    parameter.detach().to(device, copy=index in private),
+                    parameter.detach().to(device, copy=id(parameter) in own),
                     requires_grad=parameter.requires_grad,
                 )
                 memo[id(parameter)] = shared

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,10 +159,36 @@ def chunks_that_fit(profile: Profile, chunks: int) -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that can be had; where the system does not say, very many."""
+    """Return the bytes of memory that can be had; where the system does not say, very many.
+
+    A container may have less than the machine: what is left of its own limit counts too.
+    """
+    return min(_free_on_machine(), *starmap(_free_in_container, _CONTAINER_FILES))
+
+
+#: Where a container's limit and its use of memory stand, in either version of control groups.
+_CONTAINER_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+_VERY_MUCH = 2**62
+
+
+def _free_on_machine() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError, IndexError):
-        return 2**62
+        return _VERY_MUCH
+
+
+def _free_in_container(limit: str, used: str) -> int:
+    try:
+        most, now = (int(Path(path).read_text(encoding="ascii")) for path in (limit, used))
+    except (OSError, ValueError):  # there is none, or it is 'max'
+        return _VERY_MUCH
+    return max(0, most - now)

@@ -9,15 +9,17 @@ Cells of a pipeline run beside others for a part of their time only: while it fi
 where a partition waits, the neighbours have the machine for themselves. If a cell took `d` seconds
 and the same cell takes `a` alone, then all its work is::
 
-    1 = (1 - f - g - ..) * d / a + f * d / (a * (1 + p * p)) + g * d / (a * (1 + p * q)) + ..
+    1 = (1 - f - g - ..) * d / a + f * d / (a * (1 + p * p)) + g * d / (a * (1 + p * (p + q))) + ..
 
-where another one of its own kind ran for a share `f` of them, and one of pressure `q` for `g`.
-That gives p. One cell is interrupted by what else happens on the machine, so the median counts.
+where for a share `f` of them another one of its own kind ran, and for `g` one of its own kind and
+one of pressure `q`. That gives p. One cell is interrupted by what else happens on the machine, so
+the median counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -31,22 +33,26 @@ MOST_PRESSURE = 3.0**0.5
 LEAST_OVERLAP = 0.5
 
 
+#: Kinds of work, one for each partition that works, in alphabetical order.
+Kinds = tuple[str, ...]
+
+
 class TracedCell(NamedTuple):
     """A cell of a trace.
 
     Attributes:
         ratio: Its seconds over those that it takes alone.
-        beside: By kind, the share of its time for which others worked, added up over them.
+        beside: By the kinds of those that worked, the share of its time for which just these did.
     """
 
     ratio: float
-    beside: Mapping[str, float]
+    beside: Mapping[Kinds, float]
 
 
 def overlaps(
     events: Sequence[Event], kind_of: Callable[[str], str | None]
-) -> list[dict[str, float]]:
-    """Return for each event, by kind, the share of its time for which other partitions worked.
+) -> list[dict[Kinds, float]]:
+    """Return for each event, by who worked, the share of its time for which others worked.
 
     Args:
         events: Those of one step.
@@ -55,17 +61,23 @@ def overlaps(
     Example:
         >>> two = [Event(0, "F", 0, 0.0, 2.0), Event(1, "F", 0, 1.0, 2.0)]
         >>> overlaps(two, str.lower)
-        [{'f': 0.5}, {'f': 1.0}]
+        [{('f',): 0.5}, {('f',): 1.0}]
     """
+    working = [(event, name) for event in events if (name := kind_of(event.kind)) is not None]
     found = []
     for one in events:
-        length = one.end - one.start
-        beside: dict[str, float] = {}
-        for other in events:
-            shared = min(one.end, other.end) - max(one.start, other.start)
-            name = kind_of(other.kind)
-            if other.partition != one.partition and shared > 0 and name is not None and length > 0:
-                beside[name] = beside.get(name, 0.0) + shared / length
+        others = [
+            (max(one.start, other.start), min(one.end, other.end), name)
+            for other, name in working
+            if other.partition != one.partition and other.start < one.end and one.start < other.end
+        ]
+        moments = sorted({moment for start, end, _ in others for moment in (start, end)})
+        beside: dict[Kinds, float] = {}
+        for since, until in pairwise(moments):
+            kinds = sorted(name for start, end, name in others if start <= since and until <= end)
+            if kinds:
+                share = (until - since) / (one.end - one.start)
+                beside[tuple(kinds)] = beside.get(tuple(kinds), 0.0) + share
         found.append(beside)
     return found
 
@@ -83,7 +95,7 @@ def pressure(cells: Iterable[TracedCell], kind: str, known: Mapping[str, float])
         tell.
 
     Example:
-        >>> cells = [TracedCell(1.5, {"f": 1.0}), TracedCell(1.0, {})]
+        >>> cells = [TracedCell(1.5, {("f",): 1.0}), TracedCell(1.0, {})]
         >>> round(pressure(cells, "f", {}) ** 2, 6)
         0.5
     """
@@ -106,6 +118,7 @@ def _work(cell: TracedCell, own: float, pressures: Mapping[str, float]) -> float
     """Return how often a cell could have been done in its time."""
     alone = max(0.0, 1.0 - sum(cell.beside.values()))
     beside = sum(
-        share / (1.0 + own * pressures.get(name, 0.0)) for name, share in cell.beside.items()
+        share / (1.0 + own * sum(pressures.get(name, 0.0) for name in kinds))
+        for kinds, share in cell.beside.items()
     )
     return cell.ratio * (alone + beside)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipebal.errors import GpipebalError
+from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
@@ -194,7 +194,7 @@ class Study:
         """
         memory = optimizer_memory(self._maker, self.modules, self.device.type)
         self.notes += memory.doubts
-        optimizer_time = self._optimizer_time()
+        optimizer_time = self._optimizer_time(can_step=memory.state is not None)
         others = [
             self._profile_of(size, memory, optimizer_time, provenance, ())
             for size in self._sizes[1:]
@@ -202,8 +202,12 @@ class Study:
         others.sort(key=lambda profile: profile.rows)
         return self._profile_of(self._sizes[0], memory, optimizer_time, provenance, tuple(others))
 
-    def _optimizer_time(self) -> float | None:
-        """Measure the optimizer's step; one layer at a time that of the layer with most to step."""
+    def _optimizer_time(self, *, can_step: bool) -> float | None:
+        """Measure the optimizer's step; one layer at a time that of the layer with most to step.
+
+        Args:
+            can_step: Whether it could step stand-ins. If not, and it cannot now, that is known.
+        """
         maker = self._maker
         if maker is None or maker.needs_closure:
             return None
@@ -215,7 +219,12 @@ class Study:
             }
             of_layers = [list(module.parameters()) for module in self.modules]
             only = max(of_layers, key=lambda own: sum(stepped.get(id(p), 0) for p in own))
-        return measure_optimizer(maker, self.device, only=only)
+        try:
+            return measure_optimizer(maker, self.device, only=only)
+        except ProfileError:
+            if can_step:
+                raise
+            return None
 
     def try_out(
         self, profile: Profile, n_partitions: int, n_threads: int, seconds: float

@@ -129,7 +129,7 @@ def measure_layer_memory(
     saved_numbers = distinct_numbers(known[key] for key in run.saved)
     forward, backward, through = run.forward_peak, run.backward_peak, set(run.through)
     saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
-    gradients = sum(leaf.nbytes for leaf in run.passed.leaves if needs_gradient(leaf))
+    gradients = sum(bytes_of(leaf) for leaf in run.passed.leaves if needs_gradient(leaf))
     # Their keys are used up: they may be given to new storages from now on.
     del run, known
     hands_on.value = _cut(hands_on.value)

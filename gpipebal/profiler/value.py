@@ -84,6 +84,9 @@ def random_gradients(outputs: Sequence[Any], dims: Sequence[Dim] = ()) -> list[T
     """
 
     def gradient_of(leaf: Tensor, dim: Dim) -> Tensor:
+        if leaf.layout != torch.strided:
+            # Where it has elements, as its own backward would make it.
+            return leaf.detach() / max(1, leaf.numel())
         gradient = torch.randn_like(leaf) / max(1, leaf.numel())
         if dim is None or dim % leaf.dim() == 0:
             return gradient

@@ -93,10 +93,8 @@ def run(
     """
     for name, number in (("chunks", chunks), ("steps", steps), ("attempts", attempts)):
         check_count(name, number)
-    optional = {"partitions": partitions, "rows": rows, "image_size": image_size}
-    for name, value in optional.items():
-        if value is not None:
-            check_count(name, value)
+    if partitions is not None:
+        check_count("partitions", partitions)
     if partitions is not None and partitions > MOST_PARTITIONS:
         raise UsageError(
             f"there are too many partitions: partitions={partitions} (expected at most "
@@ -110,11 +108,6 @@ def run(
         raise UsageError(
             f"the next best plans are not known: attempts={attempts} with checkpoint='always' "
             "(expected another mode).\nFix: attempts=1, or checkpoint='except_last'."
-        )
-    # Built-in models take the seed after this one for their targets.
-    if not 0 <= seed < 2**63 - 1:
-        raise UsageError(
-            f"seed is out of range: seed={seed} (expected 0 <= seed < 2**63 - 1).\nFix: seed=0."
         )
     places = choose_places(device, partitions)
     workload = load_workload(

@@ -23,6 +23,7 @@ from gpipebal.pipeline.chain import check_keyword_dims
 from gpipebal.pipeline.loss import call_loss
 from gpipebal.pipeline.parting import chunk_sizes
 from gpipebal.profiler.batch import Batch
+from gpipebal.schedule import check_count
 
 __all__ = ["Workload", "default_optimizer", "load_workload"]
 
@@ -121,15 +122,25 @@ def load_workload(
             the meta device, which is enough for an estimate, of any size.
 
     Raises:
-        UsageError: no such model, module, function or argument, or the function returned something
-            else than ``(model, sample)`` or a mapping with them; or a built-in model cannot be
-            trained on so little data. What the user's own code raises comes through as it is.
+        BalanceError: rows or an image size below 1.
+        UsageError: a seed out of range; no such model, module, function or argument, or the
+            function returned something else than ``(model, sample)`` or a mapping with them; or a
+            built-in model cannot be trained on so little data. What the user's own code raises
+            comes through as it is.
 
     Example:
         >>> workload = load_workload("resnet101", rows=2, with_values=False)
         >>> len(workload.model), workload.sample.shape
         (370, torch.Size([2, 3, 64, 64]))
     """
+    for what, number in (("rows", rows), ("image_size", image_size)):
+        if number is not None:
+            check_count(what, number)
+    # Built-in models take the seed after this one for their targets.
+    if not 0 <= seed < 2**63 - 1:
+        raise UsageError(
+            f"seed is out of range: seed={seed} (expected 0 <= seed < 2**63 - 1).\nFix: seed=0."
+        )
     torch.manual_seed(seed)
     if ":" in name:
         _refuse_sizes(name, rows=rows, image_size=image_size)

@@ -26,6 +26,10 @@ def simulate(
 ) -> Timeline:
     """Predict the timeline of one mini-batch of a plan.
 
+    The times are those of the plan's makespan: of its layers and links. What only a profile knows
+    is in `Plan.step_time`, and not in this timeline: the loss of each micro-batch inside the last
+    partition, forwards that take less without a graph, launches by the host, the optimizer.
+
     Args:
         plan: Gives the times of its partitions, chunks, checkpoint modes and schedule.
         schedule: Order of the actions, or the name of one of

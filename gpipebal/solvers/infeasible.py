@@ -103,11 +103,15 @@ def _without_a_rule(problem: Problem) -> list[tuple[str, Problem]]:
     assert rules is not None
     changes = []
     if rules.max_layers is not None:
-        for longest in range(rules.max_layers + 1, problem.n_layers + 1):
-            looser = replace(problem, rules=replace(rules, max_layers=longest))
-            if _has_split(looser):
-                changes.append((f"max_layers={longest}", looser))
-                break
+        # More layers never hurt: the fewest that do lie between those that do not and all of them.
+        low, high = rules.max_layers, problem.n_layers + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            looser = replace(problem, rules=replace(rules, max_layers=middle))
+            low, high = (low, middle) if _has_split(looser) else (middle, high)
+        if high <= problem.n_layers:
+            looser = replace(problem, rules=replace(rules, max_layers=high))
+            changes.append((f"max_layers={high}", looser))
     without = {
         "no_cut": replace(rules, no_cut=()),
         "keep_together": replace(rules, keep_together=()),

@@ -26,7 +26,7 @@ __all__ = ["Source", "Timeline"]
 
 FORMAT = "gpipebal-timeline"
 #: More partitions are no pipeline, and a list of them would fill the memory.
-MOST_PARTITIONS = 2**20
+MOST_PARTITIONS = 2**16
 VERSION = 1
 
 Source = Literal["simulated", "measured"]

@@ -1,0 +1,73 @@
+"""Nested Sequentials opened: more places where a chain can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from gpipebal.pipeline.chain import has_own_forward, hooks_of, layers_of, warn_of_what_stays_behind
+
+__all__ = ["can_be_opened", "flatten"]
+
+
+def flatten(module: nn.Module) -> nn.Sequential:
+    """Open nested Sequentials, so that the chain can be cut between the layers inside them.
+
+    A child that is an `nn.Sequential`, however deep, gives way to its layers, in their order. One
+    that does something else than running them stays as it is: if it has a forward of its own,
+    hooks, parameters or buffers, or is compiled. So the result computes what `module` does.
+
+    Args:
+        module: An `nn.Sequential`; it is left as it is.
+
+    Returns:
+        A new `nn.Sequential` of the same layer objects. Each is called by its path, joined by
+        ``_``; a name that is taken already gets another ``_`` at its end. Keys of the state dict
+        change accordingly (``first.0.weight`` becomes ``first_0.weight``): load parameters before,
+        and save those of `module`, which are the same tensors.
+
+    Raises:
+        ModelError: `module` is not an `nn.Sequential`, or does something else than running its
+            layers one after the other.
+
+    Warns:
+        UserWarning: `module` has hooks, parameters or buffers of its own, which are left out.
+
+    Complexity:
+        O(n) for n modules that are opened or kept.
+
+    Example:
+        >>> from collections import OrderedDict
+        >>> block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> model = nn.Sequential(OrderedDict(body=nn.Sequential(block, nn.Tanh()), head=nn.Tanh()))
+        >>> [name for name, _ in flatten(model).named_children()]
+        ['body_0_0', 'body_0_1', 'body_1', 'head']
+    """
+    flat = nn.Sequential()
+    for path, layer in _inside(module):
+        name = "_".join(path)
+        while hasattr(flat, name):
+            name += "_"
+        flat.add_module(name, layer)
+    flat.training = module.training
+    warn_of_what_stays_behind(module)
+    return flat
+
+
+def can_be_opened(module: nn.Module) -> bool:
+    """Tell whether a module does nothing but running its layers one after the other."""
+    return (
+        isinstance(module, nn.Sequential)
+        and not has_own_forward(module)
+        and not (module._parameters or module._buffers or hooks_of(module))
+        and module._compiled_call_impl is None
+    )
+
+
+def _inside(module: nn.Module, path: tuple[str, ...] = ()) -> Iterator[tuple[list[str], nn.Module]]:
+    for name, child in layers_of(module).items():
+        if can_be_opened(child):
+            yield from _inside(child, (*path, name))
+        else:
+            yield [*path, name], child

@@ -1,0 +1,70 @@
+"""Settings that torch has once for the whole process, and that a recompute needs as they were.
+
+They decide which numbers come out: the default dtype, and which kernels an operation may choose
+from, which under dropout draw different masks. A mini-batch's backward runs under those of its
+forward, entered by the caller's thread for all workers. Backwards of several threads may overlap,
+each in its own time; so whoever leaves puts back what another one inside wants, and the last one
+what was there before the first. Only if those inside want different things, one of them is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.backends import cuda
+
+__all__ = ["Settings", "current_settings", "settings_entered"]
+
+#: The value of each setting.
+Settings = tuple[Any, ...]
+
+#: How to read and to write each. Two have no public way: an order of kernels, and a flag that
+#: torch.backends.cudnn refuses to set once `torch.backends.disable_global_flags` was called.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+)
+
+_changing = threading.Lock()
+#: What each backward inside wants, in the order in which they came.
+_inside: list[list[Settings]] = []
+#: What was there before the first of them.
+_outside: Settings = ()
+
+
+def current_settings() -> Settings:
+    """Read the settings."""
+    return tuple(read() for read, _ in _SETTINGS)
+
+
+@contextmanager
+def settings_entered(wanted: Settings) -> Iterator[None]:
+    """Run a block under some settings; afterwards they are what they were, or what others want."""
+    global _outside
+    mine = [wanted]  # a list, so that no other is the same
+    try:
+        with _changing:
+            if not _inside:
+                _outside = current_settings()
+            _inside.append(mine)
+            for (read, write), value in zip(_SETTINGS, wanted, strict=True):
+                if read() != value:
+                    write(value)
+        yield
+    finally:
+        with _changing:
+            _inside[:] = [other for other in _inside if other is not mine]
+            after = _inside[-1][0] if _inside else _outside
+            for (read, write), value, then in zip(_SETTINGS, wanted, after, strict=True):
+                # What a layer has set meanwhile is not ours to put back.
+                if value != then and read() == value:
+                    write(then)

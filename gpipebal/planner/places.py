@@ -1,0 +1,93 @@
+"""The devices that a question is about, as `solve` is given them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from numbers import Real
+
+from gpipebal.errors import BalanceError
+from gpipebal.planner.quantiles import at_quantile
+from gpipebal.problem import Device
+from gpipebal.profile import Profile
+
+__all__ = ["Place", "check_interleaved", "devices_asked"]
+
+#: A device: what it is, or how fast beside that of the profile, or its own profile.
+Place = Device | float | Profile
+
+
+def devices_asked(
+    devices: Sequence[Place] | None,
+    profile: Profile,
+    n_partitions: int,
+    quantile: float | None,
+) -> tuple[Place, ...] | None:
+    """Return the devices as they are given to `solve`, speeds as devices.
+
+    Raises:
+        BalanceError: one of them is none, or they are not as many as partitions.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise BalanceError(
+            f"devices are no list: devices={devices!r:.60} (expected one for each of "
+            f"{n_partitions} partitions: a Device, a Profile, or its speed).\n"
+            f"Fix: devices=[1] * {n_partitions}, all as fast as the profile's; or devices=None."
+        )
+    devices = tuple(devices)  # alive as long as their identities count
+    found: list[Place] = []
+    made: dict[int, Profile] = {}  # the same one mostly stands for many devices
+    for j, device in enumerate(devices):
+        if isinstance(device, Profile):
+            if device.names != profile.names:
+                raise BalanceError(
+                    f"profile of a device is of another chain: devices[{j}] has "
+                    f"{device.n_layers} layers (expected the same {profile.n_layers} layers).\n"
+                    "Fix: profile the same model on each type of device."
+                )
+            at = device if quantile is None else at_quantile(device, quantile)
+            found.append(made.setdefault(id(device), at))
+        elif isinstance(device, Device):
+            found.append(device)
+        elif (
+            isinstance(device, Real)
+            and not isinstance(device, bool)
+            # One divided by it is a float too.
+            and 1 / sys.float_info.max <= device < math.inf
+        ):
+            found.append(Device(slowness=1 if device == 1 else 1 / float(device)))
+        else:
+            raise BalanceError(
+                f"device is none: devices[{j}]={device!r} (expected a Device, a Profile, or its "
+                "speed as a number above 0).\nFix: 1 for one as fast as the profile's."
+            )
+    if len(found) != n_partitions:
+        raise BalanceError(
+            f"devices and partitions differ in number: len(devices)={len(found)} "
+            f"(expected partitions={n_partitions}).\n"
+            "Fix: one device per partition, or devices=None."
+        )
+    return tuple(found)
+
+
+def check_interleaved(devices: Sequence[Place], *, any_order: bool) -> None:
+    """Refuse one device for a partition and another for its device's second partition."""
+    half = len(devices) // 2
+    if any_order:
+        raise BalanceError(
+            "devices cannot change places where each runs two partitions: any_order=True with "
+            "schedule='interleaved_1f1b' (expected False).\n"
+            "Fix: any_order=False, with devices in the order in which they are connected."
+        )
+    pairs = list(zip(devices, devices[half:], strict=False))
+    for j, (one, other) in enumerate(pairs):
+        if len(devices) % 2 == 0 and one is not other and one != other:
+            raise BalanceError(
+                f"one device is two: devices[{j}] and devices[{j + half}] differ (expected one "
+                f"device twice: with schedule='interleaved_1f1b' partitions {j} and {j + half} run "
+                "on it).\n"
+                f"Fix: devices=[...] * 2, the {half} devices in order, twice."
+            )

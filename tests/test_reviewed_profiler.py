@@ -1,0 +1,171 @@
+"""The profiler and its commands, found by strict reading."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.cli import main
+from gpipebal.errors import FileFormatError, UsageError
+from gpipebal.profile import Profile
+from gpipebal.profiler import setting
+from gpipebal.timeline import Timeline
+from gpipebal.units import parse_bytes
+
+
+class Shrinks(nn.Linear):
+    """Writes to its own weight, where nobody counts it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shrink the weight, and use it."""
+        self.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_tied_weight_that_one_layer_writes_to_stays_as_it_is(order: tuple[int, ...]) -> None:
+    """Whichever of its layers comes first."""
+    layers = [nn.Linear(4, 4), nn.ReLU(), Shrinks(4, 4)]
+    layers[2].weight = layers[0].weight
+    before = layers[0].weight.detach().clone()
+    model = nn.Sequential(*(layers[k] for k in order))
+    gb.profile_model(model, torch.randn(4, 4), rows=(), timeout=0.0)
+    assert torch.equal(layers[0].weight, before)
+
+
+def test_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of its limit, where that is less than what the machine has."""
+    machine = setting.available_memory()
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(setting, "_CONTAINER_FILES", ((str(limit), str(used)),))
+    assert setting.available_memory() > 0  # there are no such files
+    used.write_text("300\n")
+    for text, expected in (("1000\n", 700), ("200\n", 0)):
+        limit.write_text(text)
+        assert setting.available_memory() == min(expected, machine)
+    limit.write_text("max\n")
+    assert setting.available_memory() > 700
+
+
+@pytest.mark.parametrize("way", [{"method": "estimate"}, {"timeout": 0.0}])
+def test_what_hooks_and_lists_of_functions_keep_is_put_back(way: dict[str, Any]) -> None:
+    """Copies of a layer have the same functions, which write to the same places."""
+    seen: dict[str, Any] = {}
+
+    class Lists(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.functions = [lambda x: seen.__setitem__("list", x)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for function in self.functions:
+                function(x)
+            return super().forward(x)
+
+    model = nn.Sequential(Lists(), nn.ReLU())
+    model[1].register_forward_hook(lambda module, inputs, output: seen.__setitem__("hook", output))
+    gb.profile_model(model, torch.ones(4, 4), rows=(), **way)
+    assert seen == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gpt", "--rows", "-1", "--set", "layers=1", "--set", "width=8", "--set", "heads=2"],
+        ["resnet101", "--seed", "100000000000000000000"],
+        ["resnet101", "--image-size", "0"],
+    ],
+)
+def test_impossible_sizes_are_bad_input(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is built, with a fix and the documented status."""
+    path = tmp_path / "profile.json"
+    assert main(["profile", *words, "-o", str(path)]) == 2
+    assert "Fix: " in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_an_optimizer_that_steps_no_stand_ins_is_not_timed() -> None:
+    """What was measured is kept, and the profile says what is not known."""
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
+    profile = gb.profile_model(
+        model,
+        torch.zeros(4, dtype=torch.long),
+        rows=(),
+        timeout=0.0,
+        optimizer=torch.optim.SparseAdam,
+    )
+    assert profile.step.optimizer_time is None
+    assert any("cannot step stand-ins" in flag for flag in profile.provenance["flags"])
+
+
+def test_attributes_that_go_by_the_rows_do_so_between_sizes() -> None:
+    """A layer that keeps its output keeps more of a larger micro-batch."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.last = y.detach().clone()
+            return y
+
+    profile = gb.profile_model(
+        nn.Sequential(Keeps(64, 64)), torch.randn(32, 64), chunks=8, rows=(2, 8), timeout=0.0
+    )
+    found = [profile.at_rows(rows).layers[0].buffer_bytes for rows in (2, 4, 8, 16)]
+    assert found == [rows * 64 * 4 for rows in (2, 4, 8, 16)]
+
+
+def test_sparse_values_between_layers_are_profiled() -> None:
+    """As a pipeline hands them on."""
+
+    class Sparse(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).to_sparse()
+
+    class Dense(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_dense()
+
+    profile = gb.profile_model(
+        nn.Sequential(Sparse(4, 4), Dense()), torch.ones(4, 4), rows=(), timeout=0.0
+    )
+    assert profile.n_layers == 2
+
+
+@pytest.mark.parametrize("stream", [None, "log"])
+def test_no_terminal_is_no_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons have no standard error, and loggers put something smaller in its place."""
+
+    class Log:
+        def write(self, text: str) -> None:
+            """Drop it."""
+
+        def flush(self) -> None:
+            """Do nothing."""
+
+    monkeypatch.setattr(sys, "stderr", None if stream is None else Log())
+    gb.profile_model(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2), rows=(), timeout=0.0)
+
+
+def test_numbers_that_no_machine_has_are_refused(tmp_path: Path) -> None:
+    """Digits without end, in a file and in a size; and rows without end in a timeline."""
+    with pytest.raises(UsageError, match="size is not readable"):
+        parse_bytes("9" * 400)
+    record = Profile.from_costs([1.0]).to_dict()
+    step = {"gather_time": None, "optimizer_time": None, "loss_time": 10**400, "loss_bytes": None}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({**record, "version": 1, "step": step}))
+    with pytest.raises(FileFormatError):
+        Profile.load(path)
+    with pytest.raises(FileFormatError, match="number of partitions"):
+        Timeline.from_dict(
+            {"source": "simulated", "n_partitions": 2**20, "provenance": {}, "events": []}
+        )
