@@ -145,11 +145,12 @@ def test_a_run_that_hangs_in_its_recompute_gives_the_buffers_back() -> None:
     model = with_recompute(nn.Sequential(layer), [[0]])
     pipe = GPipe(model, [1], chunks=2, checkpoint="never", timeout=1.0)
     output = pipe(torch.ones(2, 2))
+    assert pipe._runtime is not None
+    threads = pipe._runtime.pool.threads
     with pytest.raises(PipelineTimeoutError):
         output.sum().backward()
     assert layer.n is n and n.item() == 2.0
     n.fill_(7.0)
-    threads = [t for t in threading.enumerate() if t.name.startswith("gpipebal-partition")]
     wake.set()
     for thread in threads:
         thread.join(20)
