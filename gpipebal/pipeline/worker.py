@@ -215,15 +215,18 @@ class WorkerPool:
 
     def give_up(self) -> None:
         """Take no more tasks, and wait for the threads no more: one of them hangs."""
-        with self._submitting:
-            self.is_given_up = True
-            # Those that still can end by themselves; the one that hangs cannot be waited for.
-            self._end.detach()
-            _pools.discard(self)
-            for queue in self._queues:
-                queue.put(None)
-        for flag in self._awaited.copy():
-            flag.wake()
+        try:
+            with self._submitting:
+                self.is_given_up = True
+                # Those that still can end by themselves; the one that hangs cannot be waited for.
+                self._end.detach()
+                _pools.discard(self)
+                for queue in self._queues:
+                    queue.put(None)
+        finally:
+            # Also if an interrupt comes in between: others may wait without a timeout.
+            for flag in self._awaited.copy() if self.is_given_up else ():
+                flag.wake()
 
     def close(self) -> None:
         """End the threads, after what they were handed; wait for them. Harmless when repeated.
