@@ -12,7 +12,12 @@ from gpipebal.planner.chunking import at_chunks
 from gpipebal.problem import Link, Problem, links_of
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
-from gpipebal.schedule import ALL_SCHEDULES, CheckpointMode, check_count
+from gpipebal.schedule import (
+    ALL_SCHEDULES,
+    CheckpointMode,
+    check_count,
+    check_known_schedule,
+)
 from gpipebal.simulator import (
     Durations,
     HeldBytes,
@@ -89,6 +94,7 @@ def compare_schedules(
             f"{profile.n_layers}).\nFix: n_devices={profile.n_layers}."
         )
     overlap = check_flag("overlap", overlap)
+    schedules = tuple(map(check_known_schedule, schedules))
     links = None
     if bandwidth is not None or latency:
         link = Link(math.inf if bandwidth is None else bandwidth, latency, overlap)

@@ -1,4 +1,4 @@
-"""Make the stored profiles of the built-in models anew.
+"""Make the stored profiles anew: of the built-in models, and of the prediction benchmark's.
 
     python profiles/make.py                       the estimates: no device, no clock
     python profiles/make.py --measure             those of this machine's CPU: needs a quiet machine
@@ -28,6 +28,8 @@ from gpipebal.profile import LayerProfile, Profile
 from gpipebal.profiler import profile_model
 
 HERE = Path(__file__).parent
+#: Where the models of the prediction benchmark are.
+BENCHMARK = HERE.parent / "benchmarks" / "prediction"
 
 #: Digits of a time that are kept: far more than any measurement has.
 DIGITS = 4
@@ -47,11 +49,12 @@ class Stored:
 
     Attributes:
         name: Its name, without ``.json``.
-        model: Name of the built-in model.
+        model: Name of the built-in model, or of the prediction benchmark's.
         rows: Rows of the micro-batch; a mini-batch has eight of them.
         other_rows: Other rows.
         estimate: Device to estimate for; None: measured, on a CPU with one thread of two.
         on_cuda: Whether it is measured on the CUDA device that its name tells.
+        of_benchmark: Whether the model is one of the prediction benchmark's.
         image_size: Pixels of the side of an image.
         values: Arguments of the model.
     """
@@ -64,6 +67,7 @@ class Stored:
     image_size: int | None = None
     values: Mapping[str, int] = field(default_factory=dict)
     on_cuda: bool = False
+    of_benchmark: bool = False
 
     @property
     def kind(self) -> str:
@@ -129,6 +133,21 @@ STORED = (
         on_cuda=True,
     ),
     Stored("gpt-24x2048-1024tokens-rows2-h100", "gpt", 2, (1, 4), None, None, _GPT, on_cuda=True),
+    # Micro-batches of 8, 4 and 1 chunks, which the benchmark runs.
+    *(
+        Stored(f"prediction-{model}-rows{rows}-cpu", model, rows, others, of_benchmark=True)
+        for model, rows, others in (
+            ("mlp", 64, (128, 512)),
+            ("uneven", 48, (96, 384)),
+            ("convolutions", 6, (12, 48)),
+            ("residual", 4, (8, 32)),
+            ("u-net", 4, (8, 32)),
+            ("resnet", 4, (8, 32)),
+            ("transformer", 2, (4, 16)),
+            ("recurrent", 8, (16, 64)),
+            ("dropout", 3, (6, 24)),
+        )
+    ),
 )
 
 
@@ -169,6 +188,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def make(stored: Stored, timeout: float | None = None) -> Profile:
     """Measure or estimate a profile."""
+    if stored.of_benchmark:
+        return _make_of_benchmark(stored, timeout)
     entry = MODELS[stored.model].configure(**stored.values)
     sample, target = (
         make_one(8 * stored.rows, stored.image_size, seed=0)
@@ -197,6 +218,29 @@ def make(stored: Stored, timeout: float | None = None) -> Profile:
         return profile_model(model, sample, device="cuda", timeout=timeout, **terms)
     return profile_model(
         entry.build(), sample, device="cpu", partitions=2, timeout=timeout, **terms
+    )
+
+
+def _make_of_benchmark(stored: Stored, timeout: float | None) -> Profile:
+    """Measure a model of the prediction benchmark, with its own loss and optimizer."""
+    sys.path.insert(0, str(BENCHMARK))
+    try:
+        from prediction_benchmark.models import MODELS as BENCHMARK_MODELS
+    finally:
+        sys.path.remove(str(BENCHMARK))
+    model = next(model for model in BENCHMARK_MODELS if model.name == stored.model)
+    inputs, target = model.make_batch()
+    return profile_model(
+        model.make(),
+        inputs,
+        device="cpu",
+        chunks=8,
+        rows=stored.other_rows,
+        partitions=2,
+        loss_fn=model.loss_fn,
+        target=target,
+        optimizer=model.optimizer,
+        timeout=timeout,
     )
 
 

@@ -387,7 +387,7 @@ def test_pictures_are_written(
         (["solve", "profile.json", "-n", "2", "-o", "no/p.json"], "--output no/p.json (its folder"),
         (["simulate", "measured.json"], "file is no plan or profile"),
         (["simulate", "plan.json", "-n", "2"], "the plan is made already: --partitions"),
-        (["simulate", "plan.json", "--schedule", "zz"], "cannot be built: --schedule zz"),
+        (["simulate", "plan.json", "--schedule", "zz"], "not exist: --schedule zz"),
         (["simulate", "plan.json", "--width", "0"], "too narrow: --width 0 (expected 20 or more)"),
         (["simulate", "plan.json", "--width", "19", "--json"], "too narrow: --width 19"),
         (["compare", "plan.json"], "there is nothing to compare with"),

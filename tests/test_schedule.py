@@ -5,10 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from gpipebal.errors import BalanceError
+import gpipebal as gb
+from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.profile import Profile
 from gpipebal.schedule import (
     CHECKPOINT_MODES,
     Action,
@@ -149,3 +153,38 @@ def test_check_count_refuses_what_is_no_whole_number(value: object) -> None:
 def test_action_is_written_as_partition_kind_micro_batch() -> None:
     """An action is read as it is spoken: partition 1, forward, micro-batch 3."""
     assert str(Action(1, "F", 3)) == "1F3"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("GPipe", "gpipe"),
+        ("1F1B", "1f1b"),
+        ("Interleaved1F1B", "interleaved_1f1b"),
+        ("interleaved", "interleaved_1f1b"),
+        ("interleaved-1f1b", "interleaved_1f1b"),
+        ("ZB-H1", "zb_h1"),
+        ("zero_bubble", "zb_h1"),
+        ("zero-bubble", "zb_h1"),
+    ],
+)
+def test_schedules_are_known_as_people_write_them(written: str, meant: str) -> None:
+    """Solving, simulating and comparing take other spellings, and say the name of this library."""
+    profile = Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=4)
+    plan = gb.solve(profile, 2, schedule=written, checkpoint="never")
+    assert plan == gb.solve(profile, 2, schedule=meant, checkpoint="never")
+    assert plan.schedule == meant
+    assert gb.simulate(plan, written) == gb.simulate(plan, meant)
+    table = gb.compare_schedules(profile, 2, schedules=[written])
+    assert {row.schedule for row in table.rows} == {meant}
+
+
+def test_pipeline_takes_other_spellings_of_what_it_runs() -> None:
+    """A pipeline's schedule is kept under its own name; of others it says who runs them."""
+    pipe = gb.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [1, 1], chunks=2)
+    pipe.schedule = "1F1B"
+    assert pipe.schedule == "1f1b"
+    loss = pipe.step(torch.ones(4, 2), loss_fn=torch.mean, schedule="GPipe")
+    assert loss == pipe.step(torch.ones(4, 2), loss_fn=torch.mean)
+    with pytest.raises(UnsupportedPlanError, match=r"'zb_h1' is run by torch.distributed"):
+        pipe.step(torch.ones(4, 2), loss_fn=torch.mean, schedule="zero-bubble")

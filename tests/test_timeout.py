@@ -17,6 +17,13 @@ from gpipebal.pipeline import GPipe
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Let torch import what its first backward needs, which can take longer than a timeout here."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    GPipe(model, [1, 1], chunks=2)(torch.ones(4, 2)).sum().backward()
+
+
 class Stuck(nn.Module):
     """Wait until it is let go."""
 

@@ -61,6 +61,11 @@ def add_simulate(commands: Commands) -> None:
         help="leave out the pause for the loss between forwards and backwards",
     )
     simulate.add_argument(
+        "--no-detail",
+        action="store_true",
+        help="join work of one kind that goes on without a pause: a small file of a large pipeline",
+    )
+    simulate.add_argument(
         "--width",
         type=int,
         metavar="N",
@@ -75,8 +80,9 @@ def add_simulate(commands: Commands) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
+    from gpipebal.schedule import check_known_schedule
     from gpipebal.simulator import simulate
-    from gpipebal.timeline import Timeline
+    from gpipebal.timeline import Timeline, outline
 
     check_places(options, options.file)
     if options.width is not None and options.width < _NARROWEST:
@@ -97,13 +103,14 @@ def _simulate(options: argparse.Namespace) -> None:
                 f"the plan is made already: {flag} with a plan (expected a profile).\n"
                 f"Fix: leave {flag} out, or name the profile that the plan was made from."
             )
-    schedule = options.schedule
+    schedule = options.schedule and check_known_schedule(options.schedule)
     # Only a schedule with phases has a moment between them.
     inside = plan.loss_inside or (schedule or plan.schedule) != "gpipe"
     pause = None if inside or options.no_loss else plan.pause_time
-    timeline = simulate(plan, schedule, pause=pause)
+    whole = simulate(plan, schedule, pause=pause)
+    timeline = outline(whole) if options.no_detail else whole
     if options.output is not None:
-        timeline.save(options.output, memory=_memory(noun, plan, timeline, inside))
+        timeline.save(options.output, memory=_memory(noun, plan, whole, inside))
     if options.plot is not None:
         from gpipebal.plots import plot_timeline
 

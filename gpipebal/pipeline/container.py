@@ -111,7 +111,7 @@ class Container(nn.Module):
             if "balance" in self.__dict__:
                 modes_of(value, len(self.balance))
         elif name == "schedule":
-            check_schedule(value)
+            value = check_schedule(value)
         elif name == "timeout":
             _check_timeout(value)
         object.__setattr__(self, name, value)

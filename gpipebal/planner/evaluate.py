@@ -89,7 +89,7 @@ def evaluate(
     n_partitions = len(bounds) - 1
     chunks = None if chunks is None else check_chunks(chunks)
     modes = modes_of(checkpoint, n_partitions)
-    check_schedule(schedule)
+    schedule = check_schedule(schedule)
     options = Options(
         checkpoint=modes,
         schedule=schedule,

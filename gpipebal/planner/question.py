@@ -20,11 +20,11 @@ from gpipebal.problem.checks import check_bytes, check_flag, plain_number
 from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
-    ALL_SCHEDULES,
     SCHEDULES,
     Checkpoint,
     check_checkpoint,
     check_count,
+    check_known_schedule,
     modes_of,
 )
 from gpipebal.solvers import Objective
@@ -262,12 +262,7 @@ def _time_limit(seconds: Any) -> float | None:
 
 def _schedule(options: Options) -> str:
     """Return the schedule, or say what is not known under it."""
-    schedule = options.get("schedule", "gpipe")
-    if schedule not in ALL_SCHEDULES:
-        raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={schedule!r} (expected one of "
-            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='gpipe'."
-        )
+    schedule = check_known_schedule(options.get("schedule", "gpipe"))
     limited = options.get("memory_limit") is not None or options.get("objective") == "peak_memory"
     if limited and schedule not in SCHEDULES:
         raise UnsupportedPlanError(

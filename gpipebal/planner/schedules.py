@@ -22,7 +22,13 @@ from random import Random
 from gpipebal.planner.schedule_costs import ScheduleCosts
 from gpipebal.planner.times import order_for, recomputes_for
 from gpipebal.problem import Problem
-from gpipebal.schedule import Checkpoint, CheckpointMode, counted_modes, partitions_on_each
+from gpipebal.schedule import (
+    Checkpoint,
+    CheckpointMode,
+    check_known_schedule,
+    counted_modes,
+    partitions_on_each,
+)
 from gpipebal.solvers import Split, find, select_method, split
 from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 
@@ -90,6 +96,7 @@ def search_schedule(
         >>> found.balance, found.value, found.status
         ((2, 2), 40.0, 'optimal')
     """
+    schedule = check_known_schedule(schedule)
     partitions_on_each(schedule, problem.n_partitions)  # refused before anything is searched
     start = find(problem, "bottleneck", time_limit=time_limit)
     if start is None:

@@ -35,6 +35,7 @@ from gpipebal.schedule.executed import (
 from gpipebal.schedule.order import Order
 from gpipebal.schedule.orders import (
     ALL_SCHEDULES,
+    check_known_schedule,
     counted_modes,
     order_of,
     partitions_on_each,
@@ -64,6 +65,7 @@ __all__ = [
     "Schedule",
     "check_checkpoint",
     "check_count",
+    "check_known_schedule",
     "check_schedule",
     "counted_modes",
     "gpipe_in_order_schedule",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpipebal.errors import UnsupportedPlanError
 from gpipebal.schedule.actions import Action, Schedule, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of
+from gpipebal.schedule.names import spelled
 from gpipebal.schedule.studied import RUN_BY_TORCH
 
 __all__ = [
@@ -103,24 +104,25 @@ SCHEDULES = {"gpipe": gpipe_schedule, "1f1b": one_f_one_b_schedule}
 
 
 def check_schedule(name: object) -> str:
-    """Return the name of a schedule that `GPipe` runs.
+    """Return the name of a schedule that `GPipe` runs, as `SCHEDULES` has it.
 
     Raises:
         UnsupportedPlanError: there is none of this name; if something else runs it, the text says
             what.
     """
-    if not isinstance(name, str) or name not in SCHEDULES:
+    known = spelled(name)
+    if not isinstance(known, str) or known not in SCHEDULES:
         fix = "schedule='gpipe'."
-        if isinstance(name, str) and name in RUN_BY_TORCH:
+        if isinstance(known, str) and known in RUN_BY_TORCH:
             fix = (
-                f"schedule='gpipe' or '1f1b'; {name!r} is run by torch.distributed.pipelining, as "
-                f"{RUN_BY_TORCH[name]}, and simulated by gpipebal.simulate."
+                f"schedule='gpipe' or '1f1b'; {known!r} is run by torch.distributed.pipelining, as "
+                f"{RUN_BY_TORCH[known]}, and simulated by gpipebal.simulate."
             )
         raise UnsupportedPlanError(
             f"schedule cannot be built: schedule={name!r} (expected one of "
             f"{', '.join(map(repr, SCHEDULES))}).\nFix: {fix}"
         )
-    return name
+    return known
 
 
 def make_schedule(

@@ -11,6 +11,7 @@ from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.schedule.actions import B, F, R, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, CheckpointMode, modes_of
 from gpipebal.schedule.executed import SCHEDULES
+from gpipebal.schedule.names import spelled
 from gpipebal.schedule.order import Order
 from gpipebal.schedule.studied import STUDIED, study_schedule
 
@@ -19,10 +20,39 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.integer]
 
-__all__ = ["ALL_SCHEDULES", "counted_modes", "order_of", "partitions_on_each", "recomputes_of"]
+__all__ = [
+    "ALL_SCHEDULES",
+    "check_known_schedule",
+    "counted_modes",
+    "order_of",
+    "partitions_on_each",
+    "recomputes_of",
+]
 
 #: Every schedule that can be simulated: those that `GPipe` runs, then the others.
 ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
+
+
+def check_known_schedule(name: object) -> str:
+    """Return the name of a schedule that can be simulated, as `ALL_SCHEDULES` has it.
+
+    Capitals, dashes and underscores do not matter; ``'interleaved'`` and ``'zero_bubble'`` are the
+    one of these that there is.
+
+    Raises:
+        UnsupportedPlanError: there is none of this name.
+
+    Example:
+        >>> check_known_schedule("1F1B"), check_known_schedule("zero_bubble")
+        ('1f1b', 'zb_h1')
+    """
+    known = spelled(name)
+    if not isinstance(known, str) or known not in ALL_SCHEDULES:
+        raise UnsupportedPlanError(
+            f"schedule does not exist: schedule={name!r} (expected one of "
+            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='gpipe'."
+        )
+    return known
 
 
 def partitions_on_each(schedule: str, n_partitions: int) -> int:
@@ -57,7 +87,7 @@ def order_of(
     """Order a mini-batch by any known schedule, as columns.
 
     Args:
-        name: One of `ALL_SCHEDULES`.
+        name: One of `ALL_SCHEDULES`; see `check_known_schedule`.
         n_devices: Number of devices.
         chunks: Number of micro-batches.
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
@@ -76,11 +106,7 @@ def order_of(
         0F0 0F1 0B0 0F2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """
-    if name not in ALL_SCHEDULES:
-        raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={name!r} (expected one of "
-            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='gpipe'."
-        )
+    name = check_known_schedule(name)
     if name in STUDIED and name != "gpipe_in_order":
         return Order.of(
             study_schedule(

@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError
-from gpipebal.schedule import ALL_SCHEDULES, RUN_BY_TORCH, CheckpointMode, order_of
+from gpipebal.schedule import (
+    ALL_SCHEDULES,
+    RUN_BY_TORCH,
+    CheckpointMode,
+    check_known_schedule,
+    order_of,
+)
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.held import HeldBytes
 from gpipebal.simulator.place import place
@@ -160,7 +166,7 @@ def compare_durations(
                 "Fix: give the durations of as many partitions."
             )
     rows = []
-    for name in schedules:
+    for name in map(check_known_schedule, schedules):
         interleaves = name == "interleaved_1f1b"
         for each, times in durations.items():
             if (each > 1) != interleaves:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.problem.checks import check_flag
-from gpipebal.schedule import ALL_SCHEDULES, Order, Schedule, order_of, partitions_on_each
+from gpipebal.schedule import (
+    Order,
+    Schedule,
+    check_known_schedule,
+    order_of,
+    partitions_on_each,
+)
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.place import place
-from gpipebal.timeline import Timeline
+from gpipebal.timeline import Timeline, outline
 
 __all__ = ["simulate"]
 
@@ -17,6 +23,7 @@ __all__ = ["simulate"]
 def simulate(
     plan: Plan,
     schedule: Schedule | str | None = None,
+    detail: bool = True,
     *,
     pause: float | None = None,
     durations: Durations | None = None,
@@ -34,6 +41,10 @@ def simulate(
         plan: Gives the times of its partitions, chunks, checkpoint modes and schedule.
         schedule: Order of the actions, or the name of one of
             `gpipebal.schedule.ALL_SCHEDULES`; None: the plan's own.
+        detail: Whether every action is an event of its own. If not, actions of one kind that follow
+            one another without idle time are one, and there are no copies and launches: figures are
+            the same, and the timeline of thousands of devices is small; see
+            `gpipebal.timeline.outline`.
         pause: Seconds between the last forward of all partitions and the first recompute or
             backward, as ``loss(pipe(x)).backward()`` makes them wait; `plan.pause_time` is the
             measured value. None: no wait, partitions turn to their backwards on their own. A
@@ -51,7 +62,7 @@ def simulate(
 
     Raises:
         KindError: `plan` is no Plan.
-        UnsupportedPlanError: the schedule is none that can be built here.
+        UnsupportedPlanError: the schedule is none that is known here.
         BalanceError: the schedule does not fit the plan, or can never finish (with a pause).
         ProfileError: `pause` is negative or not finite.
 
@@ -87,7 +98,8 @@ def simulate(
         ),
         "costs": dict(plan.provenance),
     }
-    return place(
+    check_flag("detail", detail)
+    timeline = place(
         order,
         Durations.of_plan(plan) if durations is None else durations,
         pause=pause,
@@ -95,15 +107,11 @@ def simulate(
         late_recompute=check_flag("late_recompute", late_recompute),
         provenance=provenance,
     )
+    return timeline if detail else outline(timeline)
 
 
 def _order_of_plan(plan: Plan, name: str, devices: int | None) -> Order:
-    if name not in ALL_SCHEDULES:
-        raise UnsupportedPlanError(
-            f"plan has a schedule that cannot be built: schedule={name!r} "
-            f"(expected one of {', '.join(map(repr, ALL_SCHEDULES))}).\n"
-            "Fix: give the order of its actions as schedule=, or solve with schedule='gpipe'."
-        )
+    name = check_known_schedule(name)
     n = plan.n_partitions
     n_devices = n // partitions_on_each(name, n) if devices is None else devices
     if n_devices < 1 or n % n_devices:

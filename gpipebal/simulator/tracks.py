@@ -28,7 +28,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.memory.loss import AroundLoss
 from gpipebal.memory.waiting import AT_ONCE, Stream
 from gpipebal.simulator.held import HeldBytes
-from gpipebal.timeline import EventTable, Timeline
+from gpipebal.timeline import EventTable, Timeline, is_outline
 from gpipebal.units import format_bytes
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
         One track per device.
 
     Raises:
-        ProfileError: not one size per partition.
+        ProfileError: not one size per partition, or a timeline that does not tell every action.
 
     Complexity:
         O(n log n) for n events, in numpy.
@@ -150,6 +150,11 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
         raise ProfileError(
             f"sizes and partitions differ: len(sizes)={len(sizes)} (expected {n}, one "
             "per partition).\nFix: give one HeldBytes per partition."
+        )
+    if is_outline(timeline):
+        raise ProfileError(
+            "timeline does not tell when each micro-batch was at work: detail=False (expected "
+            "every action as an event of its own).\nFix: simulate(plan, detail=True)."
         )
     table = timeline.table
     shown = table.of_kind("FRBIW")

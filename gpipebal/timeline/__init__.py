@@ -15,6 +15,7 @@ from gpipebal.timeline.events import (
     LAUNCH_KIND,
     Event,
 )
+from gpipebal.timeline.outline import is_outline, outline
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.timeline import Source, Timeline
 
@@ -28,4 +29,6 @@ __all__ = [
     "EventTable",
     "Source",
     "Timeline",
+    "is_outline",
+    "outline",
 ]
