@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -171,3 +172,46 @@ def test_gather_undoes_scatter_along_any_dimension(rows: int, chunks: int, dim: 
     parts = scatter(tensor, chunks, dim)
     assert len(parts) == min(chunks, rows)
     assert torch.equal(gather(parts, dim), tensor)
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda pairs: defaultdict(int, pairs)])
+def test_dims_of_dictionaries_go_by_keys_and_not_by_their_order(make: Any) -> None:
+    """Dimensions of inputs, outputs and targets belong to the names beside them, also nested."""
+
+    class Two(NamedTuple):
+        first: Any
+        second: Any
+
+    x, y = torch.arange(8.0).view(4, 2), torch.arange(12.0).view(3, 4)
+    seen: list[Any] = []
+
+    class Look(nn.Module):
+        def forward(self, value: Any) -> Any:
+            seen.append(value.second)
+            return {"x": value.second["x"] * 1, "y": value.second["y"] * 1}
+
+    value = Two(x, make([("x", x), ("y", y)]))
+    pipe = GPipe(
+        nn.Sequential(Look()),
+        [1],
+        chunks=2,
+        in_dims=Two(0, make([("y", 1), ("x", 0)])),
+        out_dims={"y": 1, "x": 0},
+    )
+    output = pipe(value)
+    assert [(part["x"].shape, part["y"].shape) for part in seen] == [((2, 2), (3, 2))] * 2
+    assert torch.equal(output["x"], x) and torch.equal(output["y"], y)
+
+    def loss_fn(out: Any, target: Any) -> Tensor:
+        assert target["x"].shape == (2, 2) and target["y"].shape == (3, 2)
+        return out.sum()
+
+    linear = GPipe(nn.Sequential(nn.Linear(2, 1)), [1], chunks=2)
+    linear.step(x, target=value.second, target_dims=make([("y", 1), ("x", 0)]), loss_fn=loss_fn)
+
+
+def test_dims_with_other_keys_are_refused() -> None:
+    """A name that the value does not have fits nothing."""
+    pipe = GPipe(nn.Sequential(nn.Identity()), [1], chunks=2, in_dims={"x": 0, "z": 1})
+    with pytest.raises(BalanceError, match="in_dims does not fit"):
+        pipe({"x": torch.ones(4, 2), "y": torch.ones(3, 4)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -269,3 +270,55 @@ def test_of_several_in_one_place_one_stays() -> None:
         True,
     ]
     assert two.grad.tolist() == [1.0, 2.0]
+
+
+class ScaleByTable(nn.Module):
+    """Use a table of a row for each row of the mini-batch, which the caller can use as it is."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(rows, width))
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table.sum(0)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("use", ["view_as", "flatten", "transposed", "itself"])
+def test_gradient_that_the_callers_graph_gave_first_is_not_added_to_in_place(
+    checkpoint: Any, use: str
+) -> None:
+    """Behind a view of a parameter its gradient is that of the output, which travels back."""
+    uses = {
+        "view_as": lambda table, out: out + table.view_as(out),
+        "flatten": lambda table, out: out.flatten() + table.flatten(),
+        "transposed": lambda table, out: out + table.t().t(),
+        "itself": lambda table, out: out + table,
+    }
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = nn.Sequential(ScaleByTable(4, 3), nn.Linear(3, 3)).double()
+    side = nn.Linear(3, 3).double()  # whose backward comes behind the pipeline's
+    plain, plain_side = copy.deepcopy(model), copy.deepcopy(side)
+
+    def run(run_model: Any, layers: nn.Sequential, beside: nn.Linear) -> None:
+        shift = beside(x)
+        out = uses[use](layers[0].table, run_model(x) + shift)
+        out.square().sum().backward()
+
+    run(lambda x: torch.cat([plain(part) for part in x.split(2)]), plain, plain_side)
+    run(gb.GPipe(model, [1, 1], chunks=2, checkpoint=checkpoint), model, side)
+    expected = [*plain.parameters(), *plain_side.parameters()]
+    for mine, theirs in zip([*model.parameters(), *side.parameters()], expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_gradient_that_was_there_before_stays_where_it_is() -> None:
+    """A gradient that is a part of one flat buffer of the caller's is added to there."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
+    flat = torch.zeros(12)
+    for parameter, part in zip(model.parameters(), (flat[:9], flat[9:]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    gb.GPipe(model, [1, 1], chunks=2)(torch.ones(4, 3)).sum().backward()
+    assert flat.count_nonzero() == 12

@@ -315,3 +315,21 @@ def test_the_memory_is_the_one_predicted(early_stop: bool) -> None:
                 assert 0.97 * known <= peak
     assert len(seen) >= 8
     assert spared or not early_stop
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("runs", [[[2]], [[0], [2]], [[0, 1, 2]]])
+def test_layer_that_stands_twice_keeps_what_its_buffers_have_seen(
+    checkpoint: Any, runs: list[list[int]]
+) -> None:
+    """Places that one layer has may share its dictionary of buffers: lent, and given back."""
+    norm = nn.BatchNorm1d(3)
+    model = nn.Sequential(norm, nn.Linear(3, 3), norm).double()
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 3, dtype=torch.float64)
+    for part in x.split(2):
+        plain(part)
+    pipe = gb.GPipe(with_recompute(model, runs), [3], chunks=4, checkpoint=checkpoint)
+    pipe(x).sum().backward()
+    for mine, theirs in zip(model[0].buffers(), plain[0].buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -32,6 +32,7 @@ from gpipebal.pipeline.microbatch import (
     unflatten,
 )
 from gpipebal.pipeline.minibatch import MiniBatch
+from gpipebal.pipeline.new_gradients import LateGradients
 from gpipebal.pipeline.parting import (
     Dim,
     gather_leaves,
@@ -132,6 +133,8 @@ class _Crossing:
         self.gradient_devices = gradient_devices
         # Runs only if the backward wants gradients of leaves, such as parameters, in general.
         self.sentinel = get_gradient_edge(anchor).node
+        partitions = mini_batch.runtime.partitions
+        self._late = LateGradients(p for part in partitions for p in part.modules.parameters())
         # Of a graph that is kept, several threads may run a backward each.
         self._turn = threading.Lock()
 
@@ -148,11 +151,14 @@ class _Crossing:
         # A layer that waited for its turn would wait for the backward that runs it.
         self.mini_batch.runtime.pool.check_caller()
         with self._turn:
+            parameters = engine_state.will_run(self.sentinel)
+            if parameters:
+                self._late.part()
             return self.mini_batch.backward(
                 arrived.gradients,
                 arrived.ready,
                 keep=engine_state.keeps_graph(),
-                parameters=engine_state.will_run(self.sentinel),
+                parameters=parameters,
             )
 
 

@@ -244,7 +244,8 @@ class Buffers:
         it ever end.
         """
         lent, self._lent = self._lent, {}
-        for (module, name), own in lent.items():
+        # Backwards: places in a chain that one layer has may have one dictionary of buffers too.
+        for (module, name), own in reversed(lent.items()):
             module._buffers[name] = own
 
     def _slots(self) -> Iterator[tuple[BufferSlot, Tensor | None]]:

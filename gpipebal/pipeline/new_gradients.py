@@ -9,6 +9,9 @@ of them have been used by then; here each cell's end is the last moment at which
 So whoever has run a cell's backward lets parameters keep copies of what lies in memory that
 travels, or in another's gradient, before anything is handed on. What else may look on (a hook that
 keeps a gradient) is not known here.
+
+The caller's own graph may use a parameter of a layer too, and give it its first gradient before the
+pipeline's backward begins: it is parted from others by then.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.tensors import has_storage, parts_of, storage_key
+from gpipebal.pipeline.tensors import has_storage, is_shared, parts_of, storage_key
 
-__all__ = ["NewGradients"]
+__all__ = ["LateGradients", "NewGradients"]
 
 #: Where in a storage elements lie, in bytes: from the first to before the second; and whose
 #: gradient that is; None: something else.
@@ -81,6 +84,29 @@ class NewGradients:
             for one in shared.values():
                 assert one.grad is not None
                 one.grad = one.grad.clone()
+
+
+class LateGradients:
+    """Parameters without a gradient at the end of a forward.
+
+    One that has a gradient when the pipeline's backward begins got it from the caller's graph. That
+    gradient may be a view of another one, which is still on its way, and workers would add to it
+    in place. A gradient that was there before is nobody else's, or meant to be shared.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._without = [p for p in parameters if p.is_leaf and p.requires_grad and p.grad is None]
+
+    def part(self) -> None:
+        """Let those that have come into being, and share their memory, be copies."""
+        without = []
+        for one in self._without:
+            if one.grad is None:
+                without.append(one)
+            elif is_shared(one.grad):
+                with torch.no_grad():
+                    one.grad = one.grad.clone()
+        self._without = without
 
 
 def _may_lose(parameter: Tensor) -> bool:

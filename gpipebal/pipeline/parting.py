@@ -11,6 +11,7 @@ micro-batches' tensors are stacked (an output)::
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -70,7 +71,7 @@ def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
     """
     if type(dims) is int or dims is None:
         return [dims] * structure.num_leaves
-    spread = pytree._broadcast_to_and_flatten(dims, structure)
+    spread = pytree._broadcast_to_and_flatten(_in_order(dims, structure), structure)
     if spread is None or any(type(dim) is not int and dim is not None for dim in spread):
         raise BalanceError(
             f"{name} does not fit: {name}={dims!r} for a value of the form "
@@ -80,6 +81,27 @@ def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
             f"{unflatten([0] * structure.num_leaves, structure)!r} with the dimension of each."
         )
     return spread
+
+
+def _in_order(dims: Any, structure: pytree.TreeSpec) -> Any:
+    """Let the keys of dictionaries stand as they do in the structure: torch pairs them by place."""
+    kind = pytree._get_node_type(dims)
+    if structure.is_leaf() or kind is not structure.type or kind not in pytree.SUPPORTED_NODES:
+        return dims
+    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(dims)
+    if kind in (dict, OrderedDict, defaultdict):
+        # Of a dictionary with defaults, what makes them stands before the keys.
+        keys, there = (c[1] if kind is defaultdict else c for c in (context, structure.context))
+        if set(keys) != set(there):
+            return dims
+        by_key = dict(zip(keys, children, strict=True))
+        children, context = [by_key[key] for key in there], structure.context
+    # Older torch has no method for that.
+    below = getattr(structure, "children", lambda: structure.children_specs)()
+    if len(children) != len(below):
+        return dims
+    parts = [_in_order(d, s) for d, s in zip(children, below, strict=True)]
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, context)
 
 
 def count_rows(

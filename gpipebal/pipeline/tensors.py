@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["are_equal", "bytes_of", "has_storage", "parts_of", "storage_key", "version_of"]
+__all__ = [
+    "are_equal",
+    "bytes_of",
+    "has_storage",
+    "is_shared",
+    "parts_of",
+    "storage_key",
+    "version_of",
+]
 
 
 def version_of(value: Any) -> int | None:
@@ -24,6 +32,15 @@ def has_storage(value: Any) -> bool:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that two live tensors have in common only if they share a storage."""
     return tensor.untyped_storage()._cdata
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Tell whether anything but this tensor holds its memory; of a sparse one: yes."""
+    # Private, and the only way to know: one count is the tensor's, one that of the handle here.
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or not has_storage(tensor):
+        return True
+    return bool(tensor.numel()) and count(tensor.untyped_storage()._cdata) > 2
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
