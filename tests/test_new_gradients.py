@@ -322,3 +322,29 @@ def test_gradient_that_was_there_before_stays_where_it_is() -> None:
         parameter.grad = part.view_as(parameter)
     gb.GPipe(model, [1, 1], chunks=2)(torch.ones(4, 3)).sum().backward()
     assert flat.count_nonzero() == 12
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_gradients_cleared_between_forward_and_backward_change_nothing(checkpoint: Any) -> None:
+    """The usual training loop: old gradients are still there at the forward; a graph is kept."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model = nn.Sequential(ScaleByTable(4, 3), nn.Linear(3, 3)).double()
+    plain = copy.deepcopy(model)
+    pipe = gb.GPipe(model, [1, 1], chunks=2, checkpoint=checkpoint)
+
+    def train(run_model: Any, layers: nn.Sequential) -> list[Any]:
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+        found = []
+        for _ in range(3):
+            out = run_model(x)
+            loss = (out + layers[0].table.view_as(out)).square().sum()
+            for again in (True, False):
+                optimizer.zero_grad()
+                loss.backward(retain_graph=again)
+                found += [p.grad.clone() for p in layers.parameters()]
+            optimizer.step()
+        return found
+
+    expected = train(lambda x: torch.cat([plain(part) for part in x.split(2)]), plain)
+    torch.testing.assert_close(train(pipe, model), expected)

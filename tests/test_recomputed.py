@@ -333,3 +333,52 @@ def test_layer_that_stands_twice_keeps_what_its_buffers_have_seen(
     pipe(x).sum().backward()
     for mine, theirs in zip(model[0].buffers(), plain[0].buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+class CountsLate(nn.Module):
+    """Make a buffer in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "n" not in self._buffers:
+            self.register_buffer("n", torch.zeros(()))
+        self.n += 1
+        return self.linear(x)
+
+
+def test_layer_that_stands_twice_may_make_its_buffers_late() -> None:
+    """A recompute takes away a buffer that its forward had not, once, and gives it back."""
+    layer = CountsLate()
+    model = with_recompute(nn.Sequential(layer, layer, nn.Linear(3, 3)), [[1]])
+    gb.GPipe(model, [3], chunks=2, checkpoint="always")(torch.ones(4, 3)).sum().backward()
+    assert layer.n == 4
+
+
+class Part(nn.Module):
+    """Hand on a part of the columns, or one row for all."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, :4] if self.how == "gaps" else x[:, :1, :4].expand(-1, 5, -1)
+
+
+@pytest.mark.parametrize("how", ["gaps", "expanded"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_run_goes_the_same_way_whatever_the_strides_of_its_input(how: str, inside: bool) -> None:
+    """What is kept of an input with gaps has them too: else a layer would save other tensors."""
+    model = nn.Sequential(nn.Linear(8, 8), Part(how), nn.Linear(4, 4))
+    plain, x = copy.deepcopy(model), torch.randn(6, 5, 8)
+    plain(x).sum().backward()
+    chain = with_recompute(model, [[2]])
+    run = gb.GPipe(chain, [3], chunks=2, checkpoint="never") if inside else chain
+    for _ in range(2):
+        model.zero_grad()
+        run(x).sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)

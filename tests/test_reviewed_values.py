@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -243,3 +244,37 @@ def test_a_complex_loss_is_refused() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], chunks=2)
     with pytest.raises(ModelError, match=r"(?s)no real number.*complex64.*Fix: .*absolute value"):
         pipe.step(torch.randn(4, 4), loss_fn=lambda y: y.sum() * 1j)
+
+
+@pytest.mark.parametrize("checkpoint", ("always", "except_last", "never"))
+def test_input_of_inference_mode_may_be_filled_anew_before_the_backward(checkpoint: Any) -> None:
+    """It counts no writes, so a recompute works on what a cell has kept of it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    plain = copy.deepcopy(model)
+    with torch.inference_mode():
+        x = torch.randn(4, 3)
+    plain(x.clone()).square().sum().backward()
+    output = GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint)(x)
+    with torch.inference_mode():
+        x.fill_(7.0)
+    output.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_output_is_never_a_parameters_memory(chunks: int) -> None:
+    """Who writes to an output does not write to a layer."""
+
+    class Hand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight[: len(x)]
+
+    model = nn.Sequential(Hand())
+    output = GPipe(model, [1], chunks=chunks)(torch.ones(4, 3))
+    output.mul_(5)
+    assert (model[0].weight == 1).all()

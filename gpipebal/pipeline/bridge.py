@@ -88,9 +88,11 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     if not any(needs):
         return unflatten(outputs, structure)
     if len(mini_batch.rows) == 1:
-        # Autograd does not know of memory that outputs of one micro-batch share with each other, or
-        # with an input that they are differentiated by.
-        shared = {k for k in find_shared(outputs, inputs) if needs[k]}
+        # Autograd does not know of memory that outputs of one micro-batch share with each other,
+        # with an input that they are differentiated by, or with a parameter.
+        partitions = mini_batch.runtime.partitions
+        parameters = [p for part in partitions for p in part.modules.parameters()]
+        shared = {k for k in find_shared(outputs, [*inputs, *parameters]) if needs[k]}
         outputs = copied(outputs, find_overlaps(outputs) | shared)
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.

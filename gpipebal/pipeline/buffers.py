@@ -213,6 +213,13 @@ class Buffers:
     @contextmanager
     def replaced(self, kept: Kept) -> Iterator[None]:
         """Let the modules see what was kept in a block, and give them back their own."""
+        try:
+            self._lend(kept)
+            yield
+        finally:
+            self.give_back()
+
+    def _lend(self, kept: Kept) -> None:
         copied = _Copied()
         for (module, name), copy in kept.copies.items():
             own = _buffer_of(module, name)
@@ -232,10 +239,6 @@ class Buffers:
                     module._buffers[name] = None
                 else:
                     del module._buffers[name]
-        try:
-            yield
-        finally:
-            self.give_back()
 
     def give_back(self) -> None:
         """Give the modules back their own buffers, once.
@@ -244,14 +247,18 @@ class Buffers:
         it ever end.
         """
         lent, self._lent = self._lent, {}
-        # Backwards: places in a chain that one layer has may have one dictionary of buffers too.
-        for (module, name), own in reversed(lent.items()):
+        for (module, name), own in lent.items():
             module._buffers[name] = own
 
     def _slots(self) -> Iterator[tuple[BufferSlot, Tensor | None]]:
+        seen: dict[int, Any] = {}
         for module in self._modules:
-            for name, buffer in module._buffers.items():
-                yield (module, name), buffer
+            buffers = module._buffers
+            # Places in a chain that one layer has may have one dictionary.
+            if id(buffers) not in seen:
+                seen[id(buffers)] = buffers  # which may be made anew each time: it keeps its number
+                for name, buffer in buffers.items():
+                    yield (module, name), buffer
 
     def _present(self) -> Iterator[tuple[BufferSlot, Tensor]]:
         return ((place, buffer) for place, buffer in self._slots() if buffer is not None)

@@ -141,7 +141,7 @@ class Cell:
             )
         self._partition.check_writes(self._kind, packet)
         if self.checkpointed and any(result.needs_gradient):
-            self._input = packet
+            self._input = _with_copies(packet)
             self._versions = versions
             self._kept = result.kept
             self._promised = result.needs_gradient
@@ -238,6 +238,18 @@ class Cell:
             # A checkpointed cell keeps its input for a further backward, and its graph never.
             self._leaves, self._ends = [], []
         return found
+
+
+def _with_copies(packet: Packet) -> Packet:
+    """Copy what nobody could see being written to until the recompute: it counts no writes."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in packet.leaves):
+        return packet
+    with torch.inference_mode():
+        leaves = [
+            leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+            for leaf in packet.leaves
+        ]
+    return packet._replace(leaves=leaves)
 
 
 def _by_itself(gradient: Tensor | None) -> Tensor | None:

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from gpipebal.pipeline.engine_state import will_run
 from gpipebal.pipeline.tensors import has_storage, is_shared, parts_of, storage_key
 
 __all__ = ["LateGradients", "NewGradients"]
@@ -87,26 +89,34 @@ class NewGradients:
 
 
 class LateGradients:
-    """Parameters without a gradient at the end of a forward.
+    """Gradients that the caller's graph gives parameters before the pipeline's backward begins.
 
-    One that has a gradient when the pipeline's backward begins got it from the caller's graph. That
-    gradient may be a view of another one, which is still on its way, and workers would add to it
-    in place. A gradient that was there before is nobody else's, or meant to be shared.
+    Such a gradient may be a view of another one, which is still on its way, and workers would add
+    to it in place. One that shared its memory before the forward, as a part of a flat buffer does,
+    is meant to.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._without = [p for p in parameters if p.is_leaf and p.requires_grad and p.grad is None]
+        # Under `torch.func.functional_call` something else may stand in a parameter's place.
+        self._parameters = [one for one in parameters if one.is_leaf]
+        self._meant = {
+            id(one): storage_key(one.grad)
+            for one in self._parameters
+            if one.grad is not None and has_storage(one.grad) and is_shared(one.grad)
+        }
 
     def part(self) -> None:
-        """Let those that have come into being, and share their memory, be copies."""
-        without = []
-        for one in self._without:
-            if one.grad is None:
-                without.append(one)
-            elif is_shared(one.grad):
+        """Let gradients that share their memory since then be copies."""
+        for one in self._parameters:
+            gradient = one.grad
+            if gradient is None or not is_shared(gradient):
+                continue
+            if has_storage(gradient) and self._meant.get(id(one)) == storage_key(gradient):
+                continue
+            # Nobody else's backward is under way: only this one can have left it a view.
+            if one.requires_grad and will_run(get_gradient_edge(one).node):
                 with torch.no_grad():
-                    one.grad = one.grad.clone()
-        self._without = without
+                    one.grad = gradient.clone()
 
 
 def _may_lose(parameter: Tensor) -> bool:
