@@ -70,6 +70,7 @@ def _wait_for(process: subprocess.Popen[str], word: str) -> None:
         (["workloads:model_only"], "function returned the wrong thing"),
         (["no_such_module_at_all:f"], "module cannot be imported"),
         (["workloads:tiny", "--partitions", "9"], "fewer layers than partitions: --partitions 9"),
+        (["workloads:no_layers"], "model has no layers"),
         (["workloads:tiny", "--chunks", "0"], "chunks is too small: --chunks 0"),
         (["workloads:tiny", "--device", "cuda:99"], "device does not exist: --device cuda:99"),
         (["workloads:tiny", "--rows", "4"], "--rows is for built-in models"),

@@ -12,7 +12,7 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.profile import Profile
 from gpipebal.simulator import HeldBytes, memory_over_time
-from gpipebal.timeline import Event, Timeline, is_outline, outline
+from gpipebal.timeline import Event, Timeline, outline
 
 FIGURES = ("makespan", "bubble_fraction", "imbalance", "chunks", "n_devices", "start")
 times = st.floats(0.1, 10)
@@ -39,7 +39,7 @@ def test_outline_has_the_same_figures(
     assert len(joined.events) <= len(whole.events)
     joined_again = Timeline(tuple(joined.events), 4, devices=joined.devices)
     assert joined_again.makespan == joined.makespan  # and its events pass the checks
-    assert is_outline(joined) and not is_outline(whole)
+    assert whole.tells_micro_batches and not joined.tells_micro_batches
 
 
 def test_only_work_of_one_kind_without_idle_time_is_joined() -> None:
@@ -93,6 +93,20 @@ def test_detail_is_a_flag_and_is_kept_in_files(tmp_path: object) -> None:
     path = f"{tmp_path}/timeline.json"
     joined.save(path)
     loaded = Timeline.load(path)
-    assert is_outline(loaded)
+    assert not loaded.tells_micro_batches
     assert dataclasses.replace(loaded, events=()) == dataclasses.replace(joined, events=())
     assert tuple(loaded.events) == tuple(joined.events)
+
+
+def test_drawing_of_an_outline_shows_kinds_and_no_numbers() -> None:
+    """An event that stands for several micro-batches is not drawn as one of them."""
+    plan = gb.solve(Profile.from_costs([1.0, 1.0]), 2, chunks=3, checkpoint="never")
+    assert gb.simulate(plan, detail=False).text_gantt(width=12).splitlines() == [
+        "simulated: makespan 12.0 s, bubble 25.0 % (f forward, r recompute, B backward)",
+        "partition 0  fff...BBBBBB",
+        "partition 1  .fffBBBBBB..",
+    ]
+    split = gb.simulate(plan, "zb_h1", detail=False)
+    head, *rows = split.text_gantt(width=12).splitlines()
+    assert head.endswith("w weight gradient)")
+    assert {symbol for row in rows for symbol in row.split()[-1]} <= set("fBw.")

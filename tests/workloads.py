@@ -143,3 +143,8 @@ def no_tensors() -> tuple[nn.Sequential, list[int]]:
 
 
 NOT_A_FUNCTION = 3
+
+
+def no_layers() -> tuple[nn.Sequential, torch.Tensor]:
+    """Return a chain of nothing."""
+    return nn.Sequential(), torch.ones(4, 2)

@@ -231,6 +231,7 @@ def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: flo
         ax.broken_barh(bars, (top + j + gap, 1 - 2 * gap), **style)
         if not fine:
             _draw_borders(ax, spans, top + j + gap, top + j + 1 - gap)
+        if not fine and timeline.tells_micro_batches:
             _draw_numbers(ax, events, spans, top + j + 0.5, row, readable_on(style["facecolor"]))
     ax.vlines(end, top, top + timeline.n_devices, color=NEUTRAL, linewidth=0.8)
 

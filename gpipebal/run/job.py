@@ -113,6 +113,11 @@ def run(
     workload = load_workload(
         model, rows=rows, image_size=image_size, seed=seed, chunks=chunks, arguments=arguments
     )
+    if not len(workload.model):
+        raise BalanceError(
+            "model has no layers: there is nothing to run (expected one layer or more).\n"
+            "Fix: let the function return an nn.Sequential with layers."
+        )
     if len(places) > len(workload.model):
         raise BalanceError(
             f"model has fewer layers than partitions: partitions={len(places)} "

@@ -28,7 +28,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.memory.loss import AroundLoss
 from gpipebal.memory.waiting import AT_ONCE, Stream
 from gpipebal.simulator.held import HeldBytes
-from gpipebal.timeline import EventTable, Timeline, is_outline
+from gpipebal.timeline import EventTable, Timeline
 from gpipebal.units import format_bytes
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
             f"sizes and partitions differ: len(sizes)={len(sizes)} (expected {n}, one "
             "per partition).\nFix: give one HeldBytes per partition."
         )
-    if is_outline(timeline):
+    if not timeline.tells_micro_batches:
         raise ProfileError(
             "timeline does not tell when each micro-batch was at work: detail=False (expected "
             "every action as an event of its own).\nFix: simulate(plan, detail=True)."

@@ -15,7 +15,7 @@ from gpipebal.timeline.events import (
     LAUNCH_KIND,
     Event,
 )
-from gpipebal.timeline.outline import is_outline, outline
+from gpipebal.timeline.outline import outline
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.timeline import Source, Timeline
 
@@ -29,6 +29,5 @@ __all__ = [
     "EventTable",
     "Source",
     "Timeline",
-    "is_outline",
     "outline",
 ]

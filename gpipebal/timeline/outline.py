@@ -9,7 +9,7 @@ import numpy as np
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.timeline import Timeline
 
-__all__ = ["is_outline", "outline"]
+__all__ = ["outline"]
 
 #: Idle time between two actions that is rounding, as a fraction of the makespan.
 ROUNDING = 1e-12
@@ -58,8 +58,3 @@ def outline(timeline: Timeline) -> Timeline:
         table.ends[last],
     )
     return replace(timeline, events=joined, provenance=provenance)
-
-
-def is_outline(timeline: Timeline) -> bool:
-    """Tell whether a timeline's events may stand for several actions each."""
-    return timeline.provenance.get("detail") is False

@@ -17,6 +17,8 @@ __all__ = ["draw_rows", "legend"]
 
 _DIGITS, _UPPER, _LOWER = "0123456789", "ABCDEFGHIJ", "abcdefghij"
 _SYMBOLS = {"F": _DIGITS, "R": "r" * 10, "B": _UPPER, "I": _UPPER, "W": _LOWER, "O": "#" * 10}
+#: Where an event stands for several micro-batches.
+_OF_SEVERAL = {"F": "f", "R": "r", "B": "B", "I": "B", "W": "w", "O": "#"}
 
 
 def draw_rows(
@@ -26,6 +28,7 @@ def draw_rows(
     devices: Sequence[int] | None = None,
     *,
     evenly: bool = True,
+    numbered: bool = True,
 ) -> list[str]:
     r"""Draw one row of characters per device; all have the same length, `width` at most.
 
@@ -38,6 +41,7 @@ def draw_rows(
         width: Most columns.
         devices: Device of each partition; None: partition j is on device j.
         evenly: Whether there may be fewer columns, so that each clock has equally many.
+        numbered: Whether every event is of one micro-batch, whose number is shown.
 
     Example:
         >>> events = (Event(0, "F", 0, 0, 1), Event(1, "F", 0, 1, 2), Event(1, "B", 0, 2, 4))
@@ -61,7 +65,8 @@ def draw_rows(
         for k in np.flatnonzero(lasts > firsts).tolist():
             event, first, last = shown[k], int(firsts[k]), int(lasts[k])
             row = event.partition if devices is None else devices[event.partition]
-            symbol = _SYMBOLS[event.kind][event.micro_batch % 10]
+            of_one = _SYMBOLS[event.kind][event.micro_batch % 10]
+            symbol = of_one if numbered else _OF_SEVERAL[event.kind]
             rows[row][first:last] = symbol * (last - first)
     return ["".join(row) for row in rows]
 
@@ -85,15 +90,17 @@ def draw_launches(events: Sequence[Event], columns: int) -> str | None:
     return draw_rows([*as_forwards, *frame], 1, columns, evenly=False)[0]
 
 
-def legend(events: Sequence[Event]) -> str:
+def legend(events: Sequence[Event], *, numbered: bool = True) -> str:
     """Say what the characters mean: forward, recompute and backward, and what else occurs."""
     table = EventTable.of(events)
     parts = ["0-9 forward", "r recompute", "A-J backward"]
+    if not numbered:
+        parts = ["f forward", "r recompute", "B backward"]
     found = np.bincount(table.kinds, minlength=len(ALL_KINDS))
     if found[ALL_KINDS.index("I")]:
         parts[2] += " or input gradient"
     if found[ALL_KINDS.index("W")]:
-        parts.append("a-j weight gradient")
+        parts.append("a-j weight gradient" if numbered else "w weight gradient")
     if found[ALL_KINDS.index("O")]:
         parts.append("# optimizer")
     return ", ".join(parts)

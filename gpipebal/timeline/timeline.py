@@ -72,6 +72,11 @@ class Timeline:
         """Number of devices."""
         return self.n_partitions if self.devices is None else 1 + max(self.devices)
 
+    @property
+    def tells_micro_batches(self) -> bool:
+        """Whether every event is one action, and not several as in an `outline`."""
+        return self.provenance.get("detail") is not False
+
     @cached_property
     def table(self) -> EventTable:
         """The events as columns."""
@@ -256,7 +261,8 @@ class Timeline:
         (``A`` is 0, ``J`` is 9), a recompute ``r`` and idle time a dot. Where a backward is done
         in two parts, a capital letter is the input's gradient and a small one the weights'; the
         optimizer is ``#``. Copies are not drawn. A line ``host`` below shows which micro-batch
-        the host is launching, if that was simulated.
+        the host is launching, if that was simulated. Of an `outline` kinds are drawn, without
+        numbers.
 
         Args:
             width: Columns of the time axis. If all times are multiples of a common clock, the
@@ -271,7 +277,13 @@ class Timeline:
         """
         word = "partition" if self.devices is None else "device"
         labels = [f"{word} {d:>{len(str(self.n_devices - 1))}}" for d in range(self.n_devices)]
-        rows = draw_rows(self.table, self.n_devices, max(1, width), self.placement)
+        rows = draw_rows(
+            self.table,
+            self.n_devices,
+            max(1, width),
+            self.placement,
+            numbered=self.tells_micro_batches,
+        )
         launches = draw_launches(self.table, len(rows[0]))
         if launches is not None:
             labels.append("host".ljust(len(labels[0])))
@@ -288,7 +300,8 @@ class Timeline:
     def _headline(self) -> str:
         return (
             f"{self.source}: makespan {format_seconds(self.makespan)}, "
-            f"bubble {format_percent(self.bubble_fraction)} ({legend(self.table)})"
+            f"bubble {format_percent(self.bubble_fraction)} "
+            f"({legend(self.table, numbered=self.tells_micro_batches)})"
         )
 
     def __str__(self) -> str:
