@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from gpipebal.files import atomic_path
 from gpipebal.memory.layer_peaks import chained_peak
@@ -31,6 +32,8 @@ HERE = Path(__file__).parent
 #: Where the models of the prediction benchmark are.
 BENCHMARK = HERE.parent / "benchmarks" / "prediction"
 
+#: Micro-batches of a mini-batch.
+CHUNKS = 8
 #: Digits of a time that are kept: far more than any measurement has.
 DIGITS = 4
 #: Fields that another one stands in for where they are not known, and so where they are equal.
@@ -186,62 +189,67 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+class Subject(NamedTuple):
+    """What a profile is taken of.
+
+    Attributes:
+        build: Makes the layers, on the default device.
+        sample: A mini-batch of eight micro-batches.
+        target: Its target.
+        loss_fn: The loss over both.
+        optimizer: Makes the optimizer of parameters.
+    """
+
+    build: Callable[[], nn.Sequential]
+    sample: Any
+    target: Any
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+
+
 def make(stored: Stored, timeout: float | None = None) -> Profile:
     """Measure or estimate a profile."""
-    if stored.of_benchmark:
-        return _make_of_benchmark(stored, timeout)
-    entry = MODELS[stored.model].configure(**stored.values)
-    sample, target = (
-        make_one(8 * stored.rows, stored.image_size, seed=0)
-        for make_one in (entry.make_sample, entry.make_target)
-    )
+    subject = subject_of(stored)
     terms: dict[str, Any] = {
-        "chunks": 8,
+        "chunks": CHUNKS,
         "rows": stored.other_rows,
-        "loss_fn": entry.loss_fn,
-        "target": target,
-        "optimizer": _sgd,
+        "loss_fn": subject.loss_fn,
+        "target": subject.target,
+        "optimizer": subject.optimizer,
     }
     if stored.estimate is not None:
-        with torch.device("meta"):
-            model = entry.build()
-        return profile_model(model, sample, method="estimate", rates=stored.estimate, **terms)
-    if stored.on_cuda:
+        terms |= {"method": "estimate", "rates": stored.estimate}
+    elif stored.on_cuda:
         found = torch.cuda.get_device_name()
         if "H100" not in found:
             sys.exit(
                 f"{stored.name} is of an H100, and this is {found}.\nFix: an entry of its own."
             )
-        # All of the model is on the device: neighbours warm its caches.
-        with torch.device("cuda"):
-            model = entry.build()
-        return profile_model(model, sample, device="cuda", timeout=timeout, **terms)
-    return profile_model(
-        entry.build(), sample, device="cpu", partitions=2, timeout=timeout, **terms
-    )
+        terms |= {"device": "cuda", "timeout": timeout}
+    else:
+        terms |= {"device": "cpu", "partitions": 2, "timeout": timeout}
+    # On a CUDA device all of the model: neighbours warm its caches.
+    with torch.device({"estimate": "meta"}.get(stored.kind, stored.kind)):
+        model = subject.build()
+    return profile_model(model, subject.sample, **terms)
 
 
-def _make_of_benchmark(stored: Stored, timeout: float | None) -> Profile:
-    """Measure a model of the prediction benchmark, with its own loss and optimizer."""
-    sys.path.insert(0, str(BENCHMARK))
-    try:
-        from prediction_benchmark.models import MODELS as BENCHMARK_MODELS
-    finally:
-        sys.path.remove(str(BENCHMARK))
-    model = next(model for model in BENCHMARK_MODELS if model.name == stored.model)
-    inputs, target = model.make_batch()
-    return profile_model(
-        model.make(),
-        inputs,
-        device="cpu",
-        chunks=8,
-        rows=stored.other_rows,
-        partitions=2,
-        loss_fn=model.loss_fn,
-        target=target,
-        optimizer=model.optimizer,
-        timeout=timeout,
+def subject_of(stored: Stored) -> Subject:
+    """Return the model of a stored profile, with a mini-batch and what trains it."""
+    if stored.of_benchmark:
+        sys.path.insert(0, str(BENCHMARK))
+        try:
+            from prediction_benchmark.models import MODELS as BENCHMARK_MODELS
+        finally:
+            sys.path.remove(str(BENCHMARK))
+        model = next(model for model in BENCHMARK_MODELS if model.name == stored.model)
+        return Subject(model.make, *model.make_batch(), model.loss_fn, model.optimizer)
+    entry = MODELS[stored.model].configure(**stored.values)
+    sample, target = (
+        make_one(CHUNKS * stored.rows, stored.image_size, seed=0)
+        for make_one in (entry.make_sample, entry.make_target)
     )
+    return Subject(entry.build, sample, target, entry.loss_fn, _sgd)
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

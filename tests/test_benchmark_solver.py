@@ -19,7 +19,15 @@ from gpipebal.solvers import split
 FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "solver"
 sys.path.insert(0, str(FOLDER))
 
-from solver_benchmark import chains, figures, measure, peers, plans, tables  # noqa: E402
+from solver_benchmark import (  # noqa: E402
+    chains,
+    figures,
+    measure,
+    peers,
+    plans,
+    tables,
+    two_devices,
+)
 
 RESULTS = FOLDER / "results.json"
 
@@ -172,3 +180,18 @@ def test_command_line_keeps_trials_out_of_the_result(capsys: pytest.CaptureFixtu
         assert "give another file as --out" in capsys.readouterr().err
     assert make.parse(["--add", "--part", "gaps"]).part == ["gaps"]
     assert make.parse([]).out == RESULTS
+
+
+def test_models_that_are_run_are_those_whose_profiles_are_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No estimate, and none of a CUDA device; each with a loss of its own mini-batch."""
+    profiles = FOLDER.parent.parent / "profiles"
+    monkeypatch.setattr(two_devices, "profile_model", lambda *_, **__: None)
+    found = {model.name: model for model in two_devices.models(profiles, None)}
+    assert sorted(found) == sorted(path.stem for path in profiles.glob("*-cpu.json"))
+    model = found["prediction-recurrent-rows8-cpu"]
+    loss = model.loss_fn(model.net(model.sample), model.target)
+    loss.backward()
+    model.optimizer(model.net.parameters()).step()
+    assert loss.isfinite()

@@ -13,6 +13,7 @@ from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.profile import Profile
 from gpipebal.simulator import HeldBytes, memory_over_time
 from gpipebal.timeline import Event, Timeline, outline
+from gpipebal.timeline.chrome import trace_events
 
 FIGURES = ("makespan", "bubble_fraction", "imbalance", "chunks", "n_devices", "start")
 times = st.floats(0.1, 10)
@@ -110,3 +111,13 @@ def test_drawing_of_an_outline_shows_kinds_and_no_numbers() -> None:
     head, *rows = split.text_gantt(width=12).splitlines()
     assert head.endswith("w weight gradient)")
     assert {symbol for row in rows for symbol in row.split()[-1]} <= set("fBw.")
+
+
+def test_trace_of_an_outline_has_kinds_and_no_numbers_nor_arrows() -> None:
+    """What stands for several micro-batches is not named after one, and hands nothing on."""
+    joined = gb.simulate(gb.solve(Profile.from_costs([1.0, 1.0]), 2, chunks=3), detail=False)
+    trace = trace_events(joined.events, 2, 1, "simulated", numbered=joined.tells_micro_batches)
+    slices = [event for event in trace if event["ph"] == "X"]
+    assert {event["name"] for event in slices} == {"forward", "recompute", "backward"}
+    assert all(event["args"].keys() == {"partition"} for event in slices)
+    assert not any(event["ph"] in "stf" for event in trace)

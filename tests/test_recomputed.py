@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from skip_layers import Join, Keep
+from test_buffers_made import Late
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -335,23 +336,9 @@ def test_layer_that_stands_twice_keeps_what_its_buffers_have_seen(
         torch.testing.assert_close(mine, theirs)
 
 
-class CountsLate(nn.Module):
-    """Make a buffer in the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "n" not in self._buffers:
-            self.register_buffer("n", torch.zeros(()))
-        self.n += 1
-        return self.linear(x)
-
-
 def test_layer_that_stands_twice_may_make_its_buffers_late() -> None:
     """A recompute takes away a buffer that its forward had not, once, and gives it back."""
-    layer = CountsLate()
+    layer = Late()
     model = with_recompute(nn.Sequential(layer, layer, nn.Linear(3, 3)), [[1]])
     gb.GPipe(model, [3], chunks=2, checkpoint="always")(torch.ones(4, 3)).sum().backward()
     assert layer.n == 4

@@ -142,9 +142,9 @@ def no_tensors() -> tuple[nn.Sequential, list[int]]:
     return tiny()[0], [1, 2]
 
 
-NOT_A_FUNCTION = 3
-
-
-def no_layers() -> tuple[nn.Sequential, torch.Tensor]:
+def no_layers() -> tuple[nn.Sequential, Tensor]:
     """Return a chain of nothing."""
     return nn.Sequential(), torch.ones(4, 2)
+
+
+NOT_A_FUNCTION = 3

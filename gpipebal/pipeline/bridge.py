@@ -87,18 +87,18 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     del packets
     if not any(needs):
         return unflatten(outputs, structure)
+    partitions = mini_batch.runtime.partitions
+    parameters = [p for part in partitions for p in part.modules.parameters()]
     if len(mini_batch.rows) == 1:
         # Autograd does not know of memory that outputs of one micro-batch share with each other,
         # with an input that they are differentiated by, or with a parameter.
-        partitions = mini_batch.runtime.partitions
-        parameters = [p for part in partitions for p in part.modules.parameters()]
         shared = {k for k in find_shared(outputs, [*inputs, *parameters]) if needs[k]}
         outputs = copied(outputs, find_overlaps(outputs) | shared)
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     devices = [_gradient_device(leaf) for leaf in inputs]
-    crossing = _Crossing(mini_batch, sizes, dims, anchor, devices)
+    crossing = _Crossing(mini_batch, sizes, dims, anchor, devices, LateGradients(parameters))
     token = _Launch.apply(crossing, anchor, *tensors)
     wanted = [k for k, flag in enumerate(needs) if flag]
     attached = _Attach.apply(crossing, token, wanted, *(outputs[k] for k in wanted))
@@ -128,6 +128,7 @@ class _Crossing:
         dims: list[Dim],
         anchor: Tensor,
         gradient_devices: list[torch.device | None],
+        late: LateGradients,
     ) -> None:
         self.mini_batch = mini_batch
         self.sizes = sizes
@@ -135,8 +136,7 @@ class _Crossing:
         self.gradient_devices = gradient_devices
         # Runs only if the backward wants gradients of leaves, such as parameters, in general.
         self.sentinel = get_gradient_edge(anchor).node
-        partitions = mini_batch.runtime.partitions
-        self._late = LateGradients(p for part in partitions for p in part.modules.parameters())
+        self._late = late
         # Of a graph that is kept, several threads may run a backward each.
         self._turn = threading.Lock()
 

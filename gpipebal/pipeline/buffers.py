@@ -90,7 +90,11 @@ class Buffers:
     """
 
     def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[BufferSlot]) -> None:
-        self._modules = modules
+        # Places in a chain that one layer has may have one dictionary of buffers: it counts once.
+        once: dict[int, tuple[nn.Module, Any]] = {}
+        for module in modules:
+            once.setdefault(id(module._buffers), (module, module._buffers))
+        self._modules = [module for module, _ in once.values()]
         self._foreign = foreign
         # No recompute writes to them: those of others, and those whose layer says so.
         self._left_alone = foreign | {
@@ -251,14 +255,9 @@ class Buffers:
             module._buffers[name] = own
 
     def _slots(self) -> Iterator[tuple[BufferSlot, Tensor | None]]:
-        seen: dict[int, Any] = {}
         for module in self._modules:
-            buffers = module._buffers
-            # Places in a chain that one layer has may have one dictionary.
-            if id(buffers) not in seen:
-                seen[id(buffers)] = buffers  # which may be made anew each time: it keeps its number
-                for name, buffer in buffers.items():
-                    yield (module, name), buffer
+            for name, buffer in module._buffers.items():
+                yield (module, name), buffer
 
     def _present(self) -> Iterator[tuple[BufferSlot, Tensor]]:
         return ((place, buffer) for place, buffer in self._slots() if buffer is not None)

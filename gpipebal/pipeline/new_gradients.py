@@ -114,7 +114,10 @@ class LateGradients:
             if has_storage(gradient) and self._meant.get(id(one)) == storage_key(gradient):
                 continue
             # Nobody else's backward is under way: only this one can have left it a view.
-            if one.requires_grad and will_run(get_gradient_edge(one).node):
+            if not one.requires_grad:
+                continue
+            edge = get_gradient_edge(one)  # which keeps the node as long as it is asked for
+            if will_run(edge.node):
                 with torch.no_grad():
                     one.grad = gradient.clone()
 

@@ -291,7 +291,7 @@ class _Once:
         places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
         self._first_place = [places[id(leaf)] for leaf in leaves]
         self.kept = self._copies(
-            leaves, lambda leaf: _alike(leaf.detach()).requires_grad_(leaf.requires_grad)
+            leaves, lambda leaf: _with_strides(leaf.detach()).requires_grad_(leaf.requires_grad)
         )
         self._given: list[Any] | None = leaves
 
@@ -299,7 +299,7 @@ class _Once:
         given, self._given = self._given, None
         if given is None:
             # Copies of the copies: a graph that is retained is gone through again.
-            return self._go(self._copies(kept, _alike))
+            return self._go(self._copies(kept, _with_strides))
         versions = [*map(version_of, given)]
         result = self._go(given)
         written = {i for i, leaf in enumerate(given) if version_of(leaf) != versions[i]}
@@ -354,7 +354,7 @@ class _Once:
         place._written.setdefault(self._mode, frozenset(written))
 
 
-def _alike(tensor: Tensor) -> Tensor:
+def _with_strides(tensor: Tensor) -> Tensor:
     """Copy a tensor with its strides, which decide how layers go on."""
     if not has_storage(tensor):
         return tensor.clone()

@@ -98,7 +98,7 @@ def simulate(
         ),
         "costs": dict(plan.provenance),
     }
-    check_flag("detail", detail)
+    shows_all = check_flag("detail", detail)
     timeline = place(
         order,
         Durations.of_plan(plan) if durations is None else durations,
@@ -107,7 +107,7 @@ def simulate(
         late_recompute=check_flag("late_recompute", late_recompute),
         provenance=provenance,
     )
-    return timeline if detail else outline(timeline)
+    return timeline if shows_all else outline(timeline)
 
 
 def _order_of_plan(plan: Plan, name: str, devices: int | None) -> Order:

@@ -43,6 +43,7 @@ def trace_events(
     *,
     devices: Sequence[int] | None = None,
     memory: Sequence[Held] = (),
+    numbered: bool = True,
 ) -> list[dict[str, Any]]:
     """Return one timeline as one process of a trace.
 
@@ -53,6 +54,7 @@ def trace_events(
         name: Name of the process.
         devices: Device of each partition, where one has several; None: one each.
         memory: What each device holds over time; a counter of each is drawn below the tracks.
+        numbered: Whether every event is of one micro-batch: else there are no numbers and arrows.
     """
     trace = [
         _metadata("process_name", {"name": name}, pid=process),
@@ -71,7 +73,9 @@ def trace_events(
             # timeline tolerates is cut off.
             start = max(last_end, round(event.start * 1e9))
             last_end = max(start, round(event.end * 1e9))
-            trace.append(_slice(event, start, last_end, where))
+            trace.append(_slice(event, start, last_end, where, numbered=numbered))
+            if not numbered:
+                continue
             if event.kind == COPY_KIND:
                 copies.setdefault((event.partition, event.micro_batch), []).append(trace[-1])
             else:
@@ -84,15 +88,18 @@ def _metadata(name: str, content: Mapping[str, Any], **where: int) -> dict[str, 
     return {"ph": "M", **where, "name": name, "args": content}
 
 
-def _slice(event: Event, start: int, end: int, where: Mapping[str, int]) -> dict[str, Any]:
+def _slice(
+    event: Event, start: int, end: int, where: Mapping[str, int], *, numbered: bool
+) -> dict[str, Any]:
+    number = {"micro_batch": event.micro_batch} if numbered else {}
     return {
         "ph": "X",
         **where,
-        "name": f"{event.kind}{event.micro_batch}",
+        "name": f"{event.kind}{event.micro_batch}" if numbered else KIND_NAMES[event.kind],
         "cat": KIND_NAMES[event.kind],
         "ts": start / 1e3,
         "dur": (end - start) / 1e3,
-        "args": {"partition": event.partition, "micro_batch": event.micro_batch},
+        "args": {"partition": event.partition, **number},
     }
 
 

@@ -44,7 +44,7 @@ def outline(timeline: Timeline) -> Timeline:
         return replace(timeline, events=table, provenance=provenance)
     devices = np.array(timeline.placement)[table.partitions]
     order = np.lexsort((table.ends, table.starts, devices))
-    table, devices = table.pick(order), devices[order]
+    table = table.pick(order)
     idle = table.starts[1:] - table.ends[:-1] > ROUNDING * timeline.makespan
     # Another partition, also on the same device, is another event.
     others = (np.diff(table.partitions) != 0) | (np.diff(table.kinds.astype(int)) != 0)

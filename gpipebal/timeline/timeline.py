@@ -240,6 +240,7 @@ class Timeline:
                 f"{process} {timeline.source}",
                 devices=timeline.devices,
                 memory=memory[process - 1] if process <= len(memory) else (),
+                numbered=timeline.tells_micro_batches,
             )
         content = {"displayTimeUnit": "ms", "traceEvents": trace, "gpipebal": self.to_dict()}
         write_record(path, {"format": FORMAT, "version": VERSION, **content})

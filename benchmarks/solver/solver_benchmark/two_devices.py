@@ -18,7 +18,6 @@ from benchmark_tools.machine import describe
 from benchmark_tools.text import block, percent, table
 from torch import nn
 
-from gpipebal.models.entries import MODELS
 from gpipebal.pipeline import GPipe
 from gpipebal.planner import compare_rules, evaluate, solve
 from gpipebal.profile import Profile
@@ -29,8 +28,8 @@ __all__ = ["RULES", "Trained", "blocks", "measure", "models", "summary"]
 FORMAT, VERSION = "gpipebal-solver-two-devices", 1
 #: The plan, and the rules that it is set beside.
 RULES = ("plan", "equal layers", "torchgpipe", "least bottleneck")
-#: Partitions, what they recompute, and micro-batches: as of the stored profiles.
-_PARTITIONS, _CHECKPOINT, _CHUNKS = 2, "never", 8
+#: Partitions, and what they recompute.
+_PARTITIONS, _CHECKPOINT = 2, "never"
 
 Record = dict[str, Any]
 
@@ -45,6 +44,7 @@ class Trained(NamedTuple):
         sample: A mini-batch.
         target: Its target.
         loss_fn: The loss over both.
+        optimizer: Makes the optimizer of its parameters.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Trained(NamedTuple):
     sample: torch.Tensor
     target: torch.Tensor
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
 
 
 def models(folder: Path, timeout: float | None) -> Iterable[Trained]:
@@ -69,32 +70,32 @@ def models(folder: Path, timeout: float | None) -> Iterable[Trained]:
     sys.modules[spec.name] = script
     spec.loader.exec_module(script)
     for stored in script.STORED:
-        if stored.estimate is not None:
+        if stored.kind != "cpu":
             continue
-        entry = MODELS[stored.model].configure(**stored.values)
+        subject = script.subject_of(stored)
         torch.manual_seed(0)
-        net = entry.build()
-        sample, target = (
-            make(_CHUNKS * stored.rows, stored.image_size, seed=0)
-            for make in (entry.make_sample, entry.make_target)
-        )
+        net = subject.build()
         profile = profile_model(
             net,
-            sample,
+            subject.sample,
             device="cpu",
-            chunks=_CHUNKS,
+            chunks=script.CHUNKS,
             rows=(),
             partitions=_PARTITIONS,
-            loss_fn=entry.loss_fn,
-            target=target,
-            optimizer=_sgd,
+            loss_fn=subject.loss_fn,
+            target=subject.target,
+            optimizer=subject.optimizer,
             timeout=timeout,
         )
-        yield Trained(stored.name, profile, net, sample, target, entry.loss_fn)
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+        yield Trained(
+            stored.name,
+            profile,
+            net,
+            subject.sample,
+            subject.target,
+            subject.loss_fn,
+            subject.optimizer,
+        )
 
 
 def measure(model: Trained, *, rounds: int) -> Record:
@@ -147,7 +148,7 @@ def _seconds(
         )
         for balance in balances
     }
-    optimizer = _sgd(model.net.parameters())
+    optimizer = model.optimizer(model.net.parameters())
 
     def step(pipe: GPipe) -> float:
         started = time.perf_counter()
