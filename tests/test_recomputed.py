@@ -131,6 +131,35 @@ def test_names_and_states_are_the_models() -> None:
         torch.testing.assert_close(one(x), expected)
 
 
+def test_a_layer_in_a_run_is_read_changed_and_hooked_as_if_it_were_in_none() -> None:
+    """Attributes, hooks, modes, and what walks through the modules reach the layer itself."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4), nn.Tanh())
+    pipe = gb.GPipe(with_recompute(model, [[1, 2]]), [3, 1], chunks=2, checkpoint="never")
+    assert list(pipe) == list(model) and list(pipe.modules())[1:] == list(model)
+    place = pipe.partitions[0][1]
+    assert place is not model[1] and place.p == 0.1
+    place.p = 0.0
+    assert model[1].p == 0.0
+    place.training = False
+    assert not model[1].training
+    place.note = "mine"
+    assert model[1].note == "mine"
+    del place.note
+    assert not hasattr(place, "note") and not hasattr(model[1], "note")
+    met: list[nn.Module] = []
+    pipe.apply(met.append)
+    assert met == [*model, pipe]
+    seen: list[torch.Tensor] = []
+    handle = pipe.partitions[0][2].register_forward_hook(lambda *call: seen.append(call[2]))
+    x = torch.randn(2, 4)
+    pipe(x)
+    handle.remove()
+    pipe(x)
+    torch.testing.assert_close(torch.cat(seen), model[2](model[0](x)))
+    for one in (copy.deepcopy(place), pickle.loads(pickle.dumps(place))):
+        assert type(one) is type(place) and one.stands_for.p == 0.0
+
+
 def test_a_graph_that_is_retained_is_gone_through_again() -> None:
     """A second backward through the same graph gives the same gradients again."""
     model = chain()

@@ -177,6 +177,24 @@ def test_run_says_what_limits_its_figures(tmp_path: Path) -> None:
     assert "8 micro-batches were asked for, but the mini-batch has only 3 rows" in str(few)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_writes_nothing_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """Ctrl-C while the layers are profiled takes away the folders that were made; others stay."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "runs" / "first"
+    if there:
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(job, "profile_model", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run("workloads:tiny", chunks=2, output=folder, device="cpu", echo=str, progress=False)
+    assert folder.exists() is (tmp_path / "runs").exists() is there
+
+
 @pytest.mark.usefixtures("short_profile")
 def test_interrupted_run_keeps_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

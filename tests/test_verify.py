@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -232,6 +233,36 @@ def test_a_lazy_layer_gets_the_same_values_in_both() -> None:
     report = gb.verify(model, GPipe(model, [1, 1], chunks=2), rows(4, 3))
     assert report.gradients.count == 2
     assert torch.nn.parameter.is_lazy(model[0].weight)
+
+
+class Guarded(nn.Module):
+    """Keeps its last result, which has a graph, behind a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.lock = threading.Lock()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.last = self.inside(x)
+            return self.last
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_layers_that_deepcopy_refuses_are_copied(checkpoint: Any) -> None:
+    """Layers that keep tensors of a graph, as torch's old weight_norm, or locks; also after use."""
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), Guarded(), nn.Linear(4, 2))
+    pipe = gb.GPipe(model, [2, 1], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(6, 4)
+    pipe(x).sum().backward()
+    with pytest.raises((RuntimeError, TypeError)):
+        copy.deepcopy(model)
+    last = model[1].last
+    assert gb.verify(model, pipe, x).outputs.count == 1
+    assert model[1].last is last
 
 
 def test_the_report_reads_well() -> None:

@@ -272,7 +272,7 @@ def _check_converted(layer: Recomputed) -> None:
     """Refuse a layer that is recomputed by itself, if it runs what would have to be replaced."""
     if any(
         isinstance(inside, _PLAIN) and not isinstance(inside, DeferredBatchNorm)
-        for inside in layer.stands_for.modules()
+        for inside in layer.modules()
     ):
         raise ModelError(
             "batch normalisation of a layer that is recomputed by itself cannot be deferred any "

@@ -177,7 +177,7 @@ def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
     names = list(layers)
     for name, layer in layers.items():
         inside = layer.stands_for if isinstance(layer, Recomputed) else layer
-        if any(isinstance(part, Recomputed) for part in inside.modules()):
+        if any(isinstance(part, Recomputed) for part in _walk(inside)):
             raise BalanceError(
                 f"a run of layers that are recomputed together is inside of layer {name!r}, where "
                 "it would draw the random numbers of other layers (expected runs of the layers of "
@@ -193,6 +193,14 @@ def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
                 "none).\n"
                 "Fix: choose the runs for this balance, with_recompute(model, runs)."
             )
+
+
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all in it, also what is in a layer's place, which `modules` hides."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _walk(child)
 
 
 def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[str, Any]:

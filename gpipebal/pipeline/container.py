@@ -12,6 +12,7 @@ from torch import nn
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.proxy import Proxy
 from gpipebal.pipeline.recorder import Recorder
 from gpipebal.schedule import Checkpoint, check_checkpoint, check_count, check_schedule, modes_of
 
@@ -60,6 +61,10 @@ class Container(nn.Module):
         self._recorder: Recorder | None = None
         self._ledger: Ledger | None = None
 
+    def layers_in_place(self) -> dict[str, nn.Module]:
+        """Return what runs in each layer's place, by name: the layer, or what stands for it."""
+        return {name: layer for name, layer in self._modules.items() if layer is not None}
+
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The layers of each partition as an `nn.Sequential`: a view, made anew each time."""
@@ -72,7 +77,8 @@ class Container(nn.Module):
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter([layer for layer in self._modules.values() if layer is not None])
+        layers = self.layers_in_place().values()
+        return iter([x.stands_for if isinstance(x, Proxy) else x for x in layers])
 
     def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]

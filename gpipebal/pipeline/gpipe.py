@@ -377,15 +377,17 @@ class GPipe(Container):
             runtime = self._runtime
             if runtime is None or not runtime.can_run(self._modules.values()):
                 check_number(len(self._modules), self.balance)
-                layers = dict(zip(self._modules, self, strict=True))
                 runtime = Runtime(
-                    layers, self.balance, self.devices, self._streams, self.threads_per_partition
+                    self.layers_in_place(),
+                    self.balance,
+                    self.devices,
+                    self._streams,
+                    self.threads_per_partition,
                 )
                 self._runtime = runtime
             elif runtime.has_other_parameters():
                 # Others may be tied now. Mini-batches on their way go on with those that were.
-                layers = dict(zip(self._modules, self, strict=True))
-                check_shared(layers, self.balance, self.devices)
+                check_shared(self.layers_in_place(), self.balance, self.devices)
                 runtime = runtime.with_other_ties()
                 self._runtime = runtime
             return runtime

@@ -28,23 +28,12 @@ from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.buffers import BuffersOfRun
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.microbatch import find_overlaps
+from gpipebal.pipeline.proxy import Proxy
 from gpipebal.pipeline.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.tensors import has_storage, version_of
 from gpipebal.skip.skippable import is_skippable
 
 __all__ = ["Recomputed", "with_recompute"]
-
-#: What a stand-in has in common with its layer: what changes in one changes in the other.
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_modules",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
@@ -132,7 +121,7 @@ def _check_no_skips(name: str, layer: nn.Module) -> None:
         )
 
 
-class Recomputed(nn.Module):
+class Recomputed(Proxy):
     """A layer's place in a chain: for the first layer of a run the run, for others nothing.
 
     Args:
@@ -140,25 +129,15 @@ class Recomputed(nn.Module):
         run: Names and layers that the forward goes through; none: it hands its input on.
     """
 
-    _layer: nn.Module
     _run: tuple[tuple[str, nn.Module], ...]
     _of_run: BuffersOfRun | None
     _written: dict[tuple[bool, ...], frozenset[int]]
     _foreign: Container[int]
 
     def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
-        super().__init__()
+        super().__init__(layer)
         # Not registered: they would appear in names.
-        self.__dict__.update(_layer=layer, _run=tuple(run), _version=layer._version)
-        self.__dict__.update(_of_run=None, _written={}, _foreign=())
-        for name in _SHARED:
-            self.__dict__[name] = layer.__dict__[name]
-        self.training = layer.training
-
-    @property
-    def stands_for(self) -> nn.Module:
-        """The layer whose place it has."""
-        return self._layer
+        self.__dict__.update(_run=tuple(run), _of_run=None, _written={}, _foreign=())
 
     @property
     def is_inside(self) -> bool:
@@ -235,22 +214,6 @@ class Recomputed(nn.Module):
                 error.add_note(f"in layer {name!r}, which is recomputed by itself")
                 raise
         return value
-
-    def train(self, mode: bool = True) -> Recomputed:
-        """Set the mode of the layer."""
-        self.stands_for.train(mode)
-        self.training = mode
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Recomputed:
-        self.stands_for._apply(fn, recurse)
-        return self
-
-    def _save_to_state_dict(self, *arguments: Any) -> None:
-        self.stands_for._save_to_state_dict(*arguments)
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        self.stands_for._load_from_state_dict(*arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of the buffers and the input is found out anew by a copy.

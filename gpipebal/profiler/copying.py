@@ -1,35 +1,16 @@
-"""Copies of layers, also of those that `copy.deepcopy` alone refuses.
-
-Tensors that a layer keeps from an earlier forward belong to that one's graph: the copy gets their
-values. Objects that nobody can copy, such as locks and open files, the copy shares.
-"""
+"""Copies of layers, which are measured in place of the caller's."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from gpipebal.copies import deep_copy
 from gpipebal.errors import ProfileError
 
 __all__ = ["copy_layer"]
-
-
-class _Cut(TorchFunctionMode):
-    """Copies of tensors that belong to a graph are made without it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = tensor.detach().clone()
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
 
 
 def copy_layer(
@@ -45,7 +26,7 @@ def copy_layer(
     Args:
         name: Its name.
         layer: The layer; it is only looked at.
-        memo: What stands for which object, by identity, as `copy.deepcopy` takes it.
+        memo: What stands for which object, by identity, as `deep_copy` takes it.
         keep_modes: Whether its parts stay in training or evaluation mode; else all are trained.
         copying: Copies tensors; None: tensors of a graph are cut off from it.
 
@@ -53,78 +34,10 @@ def copy_layer(
         ProfileError: it cannot be copied.
     """
     try:
-        with _Cut() if copying is None else copying:
-            copied: nn.Module = _copy(layer, memo, set())
+        copied: nn.Module = deep_copy(layer, memo, copying)
     except Exception as error:
         raise ProfileError(
             f"layer {name!r} cannot be copied: {type(error).__name__}: {error}\n"
             "Fix: make the layer work with copy.deepcopy."
         ) from error
     return copied if keep_modes else copied.train()
-
-
-def _copy(value: Any, memo: dict[int, Any], seen: set[int]) -> Any:
-    """Copy a value; the smallest parts of it that cannot be copied are shared.
-
-    Args:
-        value: The value.
-        memo: Copies of objects by identity; those made here are added.
-        seen: Values that are being taken apart already.
-    """
-    try:
-        return _attempt(value, memo)
-    except Exception:
-        if id(value) in seen:
-            return None  # whoever takes it apart copies it
-        seen.add(id(value))
-        for part in _parts_of(value):
-            _copy(part, memo, seen)
-        try:
-            return _attempt(value, memo)
-        except Exception:
-            if isinstance(value, (nn.Module, Tensor)):
-                raise  # what measuring writes to must not be the caller's
-            memo[id(value)] = value
-            return value
-
-
-def _attempt(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value, or leave nothing of it in the memo."""
-    trial = _Trial(memo)
-    copied = copy.deepcopy(value, trial)
-    new = dict(trial)  # without the way to what was known, which would go in a circle
-    memo.update(new)
-    # What the copies were made of is held by its memo, and that is known by its identity too.
-    memo.setdefault(id(memo), []).append(new)
-    return copied
-
-
-class _Trial(dict[int, Any]):
-    """A memo that knows what another one does, and leaves that one alone.
-
-    A copy of it would be as long as the chain is by then, for every layer.
-    """
-
-    def __init__(self, known: dict[int, Any]) -> None:
-        super().__init__()
-        self._known = known
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self._known
-
-    def __missing__(self, key: int) -> Any:
-        return self._known[key]
-
-    def get(self, key: int, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return [part for pair in value.items() for part in pair]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())

@@ -6,7 +6,6 @@ a run shows decides between them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from gpipebal.copies import deep_copy
 from gpipebal.pipeline import GPipe
 from gpipebal.plan import Plan
 from gpipebal.run.training import PipelineTrainer, timed
@@ -70,7 +70,7 @@ def try_plans(
         One attempt per plan, in the order of the plans.
     """
     times: list[list[float]] = [[] for _ in plans]
-    model = copy.deepcopy(workload.model)
+    model = deep_copy(workload.model, {})
     hidden = None if progress is None else not progress
     with tqdm(total=TURNS * len(plans), desc="trying", leave=False, disable=hidden) as bar:
         for turn in range(TURNS):

@@ -24,18 +24,28 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: list[str] = []
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _bad_folder(path, error.strerror or str(error)) from error
         reasons = [reason for name in FILES if (reason := why_not_writable(path / name))]
         if reasons:
+            self.drop_if_empty()
             raise _bad_folder(path, reasons[0])
 
     def write(self, name: str, save: Callable[[Path], None]) -> None:
         """Let `save` write a file, and remember it once it is whole."""
         save(self.path / name)
         self._written.append(name)
+
+    def drop_if_empty(self) -> None:
+        """Remove the folder, and those above it, if this run made them and put nothing there."""
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:  # something is in it, or it is gone
+                return
 
     def summary(self) -> str:
         """Say what this run has written so far, and what is older."""

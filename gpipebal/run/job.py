@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpipebal.copies import deep_copy
 from gpipebal.errors import BalanceError, UsageError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
@@ -146,6 +146,8 @@ def run(
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(folder.summary())
         raise
+    finally:
+        folder.drop_if_empty()
 
 
 @dataclass
@@ -170,7 +172,7 @@ class _Job:
         self.echo(f"{workload.name}: {len(workload.model)} layers, {n_parameters:,} parameters")
         self.echo(describe_places(self.places, self.threads))
         # Both trainings start from the same values; the pipeline trains the model itself.
-        plain_model = copy.deepcopy(workload.model)
+        plain_model = deep_copy(workload.model, {})
         self.echo(f"Profiling {len(workload.model)} layers")
         profile = profile_model(
             workload.model,

@@ -105,7 +105,10 @@ def run_pipe(
         BaseException: whatever a layer raised.
     """
     task = task.fresh()
-    mine: GPipe = copied("the pipeline", pipe, {})
+    memo: dict[int, Any] = {}
+    for name, layer in pipe._modules.items():
+        copied(f"layer {name!r} of the pipeline", layer, memo)
+    mine: GPipe = copied("the pipeline", pipe, memo)
     leaves, inputs = _parted(mine, task)
     if watch is not None:
         for k, (name, layer) in enumerate(list(mine._modules.items())):

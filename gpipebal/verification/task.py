@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpipebal.copies import deep_copy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.loss import Reduction, call_loss
 from gpipebal.pipeline.microbatch import detached, flatten, which_need_gradient
@@ -43,7 +43,7 @@ class Task:
         """Return a copy whose values nobody else holds, with leaves of autograd as inputs."""
         given = (self.sample, dict(self.keywords), self.target)
         memo: dict[int, Any] = {}
-        # Copies are made by hand, because deepcopy refuses tensors that have a graph.
+        # Copies are made by hand, because they need a gradient where the originals do.
         for leaf in flatten(given)[0]:
             if isinstance(leaf, Tensor) and id(leaf) not in memo:
                 memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -167,11 +167,10 @@ def copied(what: str, value: Any, memo: dict[int, Any]) -> Any:
         ModelError: it cannot be made.
     """
     try:
-        return copy.deepcopy(value, memo)
+        return deep_copy(value, memo)
     except Exception as error:
         raise ModelError(
             f"{what} cannot be copied, and verify works on copies alone: "
             f"{type(error).__name__}: {error}\n"
-            "Fix: make it work with copy.deepcopy. A layer that keeps a tensor of its last forward "
-            "cannot be copied: let it return that, or forget it."
+            "Fix: make it work with copy.deepcopy."
         ) from error

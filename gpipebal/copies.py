@@ -1,0 +1,120 @@
+"""Deep copies, also of what `copy.deepcopy` alone refuses.
+
+Tensors that belong to a graph, such as what a layer keeps of an earlier forward, are copied by
+value. Objects that nobody can copy, such as locks and open files, are shared by the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["deep_copy"]
+
+
+def deep_copy(value: Any, memo: dict[int, Any], copying: TorchFunctionMode | None = None) -> Any:
+    """Copy a value with all that it is made of.
+
+    Args:
+        value: The value; it is only looked at.
+        memo: What stands for which object, by identity, as `copy.deepcopy` takes it; copies made
+            here are added.
+        copying: Copies tensors; None: tensors of a graph are cut off from it.
+
+    Raises:
+        Exception: what `copy.deepcopy` says of a module or tensor that it cannot copy.
+
+    Example:
+        >>> import torch
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.kept = layer(torch.ones(1, 2))
+        >>> torch.equal(deep_copy(layer, {}).kept, layer.kept)
+        True
+    """
+    with _Cut() if copying is None else copying:
+        return _copy(value, memo, set())
+
+
+class _Cut(TorchFunctionMode):
+    """Copies of tensors that belong to a graph are made without it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _copy(value: Any, memo: dict[int, Any], seen: set[int]) -> Any:
+    """Copy a value; the smallest parts of it that cannot be copied are shared.
+
+    Args:
+        value: The value.
+        memo: Copies of objects by identity; those made here are added.
+        seen: Values that are being taken apart already.
+    """
+    try:
+        return _attempt(value, memo)
+    except Exception:
+        if id(value) in seen:
+            return None  # whoever takes it apart copies it
+        seen.add(id(value))
+        for part in _parts_of(value):
+            _copy(part, memo, seen)
+        try:
+            return _attempt(value, memo)
+        except Exception:
+            if isinstance(value, (nn.Module, Tensor)):
+                raise  # what a copy writes to must not be the original's
+            memo[id(value)] = value
+            return value
+
+
+def _attempt(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a value, or leave nothing of it in the memo."""
+    trial = _Trial(memo)
+    copied = copy.deepcopy(value, trial)
+    new = dict(trial)  # without the way to what was known, which would go in a circle
+    memo.update(new)
+    # What the copies were made of is held by its memo, and that is known by its identity too.
+    memo.setdefault(id(memo), []).append(new)
+    return copied
+
+
+class _Trial(dict[int, Any]):
+    """A memo that knows what another one does, and leaves that one alone.
+
+    A copy of it would be as long as the chain is by then, for every layer.
+    """
+
+    def __init__(self, known: dict[int, Any]) -> None:
+        super().__init__()
+        self._known = known
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._known
+
+    def __missing__(self, key: int) -> Any:
+        return self._known[key]
+
+    def get(self, key: int, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values())
