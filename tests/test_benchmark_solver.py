@@ -153,6 +153,14 @@ def test_bars_are_worst_cases() -> None:
     assert bar.reached is False and bar.where == "lognormal, 10,000 / 512"
 
 
+def test_a_part_alone_has_a_summary() -> None:
+    """Bars of what was not measured have no value, and say so."""
+    record = {**_stored(), "times": [], "gaps": []}
+    record.pop("joint")
+    assert all(bar.value is None for bar in figures.bars(record))
+    assert tables.summary(record)
+
+
 def test_parts_are_merged() -> None:
     """A part that is measured anew takes the place of the old one, if all else is the same."""
     old = _stored()
