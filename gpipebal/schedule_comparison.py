@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
+from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.chunking import at_chunks
 from gpipebal.problem import Link, Problem, links_of
 from gpipebal.problem.checks import check_flag
@@ -74,7 +76,8 @@ def compare_schedules(
         all schedules have.
 
     Raises:
-        BalanceError: a count below 1, more devices than layers, or more micro-batches than rows.
+        BalanceError: a count below 1, more devices than layers, more micro-batches than rows or
+            than a plan can have, or no schedule.
         KindError: `profile` is no Profile.
         UnsupportedPlanError: an unknown schedule.
 
@@ -85,8 +88,8 @@ def compare_schedules(
         [('zb_h1', 54.0), ('interleaved_1f1b', 57.0), ('gpipe', 66.0)]
     """
     check_kind("profile", profile, Profile)
-    check_count("n_devices", n_devices)
-    chunks = profile.chunks if chunks is None else check_count("chunks", chunks)
+    n_devices = check_count("n_devices", n_devices)
+    chunks = profile.chunks if chunks is None else check_chunks(chunks)
     profile, notes = at_chunks(profile, chunks)
     if n_devices > profile.n_layers:
         raise BalanceError(
@@ -94,7 +97,13 @@ def compare_schedules(
             f"{profile.n_layers}).\nFix: n_devices={profile.n_layers}."
         )
     overlap = check_flag("overlap", overlap)
+    schedules = (schedules,) if isinstance(schedules, str) else tuple(schedules)
     schedules = tuple(map(check_known_schedule, schedules))
+    if not schedules:
+        raise BalanceError(
+            "schedules leave nothing to compare: schedules=[] (expected one or more names).\n"
+            f"Fix: schedules={ALL_SCHEDULES!r}, or leave it out."
+        )
     links = None
     if bandwidth is not None or latency:
         link = Link(math.inf if bandwidth is None else bandwidth, latency, overlap)
@@ -102,10 +111,8 @@ def compare_schedules(
     durations: dict[int, Durations] = {}
     held: dict[int, list[HeldBytes]] = {}
     too_many = []
-    if isinstance(partitions_per_device, int):
-        partitions_per_device = (partitions_per_device,)
-    for each in dict.fromkeys((1, *partitions_per_device)):
-        check_count("partitions_per_device", each)
+    asked = _several(partitions_per_device)
+    for each in dict.fromkeys((1, *(check_count("partitions_per_device", one) for one in asked))):
         if each * n_devices > profile.n_layers:
             too_many.append(each)
             continue
@@ -143,6 +150,12 @@ def compare_schedules(
         if "interleaved_1f1b" in schedules
     ]
     return replace(table, rows=(*table.rows, *refused), notes=notes)
+
+
+def _several(numbers: Any) -> Iterable[Any]:
+    """Return one number, or what is given in its place, as a list of itself."""
+    is_list = isinstance(numbers, Iterable) and not isinstance(numbers, str)
+    return numbers if is_list and getattr(numbers, "ndim", 1) != 0 else (numbers,)
 
 
 def _bounds(

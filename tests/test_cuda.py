@@ -470,6 +470,54 @@ def test_inputs_and_targets_of_the_host_wait_for_no_device(schedule: str) -> Non
         assert ahead == [True] * 4
 
 
+class ToPinned(nn.Module):
+    """Hands on what it gets in memory of the host, which a device may still be filling."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = (x @ x.T @ x).tanh()
+        return x.to("cpu", non_blocking=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_an_output_on_the_host_is_whole_when_it_is_joined(chunks: int) -> None:
+    """The caller joins micro-batches on the host, which no event of a stream orders."""
+    model = nn.Sequential(nn.Linear(256, 256), ToPinned())
+    plain = copy.deepcopy(model).to(CUDA)
+    x = torch.randn(64, 256, device=CUDA)
+    expected = torch.cat([plain(part) for part in x.chunk(chunks)])
+    torch.cuda.synchronize()
+    pipe = GPipe(model, [1, 1], devices=[CUDA] * 2, chunks=chunks)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(pipe(x), expected.detach())
+
+
+@MODES
+@pytest.mark.filterwarnings("error")
+def test_the_callers_graph_may_use_a_parameter_on_another_stream(
+    checkpoint: CheckpointMode,
+) -> None:
+    """Of a layer, through a view, forwards and backwards on different streams; nothing warns."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64)).double()
+    plain = copy.deepcopy(model).to(CUDA)
+    pipe = GPipe(model, [2, 1], devices=[CUDA] * 2, chunks=4, checkpoint=checkpoint)
+    x = torch.randn(64, 64, dtype=torch.double, device=CUDA)
+
+    def loss(out: Tensor, weight: Tensor) -> Tensor:
+        return (out + weight.view_as(out)).square().sum() + weight.square().sum()
+
+    loss(plain(x), plain[0].weight).backward()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found = loss(pipe(x), pipe[0].weight)
+    torch.cuda.current_stream().wait_stream(stream)
+    found.backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_pinned_memory_may_be_refilled_at_once() -> None:
     """What the pipeline reads of the host's memory it has read when the call returns."""
     pipe = GPipe(wide_chain(2), [2, 2], devices=[CUDA, CUDA], chunks=4)

@@ -126,7 +126,7 @@ def test_recomputes_are_those_of_the_schedule() -> None:
 
 def test_gap_is_relative_to_the_value() -> None:
     """The gap says how far below the value the optimum can be; a value of zero has none."""
-    assert _plan(value=20.0, lower_bound=15.0).gap == 0.25
+    assert _plan(value=20.0, lower_bound=15.0, status="feasible").gap == 0.25
     assert _plan(value=0.0, lower_bound=0.0).gap == 0.0
 
 
@@ -283,7 +283,8 @@ def test_impossible_values_are_refused(changes: dict[str, Any]) -> None:
 
 def test_values_have_the_unit_of_the_objective() -> None:
     """Peak memory is told in bytes, a cost of the caller's as a plain number."""
-    assert "peak_memory 2.00 KiB" in str(_plan(objective="peak_memory", value=2048, lower_bound=9))
+    peak = _plan(objective="peak_memory", value=2048, lower_bound=9, status="feasible")
+    assert "peak_memory 2.00 KiB" in str(peak)
     assert "cost 12.5 (proven optimal)" in str(
         _plan(objective="cost", value=12.5, lower_bound=12.5)
     )

@@ -19,10 +19,10 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
+from gpipebal.memory.layer_runs import with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.pipeline import with_recompute
 from gpipebal.planner import recompute_layers
-from gpipebal.planner.recompute_costs import with_runs
 from gpipebal.planner.recompute_network import partition_network
 from gpipebal.planner.recompute_ways import choices_of
 from gpipebal.problem import to_bounds

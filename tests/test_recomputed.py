@@ -19,9 +19,9 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
+from gpipebal.memory.layer_runs import with_runs
 from gpipebal.pipeline import convert_deferred_batch_norm, measure_memory, with_recompute
 from gpipebal.planner import recompute_layers
-from gpipebal.planner.recompute_costs import with_runs
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile
 

@@ -3,7 +3,8 @@
 On CUDA each partition computes on a stream of its own and copies on others, and events order
 them: nothing here waits on the host for what a device computes. Only a copy out of the host's own
 memory blocks, until it is done itself, because the caller may refill that memory; so it has a
-stream on which nothing else stands before it. A tensor that is read on another stream than it was
+stream on which nothing else stands before it. And what a layer has copied to pinned memory is
+waited for before the caller joins it. A tensor that is read on another stream than it was
 made on is recorded there, so that the allocator does not give its memory away too early. On a CPU
 all of this is nothing at all.
 """
@@ -11,7 +12,7 @@ all of this is nothing at all.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +25,11 @@ __all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane", "record_str
 
 #: Two points in time of a lane's `clock`.
 Span = tuple[Any, Any]
+
+#: Not in every torch.
+_WARN_OF_STREAMS: Callable[[bool], None] | None = getattr(
+    torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None
+)
 
 
 class Lane:
@@ -101,6 +107,11 @@ class CudaLane(Lane):
 
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         super().__init__(device)
+        if _WARN_OF_STREAMS is not None:
+            # A parameter's gradient is added to on the stream on which its node was made. With
+            # workers and the caller that cannot be the stream of everybody who finds a part of it,
+            # and autograd lets the streams wait for each other.
+            _WARN_OF_STREAMS(False)
         self.compute = torch.cuda.Stream(device) if compute is None else compute
         #: For what comes from other devices.
         self.copy = torch.cuda.Stream(device)
@@ -209,6 +220,11 @@ class CudaLane(Lane):
                 current.wait_event(event)
         for leaf in found:
             record_stream(leaf, torch.cuda.current_stream(leaf.device))
+        host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+        if any(leaf.layout is torch.strided and leaf.is_pinned() for leaf in host):
+            # A layer's copy may still be filling it, and the caller joins it on the host.
+            for event in _events(ready):
+                event.synchronize()
 
     def clock(self) -> torch.cuda.Event:
         """Record a timing event on the compute stream."""

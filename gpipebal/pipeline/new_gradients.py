@@ -16,7 +16,7 @@ pipeline's backward begins: it is parted from others by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -105,8 +105,13 @@ class LateGradients:
             if one.grad is not None and has_storage(one.grad) and is_shared(one.grad)
         }
 
-    def part(self) -> None:
-        """Let gradients that share their memory since then be copies."""
+    def part(self, take: Callable[[Tensor], None]) -> None:
+        """Let gradients that share their memory since then be copies.
+
+        Args:
+            take: Is called with a gradient before it is copied: it may have been made on another
+                stream.
+        """
         for one in self._parameters:
             gradient = one.grad
             if gradient is None or not is_shared(gradient):
@@ -118,6 +123,7 @@ class LateGradients:
                 continue
             edge = get_gradient_edge(one)  # which keeps the node as long as it is asked for
             if will_run(edge.node):
+                take(gradient)
                 with torch.no_grad():
                     one.grad = gradient.clone()
 

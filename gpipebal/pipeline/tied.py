@@ -30,11 +30,6 @@ _Sums = dict[nn.Parameter, tuple[Tensor, Any]]
 
 _current = threading.local()
 
-#: Not in every torch.
-_WARN_OF_STREAMS: Callable[[bool], None] | None = getattr(
-    torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None
-)
-
 
 class TiedParameters:
     """The parameters that several of these partitions use.
@@ -97,10 +92,6 @@ class TiedParameters:
         if known is None or _adder(known) is not node:
             node.register_prehook(_catcher(parameter))
             self._users[parameter] = user
-            if parameter.is_cuda and _WARN_OF_STREAMS is not None:
-                # It adds on the stream on which it was made: of several partitions' streams it
-                # cannot be more than one, and the events that the catcher leaves order them all.
-                _WARN_OF_STREAMS(False)
 
     @contextmanager
     def collecting(self, sums: _Sums) -> Iterator[None]:

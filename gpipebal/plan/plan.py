@@ -52,7 +52,7 @@ class Plan:
         value: The objective's value of this plan: seconds, bytes, or what the function gave.
         lower_bound: A proven bound that no plan of the same problem can beat, in the same unit.
             If the balance was given, it is part of the problem.
-        status: ``'optimal'`` or ``'feasible'``.
+        status: ``'optimal'`` where `lower_bound` is the value, or ``'feasible'``.
         method: The algorithm that found it, or ``'given'``.
         makespan: Predicted seconds from the first forward to the last backward, without the
             loss.
@@ -86,7 +86,7 @@ class Plan:
 
     Raises:
         BalanceError: counts or checkpoint modes that make no sense.
-        ProfileError: a time, a size or a text that is none.
+        ProfileError: a time, a size or a text that is none, or an optimum without a proof.
 
     Example:
         >>> from gpipebal import Profile, solve

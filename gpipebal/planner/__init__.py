@@ -9,7 +9,7 @@ and steps take, from the layers' times). Beside them: `schedules` (the search un
 without a closed form, with its `schedule_bounds`), `grid` (pipelines side by side; `replicated` for
 one number of them), `rule_comparison` (a plan beside the rules of thumb), and `recompute` (single
 layers recomputed inside the partitions of a plan: `recompute_choice` is its noun, with
-`recompute_posing`, `recompute_costs`, `recompute_network` and `recompute_ways`).
+`recompute_posing`, `recompute_network` and `recompute_ways`).
 """
 
 from gpipebal.planner.assemble import equal_split

@@ -12,7 +12,7 @@ from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.times import order_for
-from gpipebal.problem import Problem
+from gpipebal.problem import Device, Problem
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules
@@ -98,10 +98,12 @@ def _shortage(posed: Posed) -> tuple[int, Path] | None:
 
 
 def _given(question: Question, device: int, limit: int) -> int:
-    """Return the limit as it was given, with the reserve."""
+    """Return the limit as it was given, with the reserve; that of a `Device` has none."""
     limits = question.limits
     of_device = limits[device] if isinstance(limits, tuple) else limits
-    return limit if of_device is None else of_device
+    if of_device is None or of_device - question.reserve_of(of_device) != limit:
+        return limit
+    return of_device
 
 
 def _without_shortage(posed: Posed) -> InfeasibleError:
@@ -254,16 +256,38 @@ def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _more_memory(question: Question, lack: int) -> Iterator[tuple[str, Question]]:
-    limits = question.limits
+    limits, reserve = question.limits, 0
+    roomy, texts = question, []
     if isinstance(limits, int):
         reserve = question.reserve_of(limits)
-        if reserve >= lack:
-            yield f"reserve={reserve - lack}", replace(question, reserve=reserve - lack)
         more = with_more(question, limits, lack)
-        yield f"memory_limit={more}", replace(question, limits=more)
+        roomy = replace(question, limits=more)
+        texts.append(f"memory_limit={more}")
     elif limits is not None:
         more_each = tuple(None if one is None else with_more(question, one, lack) for one in limits)
-        yield f"memory_limit={list(more_each)}", replace(question, limits=more_each)
+        roomy = replace(question, limits=more_each)
+        texts.append(f"memory_limit={list(more_each)}")
+    if reserve >= lack:
+        yield f"reserve={reserve - lack}", replace(question, reserve=reserve - lack)
+    # Devices may have limits of their own, and the lower one counts.
+    places = question.devices or ()
+    own = [getattr(place, "memory_limit", None) for place in places]
+    if any(limit is not None for limit in own):
+        more_own = [None if limit is None else limit + lack for limit in own]
+        devices = tuple(
+            replace(place, memory_limit=limit) if isinstance(place, Device) else place
+            for place, limit in zip(places, more_own, strict=True)
+        )
+        text = f"devices with memory_limit={more_own}, in their order"
+        both = replace(roomy, devices=devices)
+        alone = replace(question, devices=devices)
+        if not (texts and _has_plan(roomy)) and not _has_plan(alone):
+            roomy = both
+            texts.append(text)
+        else:
+            yield text, alone
+    if texts:
+        yield " and ".join(texts), roomy
 
 
 def with_more(question: Question, limit: int, lack: int) -> int:

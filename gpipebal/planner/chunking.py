@@ -10,9 +10,6 @@ from gpipebal.units import count
 
 __all__ = ["at_chunks", "chunk_candidates"]
 
-#: Most numbers of micro-batches that ``chunks='auto'`` tries.
-MOST_CANDIDATES = 20
-
 
 def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str, ...]]:
     """Return a profile's costs for a number of micro-batches, and what a reader should know.
@@ -50,7 +47,9 @@ def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str,
             f"Fix: chunks={profile.mini_batch_rows}, or profile a larger sample."
         )
     rows = -(-profile.mini_batch_rows // chunks)
-    sized = replace(profile.at_rows(rows), chunks=chunks)
+    sized = profile.at_rows(rows)
+    if sized.chunks != chunks:
+        sized = replace(sized, chunks=chunks)
     about = sized.provenance.get("at_rows")
     notes: list[str] = []
     if isinstance(about, dict):
@@ -66,12 +65,11 @@ def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str,
     return sized, tuple(notes)
 
 
-def chunk_candidates(profile: Profile, most: int = MOST_CANDIDATES) -> list[int]:
+def chunk_candidates(profile: Profile) -> list[int]:
     """List the numbers of micro-batches worth trying, in ascending order.
 
     One for each number of rows that a micro-batch can have within the sizes that were profiled:
-    the smallest one, as more would only make micro-batches that are not full. If that is more than
-    `most`, those stay whose micro-batches are fullest.
+    the smallest one, as more would only make micro-batches that are not full.
 
     Raises:
         ProfileError: the profile has one size only, so that it does not tell what others cost.
@@ -100,7 +98,4 @@ def chunk_candidates(profile: Profile, most: int = MOST_CANDIDATES) -> list[int]
             break
     # The profile's own always counts: it was measured.
     found.setdefault(profile.rows, profile.chunks)
-    fullest = sorted(
-        found.items(), key=lambda pair: (pair[1] != profile.chunks, pair[0] * pair[1], pair[1])
-    )
-    return sorted(chunks for _, chunks in fullest[:most])
+    return sorted(set(found.values()))

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
+from gpipebal.plan.checks import check_chunks
+from gpipebal.planner.grid_options import check_applies, checked_options
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
 from gpipebal.planner.replicated import Additions, Replicated, best_replicated
@@ -41,12 +43,6 @@ __all__ = ["GridRow", "GridTable", "solve_grid"]
 _MOST_CANDIDATES = 20
 #: Splits that are looked at most for each number of micro-batches.
 _MOST_TRIED = 40
-#: Options of `solve` that are about single partitions, of which there is another number each time.
-_REFUSED = ("partitions", "devices", "any_order", "pin", "cost", "rules")
-#: Options that are one for all partitions.
-_ONE_FOR_ALL = ("memory_limit", "checkpoint")
-#: Options that have to be what they are by default.
-_FIXED = {"schedule": "gpipe", "objective": "makespan"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,8 @@ class GridRow:
             gradients. Without loss and optimizer.
         all_reduce_time: Seconds of the longest addition of gradients.
         waiting_time: How much of `time` comes after the last backward.
-        lower_bound: No plan for so many replicas takes less, in seconds.
+        lower_bound: No plan for so many replicas takes less, in seconds, with any of the numbers
+            of micro-batches that were tried.
         refusal: Why there is no plan; empty if there is one.
     """
 
@@ -204,7 +201,7 @@ def solve_grid(
         BalanceError: a count that is not 1 or more, or an option that does not apply.
         InfeasibleError: no number of replicas has a plan that fits; the text says what would, for
             the one that lacks least.
-        KindError: `profile` is no Profile.
+        KindError: `profile` is no Profile, or an option that does not exist.
         ProfileError: the profile does not tell what is asked for.
 
     Complexity:
@@ -224,34 +221,14 @@ def solve_grid(
     """
     check_kind("profile", profile, Profile)
     n_devices = check_count("devices", n_devices)
-    given: dict[str, Any] = {**options}
-    for name in _REFUSED:
-        if given.get(name):
-            call = f"partitions, {name}=..." if name != "partitions" else repr(given[name])
-            raise BalanceError(
-                f"option does not apply to a grid: {name}={given[name]!r} (expected none: the "
-                "number of partitions is another one each time).\n"
-                f"Fix: leave it out, or solve(profile, {call}) for one number."
-            )
-    for name in _ONE_FOR_ALL:
-        if isinstance(given.get(name), (list, tuple)):
-            raise BalanceError(
-                f"option is one for all partitions of a grid: {name}={given[name]!r} (expected one "
-                "value: the number of partitions is another one each time).\n"
-                f"Fix: {name}={given[name][0] if given[name] else None!r}."
-            )
-    for name, value in _FIXED.items():
-        if given.get(name, value) != value:
-            raise BalanceError(
-                f"option does not apply to a grid: {name}={given[name]!r} (expected {value!r}).\n"
-                f"Fix: {name}={value!r}."
-            )
+    check_applies(options)
     check_link("replica_link", replica_link)
     quantile = options.get("quantile")
     if quantile is not None:
         # Before the rows of micro-batches are chosen, as `solve` does.
         profile = at_quantile(profile, quantile)
         options = {**options, "quantile": None}
+    options = checked_options(profile, options)
     most = profile.n_layers * profile.mini_batch_rows
     if n_devices > most:
         raise BalanceError(
@@ -259,24 +236,54 @@ def solve_grid(
             f"most {most}: {profile.n_layers} layers for each of {profile.mini_batch_rows} rows).\n"
             f"Fix: n_devices={most} or fewer."
         )
-    lacking: list[tuple[int, InfeasibleError]] = []
+    errors: list[tuple[int, GpipebalError]] = []
     rows = [
-        _best(profile, replicas, n_devices // replicas, replica_link, options, lacking)
+        _best(profile, replicas, n_devices // replicas, replica_link, options, errors)
         for replicas in _divisors(n_devices)
     ]
     rows.sort(key=lambda row: (row.time is None, row.time or 0.0, row.replicas))
     if rows[0].plan is None:
-        reasons = "\n".join(f"  {row.replicas} x {row.partitions}: {row.refusal}" for row in rows)
-        text = (
-            f"no number of replicas has a plan: devices={n_devices} (expected one that fits, of "
-            f"replicas x partitions)\n{reasons}\nFix: "
-        )
-        if not lacking:
-            raise BalanceError(f"{text}what one of these says.")
+        raise _no_plan(profile, n_devices, rows, errors)
+    return GridTable(tuple(rows), n_devices, profile.mini_batch_rows)
+
+
+def _no_plan(
+    profile: Profile, n_devices: int, rows: Sequence[GridRow], errors: Sequence[tuple[int, Any]]
+) -> GpipebalError:
+    """Say why no number of replicas has a plan, and what would help."""
+    reasons = "\n".join(f"  {row.replicas} x {row.partitions}: {row.refusal}" for row in rows)
+    text = (
+        f"no number of replicas has a plan: devices={n_devices} (expected one that fits, of "
+        f"replicas x partitions)\n{reasons}\nFix: "
+    )
+    if not errors:
+        nearest = _nearest_count(profile, n_devices)
+        return BalanceError(f"{text}n_devices={nearest}, or a mini-batch of more rows.")
+    lacking = [one for one in errors if isinstance(one[1], InfeasibleError)]
+    if lacking:
         replicas, least = min(lacking, key=lambda one: one[1].shortage or 0)
         advice = _of_grid(str(least).rpartition("Fix: ")[2], replicas)
-        raise InfeasibleError(f"{text}{advice}", least.partition, least.shortage)
-    return GridTable(tuple(rows), n_devices, profile.mini_batch_rows)
+        return InfeasibleError(f"{text}{advice}", least.partition, least.shortage)
+    replicas, error = errors[0]
+    if all(str(other) == str(error) for _, other in errors):
+        return error  # whatever the number of replicas is
+    return BalanceError(text + _of_grid(str(error).rpartition("Fix: ")[2], replicas))
+
+
+def _nearest_count(profile: Profile, n_devices: int) -> int:
+    """Return the nearest number of devices that replicas with rows and partitions can share.
+
+    Example:
+        >>> _nearest_count(Profile.from_costs([1.0] * 3, chunks=2), 5)
+        4
+    """
+    most = profile.mini_batch_rows
+    counts = {
+        partitions * min(max(replicas, 1), most)
+        for partitions in range(1, profile.n_layers + 1)
+        for replicas in (n_devices // partitions, n_devices // partitions + 1)
+    }
+    return min(counts, key=lambda count: (abs(count - n_devices), count))
 
 
 def _best(
@@ -285,9 +292,9 @@ def _best(
     partitions: int,
     replica_link: Link | None,
     options: Options,
-    lacking: list[tuple[int, InfeasibleError]],
+    errors: list[tuple[int, GpipebalError]],
 ) -> GridRow:
-    """Find the fastest plan of one number of replicas; add what lacks memory to `lacking`."""
+    """Find the fastest plan of one number of replicas; add what `solve` refuses to `errors`."""
     if replicas > profile.mini_batch_rows:
         why = f"the mini-batch has {profile.mini_batch_rows} rows for {replicas} replicas."
         return GridRow(replicas, partitions, refusal=why)
@@ -308,8 +315,7 @@ def _best(
             plan = solve(sized, partitions, **rest)
         except GpipebalError as error:
             refusal = refusal or _of_grid(str(error).replace("\n", " "), replicas)
-            if isinstance(error, InfeasibleError):
-                lacking.append((replicas, error))
+            errors.append((replicas, error))
             continue
         (posed,) = posed_of(sized, partitions, rest)
         most = _MOST_TRIED if plain else 0
@@ -356,7 +362,7 @@ def _sizes_to_try(
         return
     if chunks != "auto":
         several = chunks if isinstance(chunks, (list, tuple, range)) else (chunks,)
-        counts = dict.fromkeys(min(check_count("chunks", one), share) for one in several)
+        counts = dict.fromkeys(min(check_chunks(one), share) for one in several)
         yield from ((-(-share // count), count) for count in counts)
         return
     sizes = [profile.rows, *(other.rows for other in profile.other_sizes)]

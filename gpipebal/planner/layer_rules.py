@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,8 +43,9 @@ def join_rules(
     groups = _groups(profile, keep_together)
     together = [tuple(_layer(profile, "keep_together", one) for one in group) for group in groups]
     if _is_one(no_cut):
-        raise _wrong_form("no_cut", no_cut, "list of layers", [no_cut])
-    uncut = [_layer(profile, "no_cut", one) for one in no_cut or ()]
+        index = _index(no_cut)
+        raise _wrong_form("no_cut", no_cut, "list of layers", [no_cut if index is None else index])
+    uncut = [_layer(profile, "no_cut", one) for one in (() if no_cut is None else no_cut)]
     if pin is not None and not isinstance(pin, Mapping):
         raise _wrong_form("pin", pin, "mapping from layers to partitions", {profile.names[0]: 0})
     if max_layers is not None:
@@ -70,18 +72,32 @@ def join_rules(
 
 def _groups(profile: Profile, given: Any) -> list[Any]:
     """Return the groups of layers to keep together; one layer is no group."""
-    groups = [given] if _is_one(given) else list(given or ())
+    groups = [given] if _is_one(given) else list(() if given is None else given)
     if any(one is None or _is_one(one) for one in groups):
-        ends = (profile.names[0], profile.names[min(1, profile.n_layers - 1)])
-        if len(groups) > 1 and all(isinstance(one, LayerKey) for one in groups):
-            ends = tuple(groups)  # one flat list is mostly meant as one group
+        ends: tuple[Any, ...] = (profile.names[0], profile.names[min(1, profile.n_layers - 1)])
+        plain = [one if isinstance(one, str) else _index(one) for one in groups]
+        if len(groups) > 1 and None not in plain:
+            ends = tuple(plain)  # one flat list is mostly meant as one group
         raise _wrong_form("keep_together", given, "list of groups of layers", [ends])
     return groups
 
 
 def _is_one(value: object) -> bool:
-    """Whether this is one layer, or anything else that is no list; a text is as iterable as one."""
-    return isinstance(value, str) or (value is not None and not isinstance(value, Iterable))
+    """Whether this is one layer, or anything else that is no list.
+
+    A text is as iterable as one, and so is an array that is a single number.
+    """
+    if isinstance(value, str) or getattr(value, "ndim", None) == 0:
+        return True
+    return value is not None and not isinstance(value, Iterable)
+
+
+def _index(value: object) -> int | None:
+    """Return a whole number of any kind, such as numpy's, as Python's; None if it is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # arrays of several raise
+        return None
 
 
 def _wrong_form(rule: str, given: object, expected: str, example: object) -> BalanceError:
@@ -102,8 +118,8 @@ def _layer(profile: Profile, rule: str, key: LayerKey) -> int:
                 f"several layers have one name: {rule} has {key!r} (expected a name that one layer "
                 f"has: layers {', '.join(map(str, places))} have it).\nFix: {places[0]}, its index."
             )
-    elif isinstance(key, int) and not isinstance(key, bool) and 0 <= key < profile.n_layers:
-        return key
+    elif (index := _index(key)) is not None and 0 <= index < profile.n_layers:
+        return index
     raise BalanceError(
         f"rule is about a layer that does not exist: {rule} has {key!r} (expected 0 <= index < "
         f"{profile.n_layers}, or one of the names {', '.join(map(repr, profile.names[:5]))}"

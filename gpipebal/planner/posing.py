@@ -176,8 +176,10 @@ def _devices_of(question: Question, rows: int) -> tuple[Device, ...] | None:
                 made[id(place)] = _device_of(j, place, rows)
             place = made[id(place)]
         assert isinstance(place, Device)
-        if place.memory_limit is None and limit is not None:
-            place = replace(place, memory_limit=_less_reserve(question, j, limit))
+        if limit is not None:
+            usable = _less_reserve(question, j, limit)
+            if place.memory_limit is None or usable < place.memory_limit:
+                place = replace(place, memory_limit=usable)
         devices.append(place)
     return tuple(devices)
 

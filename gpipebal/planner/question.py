@@ -15,7 +15,7 @@ from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.places import Place, check_interleaved, devices_asked
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.times import runnable
-from gpipebal.problem import Link, Rules
+from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
 from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
@@ -181,6 +181,11 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     objective = options.get("objective", "makespan")
     check_objective(objective)
     devices = devices_asked(options.get("devices"), profile, n_partitions, quantile)
+    own_limits = any(
+        isinstance(one, Device) and one.memory_limit is not None for one in devices or ()
+    )
+    limited = own_limits or options.get("memory_limit") is not None
+    _check_memory_known(schedule, limited=limited or objective == "peak_memory")
     any_order = check_flag("any_order", options.get("any_order") or False)
     if any_order and devices is None:
         raise BalanceError(
@@ -261,15 +266,8 @@ def _time_limit(seconds: Any) -> float | None:
 
 
 def _schedule(options: Options) -> str:
-    """Return the schedule, or say what is not known under it."""
+    """Return the schedule, or say what makes no sense under it."""
     schedule = check_known_schedule(options.get("schedule", "gpipe"))
-    limited = options.get("memory_limit") is not None or options.get("objective") == "peak_memory"
-    if limited and schedule not in SCHEDULES:
-        raise UnsupportedPlanError(
-            f"memory is not known under this schedule: schedule={schedule!r} (expected one of "
-            f"{', '.join(map(repr, SCHEDULES))} where memory counts).\n"
-            "Fix: schedule='1f1b', or memory_limit=None and objective='makespan'."
-        )
     if options.get("loss_inside") is False and schedule != "gpipe":
         raise BalanceError(
             f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
@@ -277,6 +275,16 @@ def _schedule(options: Options) -> str:
             "one has come out).\nFix: loss_inside=None."
         )
     return schedule
+
+
+def _check_memory_known(schedule: str, *, limited: bool) -> None:
+    if limited and schedule not in SCHEDULES:
+        raise UnsupportedPlanError(
+            f"memory is not known under this schedule: schedule={schedule!r} (expected one of "
+            f"{', '.join(map(repr, SCHEDULES))} where memory counts).\n"
+            "Fix: schedule='1f1b', or no memory limit, of devices neither, and "
+            "objective='makespan'."
+        )
 
 
 def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | None:

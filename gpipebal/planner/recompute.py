@@ -9,6 +9,7 @@ from functools import cached_property
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.memory.cell import Cell
+from gpipebal.memory.layer_runs import with_nothing_saved_before, with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import with_more
@@ -16,7 +17,6 @@ from gpipebal.planner.evaluate import evaluate
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.question import Place, Question, Size
 from gpipebal.planner.recompute_choice import LayerRecompute
-from gpipebal.planner.recompute_costs import with_nothing_saved_before, with_runs
 from gpipebal.planner.recompute_network import partition_network
 from gpipebal.planner.recompute_posing import check_costs, posed_again
 from gpipebal.planner.recompute_ways import Choice, choices_of, in_order
@@ -77,7 +77,8 @@ def recompute_layers(
         pipeline's layers recompute these runs.
 
     Raises:
-        BalanceError: there is no limit, or the profile is not the plan's.
+        BalanceError: there is no limit, or a reserve without one; the profile is not the plan's; or
+            another argument that makes no sense, such as a negative `time_limit`.
         KindError: `profile` is no Profile, or `plan` no Plan.
         InfeasibleError: a partition exceeds its limit whatever is recomputed, or, where what waits
             for busy neighbours decides and there are many runs, with those that were tried; the
@@ -95,7 +96,8 @@ def recompute_layers(
         >>> chosen.runs, chosen.recompute_times, chosen.status
         ((range(1, 2),), (2.0,), 'optimal')
     """
-    posed = posed_again(profile, plan, memory_limit, reserve, devices, link)
+    posed = posed_again(profile, plan, memory_limit, reserve, devices, link, time_limit)
+    time_limit = posed.question.time_limit
     search = _RunChoice(posed, plan, time_limit, posed.problem.limits)
     check_costs(plan, search.before)
     found = search.answer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError
@@ -13,6 +13,7 @@ from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Place, Size, ask
 from gpipebal.problem import Link
 from gpipebal.profile import Profile
+from gpipebal.units import count
 
 __all__ = ["check_costs", "posed_again"]
 
@@ -24,8 +25,15 @@ def posed_again(
     reserve: Size | None,
     devices: Sequence[Place] | None,
     link: Link | None,
+    time_limit: float | None,
 ) -> Posed:
-    """Put the plan as a question, with devices and limits in the order of its partitions."""
+    """Put the plan as a question, with devices and limits in the order of its partitions.
+
+    Raises:
+        BalanceError: the profile is not the plan's, nothing limits the memory, or an argument makes
+            no sense.
+        KindError: `profile` is no Profile, or `plan` no Plan.
+    """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
     names = tuple(name for part in plan.partitions for name in part.layers)
@@ -35,13 +43,27 @@ def posed_again(
             f"plan is of another chain than the profile: it has {len(names)} layers (expected the "
             f"same {profile.n_layers} layers).\nFix: give the profile that the plan was made from."
         )
+    if plan.runs:
+        raise BalanceError(
+            "layers of the plan are recomputed by themselves already: "
+            f"plan.runs has {count(len(plan.runs), 'run')} (expected none).\n"
+            "Fix: give the plan that they were chosen for, `before` of what recompute_layers gave."
+        )
     if memory_limit is None:
+        if reserve is not None:
+            raise BalanceError(
+                f"reserve is taken off a limit, and none is given: reserve={reserve!r:.60}, "
+                "memory_limit=None (expected a limit where a reserve is given: from those of the "
+                "plan it is taken off already).\nFix: reserve=None, or memory_limit='16 GiB'."
+            )
         memory_limit = [part.memory_limit for part in plan.partitions]
         reserve = 0
     elif isinstance(memory_limit, list | tuple) and len(memory_limit) == plan.n_partitions:
         memory_limit = [memory_limit[k] for k in plan.devices]
-    if devices is not None and len(devices) == plan.n_partitions:
-        devices = [devices[k] for k in plan.devices]
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        devices = list(devices)
+        if len(devices) == plan.n_partitions:
+            devices = [devices[k] for k in plan.devices]
     options = Options(
         checkpoint=plan.modes,
         schedule=plan.schedule,
@@ -52,6 +74,7 @@ def posed_again(
         link=link,
         memory_limit=memory_limit,
         reserve=reserve,
+        time_limit=time_limit,
     )
     if plan.rows != profile.rows:
         profile = profile.at_rows(plan.rows)

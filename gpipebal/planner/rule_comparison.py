@@ -22,7 +22,7 @@ from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split
 from gpipebal.text import aligned
-from gpipebal.units import format_bytes, format_percent, format_seconds
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -152,7 +152,7 @@ def compare_rules(
 
     Raises:
         ProfileError: the profile is of another chain than the plan, or the plan has other costs.
-        BalanceError: options that make no sense.
+        BalanceError: options that make no sense, or a plan with layers recomputed by themselves.
         KindError: what was given is no Profile, or no Plan, or there is no such option.
 
     Example:
@@ -174,6 +174,13 @@ def compare_rules(
         raise ProfileError(
             f"plan is of another chain than the profile: plan.n_layers={plan.n_layers} (expected "
             f"{profile.n_layers}, the profile's).\nFix: give the profile that the plan was made of."
+        )
+    if plan.runs:
+        raise BalanceError(
+            "plan recomputes layers by themselves, and no rule does: "
+            f"plan.runs has {count(len(plan.runs), 'run')} (expected none).\n"
+            "Fix: compare the plan that the runs were chosen for, `before` of what "
+            "recompute_layers gave."
         )
     posed = _posed_as(plan, profile, options)
     profile = posed.question.profile

@@ -91,6 +91,11 @@ class ScheduleCosts:
     def _seconds(self, units: Sequence[int]) -> Floats:
         return np.array([self._problem.to_time(time) for time in units], dtype=np.float64)
 
+    @property
+    def n_actions(self) -> int:
+        """Number of actions of a mini-batch."""
+        return self._order.n_actions
+
     def makespans(self, splits: Sequence[Sequence[int]]) -> list[float]:
         """Simulate splits; return the makespan of each, in the unit of the problem's times."""
         bounds = np.array(splits, dtype=np.int64)

@@ -36,6 +36,8 @@ __all__ = ["bound_of", "search_schedule"]
 
 #: Splits that are simulated at most, and actions in them, unless told otherwise.
 MOST_TRIALS, MOST_ACTIONS = 20_000, 2 * 10**8
+#: So many actions between two looks at the clock.
+_AT_ONCE = 2**20
 #: A time that is below another by this fraction only may be as long: sums are rounded.
 _ROUNDING = 1e-12
 #: How often the search begins again near the best split.
@@ -216,6 +218,8 @@ class _Tried:
         self._modes = modes
         self._until = until
         self._left = most_trials
+        # All at once is fastest, but time may be up in between.
+        self._at_once = most_trials if until is None else max(1, _AT_ONCE // costs.n_actions)
         self.values: dict[tuple[int, ...], float] = {}
         self._allowed = None if problem.is_plain else _Allowed(problem, start)
         self.bounds, self.value = start.bounds, float("inf")
@@ -237,9 +241,12 @@ class _Tried:
             if bounds not in self.values and (self._allowed is None or self._allowed(bounds)):
                 new.append(bounds)
         new = list(dict.fromkeys(new))
+        for first in range(0, len(new), self._at_once):
+            if self.left:
+                self._simulate(new[first : first + self._at_once])
+
+    def _simulate(self, new: Sequence[tuple[int, ...]]) -> None:
         self._left -= len(new)
-        if not new:
-            return
         values = self._costs.makespans(new)
         self.values.update(zip(new, values, strict=True))
         least = min(values)

@@ -11,6 +11,7 @@ import numpy as np
 
 from gpipebal.planner.question import AnyCost
 from gpipebal.problem import Problem, Rules
+from gpipebal.problem.checks import plain_number
 from gpipebal.schedule import CheckpointMode
 
 __all__ = ["sensitivity"]
@@ -174,7 +175,7 @@ def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float
 
     def of(j: int, start: int, end: int) -> float:
         found = cost(start, end, j)
-        return math.inf if found is None else found
+        return math.inf if found is None else plain_number(found)
 
     costs = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
     beside = _without_two(costs)

@@ -13,6 +13,7 @@ from gpipebal.planner.best import best_of_all, roomier
 from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import AnyCost, LayerKey, Options, Place, Size, ask
+from gpipebal.planner.times import order_for
 from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count
@@ -86,7 +87,8 @@ def solve(
         any_order: Whether devices may change places; the plan's `devices` tells which runs what.
         memory_limit: Memory of a device, as bytes or as a text such as ``'16 GiB'``: one for all,
             or one for each. A partition may need what `reserve` leaves of it, including what waits
-            for busy neighbours, each taken to be 30 % slower than predicted. None: no limit.
+            for busy neighbours, each taken to be 30 % slower than predicted. None: no limit. Where
+            a `Device` has a limit too, the lower one counts.
         reserve: Memory that is kept free on every device; None: 0 on CPUs, and on GPUs 512 MiB and
             a twentieth. The plan says how much.
         link: What connects the devices: everything that crosses a cut takes its time, with skip
@@ -102,7 +104,9 @@ def solve(
         method: ``'auto'``, or the name of an algorithm: the one that `select_method` tells, or one
             that is more general.
         time_limit: Seconds after which a search without an end of its own returns the best that it
-            has found, with the gap; for each number of micro-batches.
+            has found, with the gap; for each number of micro-batches. One way to cut is always
+            tried, and at the end a plan is made of the best, which with very many micro-batches
+            takes a few seconds.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller that of the mini-batch; None: the caller. Its memory counts;
             its time is no part of the makespan, but of the step.
@@ -259,7 +263,8 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
         options: As for `solve`.
 
     Returns:
-        One of `gpipebal.solvers.METHODS`, or ``'schedule search'`` or ``'dense table'``.
+        One of `gpipebal.solvers.METHODS`, or ``'schedule search'`` or ``'dense table'``; if several
+        numbers of micro-batches may be chosen, that for the largest.
 
     Raises:
         BalanceError: as `solve`.
@@ -268,11 +273,12 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
         >>> select_method(Profile.from_costs([1.0, 2.0]), 2, chunks=4)
         'two-threshold sweep'
     """
-    posed = posed_of(profile, partitions, options)[0]
+    posed = max(posed_of(profile, partitions, options), key=lambda one: one.chunks)
     question = posed.question
     if question.cost is not None:
         return "dense table"
     if question.is_searched:
+        order_for(question.schedule, question.n_partitions, posed.chunks, "never")  # if it can be
         return "schedule search"
     return check_method(posed.problem, question.objective, question.method)
 

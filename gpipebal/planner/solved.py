@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
-from numbers import Real
+from numbers import Rational, Real
+from typing import Any
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.planner.all_ways import device_orders
@@ -74,19 +75,19 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
         found = cost(start, end, j)
         if found is None:
             return None
-        is_number = isinstance(found, Real) and not isinstance(found, bool)
-        if not is_number or sys.float_info.max < found < math.inf:
+        number = _number(found)
+        if number is None:
             raise BalanceError(
                 f"cost of a run is no number: cost({start}, {end}, {j})={found!r:.40} (expected a "
                 f"number up to {sys.float_info.max:.3g}, infinity or None).\n"
                 "Fix: return None for what is not allowed."
             )
-        if found < 0:
+        if number < 0:
             raise BalanceError(
                 f"cost of a run is negative: cost({start}, {end}, {j})={found!r} (expected 0 or "
                 "more).\nFix: return None for what is not allowed."
             )
-        return found
+        return number
 
     n_layers, n_partitions = problem.n_layers, problem.n_partitions
     longest = None if rules is None else rules.max_layers
@@ -95,3 +96,13 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
     except InfeasibleError:
         return None
     return Split(bounds, value, value, "optimal", "dense table", modes, tuple(range(n_partitions)))
+
+
+def _number(found: Any) -> float | None:
+    """Return a cost, an int or a Fraction as it is; None if it is no number that a float can be."""
+    if not isinstance(found, Real) or isinstance(found, bool):
+        return None
+    # Whole numbers and fractions are compared exactly; others, such as numpy's, may not know how
+    # to be compared with the largest float.
+    number: Any = found if isinstance(found, Rational) else float(found)
+    return None if sys.float_info.max < number < math.inf else number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
 __all__ = ["SURE", "TOLERANCE", "count_at", "fit_line", "interpolate", "time_at"]
@@ -29,29 +29,42 @@ def time_at(points: Sequence[tuple[int, float, float]], rows: int) -> tuple[floa
         >>> time_at([(2, 1.0, 0.0), (4, 1.0, 0.0), (8, 9.0, 0.0)], 6)
         (5.0, False)
     """
-    times = {r: t for r, t, _ in points}
-    if rows in times:
-        return float(times[rows]), True
-    largest = max(times.values())
-    if len(points) > 1 and largest > 0:
-        # In a unit near the largest time, so that no square is too large or too small for a float;
-        # a power of two, so that nothing is rounded.
-        unit = math.ldexp(1.0, math.frexp(largest)[1])
-        scaled = [(r, t / unit, spread / unit) for r, t, spread in points]
-        overhead, slope = fit_line(
-            [(r, t, min(max(spread, SURE * t, 1e-3), 1e3) ** -2) for r, t, spread in scaled]
-        )
-        if all(
-            abs(overhead + slope * r - t) <= max(spread, TOLERANCE * t) for r, t, spread in scaled
-        ):
-            return (overhead + slope * rows) * unit, True
+    for r, time, _ in points:
+        if r == rows:
+            return float(time), True
+    line = _line_through(tuple(points))
+    if line is not None:
+        overhead, slope, unit = line
+        return (overhead + slope * rows) * unit, True
     found = interpolate([(r, t) for r, t, _ in points], rows)
-    return float(found), len(points) == 1 or not largest
+    return float(found), len(points) == 1 or not any(time for _, time, _ in points)
+
+
+# Whoever tries several numbers of rows asks for the same lines each time.
+@lru_cache(maxsize=1 << 15)
+def _line_through(
+    points: tuple[tuple[int, float, float], ...],
+) -> tuple[float, float, float] | None:
+    """Return overhead and slope in a unit, and the unit; None where the times are no line."""
+    largest = max(time for _, time, _ in points)
+    if len(points) < 2 or largest <= 0:
+        return None
+    # In a unit near the largest time, so that no square is too large or too small for a float;
+    # a power of two, so that nothing is rounded.
+    unit = math.ldexp(1.0, math.frexp(largest)[1])
+    scaled = [(r, t / unit, spread / unit) for r, t, spread in points]
+    overhead, slope = fit_line(
+        [(r, t, min(max(spread, SURE * t, 1e-3), 1e3) ** -2) for r, t, spread in scaled]
+    )
+    if all(abs(overhead + slope * r - t) <= max(spread, TOLERANCE * t) for r, t, spread in scaled):
+        return overhead, slope, unit
+    return None
 
 
 def count_at(points: Sequence[tuple[int, int]], rows: int) -> int:
     """Return bytes or operations at these rows: exact where they are a line, else rounded up."""
-    return math.ceil(interpolate(points, rows))
+    value, parts = _on_line(_around(points, rows), rows)
+    return -(-value // parts)
 
 
 def fit_line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
@@ -95,18 +108,29 @@ def interpolate(points: Sequence[tuple[int, Any]], rows: int) -> Fraction:
         >>> [int(interpolate([(2, 20), (4, 60)], rows)) for rows in (1, 2, 3, 4, 6)]
         [10, 20, 40, 60, 100]
     """
-    exact = [(r, Fraction(value)) for r, value in points]
-    if len(exact) == 1:
-        r, value = exact[0]
-        return value * rows / r if r else value
-    segments = list(pairwise(exact))
-    left, right = next((pair for pair in segments if rows <= pair[1][0]), segments[-1])
-    slope = (right[1] - left[1]) / (right[0] - left[0])
-    if left[0] <= rows <= right[0]:
-        return left[1] + slope * (rows - left[0])
-    slope = max(slope, Fraction(0))
-    if rows > right[0]:
-        return right[1] + slope * (rows - right[0])
-    if left[1] < slope * left[0]:
-        return left[1] * rows / left[0]
-    return left[1] - slope * (left[0] - rows)
+    nearest = [(r, Fraction(value)) for r, value in _around(points, rows)]
+    value, parts = _on_line(nearest, rows)
+    return value / parts
+
+
+def _around(points: Sequence[tuple[int, Any]], rows: int) -> Sequence[tuple[int, Any]]:
+    """Return the two points whose line goes through these rows, or the only one."""
+    k = next((k for k in range(1, len(points)) if rows <= points[k][0]), len(points) - 1)
+    return points[max(k - 1, 0) : k + 1]
+
+
+def _on_line(points: Sequence[tuple[int, Any]], rows: int) -> tuple[Any, int]:
+    """Return what a line through points is there, as a fraction: of whole numbers if they are."""
+    if len(points) == 1:
+        r, value = points[0]
+        return (value * rows, r) if r else (value, 1)
+    (first, low), (last, high) = points
+    length, rise = last - first, high - low
+    if first <= rows <= last:
+        return low * length + rise * (rows - first), length
+    rise = max(rise, 0)
+    if rows > last:
+        return high * length + rise * (rows - last), length
+    if low * length < rise * first:
+        return low * rows, first
+    return low * length - rise * (first - rows), length

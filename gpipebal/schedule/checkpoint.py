@@ -104,13 +104,11 @@ def check_checkpoint(checkpoint: object) -> None:
     Raises:
         BalanceError: `checkpoint` is neither one of `CHECKPOINT_MODES` nor a sequence of them.
     """
-    if isinstance(checkpoint, (list, tuple)) and checkpoint:
-        for mode in checkpoint:
-            check_checkpoint(mode)
-        return
-    if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINT_MODES:
-        raise BalanceError(
-            f"checkpoint mode does not exist: checkpoint={checkpoint!r} "
-            f"(expected one of {', '.join(map(repr, CHECKPOINT_MODES))}).\n"
-            "Fix: checkpoint='except_last'."
-        )
+    several = isinstance(checkpoint, (list, tuple)) and checkpoint
+    for mode in several or (checkpoint,):
+        if not isinstance(mode, str) or mode not in CHECKPOINT_MODES:
+            raise BalanceError(
+                f"checkpoint mode does not exist: checkpoint={mode!r} "
+                f"(expected one of {', '.join(map(repr, CHECKPOINT_MODES))}).\n"
+                "Fix: checkpoint='except_last'."
+            )

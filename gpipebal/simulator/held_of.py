@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from gpipebal.memory.cell import Cell, Moment
 from gpipebal.memory.fixed import fixed_memory
+from gpipebal.memory.layer_runs import with_runs
 from gpipebal.memory.loss import around_loss
 from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.waiting import streams_of
@@ -55,7 +56,7 @@ def held_of(
         [10, 21]
     """
     if isinstance(plan, Plan):
-        profile = profile.at_rows(plan.rows)
+        profile = with_runs(profile.at_rows(plan.rows), plan.runs)
         bounds: Sequence[int] = tuple(accumulate(plan.balance, initial=0))
         chunks = plan.chunks if chunks is None else chunks
         checkpoint = plan.checkpoint if checkpoint is None else checkpoint

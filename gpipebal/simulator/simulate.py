@@ -9,6 +9,7 @@ from gpipebal.problem.checks import check_flag
 from gpipebal.schedule import (
     Order,
     Schedule,
+    check_count,
     check_known_schedule,
     order_of,
     partitions_on_each,
@@ -63,7 +64,8 @@ def simulate(
     Raises:
         KindError: `plan` is no Plan.
         UnsupportedPlanError: the schedule is none that is known here.
-        BalanceError: the schedule does not fit the plan, or can never finish (with a pause).
+        BalanceError: the schedule does not fit the plan, or can never finish (with a pause); or
+            `devices` is no whole number of 1 or more.
         ProfileError: `pause` is negative or not finite.
 
     Complexity:
@@ -113,8 +115,10 @@ def simulate(
 def _order_of_plan(plan: Plan, name: str, devices: int | None) -> Order:
     name = check_known_schedule(name)
     n = plan.n_partitions
-    n_devices = n // partitions_on_each(name, n) if devices is None else devices
-    if n_devices < 1 or n % n_devices:
+    n_devices = (
+        n // partitions_on_each(name, n) if devices is None else check_count("devices", devices)
+    )
+    if n % n_devices:
         fits = [count for count in range(1, n + 1) if n % count == 0]
         raise BalanceError(
             f"partitions cannot be dealt out evenly: devices={n_devices} (expected one of "

@@ -13,13 +13,12 @@ first, so the bound of the whole search is known at any time.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Mapping
 from itertools import count
 from typing import NamedTuple
 
 from gpipebal.solvers.levels import Step
-from gpipebal.solvers.reachability import BestPath, Path, Search
+from gpipebal.solvers.reachability import BestPath, Path, Search, TimeIsUpError
 
 __all__ = ["least_makespan", "least_once"]
 
@@ -38,8 +37,8 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
     Args:
         search: Where to search.
         repeats: Number of micro-batches less one.
-        until: When the clock is past this between two boxes, the best so far is returned; None:
-            never.
+        until: When the clock is past this, the best so far is returned, but not before there is
+            one; None: never.
 
     Complexity:
         A few searches and one table of N K ends for each box; the number of boxes depends on how
@@ -62,28 +61,34 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
         return None
     best = start.path
     value = _makespan(best, repeats)
-    tickets = count()
-    least = search.smallest("forward").value, search.smallest("again").value
-    path = least_once(search, {})
-    assert path is not None
-    bound = _once(path) + repeats * max(sum(least), start.value)
-    if _makespan(path, repeats) < value:
-        best, value = path, _makespan(path, repeats)
-    if not repeats:
-        return BestPath(value, value, best)
-    # No more than this is left for both maxima together in a better split.
-    room = (value - 1 - _once(path)) // repeats
-    whole = _Box((least[0], room - least[1]), (least[1], room - least[0]))
-    boxes = [(bound, next(tickets), whole)]
-    while boxes and boxes[0][0] < value:
-        if until is not None and time.monotonic() > until:
-            return BestPath(value, min(boxes[0][0], value), best)
-        bound, _, box = heapq.heappop(boxes)
-        box, bound, better = _tighten(search, repeats, box, value, start.value)
-        if better is not None:
-            best, value = better, _makespan(better, repeats)
-        for half in _halves(box):
-            heapq.heappush(boxes, (bound, next(tickets), half))
+    bound = repeats * start.value
+    search.until = until
+    try:
+        tickets = count()
+        least = search.smallest("forward").value, search.smallest("again").value
+        path = least_once(search, {})
+        assert path is not None
+        bound = _once(path) + repeats * max(sum(least), start.value)
+        if _makespan(path, repeats) < value:
+            best, value = path, _makespan(path, repeats)
+        if not repeats:
+            return BestPath(value, value, best)
+        # No more than this is left for both maxima together in a better split.
+        room = (value - 1 - _once(path)) // repeats
+        whole = _Box((least[0], room - least[1]), (least[1], room - least[0]))
+        boxes = [(bound, next(tickets), whole)]
+        while boxes and boxes[0][0] < value:
+            bound, _, box = heapq.heappop(boxes)
+            search.check_time()
+            box, least_there, better = _tighten(search, repeats, box, value, start.value)
+            if better is not None:
+                best, value = better, _makespan(better, repeats)
+            for half in _halves(box):
+                heapq.heappush(boxes, (least_there, next(tickets), half))
+    except TimeIsUpError:
+        return BestPath(value, min(bound, value), best)
+    finally:
+        search.until = None
     return BestPath(value, value, best)
 
 
@@ -177,6 +182,7 @@ def least_once(search: Search, limits: Mapping[str, int]) -> Path | None:
         here: dict[int, dict[int, int]] = {}
         chosen: dict[tuple[int, int], tuple[int, Step]] = {}
         for step in levels.steps[k]:
+            search.check_time()
             behind = after.get(step.next_state)
             places = reached[k].get(step.state, 0)
             if not behind or not places:

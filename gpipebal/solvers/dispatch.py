@@ -171,21 +171,43 @@ def find(
     best: AnyMode | BestPath | None
     if used == "integer program":
         best = solve_integer_program(problem, objective, time_limit)
-    elif objective == "makespan" and (problem.modes is None or "always" in problem.modes):
-
-        def solve(levels: Levels) -> BestPath | None:
-            # Where the last partition is charged for its recompute, what is passed once differs.
-            method = "box search" if levels.early else used
-            return solve_levels(problem, method, levels, until)
-
-        best = solve_any_mode(problem, levels, solve)
-        levels = levels if best is None else best.levels
+        # What HiGHS' tolerance leaves open can be closed by another search.
+        open_yet = best is not None and best.lower_bound < best.value
+        if open_yet and method == "auto" and "box search" in applicable(problem, objective, used):
+            best = _closer(best, _search(problem, objective, "box search", Levels(problem), until))
     else:
-        best = solve_levels(problem, used, levels, until)
+        best = _search(problem, objective, used, levels, until)
+    if isinstance(best, AnyMode):
+        levels = best.levels
     if best is None:
         return None
     numbers = (problem.to_time(best.value), problem.to_time(best.lower_bound))
     return split_of(levels, best.path, *numbers, used)
+
+
+def _search(
+    problem: Problem, objective: Objective, used: str, levels: Levels, until: float | None
+) -> AnyMode | BestPath | None:
+    """Run one of the general algorithms on all modes that may be chosen."""
+    if objective != "makespan" or not (problem.modes is None or "always" in problem.modes):
+        return solve_levels(problem, used, levels, until)
+
+    def solve(levels: Levels) -> BestPath | None:
+        # Where the last partition is charged for its recompute, what is passed once differs.
+        method = "box search" if levels.early else used
+        return solve_levels(problem, method, levels, until)
+
+    return solve_any_mode(problem, levels, solve)
+
+
+def _closer(
+    one: AnyMode | BestPath | None, other: AnyMode | BestPath | None
+) -> AnyMode | BestPath | None:
+    """Return the better of two answers to one question, with the better of their bounds."""
+    if one is None or other is None:
+        return one
+    best = other if other.value < one.value else one
+    return best._replace(lower_bound=min(max(one.lower_bound, other.lower_bound), best.value))
 
 
 def check_objective(objective: object) -> None:
@@ -232,7 +254,8 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     With devices, links, memory, rules or several modes: ``'set bisection'`` for the bottleneck;
     ``'set sweep'`` for the makespan, if what is passed once is the same for every split, and
     ``'box search'`` if not, or if some partition recomputes every micro-batch: the latter may leave
-    a gap (see `gpipebal.solvers.any_mode`), so on short chains ``'integer program'`` is chosen.
+    a gap (see `gpipebal.solvers.any_mode`), so on short chains ``'integer program'`` is chosen, and
+    the former only to close what HiGHS' tolerance leaves open.
     That also where too many kinds of devices may take any order. ``'peak bisection'`` for the
     peak memory.
 

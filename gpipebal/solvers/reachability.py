@@ -10,6 +10,7 @@ and from the right, leaves a window for each cut.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -21,7 +22,7 @@ from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.levels import Levels, Step
 from gpipebal.solvers.runs import Cost, Option
 
-__all__ = ["BestPath", "Found", "Path", "Search"]
+__all__ = ["BestPath", "Found", "Path", "Search", "TimeIsUpError"]
 
 
 class Path(NamedTuple):
@@ -62,6 +63,10 @@ class Found(NamedTuple):
     path: Path | None
 
 
+class TimeIsUpError(Exception):
+    """A search has found nothing yet, and has no time left."""
+
+
 class Search:
     """Finds splits that keep limits, and the smallest limits that some split keeps.
 
@@ -87,6 +92,17 @@ class Search:
         self.levels = levels
         self.used = sorted({step.kind for steps in levels.steps for step in steps})
         self._least: dict[str, int] = {}
+        #: Searches are given up when the clock is past this; None: never.
+        self.until: float | None = None
+
+    def check_time(self) -> None:
+        """Give up if time is up.
+
+        Raises:
+            TimeIsUpError: it is.
+        """
+        if self.until is not None and time.monotonic() > self.until:
+            raise TimeIsUpError
 
     def allowed(self, limits: Mapping[str, int]) -> dict[int, list[int]]:
         """Return, for each kind and start, the set of ends that some option allows."""
@@ -148,6 +164,7 @@ class Search:
             return None
         reached: list[dict[int, int]] = [{0: levels.places[-1]}]
         for k in range(levels.n_partitions - 1, -1, -1):  # k: partition
+            self.check_time()
             behind, here = reached[-1], dict[int, int]()
             first, last = windows[k]
             for state, kind, next_state, _ in levels.steps[k]:

@@ -65,7 +65,7 @@ def joint(rounds: int) -> list[Row]:
 
 
 def _with_memory(n_layers: int, several_sizes: bool) -> Profile:
-    """Draw a chain with bytes, at 1 to 20 micro-batches if it has several sizes."""
+    """Draw a chain with bytes, at 20 numbers of micro-batches if it has several sizes."""
     rng = random.Random(n_layers)
     chain = draw("lognormal", n_layers)
     forward = [1e-9 * time for time in chain.forward]
@@ -87,7 +87,7 @@ def _with_memory(n_layers: int, several_sizes: bool) -> Profile:
 
     if not several_sizes:
         return of_rows(8)
-    sizes = [of_rows(rows) for rows in (_ROWS // 24, _ROWS // 8, _ROWS)]
+    sizes = [of_rows(rows) for rows in (_ROWS // 21, _ROWS // 8, _ROWS)]
     return replace(sizes[1], other_sizes=(sizes[0], sizes[2]))
 
 

@@ -1,0 +1,82 @@
+"""The options of `solve_grid`: those of `solve` that hold for any number of partitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_options
+from gpipebal.plan.checks import check_chunks
+from gpipebal.planner.question import Options, ask
+from gpipebal.problem.checks import check_flag
+from gpipebal.profile import Profile
+
+__all__ = ["check_applies", "checked_options"]
+
+#: Options of `solve` that are about single partitions, of which there is another number each time.
+_REFUSED = ("partitions", "devices", "any_order", "pin", "cost", "rules")
+#: Options that are one for all partitions.
+_ONE_FOR_ALL = ("memory_limit", "checkpoint")
+#: Options that have to be what they are by default.
+_FIXED = {"schedule": "gpipe", "objective": "makespan"}
+
+
+def check_applies(options: Options) -> None:
+    """Refuse options that do not exist, or that a grid cannot have.
+
+    Raises:
+        BalanceError: one that is about single partitions, or has to be what it is by default.
+        KindError: one that does not exist.
+    """
+    given: dict[str, Any] = {**options}
+    for name in _REFUSED:
+        value = given.get(name)
+        # That devices may not change places is no wish.
+        if value is None or (name == "any_order" and not check_flag(name, value)):
+            continue
+        call = f"partitions, {name}=..." if name != "partitions" else repr(value)
+        raise BalanceError(
+            f"option does not apply to a grid: {name}={value!r} (expected none: the number of "
+            "partitions is another one each time).\n"
+            f"Fix: leave it out, or solve(profile, {call}) for one number."
+        )
+    known = [name for name in Options.__annotations__ if name not in _REFUSED]
+    check_options([name for name in given if name not in _REFUSED], known, "solve_grid")
+    for name in _ONE_FOR_ALL:
+        if isinstance(given.get(name), (list, tuple)):
+            raise BalanceError(
+                f"option is one for all partitions of a grid: {name}={given[name]!r} (expected one "
+                "value: the number of partitions is another one each time).\n"
+                f"Fix: {name}={given[name][0] if given[name] else None!r}."
+            )
+    for name, value in _FIXED.items():
+        if given.get(name, value) != value:
+            raise BalanceError(
+                f"option does not apply to a grid: {name}={given[name]!r} (expected {value!r}).\n"
+                f"Fix: {name}={value!r}."
+            )
+
+
+def checked_options(profile: Profile, options: Options) -> Options:
+    """Refuse values that `solve` refuses, once; return options that can be used many times.
+
+    Raises:
+        BalanceError: a value that makes no sense.
+        ProfileError: the profile does not tell what one asks for.
+    """
+    chunks: Any = options.get("chunks")
+    if hasattr(chunks, "tolist"):  # an array, or one of its elements
+        chunks = chunks.tolist()
+    first = chunks[:1] if isinstance(chunks, (list, tuple, range)) else chunks
+    question = ask(profile, 1, {**options, "chunks": None if first == "auto" else first})
+    if isinstance(chunks, (list, tuple, range)):
+        chunks = tuple(map(check_chunks, chunks))
+    return {
+        **options,
+        "chunks": chunks,
+        # Those that are given as iterators can be gone through once.
+        "rules": question.rules,
+        "keep_together": (),
+        "no_cut": (),
+        "max_layers": None,
+    }
