@@ -105,10 +105,28 @@ def _make_beside(target: Path) -> Path:
 
 
 def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Write `record` as JSON to `path`, atomically. Floats keep every bit."""
+    """Write `record` as JSON to `path`, atomically. Floats keep every bit.
+
+    Raises:
+        FileFormatError: it has more in it than is read again.
+    """
     with atomic_path(path) as temporary:
-        text = json.dumps(record, indent=1, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        n_values = _count_values(text)
+        if n_values > MAX_VALUES or len(text) > MAX_FILE_BYTES:
+            raise _refused(
+                path,
+                f"would not be read again: {n_values} values in {len(text)} bytes (expected at "
+                f"most {MAX_VALUES} in {MAX_FILE_BYTES}).",
+                "save less: of a timeline its outline (simulate(..., detail=False), --no-detail), "
+                "of a profile one size.",
+            )
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _count_values(text: str) -> int:
+    """Count the values of a JSON text: there are at least so many."""
+    return sum(text.count(sign) for sign in ",[{")
 
 
 def read_record(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
@@ -164,7 +182,7 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
         raise _refused(path, f"cannot be read: {error.strerror or error}.", fix) from error
     except UnicodeDecodeError as error:
         raise _refused(path, "is not text.", fix) from error
-    n_values = sum(text.count(sign) for sign in ",[{")  # at least so many
+    n_values = _count_values(text)
     if n_values > MAX_VALUES:
         raise _refused(
             path,

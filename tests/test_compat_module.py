@@ -197,6 +197,42 @@ def test_files_go_across(tmp_path: Path) -> None:
     torch.testing.assert_close(back.eval()(x := inputs()), pipe.eval()(x))
 
 
+class Turned(nn.Linear):
+    """A layer whose checkpoints of version 1 had the weight transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, about: Any, *args: Any) -> None:
+        if about.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].T
+        super()._load_from_state_dict(state_dict, prefix, about, *args)
+
+
+def test_layers_find_the_version_of_their_state_wherever_the_pipeline_stands() -> None:
+    """Alone, inside of another module, and where the state goes to the plain model."""
+    model = nn.Sequential(Turned(3, 3), nn.ReLU(), Turned(3, 3))
+    pipe = GPipe(model, [2, 1])
+    outer = nn.ModuleDict({"pipe": pipe})
+    expected = [parameter.clone() for parameter in model.parameters()]
+    pipe.load_state_dict(copy.deepcopy(pipe.state_dict()))
+    outer.load_state_dict(copy.deepcopy(outer.state_dict()))
+    gb.GPipe(model, [1, 2]).load_state_dict(model.state_dict())
+    assert list(outer.state_dict()) == [f"pipe.{key}" for key in pipe.state_dict()]
+    for found, before in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(found, before)
+
+
+def test_a_replaced_layer_is_seen_at_once() -> None:
+    """By index, by iteration and by `verify`, without a forward in between."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), [2, 1])
+    layer = pipe.partitions[1][0] = nn.Linear(3, 5)
+    assert pipe[2] is layer and list(pipe)[2] is layer
+    model = nn.Sequential(*pipe)
+    later = pipe.partitions[1][0] = nn.Linear(3, 4)
+    model[2] = later
+    assert gb.verify(model, pipe, torch.ones(2, 3)).outputs.count == 1
+
+
 def test_loading_leaves_the_dictionary_alone() -> None:
     """The dictionary that is loaded keeps its keys and its versions."""
     pipe = GPipe(chain(), [1, 2])

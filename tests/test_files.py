@@ -158,6 +158,22 @@ def test_a_file_of_too_many_values_is_refused_before_it_is_parsed(
         read_record(path, "thing", 1)
 
 
+@pytest.mark.parametrize(("limit", "most"), [("MAX_VALUES", 99), ("MAX_FILE_BYTES", 400)])
+def test_what_could_not_be_read_again_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    """The error comes when the file is saved, and the old one stays."""
+    path = tmp_path / "thing.json"
+    record = {**RECORD, "x": list(range(100))}
+    write_record(path, record)
+    before = path.read_text()
+    monkeypatch.setattr(files, limit, most)
+    with pytest.raises(FileFormatError, match=r"would not be read again: \d+ values in \d+ bytes"):
+        write_record(path, {**record, "x": list(range(1000))})
+    assert path.read_text() == before
+    assert os.listdir(tmp_path) == ["thing.json"]
+
+
 def test_older_version_is_read(tmp_path: Path) -> None:
     """A file of an earlier version is handed to its reader, which knows what has changed."""
     path = tmp_path / "thing.json"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gpipebal.copies import deep_copy
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.loss import Reduction, call_loss
 from gpipebal.pipeline.microbatch import detached, flatten, which_need_gradient
 
@@ -149,14 +150,14 @@ def outcome_of(output: Any, task: Task) -> Outcome:
     )
 
 
-def layers_alone(module: nn.Module) -> nn.Module:
-    """Return a module that has the layers of another, under their own names, and nothing else.
+def layers_alone(pipe: GPipe) -> nn.Module:
+    """Return a module that has the layers of a pipeline, under their own names, and nothing else.
 
     A class of pipelines may show its layers under other names than the plain model's.
     """
     alone = nn.Module()
-    alone._modules = dict(module._modules)
-    alone.training = module.training
+    alone._modules.update(pipe.layers_in_place())
+    alone.training = pipe.training
     return alone
 
 

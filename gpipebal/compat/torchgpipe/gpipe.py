@@ -136,6 +136,11 @@ class GPipe(gpipebal.pipeline.GPipe):
         self._take_over_layers()
         return super()._started()
 
+    def layers_in_place(self) -> dict[str, nn.Module]:
+        """Return the layers by name, those that stand in the partitions now."""
+        self._take_over_layers()
+        return super().layers_in_place()
+
     def _take_over_layers(self) -> None:
         """Let the layers that stand in the partitions now be those of the pipeline.
 
@@ -160,9 +165,12 @@ class GPipe(gpipebal.pipeline.GPipe):
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         # In their order, and also where the dictionary has the keys of other modules.
-        for mapping in (state, getattr(state, "_metadata", {})):
-            for key in [key for key in mapping if key.startswith(prefix)]:
-                mapping[prefix + self._in_partition(key[len(prefix) :])] = mapping.pop(key)
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[prefix + self._in_partition(key[len(prefix) :])] = state.pop(key)
+        versions = getattr(state, "_metadata", {})
+        for key in [key for key in versions if key.startswith(prefix)]:
+            # Under both names: a module around the pipeline looks for its layers under their own.
+            versions[prefix + self._in_partition(key[len(prefix) :])] = versions[key]
         return state
 
     def load_state_dict(
