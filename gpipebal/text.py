@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 
 __all__ = ["aligned", "one_line"]
 
-#: What would end a line in the middle of a cell.
-_BREAKS = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]+")
+#: What would end a line in the middle of a cell, steer a terminal (control characters of 7 and of
+#: 8 bits), or turn the order of what stands behind it (Unicode's bidirectional controls).
+_BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
 def one_line(text: str) -> str:

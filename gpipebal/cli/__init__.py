@@ -21,7 +21,15 @@ from gpipebal.cli.run import add_run
 from gpipebal.cli.show import add_show
 from gpipebal.cli.simulate import add_simulate
 from gpipebal.cli.solve import add_solve
-from gpipebal.cli.words import BAD_INPUT, NO_PLAN, Parser, complain, options_of, with_flags
+from gpipebal.cli.words import (
+    BAD_INPUT,
+    NO_PLAN,
+    Parser,
+    complain,
+    options_of,
+    say,
+    with_flags,
+)
 from gpipebal.errors import GpipebalError, InfeasibleError, ProfileError
 
 __all__ = ["EXIT_STATUS", "main"]
@@ -63,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     flags: Mapping[str, str] = {}
+    if sys.stderr is None:
+        # Progress bars would write to None, and messages would go to standard output.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
     with second_interrupt_ends_at_once():
         try:
             try:
@@ -95,9 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # itself with the signal instead of our status; running any code lets it forget.
             exec("")
             notes = "; ".join(getattr(interrupt, "__notes__", ()))
-            print(
-                f"\ngpipebal: interrupted. {notes or 'No file is half-written.'}", file=sys.stderr
-            )
+            say(f"\ngpipebal: interrupted. {notes or 'No file is half-written.'}")
             return INTERRUPTED
     return 0
 

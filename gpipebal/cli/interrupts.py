@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 __all__ = ["INTERRUPTED", "second_interrupt_ends_at_once"]
 
@@ -35,7 +35,8 @@ def second_interrupt_ends_at_once() -> Iterator[None]:
         while numbers := reader.recv(64):
             seen += numbers.count(signal.SIGINT)
             if seen >= 2:
-                os.write(2, b"\ngpipebal: stopped at once.\n")
+                with suppress(OSError):  # it ends, too, where it cannot say so
+                    os.write(2, b"\ngpipebal: stopped at once.\n")
                 os._exit(INTERRUPTED)
 
     watcher = threading.Thread(target=watch, name="gpipebal-interrupts", daemon=True)

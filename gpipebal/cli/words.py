@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias
 
 from gpipebal.errors import UsageError
@@ -25,6 +26,7 @@ __all__ = [
     "complain",
     "model_arguments",
     "options_of",
+    "say",
     "with_flags",
 ]
 
@@ -81,9 +83,16 @@ def add_command(
 def complain(message: str) -> None:
     """Print an error: what is wrong on one line, what to do about it on the next."""
     what, *rest = message.splitlines()
-    print(f"gpipebal: error: {what}", file=sys.stderr)
+    lines = [f"gpipebal: error: {what}"]
     if rest:
-        print(" ".join(line.strip() for line in rest), file=sys.stderr)
+        lines.append(" ".join(line.strip() for line in rest))
+    say("\n".join(lines))
+
+
+def say(text: str) -> None:
+    """Print to standard error; where nothing can be written, the exit status has to say it all."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def options_of(command: argparse.ArgumentParser) -> dict[str, str]:

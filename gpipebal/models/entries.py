@@ -33,8 +33,9 @@ class ModelEntry:
         name: Its name.
         description: What it is and takes, in words.
         build: Builds the model, from the global random state.
-        make_sample: Makes a mini-batch from ``(rows, image_size, seed)``.
-        make_target: Makes its target from ``(rows, image_size, seed)``.
+        make_sample: Makes a mini-batch from ``(rows, image_size, seed)``; with
+            ``with_values=False`` on the meta device, where it takes no memory.
+        make_target: Makes its target from the same.
         loss_fn: Takes the model's output and the target.
         values: The arguments that the entry stands for.
     """
@@ -89,48 +90,87 @@ class ModelEntry:
 # The makers of data take all arguments of their model, and use those that matter to them.
 
 
+def _drawn(draw: Callable[..., Tensor], *sizes: Any, seed: int, with_values: bool) -> Tensor:
+    """Draw random numbers on the CPU, whatever the default device is; or only their shape."""
+    if not with_values:
+        return draw(*sizes, device="meta")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return draw(*sizes, generator=generator, device="cpu")
+
+
 def random_images(
-    rows: int, image_size: int, seed: int, *, in_channels: int = 3, **_: int
+    rows: int,
+    image_size: int,
+    seed: int,
+    *,
+    in_channels: int = 3,
+    with_values: bool = True,
+    **_: int,
 ) -> Tensor:
     """Return images of normal noise, of shape (rows, channels, image_size, image_size)."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(rows, in_channels, image_size, image_size, generator=generator, device="cpu")
+    shape = (rows, in_channels, image_size, image_size)
+    return _drawn(torch.randn, shape, seed=seed, with_values=with_values)
 
 
 def random_classes(
-    rows: int, image_size: int, seed: int, *, num_classes: int = 1000, **_: int
+    rows: int,
+    image_size: int,
+    seed: int,
+    *,
+    num_classes: int = 1000,
+    with_values: bool = True,
+    **_: int,
 ) -> Tensor:
     """Return `rows` class numbers below `num_classes`, as int64."""
     # Another stream than the images': targets must not depend on how many pixels were drawn.
-    generator = torch.Generator("cpu").manual_seed(seed + 1)
-    return torch.randint(num_classes, (rows,), generator=generator, device="cpu")
+    return _drawn(torch.randint, num_classes, (rows,), seed=seed + 1, with_values=with_values)
 
 
 def random_masks(
-    rows: int, image_size: int, seed: int, *, out_channels: int = 1, **_: int
+    rows: int,
+    image_size: int,
+    seed: int,
+    *,
+    out_channels: int = 1,
+    with_values: bool = True,
+    **_: int,
 ) -> Tensor:
     """Return for every pixel a number between 0 and 1, as float32."""
-    generator = torch.Generator("cpu").manual_seed(seed + 1)
-    return torch.rand(rows, out_channels, image_size, image_size, generator=generator, device="cpu")
+    shape = (rows, out_channels, image_size, image_size)
+    return _drawn(torch.rand, shape, seed=seed + 1, with_values=with_values)
 
 
 def random_tokens(
-    rows: int, image_size: int | None, seed: int, *, vocabulary: int, context: int, **_: int
+    rows: int,
+    image_size: int | None,
+    seed: int,
+    *,
+    vocabulary: int,
+    context: int,
+    with_values: bool = True,
+    **_: int,
 ) -> Tensor:
     """Return tokens below `vocabulary`, as int64 of shape (rows, context)."""
-    return _text(rows, seed, vocabulary, context)[:, :-1]
+    return _text(rows, seed, vocabulary, context, with_values)[:, :-1]
 
 
 def following_tokens(
-    rows: int, image_size: int | None, seed: int, *, vocabulary: int, context: int, **_: int
+    rows: int,
+    image_size: int | None,
+    seed: int,
+    *,
+    vocabulary: int,
+    context: int,
+    with_values: bool = True,
+    **_: int,
 ) -> Tensor:
     """Return the token that follows each of `random_tokens` in the same text."""
-    return _text(rows, seed, vocabulary, context)[:, 1:]
+    return _text(rows, seed, vocabulary, context, with_values)[:, 1:]
 
 
-def _text(rows: int, seed: int, vocabulary: int, context: int) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randint(vocabulary, (rows, context + 1), generator=generator, device="cpu")
+def _text(rows: int, seed: int, vocabulary: int, context: int, with_values: bool) -> Tensor:
+    shape = (rows, context + 1)
+    return _drawn(torch.randint, vocabulary, shape, seed=seed, with_values=with_values)
 
 
 def token_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

@@ -100,6 +100,8 @@ def _name(row: ScheduleRow) -> str:
 
 def _texts(rows: tuple[ScheduleRow, ...], width: float) -> list[str]:
     """Choose what stands behind the bars: all that is known, or what leaves the bars their room."""
+    # A profile without sizes gives peaks of 0, which say nothing.
+    with_peaks = any(row.peak_bytes for row in rows)
     choices: list[list[str]] = [[], [], [], []]
     for row in rows:
         if row.makespan is None:
@@ -107,7 +109,8 @@ def _texts(rows: tuple[ScheduleRow, ...], width: float) -> list[str]:
                 texts.append("cannot be made")
             continue
         makespan, bubble = format_seconds(row.makespan), format_percent(row.bubble_fraction or 0.0)
-        peak = "" if row.peak_bytes is None else f", peak {format_bytes(row.peak_bytes)}"
+        has_peak = with_peaks and row.peak_bytes is not None
+        peak = f", peak {format_bytes(row.peak_bytes or 0)}" if has_peak else ""
         for texts, text in zip(
             choices,
             (f"{makespan}, bubble {bubble}{peak}", f"{makespan}, {bubble}", makespan, ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ IDLE: dict[str, Any] = {"facecolor": (0.5, 0.5, 0.5), "alpha": 0.17, "linewidth"
 
 #: Points below which bars, cells and rows are fine: no gaps between them, and no hatch.
 FINE = 7.0
+
+#: From here on a unit has a power of ten; some ticks lie above the largest value.
+_LARGE = 1e5
 
 _SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BYTES_PER_UNIT = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
@@ -121,11 +125,11 @@ def scale_seconds(largest: float) -> tuple[float, str]:
     """Return the seconds of one unit, and the unit, that suit values up to `largest`.
 
     Example:
-        >>> scale_seconds(0.25)
-        (0.001, 'ms')
+        >>> scale_seconds(0.25), scale_seconds(2e7)
+        ((0.001, 'ms'), (1000000.0, '1e6 s'))
     """
     unit = format_seconds(largest).rsplit(" ", 1)[1]
-    return _SECONDS_PER_UNIT[unit], unit
+    return _with_power(largest, _SECONDS_PER_UNIT[unit], unit)
 
 
 def scale_bytes(largest: float) -> tuple[float, str]:
@@ -136,4 +140,16 @@ def scale_bytes(largest: float) -> tuple[float, str]:
         (1048576, 'MiB')
     """
     unit = format_bytes(largest).rsplit(" ", 1)[1]
-    return _BYTES_PER_UNIT[unit], unit
+    return _with_power(largest, _BYTES_PER_UNIT[unit], unit)
+
+
+def _with_power(largest: float, factor: float, unit: str) -> tuple[float, str]:
+    """Put a power of ten into the unit of values that matplotlib would write one for.
+
+    It would stand at the end of the axis, where legends are.
+    """
+    size = largest / factor
+    if size < _LARGE:
+        return factor, unit
+    exponent = int(math.log10(size)) // 3 * 3
+    return factor * 10.0**exponent, f"1e{exponent} {unit}"

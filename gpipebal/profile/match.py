@@ -1,8 +1,9 @@
-"""Whether a profile still fits a model: which layers have changed, gone, come or moved."""
+"""Whether a profile still fits a model: which layers have changed, gone, come, moved or tied."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ class ProfileMatch:
         moved: Names of layers that stand in another order than those beside them did.
         unknown: Names of layers that the profile has no fingerprint of, or one of an earlier
             version: they match by name only.
+        tied: Names of layers that share parameters with others than when they were profiled. Of
+            a profile without ties in which a layer has no fingerprint, nothing is known.
     """
 
     n_layers: int
@@ -36,9 +39,10 @@ class ProfileMatch:
     added: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return not (self.changed or self.missing or self.added or self.moved)
+        return not (self.changed or self.missing or self.added or self.moved or self.tied)
 
     def __str__(self) -> str:
         lines = [
@@ -48,6 +52,7 @@ class ProfileMatch:
                 (self.missing, "is missing: it was profiled, and the model has it no more"),
                 (self.added, "is new: the model has it, and it was not profiled"),
                 (self.moved, "has moved: it stands in another place of the chain"),
+                (self.tied, "is tied otherwise: it shares its parameters with other layers"),
             )
             for name in names
         ]
@@ -97,6 +102,9 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
     both = [name for name in layers if name in profiled]
     place_of = {name: place for place, name in enumerate(profile.names)}
     same = {name: is_same_layer(profiled[name], layers[name]) for name in both}
+    # Given costs, and profiles of an earlier version, know no ties, as they know no fingerprints.
+    knows_ties = bool(profile.ties) or None not in same.values()
+    tied = _tied_otherwise(profile, layers) if knows_ties else set()
     in_order = _longest_run_in_order([place_of[name] for name in both])
     return ProfileMatch(
         n_layers=profile.n_layers,
@@ -105,7 +113,31 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
         added=tuple(name for name in layers if name not in profiled),
         moved=tuple(name for k, name in enumerate(both) if k not in in_order),
         unknown=tuple(name for name in both if same[name] is None),
+        # Another shape of what is tied is said already.
+        tied=tuple(name for name in both if name in tied and same[name] is not False),
     )
+
+
+def _tied_otherwise(profile: Profile, layers: Mapping[str, Any]) -> set[str]:
+    """Return names of layers that share parameters with others than profiled, or other bytes."""
+    names_of = profile.names
+    before = {
+        (frozenset(names_of[k] for k in tie.layers), tie.parameter_bytes, tie.gradient_bytes)
+        for tie in profile.ties
+    }
+    users: dict[int, dict[str, Any]] = {}
+    for name, layer in layers.items():
+        for _, parameter in getattr(layer, "stands_for", layer).named_parameters():
+            users.setdefault(id(parameter), {})[name] = parameter
+    bytes_now: dict[frozenset[str], list[int]] = {}
+    for by_name in users.values():
+        if len(by_name) > 1:
+            parameter = next(iter(by_name.values()))
+            n_bytes = bytes_now.setdefault(frozenset(by_name), [0, 0])
+            n_bytes[0] += parameter.nbytes
+            n_bytes[1] += parameter.nbytes if parameter.requires_grad else 0
+    now = {(names, n_bytes[0], n_bytes[1]) for names, n_bytes in bytes_now.items()}
+    return {name for tie in before ^ now for name in tie[0]}
 
 
 def _longest_run_in_order(places: list[int]) -> set[int]:

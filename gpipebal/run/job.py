@@ -88,7 +88,8 @@ def run(
         What was predicted and measured.
 
     Raises:
-        GpipebalError: something asked for does not exist or cannot be.
+        GpipebalError: something asked for does not exist or cannot be; or the model has nothing
+            to train.
         KeyboardInterrupt: with a note of the files that were written before it.
     """
     for name, number in (("chunks", chunks), ("steps", steps), ("attempts", attempts)):
@@ -117,6 +118,13 @@ def run(
         raise BalanceError(
             "model has no layers: there is nothing to run (expected one layer or more).\n"
             "Fix: let the function return an nn.Sequential with layers."
+        )
+    if not any(parameter.requires_grad for parameter in workload.model.parameters()):
+        n_parameters = len(list(workload.model.parameters()))
+        raise BalanceError(
+            f"model has nothing to train: trainable=0 of {count(n_parameters, 'parameter')} "
+            "(expected one or more that require a gradient).\n"
+            "Fix: let a parameter require a gradient (requires_grad_(True))."
         )
     if len(places) > len(workload.model):
         raise BalanceError(

@@ -118,8 +118,8 @@ def load_workload(
         chunks: Micro-batches that the mini-batch will be parted into.
         arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`),
             or keyword arguments of the user's function; None, and what is left out: the defaults.
-        with_values: Whether a built-in model's parameters get memory and values; else they are on
-            the meta device, which is enough for an estimate, of any size.
+        with_values: Whether a built-in model's parameters and data get memory and values; else
+            they are on the meta device, which is enough for an estimate, of any size.
 
     Raises:
         BalanceError: rows or an image size below 1.
@@ -175,13 +175,20 @@ def load_workload(
             f"images of {size} pixels (expected 2 rows in each, or {one_row} "
             f"pixels).\nFix: --image-size {one_row}, or --rows {2 * chunks}."
         )
-    with nullcontext() if with_values else torch.device("meta"):
-        model = entry.build()
+    try:
+        with nullcontext() if with_values else torch.device("meta"):
+            model = entry.build()
+        sample = entry.make_sample(n_rows, size, seed, with_values=with_values)
+        target = entry.make_target(n_rows, size, seed, with_values=with_values)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise _too_large(
+            name, error, rows=rows, image_size=image_size, **arguments or {}
+        ) from error
     return Workload(
         name=name,
         model=model,
-        sample=entry.make_sample(n_rows, size, seed),
-        target=entry.make_target(n_rows, size, seed),
+        sample=sample,
+        target=target,
         loss_fn=entry.loss_fn,
         make_optimizer=default_optimizer,
         loss_name=_name_of(entry.loss_fn) + " (default)",
@@ -209,6 +216,17 @@ def mean_of_squares(output: Any) -> Tensor:
         )
     n_values = sum(tensor.numel() for tensor in tensors)
     return torch.stack([tensor.square().sum().float() for tensor in tensors]).sum() / n_values
+
+
+def _too_large(name: str, error: Exception, **given: Any) -> UsageError:
+    """Say which numbers torch could not make a built-in model or its data with."""
+    numbers = [f"{option}={value}" for option, value in given.items() if value is not None]
+    reason = (str(error).splitlines() or [""])[0].strip()
+    return UsageError(
+        f"{name} cannot be built so large: {', '.join(numbers) or 'with its defaults'} "
+        f"({type(error).__name__}: {reason:.160}).\n"
+        "Fix: smaller numbers, or more memory; an estimate needs none for values."
+    )
 
 
 def _refuse_sizes(name: str, **sizes: int | None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ModelError, VerificationError
+from gpipebal.errors import BalanceError, ModelError, VerificationError
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.inputs import part_inputs
 from gpipebal.pipeline.loss import Reduction
@@ -83,7 +84,7 @@ def verify(
             first, buffers.
         ModelError: `module` is no `nn.Sequential`, `pipe` no `GPipe`, there is a target and no
             `loss_fn`, or the layers cannot be copied.
-        BalanceError: a tolerance is no number of 0 or more.
+        BalanceError: a tolerance is no number of 0 or more, or the seed is none of torch's.
         BaseException: whatever a layer raised, noted with the run it happened in.
 
     Example:
@@ -103,6 +104,7 @@ def verify(
             "a target is given without a loss: loss_fn=None (expected a function of output and "
             "target).\nFix: give loss_fn, or leave out target."
         )
+    seed = _check_seed(seed)
     task = Task(sample, keywords or {}, loss_fn, target, target_dims, reduction, seed)
     comparison = Comparison(Tolerance(rtol, atol, _autocast_dtypes(pipe)))
     # The call, and with a loss a step under each schedule.
@@ -158,6 +160,20 @@ def _autocast_dtypes(pipe: GPipe) -> tuple[torch.dtype, ...]:
     return tuple(
         torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
     )
+
+
+def _check_seed(seed: object) -> int:
+    """Return a seed that torch takes."""
+    number = None
+    if not isinstance(seed, bool):
+        with suppress(TypeError, ValueError, RuntimeError):  # arrays of several raise
+            number = index(seed)  # type: ignore[arg-type]
+    if number is None or not -(2**63) <= number < 2**64:
+        raise BalanceError(
+            f"seed is no seed of torch's: seed={seed!r:.60} (expected an int, -2**63 <= seed < "
+            "2**64).\nFix: seed=0."
+        )
+    return number
 
 
 @contextmanager

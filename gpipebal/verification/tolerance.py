@@ -33,6 +33,16 @@ _DEFAULTS = {
     torch.complex128: (1e-7, 1e-7),
 }
 
+#: Types without fractions that torch finds the smallest and the largest value of.
+_WITH_EXTREMES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -130,6 +140,8 @@ def largest(tensor: Tensor) -> float:
     values = _values(tensor)
     if not values.numel():
         return 0.0
+    if not has_fractions(values) and values.dtype not in _WITH_EXTREMES:
+        values = _wide(values)
     if not values.is_complex():
         low, high = torch.aminmax(values)
         size = max(-float(low), float(high))

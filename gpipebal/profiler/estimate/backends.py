@@ -52,7 +52,14 @@ _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_re
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _OTHERWISE_IN_ORDER = ("group_norm", "instance_norm", "pixel_shuffle", "channel_shuffle")
-_IN_PLACE_LOSSES = ("aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss")
+_IN_PLACE_LOSSES = (
+    "aten::binary_cross_entropy",
+    "aten::mse_loss",
+    "aten::smooth_l1_loss",
+    "aten::soft_margin_loss",
+)
+#: These make the gradient of where they look also for nobody: the second result.
+_SAMPLER_BACKWARDS = ("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 #: Half precision is what flash attention works in; heads up to this wide.
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
@@ -152,7 +159,33 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
         mask = args[at] if at < len(args) else (kwargs or {}).get("output_mask", ())
         if len(mask) != len(result):
             return result
+        if func._schema.name in _SAMPLER_BACKWARDS:
+            mask = (mask[0], True)
+        frozen_weight = func._schema.name == "aten::convolution_backward" and not mask[1]
+        if frozen_weight and mask[2] and _has_one_kernel(args):
+            return (result[0] if mask[0] else None, torch.empty_like(args[2]), result[2])
         return tuple(made if asked else None for made, asked in zip(result, mask, strict=True))
+
+
+def _has_one_kernel(args: Sequence[Any]) -> bool:
+    """Tell whether a backward of a convolution makes the weight's gradient with the bias's.
+
+    On a CPU oneDNN does, and torch chooses it by dtype and shapes, for single pixels also by
+    threads.
+    """
+    if _acting.device_type != "cpu":
+        return False
+    _, image, weight, bias_sizes, *options = args[:10]
+    if weight.dtype == torch.float32 and weight.shape[2:].numel() == 1:
+        _note("convolution of single pixels, weight frozen: the kernel goes by threads")
+        return True
+    with torch._C._DisableTorchDispatch():
+        operands = [
+            torch.empty((), dtype=one.dtype, device="cpu").expand(one.shape)
+            for one in (image, weight)
+        ]
+        chosen = torch._C._select_conv_backend(*operands, None, *options, bias_sizes)
+    return "Slow" not in str(chosen)
 
 
 def _in_order_of(operands: Sequence[Any], results: Any) -> Any:
