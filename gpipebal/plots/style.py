@@ -149,7 +149,7 @@ def _with_power(largest: float, factor: float, unit: str) -> tuple[float, str]:
     It would stand at the end of the axis, where legends are.
     """
     size = largest / factor
-    if size < _LARGE:
+    if size < _LARGE or not math.isfinite(size):
         return factor, unit
     exponent = int(math.log10(size)) // 3 * 3
     return factor * 10.0**exponent, f"1e{exponent} {unit}"

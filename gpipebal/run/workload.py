@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -224,8 +225,8 @@ def _too_large(name: str, error: Exception, **given: Any) -> UsageError:
     reason = (str(error).splitlines() or [""])[0].strip()
     return UsageError(
         f"{name} cannot be built so large: {', '.join(numbers) or 'with its defaults'} "
-        f"({type(error).__name__}: {reason:.160}).\n"
-        "Fix: smaller numbers, or more memory; an estimate needs none for values."
+        f"({type(error).__name__}: {textwrap.shorten(reason, 150, placeholder='…')}).\n"
+        "Fix: give smaller numbers, or a machine with more memory."
     )
 
 
