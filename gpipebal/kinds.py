@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from operator import index
 from pathlib import Path
 
 from gpipebal.errors import KindError
 
-__all__ = ["check_kind", "check_options", "check_path"]
+__all__ = ["check_kind", "check_options", "check_path", "whole_number"]
 
 #: Every noun with the verb that makes it of the one before; the first is made of a model.
 _MADE_BY = {
@@ -45,6 +47,19 @@ def check_kind(name: str, value: object, kind: type, fix: str | None = None) -> 
             f"{name} is no {wanted}: type({name})={given} (expected {wanted}).\n"
             f"Fix: {fix or _way(name, value, wanted)}."
         )
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number of any kind, such as numpy's, as Python's; None if it is none.
+
+    Example:
+        >>> whole_number(3), whole_number(3.0), whole_number(True)
+        (3, None, None)
+    """
+    if not isinstance(value, bool):
+        with suppress(TypeError, ValueError, RuntimeError):  # arrays of several raise
+            return index(value)  # type: ignore[arg-type]
+    return None
 
 
 def check_path(path: object) -> Path:

@@ -83,7 +83,7 @@ def test_data_without_values_is_like_data_with_them(name: str) -> None:
     state = torch.get_rng_state()
     entry = MODELS[name].configure(**SMALL[name])
     for make in (entry.make_sample, entry.make_target):
-        real, shape = make(4, 64, 0), make(4, 64, 0, with_values=False)
+        real, shape = make(4, 64, 0), make(4, 64, None)
         assert shape.is_meta
         assert shape.dtype == real.dtype
         assert (shape.shape, shape.stride()) == (real.shape, real.stride())

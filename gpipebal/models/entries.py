@@ -33,8 +33,8 @@ class ModelEntry:
         name: Its name.
         description: What it is and takes, in words.
         build: Builds the model, from the global random state.
-        make_sample: Makes a mini-batch from ``(rows, image_size, seed)``; with
-            ``with_values=False`` on the meta device, where it takes no memory.
+        make_sample: Makes a mini-batch from ``(rows, image_size, seed)``; if the seed is None, on
+            the meta device, where it takes no memory.
         make_target: Makes its target from the same.
         loss_fn: Takes the model's output and the target.
         values: The arguments that the entry stands for.
@@ -90,87 +90,56 @@ class ModelEntry:
 # The makers of data take all arguments of their model, and use those that matter to them.
 
 
-def _drawn(draw: Callable[..., Tensor], *sizes: Any, seed: int, with_values: bool) -> Tensor:
-    """Draw random numbers on the CPU, whatever the default device is; or only their shape."""
-    if not with_values:
-        return draw(*sizes, device="meta")
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return draw(*sizes, generator=generator, device="cpu")
-
-
 def random_images(
-    rows: int,
-    image_size: int,
-    seed: int,
-    *,
-    in_channels: int = 3,
-    with_values: bool = True,
-    **_: int,
+    rows: int, image_size: int, seed: int | None, *, in_channels: int = 3, **_: int
 ) -> Tensor:
     """Return images of normal noise, of shape (rows, channels, image_size, image_size)."""
-    shape = (rows, in_channels, image_size, image_size)
-    return _drawn(torch.randn, shape, seed=seed, with_values=with_values)
+    return _drawn(torch.randn, (rows, in_channels, image_size, image_size), seed=seed)
 
 
 def random_classes(
-    rows: int,
-    image_size: int,
-    seed: int,
-    *,
-    num_classes: int = 1000,
-    with_values: bool = True,
-    **_: int,
+    rows: int, image_size: int, seed: int | None, *, num_classes: int = 1000, **_: int
 ) -> Tensor:
     """Return `rows` class numbers below `num_classes`, as int64."""
-    # Another stream than the images': targets must not depend on how many pixels were drawn.
-    return _drawn(torch.randint, num_classes, (rows,), seed=seed + 1, with_values=with_values)
+    return _drawn(torch.randint, num_classes, (rows,), seed=seed, stream=1)
 
 
 def random_masks(
-    rows: int,
-    image_size: int,
-    seed: int,
-    *,
-    out_channels: int = 1,
-    with_values: bool = True,
-    **_: int,
+    rows: int, image_size: int, seed: int | None, *, out_channels: int = 1, **_: int
 ) -> Tensor:
     """Return for every pixel a number between 0 and 1, as float32."""
     shape = (rows, out_channels, image_size, image_size)
-    return _drawn(torch.rand, shape, seed=seed + 1, with_values=with_values)
+    return _drawn(torch.rand, shape, seed=seed, stream=1)
 
 
 def random_tokens(
-    rows: int,
-    image_size: int | None,
-    seed: int,
-    *,
-    vocabulary: int,
-    context: int,
-    with_values: bool = True,
-    **_: int,
+    rows: int, image_size: int | None, seed: int | None, *, vocabulary: int, context: int, **_: int
 ) -> Tensor:
     """Return tokens below `vocabulary`, as int64 of shape (rows, context)."""
-    return _text(rows, seed, vocabulary, context, with_values)[:, :-1]
+    return _drawn(torch.randint, vocabulary, (rows, context + 1), seed=seed)[:, :-1]
 
 
 def following_tokens(
-    rows: int,
-    image_size: int | None,
-    seed: int,
-    *,
-    vocabulary: int,
-    context: int,
-    with_values: bool = True,
-    **_: int,
+    rows: int, image_size: int | None, seed: int | None, *, vocabulary: int, context: int, **_: int
 ) -> Tensor:
     """Return the token that follows each of `random_tokens` in the same text."""
-    return _text(rows, seed, vocabulary, context, with_values)[:, 1:]
+    return _drawn(torch.randint, vocabulary, (rows, context + 1), seed=seed)[:, 1:]
 
 
-def _text(rows: int, seed: int, vocabulary: int, context: int, with_values: bool) -> Tensor:
-    shape = (rows, context + 1)
-    return _drawn(torch.randint, vocabulary, shape, seed=seed, with_values=with_values)
+def _drawn(draw: Callable[..., Tensor], *sizes: Any, seed: int | None, stream: int = 0) -> Tensor:
+    """Draw random numbers on the CPU, whatever the default device is; without a seed none.
+
+    Args:
+        draw: One of torch's functions.
+        sizes: Its arguments.
+        seed: Seed of the numbers; None: only their shape is made, on the meta device.
+        stream: Targets have another than samples: they must not depend on how many pixels of an
+            image were drawn.
+    """
+    if seed is None:
+        return draw(*sizes, device="meta")
+    generator = torch.Generator("cpu").manual_seed(seed + stream)
+    return draw(*sizes, generator=generator, device="cpu")
 
 
 def token_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
 from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.best import MOST_WAYS
 from gpipebal.planner.chunking import chunk_candidates
+from gpipebal.planner.places import Place
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.times import order_for
@@ -256,38 +257,40 @@ def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _more_memory(question: Question, lack: int) -> Iterator[tuple[str, Question]]:
-    limits, reserve = question.limits, 0
-    roomy, texts = question, []
+    limits = question.limits
+    larger: list[tuple[str, Question]] = []
     if isinstance(limits, int):
         reserve = question.reserve_of(limits)
+        if reserve >= lack:
+            yield f"reserve={reserve - lack}", replace(question, reserve=reserve - lack)
         more = with_more(question, limits, lack)
-        roomy = replace(question, limits=more)
-        texts.append(f"memory_limit={more}")
+        larger.append((f"memory_limit={more}", replace(question, limits=more)))
     elif limits is not None:
         more_each = tuple(None if one is None else with_more(question, one, lack) for one in limits)
-        roomy = replace(question, limits=more_each)
-        texts.append(f"memory_limit={list(more_each)}")
-    if reserve >= lack:
-        yield f"reserve={reserve - lack}", replace(question, reserve=reserve - lack)
-    # Devices may have limits of their own, and the lower one counts.
-    places = question.devices or ()
-    own = [getattr(place, "memory_limit", None) for place in places]
-    if any(limit is not None for limit in own):
-        more_own = [None if limit is None else limit + lack for limit in own]
-        devices = tuple(
-            replace(place, memory_limit=limit) if isinstance(place, Device) else place
-            for place, limit in zip(places, more_own, strict=True)
-        )
-        text = f"devices with memory_limit={more_own}, in their order"
-        both = replace(roomy, devices=devices)
-        alone = replace(question, devices=devices)
-        if not (texts and _has_plan(roomy)) and not _has_plan(alone):
-            roomy = both
-            texts.append(text)
-        else:
-            yield text, alone
-    if texts:
-        yield " and ".join(texts), roomy
+        larger.append((f"memory_limit={list(more_each)}", replace(question, limits=more_each)))
+    devices = _with_more_of_their_own(question.devices, lack)
+    if devices is not None:
+        own = [getattr(device, "memory_limit", None) for device in devices]
+        text = f"devices with memory_limit={own}, in their order"
+        larger.append((text, replace(question, devices=devices)))
+    yield from larger
+    if len(larger) == 2 and not any(_has_plan(one) for _, one in larger):
+        # Of two limits the lower one counts: they are too low both.
+        texts = [text for text, _ in larger]
+        yield " and ".join(texts), replace(larger[0][1], devices=devices)
+
+
+def _with_more_of_their_own(
+    devices: tuple[Place, ...] | None, lack: int
+) -> tuple[Place, ...] | None:
+    """Give devices that have a limit of their own so much more; None if none has."""
+    found = tuple(
+        replace(device, memory_limit=device.memory_limit + lack)
+        if isinstance(device, Device) and device.memory_limit is not None
+        else device
+        for device in devices or ()
+    )
+    return None if found == (devices or ()) else found
 
 
 def with_more(question: Question, limit: int, lack: int) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
+from gpipebal.kinds import check_kind, whole_number
 from gpipebal.problem import Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
@@ -43,7 +42,7 @@ def join_rules(
     groups = _groups(profile, keep_together)
     together = [tuple(_layer(profile, "keep_together", one) for one in group) for group in groups]
     if _is_one(no_cut):
-        index = _index(no_cut)
+        index = whole_number(no_cut)
         raise _wrong_form("no_cut", no_cut, "list of layers", [no_cut if index is None else index])
     uncut = [_layer(profile, "no_cut", one) for one in (() if no_cut is None else no_cut)]
     if pin is not None and not isinstance(pin, Mapping):
@@ -75,7 +74,7 @@ def _groups(profile: Profile, given: Any) -> list[Any]:
     groups = [given] if _is_one(given) else list(() if given is None else given)
     if any(one is None or _is_one(one) for one in groups):
         ends: tuple[Any, ...] = (profile.names[0], profile.names[min(1, profile.n_layers - 1)])
-        plain = [one if isinstance(one, str) else _index(one) for one in groups]
+        plain = [one if isinstance(one, str) else whole_number(one) for one in groups]
         if len(groups) > 1 and None not in plain:
             ends = tuple(plain)  # one flat list is mostly meant as one group
         raise _wrong_form("keep_together", given, "list of groups of layers", [ends])
@@ -90,14 +89,6 @@ def _is_one(value: object) -> bool:
     if isinstance(value, str) or getattr(value, "ndim", None) == 0:
         return True
     return value is not None and not isinstance(value, Iterable)
-
-
-def _index(value: object) -> int | None:
-    """Return a whole number of any kind, such as numpy's, as Python's; None if it is none."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # arrays of several raise
-        return None
 
 
 def _wrong_form(rule: str, given: object, expected: str, example: object) -> BalanceError:
@@ -118,7 +109,7 @@ def _layer(profile: Profile, rule: str, key: LayerKey) -> int:
                 f"several layers have one name: {rule} has {key!r} (expected a name that one layer "
                 f"has: layers {', '.join(map(str, places))} have it).\nFix: {places[0]}, its index."
             )
-    elif (index := _index(key)) is not None and 0 <= index < profile.n_layers:
+    elif (index := whole_number(key)) is not None and 0 <= index < profile.n_layers:
         return index
     raise BalanceError(
         f"rule is about a layer that does not exist: {rule} has {key!r} (expected 0 <= index < "

@@ -191,9 +191,10 @@ def _look_around(tried: _Tried, enough: float) -> None:
 
 def _other_starts(problem: Problem, time_limit: float | None) -> list[tuple[int, ...]]:
     """Return the best split under GPipe, where it is quickly found."""
-    if problem.chunks == 1 or select_method(problem) == "integer program":
+    method = select_method(problem)
+    if problem.chunks == 1 or method == "integer program":
         return []
-    return [split(problem, time_limit=time_limit).bounds]
+    return [split(problem, method=method, time_limit=time_limit).bounds]
 
 
 class _Tried:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ModelError
 from gpipebal.kinds import check_kind
 from gpipebal.profile.fingerprint import is_same_layer
+from gpipebal.profile.layer import TieProfile
+from gpipebal.profile.ties import find_ties
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -120,24 +122,18 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
 
 def _tied_otherwise(profile: Profile, layers: Mapping[str, Any]) -> set[str]:
     """Return names of layers that share parameters with others than profiled, or other bytes."""
-    names_of = profile.names
-    before = {
-        (frozenset(names_of[k] for k in tie.layers), tie.parameter_bytes, tie.gradient_bytes)
-        for tie in profile.ties
+    before = _ties_by_name(profile.ties, profile.names)
+    now = _ties_by_name(find_ties(list(layers.values())), list(layers))
+    return {name for names, *_ in before ^ now for name in names}
+
+
+def _ties_by_name(
+    ties: Sequence[TieProfile], names: Sequence[str]
+) -> set[tuple[frozenset[str], int, int]]:
+    return {
+        (frozenset(names[k] for k in tie.layers), tie.parameter_bytes, tie.gradient_bytes)
+        for tie in ties
     }
-    users: dict[int, dict[str, Any]] = {}
-    for name, layer in layers.items():
-        for _, parameter in getattr(layer, "stands_for", layer).named_parameters():
-            users.setdefault(id(parameter), {})[name] = parameter
-    bytes_now: dict[frozenset[str], list[int]] = {}
-    for by_name in users.values():
-        if len(by_name) > 1:
-            parameter = next(iter(by_name.values()))
-            n_bytes = bytes_now.setdefault(frozenset(by_name), [0, 0])
-            n_bytes[0] += parameter.nbytes
-            n_bytes[1] += parameter.nbytes if parameter.requires_grad else 0
-    now = {(names, n_bytes[0], n_bytes[1]) for names, n_bytes in bytes_now.items()}
-    return {name for tie in before ^ now for name in tie[0]}
 
 
 def _longest_run_in_order(places: list[int]) -> set[int]:

@@ -18,11 +18,10 @@ from torch.nn.parameter import UninitializedParameter
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.attributes import attributes_of
 from gpipebal.pipeline.tensors import bytes_of
-from gpipebal.profile import TieProfile
 from gpipebal.profiler.compiled import compile_alike
 from gpipebal.profiler.copying import copy_layer
 
-__all__ = ["find_ties", "kept_by", "layer_of_tensors", "own_bytes", "parameter_bytes", "replicate"]
+__all__ = ["kept_by", "layer_of_tensors", "own_bytes", "parameter_bytes", "replicate"]
 
 
 def replicate(
@@ -147,25 +146,3 @@ def bytes_of_loss(loss_fn: object, layers: Sequence[nn.Module]) -> dict[str, Any
         "parameter_bytes": sum(tensor.nbytes for tensor in (*parameters, *buffers)),
         "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
     }
-
-
-def find_ties(layers: Sequence[nn.Module]) -> tuple[TieProfile, ...]:
-    """Find the parameters that several layers have, and which layers those are."""
-    users: dict[int, list[int]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            users.setdefault(id(parameter), []).append(index)
-            parameters[id(parameter)] = parameter
-    by_layers: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for key, indices in users.items():
-        if len(indices) > 1:
-            by_layers.setdefault(tuple(indices), []).append(parameters[key])
-    return tuple(
-        TieProfile(
-            indices,
-            parameter_bytes=sum(p.nbytes for p in tied),
-            gradient_bytes=sum(p.nbytes for p in tied if p.requires_grad),
-        )
-        for indices, tied in by_layers.items()
-    )

@@ -13,6 +13,7 @@ from torch import nn
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.correct import try_out
@@ -32,7 +33,7 @@ from gpipebal.profiler.gathered import (
     try_gathered,
 )
 from gpipebal.profiler.loss import describe_loss, loss_chain
-from gpipebal.profiler.replica import bytes_of_loss, find_ties, replicate
+from gpipebal.profiler.replica import bytes_of_loss, replicate
 from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.step import measure_optimizer
 from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss

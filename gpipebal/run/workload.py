@@ -179,8 +179,9 @@ def load_workload(
     try:
         with nullcontext() if with_values else torch.device("meta"):
             model = entry.build()
-        sample = entry.make_sample(n_rows, size, seed, with_values=with_values)
-        target = entry.make_target(n_rows, size, seed, with_values=with_values)
+        of_data = seed if with_values else None
+        sample = entry.make_sample(n_rows, size, of_data)
+        target = entry.make_target(n_rows, size, of_data)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise _too_large(
             name, error, rows=rows, image_size=image_size, **arguments or {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
-from operator import index
 from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import whole_number
 
 __all__ = ["IN", "KINDS", "Action", "B", "F", "Kind", "R", "Schedule", "W", "check_count"]
 
@@ -90,12 +89,8 @@ def check_count(name: str, value: object) -> int:
     Raises:
         BalanceError: `value` is not a whole number, or below 1.
     """
-    count = None
-    if isinstance(value, float) and value.is_integer():
-        count = int(value)
-    elif not isinstance(value, bool):
-        with suppress(TypeError, ValueError, RuntimeError):  # arrays of several raise
-            count = index(value)  # type: ignore[arg-type]
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    count = whole_number(whole)
     if count is None:
         raise BalanceError(
             f"{name} is not a whole number: {name}={value!r:.60} (expected an int of 1 or more).\n"

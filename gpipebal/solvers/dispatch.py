@@ -52,7 +52,7 @@ METHODS = (
 #: Algorithms that also answer when devices, links, limits or rules make runs differ.
 GENERAL = ("set bisection", "set sweep", "box search")
 
-#: With more runs than this the integer program takes too long to be chosen by itself.
+#: With more runs than this the integer program takes too long to close a gap.
 _FEW_RUNS = 3_000
 
 
@@ -171,43 +171,45 @@ def find(
     best: AnyMode | BestPath | None
     if used == "integer program":
         best = solve_integer_program(problem, objective, time_limit)
-        # What HiGHS' tolerance leaves open can be closed by another search.
-        open_yet = best is not None and best.lower_bound < best.value
-        if open_yet and method == "auto" and "box search" in applicable(problem, objective, used):
-            best = _closer(best, _search(problem, objective, "box search", Levels(problem), until))
+    elif objective == "makespan" and (problem.modes is None or "always" in problem.modes):
+
+        def solve(levels: Levels) -> BestPath | None:
+            # Where the last partition is charged for its recompute, what is passed once differs.
+            method = "box search" if levels.early else used
+            return solve_levels(problem, method, levels, until)
+
+        best = solve_any_mode(problem, levels, solve)
+        if best is not None:
+            best = _closed(problem, best, until) if method == "auto" else best
+            levels = best.levels
     else:
-        best = _search(problem, objective, used, levels, until)
-    if isinstance(best, AnyMode):
-        levels = best.levels
+        best = solve_levels(problem, used, levels, until)
     if best is None:
         return None
     numbers = (problem.to_time(best.value), problem.to_time(best.lower_bound))
     return split_of(levels, best.path, *numbers, used)
 
 
-def _search(
-    problem: Problem, objective: Objective, used: str, levels: Levels, until: float | None
-) -> AnyMode | BestPath | None:
-    """Run one of the general algorithms on all modes that may be chosen."""
-    if objective != "makespan" or not (problem.modes is None or "always" in problem.modes):
-        return solve_levels(problem, used, levels, until)
+def _closed(problem: Problem, best: AnyMode, until: float | None) -> AnyMode:
+    """Close the gap that a recompute has left which shows, as far as HiGHS can on a short chain.
 
-    def solve(levels: Levels) -> BestPath | None:
-        # Where the last partition is charged for its recompute, what is passed once differs.
-        method = "box search" if levels.early else used
-        return solve_levels(problem, method, levels, until)
-
-    return solve_any_mode(problem, levels, solve)
-
-
-def _closer(
-    one: AnyMode | BestPath | None, other: AnyMode | BestPath | None
-) -> AnyMode | BestPath | None:
-    """Return the better of two answers to one question, with the better of their bounds."""
-    if one is None or other is None:
-        return one
-    best = other if other.value < one.value else one
-    return best._replace(lower_bound=min(max(one.lower_bound, other.lower_bound), best.value))
+    Returns:
+        The better of the answer and that of HiGHS, with the better of their bounds.
+    """
+    n_runs = problem.n_layers**2 * problem.n_partitions // 2
+    left = None if until is None else until - time.monotonic()
+    out_of_time = left is not None and left <= 0
+    if best.lower_bound >= best.value or n_runs > _FEW_RUNS or out_of_time:
+        return best
+    try:
+        other = solve_integer_program(problem, "makespan", left)
+    except BalanceError:
+        return best  # it is too large after all, or nothing was found in time
+    assert other is not None
+    bound = max(best.lower_bound, other.lower_bound)
+    if other.value < best.value:
+        best = AnyMode(other.value, bound, other.path, Levels(problem, stateless=True))
+    return best._replace(lower_bound=min(bound, best.value))
 
 
 def check_objective(objective: object) -> None:
@@ -254,10 +256,9 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     With devices, links, memory, rules or several modes: ``'set bisection'`` for the bottleneck;
     ``'set sweep'`` for the makespan, if what is passed once is the same for every split, and
     ``'box search'`` if not, or if some partition recomputes every micro-batch: the latter may leave
-    a gap (see `gpipebal.solvers.any_mode`), so on short chains ``'integer program'`` is chosen, and
-    the former only to close what HiGHS' tolerance leaves open.
-    That also where too many kinds of devices may take any order. ``'peak bisection'`` for the
-    peak memory.
+    a gap (see `gpipebal.solvers.any_mode`), of which on short chains HiGHS closes what it can.
+    ``'integer program'`` where too many kinds of devices may take any order. ``'peak bisection'``
+    for the peak memory.
 
     Raises:
         BalanceError: an objective that does not exist, or for which something is not known.
@@ -289,8 +290,7 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     if objective == "bottleneck":
         return "set bisection"
     if "always" in (problem.modes or ()):
-        n_runs = problem.n_layers**2 * problem.n_partitions // 2
-        return "integer program" if n_runs <= _FEW_RUNS else "box search"
+        return "box search"
     return "set sweep" if _passes_the_same(problem) else "box search"
 
 

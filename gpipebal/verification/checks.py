@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from operator import index
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ModelError, VerificationError
+from gpipebal.kinds import whole_number
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.inputs import part_inputs
 from gpipebal.pipeline.loss import Reduction
@@ -164,10 +164,7 @@ def _autocast_dtypes(pipe: GPipe) -> tuple[torch.dtype, ...]:
 
 def _check_seed(seed: object) -> int:
     """Return a seed that torch takes."""
-    number = None
-    if not isinstance(seed, bool):
-        with suppress(TypeError, ValueError, RuntimeError):  # arrays of several raise
-            number = index(seed)  # type: ignore[arg-type]
+    number = whole_number(seed)
     if number is None or not -(2**63) <= number < 2**64:
         raise BalanceError(
             f"seed is no seed of torch's: seed={seed!r:.60} (expected an int, -2**63 <= seed < "

@@ -40,8 +40,8 @@ FAILED = SimpleNamespace(status=4, x=None, get=lambda name: None)
         ({"links": LINKS}, "bottleneck", "set bisection"),
         ({"devices": TWO_KINDS}, "makespan", "box search"),
         ({"devices": TWO_KINDS, "any_order": True}, "makespan", "box search"),
-        ({"checkpoint": ["never", "always"]}, "makespan", "integer program"),
-        ({"checkpoint": "always", "links": LINKS}, "makespan", "integer program"),
+        ({"checkpoint": ["never", "always"]}, "makespan", "box search"),
+        ({"checkpoint": "always", "links": LINKS}, "makespan", "box search"),
         ({"checkpoint": "always", "links": LINKS}, "bottleneck", "set bisection"),
         ({"memory": MEMORY}, "peak_memory", "peak bisection"),
     ],
@@ -101,8 +101,7 @@ def test_integer_program_keeps_its_time_limit() -> None:
     """HiGHS is stopped, and what is known by then is returned with its bound."""
     times = [1 + (37 * k * k) % 11 for k in range(24)]
     problem = Problem(times, times, times, 5, 4, ["always", "never"] * 2 + ["always"])
-    found = split(problem, time_limit=0.2)
-    assert found.method == "integer program"
+    found = split(problem, method="integer program", time_limit=0.2)
     assert found.lower_bound <= found.value == problem.makespan(found.bounds, found.modes)
 
 

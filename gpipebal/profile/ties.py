@@ -1,0 +1,36 @@
+"""Which layers of a model have parameters in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gpipebal.profile.layer import TieProfile
+
+__all__ = ["find_ties"]
+
+
+def find_ties(layers: Sequence[Any]) -> tuple[TieProfile, ...]:
+    """Find the parameters that several layers have, and which layers those are.
+
+    Args:
+        layers: `torch.nn.Module`s. Only their methods are called, so this needs no torch.
+    """
+    users: dict[int, list[int]] = {}
+    parameters: dict[int, Any] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), []).append(index)
+            parameters[id(parameter)] = parameter
+    by_layers: dict[tuple[int, ...], list[Any]] = {}
+    for key, indices in users.items():
+        if len(indices) > 1:
+            by_layers.setdefault(tuple(indices), []).append(parameters[key])
+    return tuple(
+        TieProfile(
+            indices,
+            parameter_bytes=sum(p.nbytes for p in tied),
+            gradient_bytes=sum(p.nbytes for p in tied if p.requires_grad),
+        )
+        for indices, tied in by_layers.items()
+    )
