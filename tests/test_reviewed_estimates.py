@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grid_sample
 
 import gpipebal as gb
+from gpipebal.errors import ProfileError
 
 
 class Sampled(nn.Module):
@@ -47,6 +48,67 @@ CHAINS: dict[str, Any] = {
         {},
     ),
 }
+
+
+IN_ORDER: dict[str, nn.Module] = {
+    "pixel_unshuffle": nn.PixelUnshuffle(2),
+    "pixel_shuffle": nn.PixelShuffle(2),
+    "channel_shuffle": nn.ChannelShuffle(2),
+    "reflection": nn.ReflectionPad2d(1),
+    "replication": nn.ReplicationPad2d(1),
+    "single pixels": nn.Conv2d(8, 8, 1).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_an_image_keeps_its_order_of_memory(name: str) -> None:
+    """Channels-last, also where only the weights of single pixels say so."""
+    first: nn.Module = nn.Conv2d(3, 8, 3, padding=1)
+    sample = torch.randn(4, 3, 8, 8)
+    if name == "single pixels":
+        first = nn.Identity()
+        sample = torch.randn(4, 8, 8, 8)
+    else:
+        sample = sample.to(memory_format=torch.channels_last)
+    channels = IN_ORDER[name](torch.zeros(1, 8, 8, 8)).shape[1]
+    model = nn.Sequential(first, IN_ORDER[name], nn.Conv2d(channels, 4, 3))
+    fixed: dict[str, Any] = {"chunks": 2, "rows": (), "progress": False}
+    measured = gb.profile_model(model, sample, timeout=0, **fixed)
+    estimate = gb.profile_model(model, sample, method="estimate", rates="CPU core", **fixed)
+    assert estimate.provenance["approximate"] == {}
+    for one, other in zip(measured.layers, estimate.layers, strict=True):
+        for peak in ("forward_peak_bytes", "backward_peak_bytes", "accumulating_peak_bytes"):
+            assert getattr(other, peak) == getattr(one, peak), (one.name, peak)
+
+
+class Differentiates(nn.Module):
+    """Is the derivative of a function: by torch.func, or as the error says."""
+
+    def __init__(self, by_func: bool) -> None:
+        super().__init__()
+        self.by_func = by_func
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_func:
+            return torch.func.grad(lambda y: y.pow(3).sum())(x)  # type: ignore[no-any-return]
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_the_fix_for_a_layer_that_differentiates_by_torch_func_works(method: Any) -> None:
+    """Nobody can look at what such a layer saves; the error says what to write."""
+    options: dict[str, Any] = {"chunks": 2, "rows": (), "progress": False, "method": method}
+    options |= {"rates": "CPU core"} if method == "estimate" else {"timeout": 0}
+    for by_func in (True, False):
+        model = nn.Sequential(nn.Linear(4, 4), Differentiates(by_func), nn.Linear(4, 2))
+        if by_func:
+            with pytest.raises(ProfileError, match="Fix: let the layer differentiate by") as caught:
+                gb.profile_model(model, torch.randn(4, 4), **options)
+            assert "method='measure'" not in str(caught.value)
+        else:
+            assert gb.profile_model(model, torch.randn(4, 4), **options).n_layers == 3
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -13,6 +13,7 @@ from gpipebal.errors import ProfileError
 
 __all__ = [
     "backward_failed",
+    "forbids_hooks",
     "forward_failed",
     "is_out_of_memory",
     "left_out",
@@ -36,6 +37,11 @@ def shapes_of(leaves: Sequence[Any]) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether the device had no memory left: an error itself, or what it came from."""
     return isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+
+
+def forbids_hooks(error: BaseException) -> bool:
+    """Tell whether a function ran that forbids to look at what is saved: one of torch.func."""
+    return "yet support saved tensor hooks" in str(error)
 
 
 def left_out(rows: int, error: Exception) -> str:
@@ -65,6 +71,12 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
         fix = (
             "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more: "
             "batch normalisation cannot train on one value per channel."
+        )
+    if forbids_hooks(error):
+        fix = (
+            "let the layer differentiate by torch.autograd.grad(..., create_graph=True) in place "
+            "of torch.func; or give costs of your own, gpipebal.Profile.from_costs(forward=[...]): "
+            "no profile can look at what torch.func.grad, vjp, jacrev and hessian save."
         )
     return ProfileError(
         f"layer {name!r} (layer {index}) failed on a micro-batch of shape {shapes}: "

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,7 +52,14 @@ _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
-_OTHERWISE_IN_ORDER = ("group_norm", "instance_norm", "pixel_shuffle", "channel_shuffle")
+_OTHERWISE_IN_ORDER = ("group_norm", "instance_norm")
+#: A CPU keeps the order of an image, by strides; what CUDA does with it is noted only.
+_SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll")
+_IN_ORDER_ON_CPU = (
+    *(f"aten::{name}" for name in (*_SHUFFLES, "reflection_pad2d", "replication_pad2d")),
+    "aten::reflection_pad2d_backward",
+    "aten::replication_pad2d_backward",
+)
 _IN_PLACE_LOSSES = (
     "aten::binary_cross_entropy",
     "aten::mse_loss",
@@ -145,6 +153,11 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _CONVOLUTIONS:
             result = _in_order_of(args, result)
+        if func._schema.name in _IN_ORDER_ON_CPU and _acting.device_type == "cpu":
+            flat = func._schema.name == "aten::roll" and not (len(args) > 2 and args[2])
+            # The image comes behind the gradient of the result.
+            at = func._schema.name.endswith("_backward")
+            result = result if flat else _in_order_of(args[at : at + 1], result)
         if func._schema.name in _IN_PLACE_LOSSES and not result.dim():
             return _in_memory_of_terms(result, args)
         if func._schema.name in _BATCH_NORMS and not args[5]:
@@ -189,7 +202,7 @@ def _has_one_kernel(args: Sequence[Any]) -> bool:
 
 
 def _in_order_of(operands: Sequence[Any], results: Any) -> Any:
-    """Put results of a convolution into channels-last, if an image or the weights are."""
+    """Put results into channels-last, if one of the operands is: an image, or weights."""
     if not any(map(_is_channels_last, operands)):
         return results
     ordered = [
@@ -202,11 +215,11 @@ def _in_order_of(operands: Sequence[Any], results: Any) -> Any:
 
 
 def _is_channels_last(value: Any) -> bool:
+    """Tell it as devices do, by strides: a single pixel is contiguous either way."""
     return (
         isinstance(value, Tensor)
         and value.dim() == 4
-        and value.is_contiguous(memory_format=torch.channels_last)
-        and not value.is_contiguous()
+        and suggest_memory_format(value) == torch.channels_last
     )
 
 
@@ -228,7 +241,8 @@ class _AsWritten(TorchFunctionMode):
         if torch.is_autocast_enabled(_acting.device_type or "cpu"):
             _note("autocast inside of the layer: tensors without values are never cast")
         name = getattr(func, "__name__", "")
-        if name in _OTHERWISE_IN_ORDER and args and _is_channels_last(args[0]):
+        noted = _OTHERWISE_IN_ORDER + (_SHUFFLES if _acting.device_type == "cuda" else ())
+        if name in noted and args and _is_channels_last(args[0]):
             _note(f"{name} in channels-last: devices make other copies")
         return func(*args, **(kwargs or {}))
 

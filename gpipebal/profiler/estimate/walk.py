@@ -20,6 +20,7 @@ from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.estimate.backends import acting_as
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
+from gpipebal.profiler.failures import forbids_hooks
 from gpipebal.profiler.identity import identity_of
 from gpipebal.profiler.numbers import Arrived, Numbers
 from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
@@ -259,7 +260,7 @@ def without_values(name: str) -> Iterator[None]:
         yield
     except ProfileError as error:
         cause = error.__cause__
-        if cause is None or isinstance(cause, GpipebalError):
+        if cause is None or isinstance(cause, GpipebalError) or forbids_hooks(cause):
             raise
         first = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
         if _OTHER_DEVICE.search(str(cause)):
