@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError, PipelineError, PipelineTimeoutError
 from gpipebal.pipeline import GPipe, with_recompute
-from gpipebal.pipeline.inbox import Flag
 from gpipebal.pipeline.microbatch import find_overlaps, find_shared
 from gpipebal.pipeline.minibatch import MiniBatch
 from gpipebal.schedule import CheckpointMode
@@ -394,14 +393,3 @@ def test_no_mini_batch_waits_for_workers_that_were_given_up(timeout: float | Non
     assert all(isinstance(raised[name], PipelineError) for name in ("first", "second"))
     torch.testing.assert_close(pipe(torch.ones(2, 2)), torch.ones(2, 2))
     never.set()
-
-
-def test_flags_wake_who_waits() -> None:
-    """It may be waited for again, and in vain."""
-    flag = Flag()
-    assert not flag.wait(0.01)
-    threading.Timer(0.05, flag.set).start()
-    assert flag.wait() and flag.wait(0.0) and flag.wait()
-    flag = Flag()
-    threading.Timer(0.05, flag.wake).start()
-    assert not flag.wait()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Hashable
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 __all__ = ["Flag", "Inbox", "InboxClosedError", "Stop"]
 
-#: Seconds after which a waiting worker looks at `Stop` by itself: an interrupt can come between
-#: setting it and waking everybody.
+#: Seconds after which who waits looks around by itself. A worker at `Stop`: an interrupt can come
+#: between setting it and waking everybody. The main thread for signals: one that comes between
+#: Python's last look at them and the wait wakes nobody.
 LOOK_AROUND = 0.5
 
 
@@ -43,9 +44,18 @@ class Flag:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set or `wake` is called, or for some seconds; tell whether it is set."""
-        if not self._is_set:
-            with suppress(Empty):
-                self._wakes.get(timeout=timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        # Other threads sleep on: woken while the interpreter ends, they would be killed.
+        most = LOOK_AROUND if threading.current_thread() is threading.main_thread() else None
+        while not self._is_set:
+            left = None if until is None else max(until - time.monotonic(), 0.0)
+            turn = min((one for one in (left, most) if one is not None), default=None)
+            try:
+                self._wakes.get(timeout=turn)
+            except Empty:
+                if turn != left:
+                    continue
+            break
         return self._is_set
 
 
