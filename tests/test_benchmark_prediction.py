@@ -552,6 +552,26 @@ def test_models_measured_anew_take_the_place_of_the_old_ones() -> None:
         figures.merge(old, new, ["u-net", "mlp"])
 
 
+def test_of_several_runs_the_one_whose_steps_agree_is_chosen() -> None:
+    """By the floor alone: worse predictions are no reason to keep the other run."""
+    old, new = _record(), _record()
+    new["models"]["mlp"]["about"] = "the newer run"
+    for record, apart in ((old, 1.0), (new, 2.0)):
+        for row in record["rows"]:
+            row["turns"] = [[10.0], [10.0 + apart]]
+    for row in new["rows"]:
+        row["predicted"] = {by: time / 2 for by, time in row["predicted"].items()}
+    for first, second in ((old, new), (new, old)):
+        merged = figures.merge_steadier(first, second, ["mlp"])
+        assert merged["models"]["mlp"]["about"] == old["models"]["mlp"]["about"]
+        assert merged["rows"] == old["rows"]
+        assert (merged["provenance"]["runs"], merged["provenance"]["steadiest"]) == (2, True)
+    for row in old["rows"]:
+        row["turns"] = [[10.0], [13.0]]
+    assert figures.merge_steadier(old, new, ["mlp"])["rows"] == new["rows"]
+    assert "lowest floor" in tables.blocks(merged)["environment"]
+
+
 def test_machine_without_cuda_measures_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the allocator cannot be asked, and each stored file is of its kind of machine."""
     make = _make()

@@ -4,6 +4,7 @@
     python benchmarks/prediction/make.py --quick --out /tmp/quick.json    try it, with tiny layers
     python benchmarks/prediction/make.py --readme   write the README's tables from the stored files
     python benchmarks/prediction/make.py --add --model mlp    measure one model of a result anew
+    python benchmarks/prediction/make.py --merge F    of each model the run with the lower floor
     python benchmarks/prediction/make.py --repeats          only how well profiles agree, anew
     python benchmarks/prediction/make.py --memory           only what partitions hold, anew
     python benchmarks/prediction/make.py --out benchmarks/prediction/results-cuda.json    with CUDA
@@ -67,7 +68,7 @@ QUIET = 0.02
 def main() -> None:
     """Measure, store, print, and write the README."""
     arguments = parse()
-    if not arguments.readme:
+    if not arguments.readme and not arguments.merge:
         check_device(arguments)
     if arguments.repeats:
         record = {**_read(arguments.out), "repeats": repeats(arguments, _told())}
@@ -81,6 +82,11 @@ def main() -> None:
             names = [model.name for model in MODELS]
             found = figures.merge_allocator(record["allocator"], found, names)
         write_record(arguments.out, {**record, "allocator": found})
+    elif arguments.merge:
+        record = _read(arguments.out)
+        for path in arguments.merge:
+            record = figures.merge_steadier(record, _read(path), [model.name for model in MODELS])
+        write_record(arguments.out, record)
     elif not arguments.readme:
         record = measure(arguments)
         if not arguments.quick and arguments.out.exists():
@@ -119,10 +125,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     only.add_argument(
         "--allocator", action="store_true", help="only ask CUDA's allocator for peaks, and add them"
     )
+    only.add_argument(
+        "--merge",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing; of each model keep the run with the lower floor; repeatable",
+    )
     only.add_argument("--readme", action="store_true", help="only write the README's tables")
     arguments = parser.parse_args(words)
     partial = arguments.quick or (arguments.model and not arguments.add)
-    if partial and not arguments.readme and _is_stored(arguments.out):
+    if partial and not (arguments.readme or arguments.merge) and _is_stored(arguments.out):
         parser.error(
             "--quick and --model make no complete result: give another file as --out, or --add"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from statistics import fmean, median
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "memory_errors",
     "merge",
     "merge_allocator",
+    "merge_steadier",
     "rank",
     "ranks_within",
     "regret",
@@ -86,7 +88,7 @@ def bars(record: dict[str, Any]) -> list[Bar]:
     most = max(regrets, key=lambda name: regrets[name])
     planned = [pair for of_model in by_model.values() for pair in regrets_within(of_model)]
     planned_most, where_planned = max(planned, key=lambda pair: pair[0], default=(None, None))
-    unavoidable = [value for row in rows if (value := floor.unavoidable(row)) is not None]
+    unavoidable = floor.all_unavoidable(rows)
     best_ranks = _known({name: floor.best_rank(of_model) for name, of_model in by_model.items()})
     by_half = _known(
         {name: floor.regret_between_halves(of_model) for name, of_model in by_model.items()}
@@ -100,7 +102,7 @@ def bars(record: dict[str, Any]) -> list[Bar]:
     everywhere = f"over {len(rows)} plans"
     return [
         Bar("step time, mean absolute error", 0.05, _mean_absolute(times), True, everywhere),
-        _floor("mean of a perfect prediction", _mean(unavoidable), everywhere),
+        _floor("mean of a perfect prediction", floor.mean_unavoidable(rows), everywhere),
         Bar("step time, farthest off", 0.12, abs(times[worst]), True, describe(rows[worst])),
         _floor("farthest of a perfect prediction", max(unavoidable, default=None), everywhere),
         Bar(
@@ -327,6 +329,38 @@ def merge(old: dict[str, Any], new: dict[str, Any], names: Sequence[str]) -> dic
     }
 
 
+def merge_steadier(
+    old: dict[str, Any], new: dict[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Choose, for each model, of two runs the one whose steps agree best with each other.
+
+    That is the one with the lower floor, whatever it says of the predictions.
+
+    Args:
+        old: A result.
+        new: A newer one, perhaps of some models only.
+        names: The order of the models.
+
+    Raises:
+        ValueError: as `merge`.
+    """
+    steadier = {
+        name: about
+        for name, about in new["models"].items()
+        if _floor_of(new, name) < _floor_of(old, name)
+    }
+    rows = [row for row in new["rows"] if row["model"] in steadier]
+    merged = merge(old, {**new, "models": steadier, "rows": rows}, names)
+    return {**merged, "provenance": {**merged["provenance"], "steadiest": True}}
+
+
+def _floor_of(record: dict[str, Any], name: str) -> float:
+    """Return the mean floor of a model; infinite where it was not measured."""
+    rows = [row for row in record["rows"] if row["model"] == name]
+    known = floor.mean_unavoidable(rows)
+    return inf if known is None else known
+
+
 def merge_allocator(
     old: dict[str, Any], new: dict[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:
@@ -377,7 +411,3 @@ def cell_ratios(rows: Iterable[Row]) -> dict[str, float]:
 
 def _mean_absolute(values: Sequence[float]) -> float:
     return fmean(map(abs, values))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None

@@ -8,7 +8,7 @@ is what a perfect prediction would be off by, about.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from statistics import fmean, median
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 from scipy.stats import spearmanr
 
 __all__ = [
+    "all_unavoidable",
     "best_rank",
     "far_from_median",
     "halves",
+    "mean_unavoidable",
     "partition_times",
     "regret_between_halves",
     "regret_in_halves",
@@ -41,6 +43,17 @@ def unavoidable(row: Row) -> float | None:
     """Return what a perfect prediction of a plan would be off by, about; None: it is not known."""
     both = halves(row)
     return None if both is None else abs(both[0] - both[1]) / sum(both)
+
+
+def all_unavoidable(rows: Iterable[Row]) -> list[float]:
+    """Return the same of all plans for which it is known."""
+    return [value for row in rows if (value := unavoidable(row)) is not None]
+
+
+def mean_unavoidable(rows: Iterable[Row]) -> float | None:
+    """Return the mean over plans of what a perfect prediction would be off by; None: not known."""
+    known = all_unavoidable(rows)
+    return fmean(known) if known else None
 
 
 def best_rank(rows: Sequence[Row]) -> float | None:

@@ -98,7 +98,7 @@ def _times_by_model(record: dict[str, Any]) -> str:
                 percent(figures.spread(rows)),
                 percent(fmean(found), sign=True),
                 percent(_mean_absolute(found)),
-                percent(_unavoidable(rows)),
+                percent(floor.mean_unavoidable(rows)),
                 percent(max(found, key=abs), sign=True),
                 _number(figures.rank(rows)),
                 _number(floor.best_rank(rows)),
@@ -254,7 +254,7 @@ def _environment(record: dict[str, Any]) -> str:
         f"Python {about['python']}, torch {about['torch']}, gpipebal {about['gpipebal']}",
         settings or "no settings of the allocator",
         f"{about['rounds']} rounds; {about['minutes']:.0f} minutes in {about['runs']} run"
-        f"{'s, each of other models' if about['runs'] > 1 else ''}",
+        f"{_of_runs(about)}",
         "other programs' share of the cores meanwhile: "
         + ("unknown" if other is None else f"{100 * other:.1f} %"),
     ]
@@ -264,17 +264,21 @@ def _environment(record: dict[str, Any]) -> str:
     return "```\n" + "\n".join(lines) + "\n```"
 
 
+def _of_runs(about: dict[str, Any]) -> str:
+    """Say which models are of which run, where there were several."""
+    if about["runs"] == 1:
+        return ""
+    if about.get("steadiest"):
+        return "s: of each model the one with the lowest floor"
+    return "s, each of other models"
+
+
 def _of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
 def _mean_absolute(values: Sequence[float]) -> float:
     return fmean(map(abs, values))
-
-
-def _unavoidable(rows: Sequence[Row]) -> float | None:
-    known = [value for row in rows if (value := floor.unavoidable(row)) is not None]
-    return fmean(known) if known else None
 
 
 def _number(value: float | None) -> str:
