@@ -5,8 +5,9 @@ Read in this order: `microbatch` (what travels), `cell` (one micro-batch in one 
 one differentiable call), `gpipe` (the module that users see), `trace` and `meter` (watching it).
 """
 
-from gpipebal.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from gpipebal.pipeline.batchnorm import DeferredBatchNorm
 from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
+from gpipebal.pipeline.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.flat import flatten
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory

@@ -12,9 +12,7 @@ leaves nothing behind, a small one needs no bookkeeping, and two at once do not 
 
 from __future__ import annotations
 
-import copy
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,16 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipebal.errors import ModelError
 from gpipebal.pipeline.checkpoint import is_recomputing
 from gpipebal.pipeline.lane import record_stream
-from gpipebal.pipeline.recomputed import Recomputed
 
 __all__ = [
+    "SEEN",
     "DeferredBatchNorm",
     "Statistics",
     "blank_deferred",
-    "convert_deferred_batch_norm",
     "gathering",
     "is_gathering",
 ]
@@ -99,6 +95,17 @@ class Statistics:
                         # read.
                         record_stream(tensor, torch.cuda.current_stream(tensor.device))
                 layer.update(seen.count, seen.mean, seen.deviations / max(1, seen.count - 1))
+
+
+class _Nothing(Statistics):
+    """Takes nothing in."""
+
+    def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
+        """Forget what a layer saw: it saw the same in its forward."""
+
+
+#: Of passes over rows that have been seen before.
+SEEN = _Nothing()
 
 
 class _Gathering(threading.local):
@@ -213,9 +220,6 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
             running.copy_(new)
 
 
-#: Layers that are converted, with their subclasses.
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 _derived_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
 
 
@@ -234,91 +238,3 @@ def blank_deferred(kind: type[D], plain: type[nn.Module]) -> D:
         _derived_classes[kind, plain] = type(f"Deferred{plain.__name__}", (plain, kind), contents)
     derived: type[D] = _derived_classes[kind, plain]
     return derived.__new__(derived)
-
-
-def convert_deferred_batch_norm(
-    module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None
-) -> nn.Module:
-    """Return a module whose BatchNorm layers are deferred.
-
-    Parameters, buffers, hooks and everything else are shared with the original. Modules that
-    contain a BatchNorm are replaced by shallow copies, so the original keeps its own layers;
-    modules that contain none are the same objects.
-
-    Args:
-        module: Any module. Subclasses of BatchNorm1d, 2d and 3d are converted too; one whose
-            ``forward`` does not call ``super().forward`` stays as it was.
-        memo: What has been converted, so that a module that stands in two places stays one.
-
-    Returns:
-        The converted module; `module` itself if it contains no BatchNorm to convert.
-
-    Warns:
-        UserWarning: a SyncBatchNorm is left as it is.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        >>> converted = convert_deferred_batch_norm(model)
-        >>> type(converted[1]).__name__, converted[1].weight is model[1].weight
-        ('DeferredBatchNorm1d', True)
-    """
-    memo = {} if memo is None else memo
-    if module not in memo:
-        memo[module] = _converted(module, memo)
-    return memo[module]
-
-
-def _check_converted(layer: Recomputed) -> None:
-    """Refuse a layer that is recomputed by itself, if it runs what would have to be replaced."""
-    if any(
-        isinstance(inside, _PLAIN) and not isinstance(inside, DeferredBatchNorm)
-        for inside in layer.modules()
-    ):
-        raise ModelError(
-            "batch normalisation of a layer that is recomputed by itself cannot be deferred any "
-            f"more: {type(layer.stands_for).__name__} runs it as it is.\n"
-            "Fix: with_recompute(convert_deferred_batch_norm(model), runs)."
-        )
-
-
-def _check_own_forward(module: nn.Module) -> None:
-    """Refuse a module whose forward is bound to the original: a copy of it would run that."""
-    if "forward" in vars(module):
-        raise ModelError(
-            "batch normalisation cannot be deferred in a module that is compiled, or whose forward "
-            f"was replaced: {type(module).__name__} runs the original.\n"
-            "Fix: gpipebal.pipeline.convert_deferred_batch_norm(model) first, then compile or "
-            "replace; or deferred_batch_norm=False."
-        )
-
-
-def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
-    if isinstance(module, DeferredBatchNorm):
-        return module
-    if isinstance(module, _PLAIN):
-        _check_own_forward(module)
-        deferred = blank_deferred(DeferredBatchNorm, type(module))
-        deferred.__dict__.update(module.__getstate__())  # without what compiled the original
-        return deferred
-    if isinstance(module, nn.SyncBatchNorm):
-        warnings.warn(
-            "SyncBatchNorm is left as it is: its running statistics are updated once per "
-            "micro-batch.",
-            stacklevel=4,
-        )
-        return module
-    if isinstance(module, Recomputed):
-        _check_converted(module)
-        return module
-    children = {
-        name: convert_deferred_batch_norm(child, memo)
-        for name, child in module._modules.items()
-        if child is not None
-    }
-    if all(child is module._modules[name] for name, child in children.items()):
-        return module
-    _check_own_forward(module)
-    converted = copy.copy(module)
-    modules: dict[str, Any] = {**module._modules, **children}
-    converted.__dict__["_modules"] = modules
-    return converted

@@ -29,11 +29,12 @@ def next_node() -> int:
 
 def note_no_graph(error: RuntimeError) -> None:
     """Note in an error of a forward that is recomputed later that it records no graph."""
-    if "require grad" in str(error):
+    if "require grad" in str(error) or "requires_grad" in str(error):
         error.add_note(
             "(This forward records no graph, because it is recomputed later. Fix: let a layer "
             "that differentiates by its own input do so by x.detach().requires_grad_(), under "
-            "torch.enable_grad(); or checkpoint='never'.)"
+            "torch.enable_grad(); and one that hooks or keeps a gradient of its own do so if "
+            "torch.is_grad_enabled(); or checkpoint='never'.)"
         )
 
 

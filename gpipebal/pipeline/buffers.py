@@ -120,6 +120,9 @@ class Buffers:
                 empty.add(place)
             elif is_lazy(buffer):
                 copies[place] = None
+            elif buffer.requires_grad:
+                # A copy would take its gradient.
+                others[place] = (buffer, version_of(buffer))
             elif is_always_copied(place[0], buffer) or place in self._written:
                 copies[place] = copied.of(buffer)
             else:
@@ -143,6 +146,9 @@ class Buffers:
     def look(self, before: Copies) -> dict[BufferSlot, Tensor]:
         """Remember which of these buffers have changed; return them as they were.
 
+        One that requires a gradient is none of them: no recompute may have a copy of it, and
+        `check` tells.
+
         Raises:
             ModelError: one that layers of another partition have too was written to.
         """
@@ -161,7 +167,7 @@ class Buffers:
                     "Fix: choose a balance that has all layers with this buffer in one partition."
                 )
         self._written.update(changed)
-        return changed
+        return {at: copy for at, copy in changed.items() if not before[at][0].requires_grad}
 
     def counts(self) -> dict[BufferSlot, int | None]:
         """Count how often each buffer has been written to."""
@@ -205,6 +211,13 @@ class Buffers:
         """
         for (module, name), (buffer, version) in kept.others.items():
             if version_of(buffer) != version:
+                if buffer.requires_grad:
+                    raise ModelError(
+                        "a checkpointed micro-batch cannot be recomputed: buffer "
+                        f"{name!r} of a {type(module).__name__} requires a gradient, and was "
+                        "written to since its forward.\n"
+                        "Fix: write to it between mini-batches; or checkpoint='never'."
+                    )
                 self._written.add((module, name))
                 raise ModelError(
                     "a checkpointed micro-batch cannot be recomputed: buffer "

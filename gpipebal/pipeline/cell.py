@@ -13,7 +13,7 @@ the graph in the recompute.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.batchnorm import SEEN, gathering
 from gpipebal.pipeline.buffers import Kept
 from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.checkpoint import phase
@@ -50,6 +51,7 @@ class Cell:
     """
 
     __slots__ = (
+        "_draws",
         "_ends",
         "_grad",
         "_input",
@@ -94,7 +96,7 @@ class Cell:
         self._n_inputs = 0
         self._kind: Any = None
         self._versions: list[int | None] = []
-        self._writes = 0
+        self._writes: Hashable = None
         self._keep = False
         self._parameters = True
         self.release()
@@ -108,6 +110,7 @@ class Cell:
         self._kept: Kept | None = None
         self._promised: list[bool] = []
         self._states: States = []
+        self._draws: Mapping[int | str, int] = {}
         self._tail: Tail | None = None
 
     def forget_facts(self) -> None:
@@ -146,6 +149,7 @@ class Cell:
             self._kept = result.kept
             self._promised = result.needs_gradient
             self._states = states or []
+            self._draws = randomness.draws
             self._tail = tail
             self._writes = self._partition.modules.frozen_writes()
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
@@ -197,6 +201,7 @@ class Cell:
                 promised=self._promised,
                 kept=kept.again() if self._keep else kept,
             )
+        randomness.check_draws(self._draws)
         if not self._keep:
             self._input, self._kept, self._tail = None, None, None
             self._states = []
@@ -218,7 +223,7 @@ class Cell:
             randomness = OwnRandomness(self._seed, self._micro_batch)
             randomness.enter_backward(self._partition.index)
             try:
-                with randomness.watching(), state.backward_entered():
+                with gathering(SEEN), randomness.watching(), state.backward_entered():
                     torch.autograd.backward(
                         roots,
                         seeds,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.kinds import check_kind
 from gpipebal.pipeline.container import Container
+from gpipebal.pipeline.own import own_forward
 from gpipebal.pipeline.recomputed import Recomputed, with_recompute
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
@@ -30,26 +29,10 @@ __all__ = [
     "check_plan_names",
     "check_plan_schedule",
     "check_runs",
-    "has_own_forward",
-    "hooks_of",
     "layers_of",
     "plan_warnings",
-    "warn_of_lazy_norms",
-    "warn_of_what_stays_behind",
     "with_runs_of",
 ]
-
-#: What a module can have of its own, beside its layers, that a pipeline of the layers has not.
-_OWN_HOOKS = {
-    "forward hooks": ("_forward_pre_hooks", "_forward_hooks"),
-    "backward hooks": ("_backward_pre_hooks", "_backward_hooks"),
-    "state-dict hooks": (
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    ),
-}
 
 
 def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
@@ -70,25 +53,16 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
             f"type(module)={type(module).__name__}.\n"
             "Fix: write the model as nn.Sequential of its layers."
         )
-    if has_own_forward(module):
+    own = own_forward(module)
+    if own is not None:
         raise ModelError(
-            f"module has a forward of its own: {type(module).__name__}.forward (expected that of "
+            f"module has a {own} of its own: {type(module).__name__}.{own} (expected that of "
             "nn.Sequential: one layer after the other).\n"
             "Fix: put what it does beside its layers into a layer."
         )
     return OrderedDict(
         (name, layer) for name, layer in module._modules.items() if layer is not None
     )
-
-
-def has_own_forward(module: nn.Sequential) -> bool:
-    """Tell whether an `nn.Sequential` does not run its layers as all others do."""
-    return type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
-
-
-def hooks_of(module: nn.Module) -> list[str]:
-    """List which kinds of hooks a module has of its own, beside those of modules inside it."""
-    return [kind for kind, names in _OWN_HOOKS.items() if any(map(module.__dict__.get, names))]
 
 
 def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
@@ -262,45 +236,6 @@ def _keywords_of(layer: nn.Module) -> list[str] | None:
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         return None
     return [p.name for p in parameters[1:] if p.kind != p.POSITIONAL_ONLY]
-
-
-def warn_of_what_stays_behind(module: nn.Module) -> None:
-    """Say so if a chain has something of its own: a pipeline takes nothing but its layers.
-
-    Warns:
-        UserWarning: it has hooks, parameters or buffers.
-    """
-    found = hooks_of(module)
-    if found:
-        warnings.warn(
-            f"the model has {' and '.join(found)} of its own, which the pipeline does not take "
-            "over: it runs the layers. Fix: register them on the pipeline (its forward hooks run "
-            "for each call, with the whole mini-batch, and not in step), or on layers.",
-            stacklevel=3,
-        )
-    own = [*module._parameters, *module._buffers]
-    if own:
-        warnings.warn(
-            f"the model has parameters or buffers of its own, which the pipeline does not take "
-            f"over: {', '.join(map(repr, own))}. Fix: put them into a layer.",
-            stacklevel=3,
-        )
-
-
-def warn_of_lazy_norms(layers: Iterable[nn.Module]) -> None:
-    """Say so if a batch normalisation cannot be deferred because it has no channels yet.
-
-    Warns:
-        UserWarning: one is lazy.
-    """
-    modules = (module for layer in layers for module in layer.modules())
-    if any(isinstance(x, _LazyNormBase) and isinstance(x, _BatchNorm) for x in modules):
-        warnings.warn(
-            "a lazy batch normalisation is left as it is: its running statistics are updated once "
-            "per micro-batch. Fix: run the model once, on a sample, before you make a pipeline "
-            "of it.",
-            stacklevel=3,
-        )
 
 
 def _name_at(names: Sequence[str], index: int) -> str:

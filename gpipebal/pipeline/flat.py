@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from gpipebal.pipeline.chain import has_own_forward, hooks_of, layers_of, warn_of_what_stays_behind
+from gpipebal.pipeline.chain import layers_of
+from gpipebal.pipeline.own import hooks_of, methods_of, own_forward, warn_of_what_stays_behind
 
 __all__ = ["can_be_opened", "flatten"]
 
@@ -15,8 +16,9 @@ def flatten(module: nn.Module) -> nn.Sequential:
     """Open nested Sequentials, so that the chain can be cut between the layers inside them.
 
     A child that is an `nn.Sequential`, however deep, gives way to its layers, in their order. One
-    that does something else than running them stays as it is: if it has a forward of its own,
-    hooks, parameters or buffers, or is compiled. So the result computes what `module` does.
+    that does something else than running them stays as it is: if it has a forward of its own (or a
+    ``train``, or its own way to save them), hooks, parameters or buffers, or is compiled. So the
+    result computes what `module` does.
 
     Args:
         module: An `nn.Sequential`; it is left as it is.
@@ -32,7 +34,8 @@ def flatten(module: nn.Module) -> nn.Sequential:
             layers one after the other.
 
     Warns:
-        UserWarning: `module` has hooks, parameters or buffers of its own, which are left out.
+        UserWarning: `module` has hooks, parameters, buffers or methods of its own, which are left
+            out.
 
     Complexity:
         O(n) for n modules that are opened or kept.
@@ -59,8 +62,8 @@ def can_be_opened(module: nn.Module) -> bool:
     """Tell whether a module does nothing but running its layers one after the other."""
     return (
         isinstance(module, nn.Sequential)
-        and not has_own_forward(module)
-        and not (module._parameters or module._buffers or hooks_of(module))
+        and own_forward(module) is None
+        and not (module._parameters or module._buffers or hooks_of(module) or methods_of(module))
         and module._compiled_call_impl is None
     )
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import PipelineError
-from gpipebal.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipebal.pipeline.bridge import attach_outputs
 from gpipebal.pipeline.chain import (
     check_balance,
@@ -23,11 +22,10 @@ from gpipebal.pipeline.chain import (
     check_runs,
     layers_of,
     plan_warnings,
-    warn_of_lazy_norms,
-    warn_of_what_stays_behind,
     with_runs_of,
 )
 from gpipebal.pipeline.container import Container
+from gpipebal.pipeline.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.devices import (
     Place,
     check_threads,
@@ -39,6 +37,7 @@ from gpipebal.pipeline.devices import (
 from gpipebal.pipeline.inputs import Inputs, charge_inputs, check_no_transform, part_inputs
 from gpipebal.pipeline.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch import MiniBatch, Watchers
+from gpipebal.pipeline.own import warn_of_lazy_norms, warn_of_what_stays_behind
 from gpipebal.pipeline.parting import join_gradients
 from gpipebal.pipeline.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
@@ -333,6 +332,8 @@ class GPipe(Container):
         loss = MicroBatchLoss(loss_fn, target, target_dims, inputs.rows, reduction)
         mini_batch = self._begin(inputs, schedule or self.schedule, loss)
         received = mini_batch.step()
+        if mini_batch.grad:
+            loss.check()
         gradients = join_gradients(received, mini_batch.rows, mini_batch.dims) if received else []
         found = [
             (leaf, gradient.to(leaf.device))

@@ -121,11 +121,16 @@ def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.de
 
 
 def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
-    """Refuse transforms of `torch.func`, and tensors with a tangent: workers know of neither.
+    """Refuse traces, transforms of `torch.func`, and tensors with a tangent: workers know none.
 
     Raises:
         PipelineError: there is one.
     """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise PipelineError(
+            "a pipeline cannot be traced: its workers would not be in the trace.\n"
+            "Fix: trace, script or export the plain model, whose parameters are the same."
+        )
     if is_transformed():
         raise PipelineError(
             "a pipeline cannot be called inside of a transform of torch.func: its workers would "

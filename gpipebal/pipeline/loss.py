@@ -53,6 +53,7 @@ class MicroBatchLoss:
             )
         self._loss_fn = _check_function(loss_fn)
         self._target = None if target is None else Target(target, target_dims, rows)
+        self._needs_gradient = False
         total = sum(rows)
         self.weights = [
             1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
@@ -98,24 +99,24 @@ class MicroBatchLoss:
         """Return the tensors of the target that want a gradient, with theirs."""
         return [] if self._target is None else self._target.gradients(lane)
 
-    def check(self, output: Packet, *, grad: bool) -> Tensor:
-        """Return the loss that a cell gave.
+    def take(self, output: Packet) -> Tensor:
+        """Return the loss that a cell gave."""
+        self._needs_gradient = self._needs_gradient or output.needs_gradient[0]
+        loss: Tensor = output.leaves[0]
+        # Kept until all are added up. That of a mean may have the storage of all its terms.
+        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
-        Args:
-            output: What the cell gave.
-            grad: Whether a backward will follow.
+    def check(self) -> None:
+        """Make sure that a step with gradients had something to differentiate.
 
         Raises:
-            PipelineError: a backward will follow, and nothing in it needs a gradient.
+            PipelineError: the loss of no micro-batch needed a gradient.
         """
-        loss: Tensor = output.leaves[0]
-        if grad and not output.needs_gradient[0]:
+        if not self._needs_gradient:
             raise PipelineError(
                 "the loss needs no gradient: no parameter and no input that it depends on does.\n"
                 "Fix: let a parameter require a gradient, or call step under torch.no_grad()."
             )
-        # Kept until all are added up. That of a mean may have the storage of all its terms.
-        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
     def gradient(self, i: int, loss: Tensor | None) -> Tensor:
         """Return the gradient of the mini-batch's loss by the loss of micro-batch `i`."""

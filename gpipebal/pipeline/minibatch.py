@@ -340,7 +340,7 @@ class MiniBatch:
             if loss is None:
                 self._routes.put_output(j, i, output._replace(ready=lane.mark()))
             else:
-                self.losses[i] = loss.check(output, grad=self.grad)
+                self.losses[i] = loss.take(output)
         elif kind == "R":
             # A recompute waits for nobody, so a failed mini-batch has to be noticed here.
             self._stop.check()

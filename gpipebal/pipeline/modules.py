@@ -69,23 +69,28 @@ class Modules:
         That is the mode, which modules and parameters there are, and how often each parameter has
         been written to.
         """
-        found = (p for p in self.parameters() if not is_lazy(p) and not p.is_inference())
+        found = [p for p in self.parameters() if not is_lazy(p) and not p.is_inference()]
+        written = (p for p in chain.from_iterable(self._written_views) if p is not None)
         return (
             self.mode(),
             tuple(map(id, self._nested())),
-            tuple(
-                [
-                    (id(one), one._version, one.data_ptr() if one.layout is torch.strided else 0)
-                    for one in found
-                ]
-            ),
+            tuple([(id(one), _address_of(one)) for one in found]),
+            tuple([p._version for p in written if not is_lazy(p) and not p.is_inference()]),
         )
 
-    def frozen_writes(self) -> int:
-        """Count the writes to parameters that are not trained: autograd looks after the others."""
+    def frozen_writes(self) -> Hashable:
+        """Name how often parameters that are not trained were written to, and where they are.
+
+        Autograd looks after the others.
+        """
         found = (p for p in chain.from_iterable(self._written_views) if p is not None)
-        frozen = (p for p in found if not (p.requires_grad or is_lazy(p) or p.is_inference()))
-        return sum(parameter._version for parameter in frozen)
+        frozen = [p for p in found if not (p.requires_grad or is_lazy(p) or p.is_inference())]
+        return sum([p._version for p in frozen]), tuple(map(_address_of, frozen))
 
     def _nested(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(self._child_views))
+
+
+def _address_of(parameter: nn.Parameter) -> int:
+    """Return where the elements of a parameter are: an exchanged ``.data`` counts no write."""
+    return parameter.data_ptr() if parameter.layout is torch.strided else 0

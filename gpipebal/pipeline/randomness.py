@@ -18,13 +18,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.random_ops import catch_random_operations, current_draw, is_transformed
@@ -103,6 +103,7 @@ class OwnRandomness:
     __slots__ = (
         "_again",
         "_backward_of",
+        "_draws",
         "_generators",
         "_layer",
         "_micro_batch",
@@ -128,7 +129,8 @@ class OwnRandomness:
         self._n_inside = 0
         self._layer: int | str = 0
         self._backward_of: int | None = None
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._draws: dict[int | str, int] = {}
+        self._generators: dict[tuple[torch.device, int | str], torch.Generator] = {}
 
     def watching(self) -> AbstractContextManager[Any]:
         """Let the random operations of this thread and block draw here."""
@@ -142,6 +144,29 @@ class OwnRandomness:
             self._generators = {}
 
     @property
+    def draws(self) -> Mapping[int | str, int]:
+        """How often each layer has drawn from these generators, if it has."""
+        return self._draws
+
+    def check_draws(self, forward: Mapping[int | str, int]) -> None:
+        """Make sure that these are the numbers of a forward, whose draws are given.
+
+        A layer that drew nothing this time has no wrong numbers: what it drew, it may have kept.
+
+        Raises:
+            ModelError: a layer drew more often than in the forward, or less.
+        """
+        for layer, n in self._draws.items():
+            if forward.get(layer, 0) != n:
+                raise ModelError(
+                    "a checkpointed micro-batch cannot be recomputed: random numbers are drawn "
+                    f"{n} times by layer {layer} of the chain, the loss being one more (expected "
+                    f"{forward.get(layer, 0)} times, as in its forward: these are other ones).\n"
+                    "Fix: let it draw the same in every pass (what is drawn once, such as first "
+                    "values, by one forward of the layer before training), or checkpoint='never'."
+                )
+
+    @property
     def layer(self) -> int | str:
         """The layer whose generators these are."""
         return self._layer
@@ -150,8 +175,9 @@ class OwnRandomness:
         """Return the same random numbers from a layer's beginning, to be drawn a second time."""
         states: States = []
         seed, micro_batch = self._seed, self._micro_batch
+        first = OwnRandomness(seed, micro_batch, states)
         return Repeatable(
-            OwnRandomness(seed, micro_batch, states),
+            first,
             lambda: OwnRandomness(seed, micro_batch, states, again=True),
         )
 
@@ -184,7 +210,12 @@ class OwnRandomness:
         device = _device_of(args, kwargs)
         if device.type == "meta":
             return operation(*args, **kwargs)
-        generator = self._generator(device)
+        # Values of a parameter, of a lazy layer say, are drawn once: no recompute does it again.
+        if args and isinstance(args[0], nn.Parameter) and _writes_to_first(operation):
+            generator = self._generator(device, f"{self._layer}, parameters")
+        else:
+            self._draws[self._layer] = self._draws.get(self._layer, 0) + 1
+            generator = self._generator(device, self._layer)
         # With a generator an operation cannot be mapped: torch would run it row by row.
         if way.run is None or is_transformed():
             return _run_with_default(generator, operation, args, kwargs)
@@ -220,12 +251,12 @@ class OwnRandomness:
                 "gpipebal.pipeline.with_recompute, and not the layer itself."
             )
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        generator = self._generators.get(device)
+    def _generator(self, device: torch.device, layer: int | str) -> torch.Generator:
+        generator = self._generators.get((device, layer))
         if generator is None:
             generator = torch.Generator(device)
-            generator.manual_seed(cell_seed(int(self._seed), self._layer, self._micro_batch))
-            self._generators[device] = generator
+            generator.manual_seed(cell_seed(int(self._seed), layer, self._micro_batch))
+            self._generators[device, layer] = generator
         return generator
 
 
@@ -309,6 +340,12 @@ def _is_default(generator: torch.Generator) -> bool:
     is_cuda = generator.device.type == "cuda"
     defaults = torch.cuda.default_generators if is_cuda else (torch.default_generator,)
     return any(generator._cdata == default._cdata for default in defaults)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _writes_to_first(operation: Any) -> bool:
+    alias = operation._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
 
 
 #: Arguments that, if they are 0 or False, keep an operation from drawing at all.

@@ -49,7 +49,8 @@ def verify(
     settings that hold at the call: gradients or none, autocast, training or eval mode (the
     pipeline's, layer by layer).
 
-    Everything runs on copies: parameters, gradients, buffers, inputs and random states stay as
+    Everything runs on copies (a parameter that `loss_fn` uses by itself is none, and its gradient
+    is not compared): parameters, gradients, buffers, inputs and random states stay as
     they are, and the pipeline's own workers are not used. Only what a copy still shares, such as
     a global variable that a layer writes to, can change. Hooks on parameters are not copied. One
     copy of the layers at a time is in memory, beside the gradients and buffers of two. If there is
@@ -109,7 +110,7 @@ def verify(
     comparison = Comparison(Tolerance(rtol, atol, _autocast_dtypes(pipe)))
     # The call, and with a loss a step under each schedule.
     schedules = [None, *(SCHEDULES if loss_fn is not None and len(pipe) else ())]
-    with _random_states_kept(pipe):
+    with _random_states_kept(pipe), _gradients_kept(module, pipe):
         plain = plain_copy(module, pipe)
         try:
             comparison.check_models(plain, pipe)
@@ -171,6 +172,19 @@ def _check_seed(seed: object) -> int:
             "2**64).\nFix: seed=0."
         )
     return number
+
+
+@contextmanager
+def _gradients_kept(module: nn.Module, pipe: GPipe) -> Iterator[None]:
+    """Put gradients back: a loss may use parameters of the models themselves, and not of copies."""
+    kept = [(p, p.grad) for p in {*module.parameters(), *pipe.parameters()}]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 @contextmanager

@@ -14,13 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.batchnorm import (
-    DeferredBatchNorm,
-    Statistics,
-    convert_deferred_batch_norm,
-    gathering,
-)
+from gpipebal.pipeline.batchnorm import DeferredBatchNorm, Statistics, gathering
 from gpipebal.pipeline.chain import layers_of
+from gpipebal.pipeline.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.devices import move_layer
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.inputs import Inputs, part_inputs
@@ -113,7 +109,10 @@ def run_pipe(
     if watch is not None:
         for k, (name, layer) in enumerate(list(mine._modules.items())):
             assert layer is not None
-            mine._modules[name] = _Watched(layer, k, watch)
+            mine._modules[name] = watched = _Watched(layer, k, watch)
+            for partition in mine.partitions:  # a compat pipeline runs what stands there
+                if name in partition._modules:
+                    partition._modules[name] = watched
     torch.default_generator.manual_seed(task.seed)
     try:
         with _noting(f"in {name_of_run(schedule)}; the plain model ran through"):

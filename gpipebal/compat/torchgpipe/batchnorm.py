@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipebal.pipeline import batchnorm
+from gpipebal.pipeline import batchnorm, deferral
 from gpipebal.pipeline.batchnorm import Statistics, blank_deferred, gathering
 from gpipebal.schedule import check_count
 
@@ -125,7 +125,7 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
             for layer in module.modules()
             if isinstance(layer, _BatchNorm)
         }
-        return batchnorm.convert_deferred_batch_norm(module, memo)  # type: ignore[return-value]
+        return deferral.convert_deferred_batch_norm(module, memo)  # type: ignore[return-value]
 
 
 def _deferred(layer: _BatchNorm, chunks: int) -> _BatchNorm:
