@@ -164,11 +164,12 @@ def plan_html(plan: Any) -> str:
         )
     title, *text = str(plan).splitlines()
     footer = text[len(parts) + 1 :]
+    memory = "model memory" if plan.peak_bytes is None else "peak memory"
     if len(shown) < len(parts):
         footer.insert(0, f"{count(len(parts) - len(shown), 'partition')} with less time not shown")
     return table(
         title,
-        ["partition", "layers", "", "time for one micro-batch", "", "peak memory"],
+        ["partition", "layers", "", "time for one micro-batch", "", memory],
         rows,
         left=(2,),
         legend=("forward", "recompute", "backward"),

@@ -74,11 +74,14 @@ class SideBySide:
         cells: Where a prediction and a measurement were given, how long each kind of cell took
             in both; else empty.
         timelines: The timelines, by name: those given, and those that the plans predict.
+        why_no_cells: Why a prediction and a measurement have no cells in common; empty: they have,
+            or there are none of both.
     """
 
     rows: tuple[Compared, ...]
     cells: tuple[CellTime, ...]
     timelines: Mapping[str, Timeline]
+    why_no_cells: str = ""
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per plan or timeline."""
@@ -128,6 +131,8 @@ class SideBySide:
                 for cell in self.cells
             ]
             text += ["", *aligned(rows, left=(1,))]
+        if self.why_no_cells:
+            text += ["", f"Cells are not compared: {self.why_no_cells}."]
         return "\n".join(text)
 
 
@@ -171,7 +176,14 @@ def set_side_by_side(nouns: Mapping[str, Plan | Timeline]) -> SideBySide:
         for name, noun in nouns.items()
     }
     rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
-    return SideBySide(rows, _cells(list(timelines.values())), timelines)
+    balances = [(timelines[name], _balance(noun)) for name, noun in nouns.items()]
+    predicted = next((pair for pair in balances if pair[0].source == "simulated"), None)
+    measured = next((pair for pair in balances if pair[0].source == "measured"), None)
+    if predicted is None or measured is None:
+        return SideBySide(rows, (), timelines)
+    why = _why_no_cells(*predicted, *measured)
+    cells = () if why else _cells(predicted[0], measured[0])
+    return SideBySide(rows, cells, timelines, why)
 
 
 def _has_pause(timeline: Timeline) -> bool:
@@ -190,7 +202,7 @@ def _row(name: str, noun: Plan | Timeline, timeline: Timeline) -> Compared:
         bubble_fraction=timeline.bubble_fraction,
         imbalance=timeline.imbalance,
         step_time=plan.step_time if plan else None,
-        peak_bytes=max(part.memory.total for part in plan.partitions) if plan else None,
+        peak_bytes=plan.peak_bytes if plan else None,
     )
 
 
@@ -202,12 +214,31 @@ def _balance(noun: Plan | Timeline) -> tuple[int, ...] | None:
     return tuple(found) if good and found else None
 
 
-def _cells(timelines: list[Timeline]) -> tuple[CellTime, ...]:
-    """Compare the first prediction with the first measurement, if both are of the same cells."""
-    predicted = next((t for t in timelines if t.source == "simulated"), None)
-    measured = next((t for t in timelines if t.source == "measured"), None)
-    if predicted is None or measured is None or predicted.n_partitions != measured.n_partitions:
-        return ()
+def _why_no_cells(
+    predicted: Timeline,
+    predicted_balance: tuple[int, ...] | None,
+    measured: Timeline,
+    measured_balance: tuple[int, ...] | None,
+) -> str:
+    """Say why the cells of two timelines are not the same ones; empty: they are."""
+    for what, one, other in (
+        ("partitions", predicted.n_partitions, measured.n_partitions),
+        ("micro-batches", predicted.chunks, measured.chunks),
+    ):
+        if one != other:
+            return f"{one} {what} were predicted, {other} measured"
+    if predicted_balance and measured_balance and predicted_balance != measured_balance:
+        return (
+            f"balance {_short(predicted_balance)} was predicted, {_short(measured_balance)} "
+            "measured"
+        )
+    if not (predicted.tells_micro_batches and measured.tells_micro_batches):
+        return "a timeline without detail does not tell micro-batches"
+    return ""
+
+
+def _cells(predicted: Timeline, measured: Timeline) -> tuple[CellTime, ...]:
+    """Compare a prediction with a measurement of the same cells."""
     before, after = _mean_times(predicted), _mean_times(measured)
     return tuple(
         CellTime(*place, before[place], after[place])

@@ -47,7 +47,7 @@ def tracks_of(size: tuple[int, int, int], scale: float = 1e-3) -> tuple[MemoryTr
 
 
 def plans_of(chunks: Sequence[int], *, known: bool = True, memory: int = 1000) -> list[Plan]:
-    """Make plans whose peak memory is `memory` over the number of micro-batches."""
+    """Make plans of one mini-batch whose peak memory is `memory` over the micro-batches."""
     plans = []
     for m in chunks:
         plan = make_case(6, 2, m)[1]
@@ -55,7 +55,7 @@ def plans_of(chunks: Sequence[int], *, known: bool = True, memory: int = 1000) -
             replace(part, memory=PeakMemory(activations=memory // m)) for part in plan.partitions
         )
         step_time = 1.2 * plan.makespan if known else None
-        plans.append(replace(plan, partitions=parts, step_time=step_time))
+        plans.append(replace(plan, partitions=parts, step_time=step_time, rows=64 // m))
     return plans
 
 
@@ -161,6 +161,12 @@ def test_chunks_names_the_fastest_that_fits() -> None:
         assert name in plot_chunks(plans, limit=limit).get_title(loc="left")
     title = plot_chunks(plans, limit=10).get_title(loc="left")
     assert title == "No number of micro-batches stays below the limit"
+
+
+def test_of_mini_batches_of_different_sizes_none_is_the_fastest() -> None:
+    """Each of these has micro-batches of two rows: more of them take longer, and do more."""
+    plans = [make_case(6, 2, m)[1] for m in (2, 8)]
+    assert plot_chunks(plans).get_title(loc="left") == "Mini-batches of 4 to 16 rows"
 
 
 def test_chunks_without_memory_has_one_axis() -> None:

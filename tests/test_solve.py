@@ -293,6 +293,14 @@ def test_any_cost_is_minimised(costs: list[int], n: int) -> None:
     assert select_method(profile, n, cost=cost) == plan.method == "dense table"
 
 
+def test_only_the_best_of_the_top_plans_is_said_to_be() -> None:
+    """The others say how far they are from it."""
+    plans = top_plans(gb.Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=4), 3, 2)
+    assert [plan.status for plan in plans] == ["optimal", "feasible", "feasible"]
+    assert {plan.lower_bound for plan in plans} == {plans[0].value}
+    assert "proven optimal" not in str(plans[1]) and "No other" not in plans[1].explain()
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 @given(profiles(largest=4), st.data())
 def test_top_plans_are_the_head_of_all(profile: gb.Profile, data: st.DataObject) -> None:

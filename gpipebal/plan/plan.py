@@ -16,6 +16,7 @@ from gpipebal.plan.parts import PartitionPlan, PeakMemory
 from gpipebal.plan.text import explanation, plan_text
 from gpipebal.schedule import (
     ALL_SCHEDULES,
+    SCHEDULES,
     Checkpoint,
     CheckpointMode,
     is_checkpointed,
@@ -161,7 +162,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Bottleneck over the mean time of a partition; 1.0 is perfect."""
+        """Largest time of a partition for one micro-batch over the mean one; 1.0 is perfect."""
         times = [self.micro_batch_time(j) for j in range(self.n_partitions)]
         return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
@@ -219,8 +220,20 @@ class Plan:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Which of the devices runs each partition, as an index."""
+        """Which of the devices runs each partition, as an index; of interleaved ones, in turns."""
+        return self.device_order or tuple(j % self.n_devices for j in range(self.n_partitions))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Which of what was given for each partition (devices, limits) each has, as an index."""
         return self.device_order or tuple(range(self.n_partitions))
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Largest peak memory of a partition; None: not known, of a schedule only torch runs."""
+        if self.schedule not in SCHEDULES:
+            return None
+        return max(part.memory.total for part in self.partitions)
 
     @property
     def gain(self) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gpipebal.schedule import SCHEDULES
 from gpipebal.text import aligned
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
@@ -47,14 +46,14 @@ def _table(plan: Plan) -> str:
     mixed = len(set(plan.modes)) > 1
     limited = any(part.memory_limit is not None for part in plan.partitions)
     linked = any(part.receive_time or part.return_time for part in plan.partitions)
-    moved = plan.devices != tuple(range(plan.n_partitions))
+    moved = bool(plan.device_order) or plan.n_devices < plan.n_partitions
     header = ["partition", "layers", ""]
     header += ["device"] if moved else []
     header += ["checkpoint"] if mixed else []
     header += ["forward", "backward"]
     header += ["recompute"] if plan.recomputes else []
     header += ["transfers"] if linked else []
-    header += ["peak memory" if plan.schedule in SCHEDULES else "model memory"]
+    header += [_memory_title(plan)]
     header += ["limit"] if limited else []
     header += ["share"]
     rows = [header]
@@ -193,11 +192,22 @@ def _gain(plan: Plan) -> list[str]:
     ]
 
 
+def _memory_title(plan: Plan) -> str:
+    """Name the memory that a plan tells of: of a schedule that only torch runs, no peak."""
+    return "model memory" if plan.peak_bytes is None else "peak memory"
+
+
 def _memory(plan: Plan) -> list[str]:
     peaks = [part.memory.total for part in plan.partitions]
     limits = [part.memory_limit for part in plan.partitions]
     limited = [j for j, limit in enumerate(limits) if limit is not None]
     j = max(limited or range(len(peaks)), key=lambda j: peaks[j] - (limits[j] or 0))
+    if plan.peak_bytes is None:
+        most = format_bytes(max(peaks))
+        return [
+            f"The model itself takes up to {most} of a partition; how much is needed at the peak "
+            f"of {plan.schedule!r} is not predicted."
+        ]
     text = f"Partition {j} needs {format_bytes(peaks[j])} at its peak"
     limit = limits[j]
     if limit is None:
@@ -229,7 +239,7 @@ def _partitions(which: list[int]) -> str:
 
 
 def _order(plan: Plan) -> list[str]:
-    if plan.devices == tuple(range(plan.n_partitions)):
+    if not plan.device_order:
         return []
     return [f"Devices are put into another order: partition by partition, {list(plan.devices)}."]
 

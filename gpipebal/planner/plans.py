@@ -185,7 +185,7 @@ def _bottleneck_of(
 def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
     """Add how decisive each cut is, each moved cut simulated where only a clock can tell."""
     question, problem = posed.question, posed.problem
-    modes, order = plan.modes, plan.devices
+    modes, order = plan.modes, plan.places
     n_moves, n_actions = 2 * (plan.n_partitions - 1), 3 * plan.n_partitions * plan.chunks
     if question.is_searched and n_moves * n_actions > _MOST_ACTIONS:
         return plan

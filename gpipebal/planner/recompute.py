@@ -357,7 +357,7 @@ def _limit_text(question: Question, plan: Plan, lacks: Sequence[int]) -> str:
     if isinstance(limits, int):
         return f"memory_limit={with_more(question, limits, max(lacks))}"
     given: list[int | None] = [None] * plan.n_partitions
-    for k, limit, lack in zip(plan.devices, limits or (), lacks, strict=False):
+    for k, limit, lack in zip(plan.places, limits or (), lacks, strict=False):
         given[k] = None if limit is None else with_more(question, limit, lack)
     reserve = "" if question.reserve is None else f", reserve={question.reserve}"
     return f"memory_limit={given}{reserve}"

@@ -59,11 +59,11 @@ def posed_again(
         memory_limit = [part.memory_limit for part in plan.partitions]
         reserve = 0
     elif isinstance(memory_limit, list | tuple) and len(memory_limit) == plan.n_partitions:
-        memory_limit = [memory_limit[k] for k in plan.devices]
+        memory_limit = [memory_limit[k] for k in plan.places]
     if isinstance(devices, Iterable) and not isinstance(devices, str):
         devices = list(devices)
         if len(devices) == plan.n_partitions:
-            devices = [devices[k] for k in plan.devices]
+            devices = [devices[k] for k in plan.places]
     options = Options(
         checkpoint=plan.modes,
         schedule=plan.schedule,

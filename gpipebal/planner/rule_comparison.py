@@ -44,7 +44,7 @@ class RuleRow:
         balance: Layers of each partition; None: the rule has no answer.
         makespan: Predicted seconds from the first forward to the last backward.
         bottleneck: Largest time of a partition for one micro-batch, in seconds.
-        peak_bytes: Largest predicted peak memory of a partition.
+        peak_bytes: Largest predicted peak memory of a partition; None: not known.
         above_plan: How much more than the plan it costs, in the plan's objective, as a fraction;
             None: the objective is one that was given as a function.
         gap: How far it can be from the optimum, as a fraction, by the plan's bound; None: the
@@ -186,7 +186,7 @@ def compare_rules(
     profile = posed.question.profile
 
     def costs_of(balance: Sequence[int]) -> Plan:
-        return plan_of_balance(posed, to_bounds(balance), plan.modes, plan.devices)
+        return plan_of_balance(posed, to_bounds(balance), plan.modes, plan.places)
 
     again = costs_of(plan.balance).makespan
     if not math.isclose(again, plan.makespan, rel_tol=1e-9):
@@ -248,11 +248,10 @@ def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
 
 
 def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:
-    peak = max(part.memory.total for part in costs.partitions)
-    values: dict[str, float] = {
+    values: dict[str, float | None] = {
         "makespan": costs.makespan,
         "bottleneck": costs.bottleneck,
-        "peak_memory": peak,
+        "peak_memory": costs.peak_bytes,
     }
     value = plan.value if costs is plan else values.get(plan.objective)
     gap = above = None
@@ -265,7 +264,7 @@ def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:
         balance=costs.balance,
         makespan=costs.makespan,
         bottleneck=costs.bottleneck,
-        peak_bytes=peak,
+        peak_bytes=costs.peak_bytes,
         above_plan=above,
         gap=gap,
     )

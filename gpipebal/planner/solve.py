@@ -184,8 +184,9 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
 
     Returns:
         Plans, best first; fewer if there are no more, or if what waits for busy neighbours breaks
-        the limits of very many. Each is ``'optimal'`` among those that are
-        left, if that can be proven; else its bound holds for all of these.
+        the limits of very many. The bound of each is that of all plans: the first is ``'optimal'``
+        if that can be proven, and the gap of the others is to the best. No plan that is left out
+        is better than the last of them, but for the bound.
 
     Raises:
         BalanceError: as `solve`; a `k` that is not 1 or more; what has no next best.
@@ -241,17 +242,8 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
             raise explain(posed)
         return [with_sensitivity(*best)]
     found.sort(key=lambda one: one[:2])
-    plans = _bounded([plan for *_, plan in found], bound)[:k]
-    return [with_sensitivity(one[2], plan) for one, plan in zip(found, plans, strict=False)]
-
-
-def _bounded(plans: list[Plan], bound: float) -> list[Plan]:
-    """Let each plan know of a bound on those behind it, and on others."""
-    known = []
-    for plan in reversed(plans):
-        bound = min(bound, plan.lower_bound)
-        known.append(plan.with_bound(bound))
-    return known[::-1]
+    bound = min([bound, *(plan.lower_bound for *_, plan in found)])
+    return [with_sensitivity(at, plan.with_bound(bound)) for _, _, at, plan in found[:k]]
 
 
 def select_method(profile: Profile, partitions: int, **options: Unpack[Options]) -> str:

@@ -39,7 +39,7 @@ def plot_chunks(
     stands the bubble.
 
     Args:
-        plans: Plans of one mini-batch, in any order.
+        plans: Plans of one mini-batch, in any order. (Of different ones none is named the fastest.)
         ax: Axes to draw on; None: a new figure. The right axis is its twin.
         limit: Bytes that a partition may need, as a number or such as ``'16 GiB'``; drawn as a
             dashed line along the right axis.
@@ -51,7 +51,8 @@ def plot_chunks(
     Example:
         >>> import gpipebal as gb
         >>> profile = gb.Profile.from_costs([3.0, 1.0, 4.0], rows=8, chunks=2)
-        >>> plot_chunks([gb.solve(profile, 2, chunks=m) for m in (2, 4, 8)]).get_ylabel()
+        >>> plans = [gb.solve(profile.at_rows(16 // m), 2, chunks=m) for m in (2, 4, 8)]
+        >>> plot_chunks(plans).get_ylabel()
         'time [s]'
     """
     make = "plans=[solve(profile, 4, chunks=chunks) for chunks in (4, 8, 16)]"
@@ -67,7 +68,7 @@ def plot_chunks(
     ax = new_axes(min(12.0, max(5.5, 2.5 + 0.6 * n)), 4.0) if ax is None else ax
     steps = [plan.step_time for plan in plans if plan.step_time is not None]
     times = steps if len(steps) == n else [plan.makespan for plan in plans]
-    peaks = [max(part.memory.total for part in plan.partitions) for plan in plans]
+    peaks = [plan.peak_bytes or 0 for plan in plans]
     largest = max(*times, *(plan.makespan for plan in plans), 0.0)
     factor, unit = scale_seconds(largest)
     work = [plan.makespan * (1 - plan.bubble_fraction) / factor for plan in plans]
@@ -98,7 +99,11 @@ def plot_chunks(
         entries += _draw_memory(ax, peaks, room, memory_colour)
     fits = [k for k in range(n) if room is None or peaks[k] <= room]
     best = min(fits, key=times.__getitem__, default=None)
-    if best is None:
+    least, most = max((p.rows - 1) * p.chunks + 1 for p in plans), min(_rows(p) for p in plans)
+    if least > most:
+        rows = sorted(map(_rows, plans))
+        title = f"Mini-batches of {rows[0]} to {rows[-1]} rows"
+    elif best is None:
         title = "No number of micro-batches stays below the limit"
     else:
         title = (
@@ -107,6 +112,11 @@ def plot_chunks(
         )
     add_headline(ax, title, entries)
     return ax
+
+
+def _rows(plan: Plan) -> int:
+    """Return the most rows that the mini-batch of a plan can have."""
+    return plan.rows * plan.chunks
 
 
 def _label_chunks(ax: Axes, plans: Sequence[Plan]) -> None:
