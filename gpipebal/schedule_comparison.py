@@ -111,8 +111,14 @@ def compare_schedules(
     durations: dict[int, Durations] = {}
     held: dict[int, list[HeldBytes]] = {}
     too_many = []
-    asked = _several(partitions_per_device)
-    for each in dict.fromkeys((1, *(check_count("partitions_per_device", one) for one in asked))):
+    asked = [check_count("partitions_per_device", one) for one in _several(partitions_per_device)]
+    if max(asked, default=1) < 2 and set(schedules) == {"interleaved_1f1b"}:
+        raise BalanceError(
+            "partitions leave nothing to interleave: "
+            f"partitions_per_device={asked} (expected 2 or more, for schedule "
+            "'interleaved_1f1b').\nFix: partitions_per_device=2, or other schedules."
+        )
+    for each in dict.fromkeys((1, *asked)):
         if each * n_devices > profile.n_layers:
             too_many.append(each)
             continue

@@ -140,9 +140,9 @@ def _has_plan(question: Question) -> bool:
         try:
             posed = pose(question, chunks)
             problem = posed.cautious if posed.problem.is_limited else posed.problem
-            if question.is_searched:
+            if question.schedule != "gpipe":
                 order_for(question.schedule, question.n_partitions, posed.chunks, "never")
-            else:
+            if not question.is_searched:
                 check_method(problem, question.objective, question.method)
             if find(in_order_if_large(problem), "bottleneck") is not None:
                 return True

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
@@ -94,6 +94,12 @@ def best_of(posed: Posed) -> Best:
     found = solved(posed, posed.problem)
     if found is None:
         return Best(None, math.inf)
+    if question.cost is None and found.lower_bound < found.value:
+        # Out of time a solver may know less than can be seen at once.
+        bound = min(found.value, max(found.lower_bound, _quick_bound(posed)))
+        proven = bound >= found.value
+        status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
+        found = replace(found, lower_bound=bound, status=status)
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
         plan = _least_waiting(posed, plan)

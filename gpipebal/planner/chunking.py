@@ -5,10 +5,36 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.plan import Plan
 from gpipebal.profile import Profile
 from gpipebal.units import count
 
-__all__ = ["at_chunks", "chunk_candidates"]
+__all__ = ["as_planned", "at_chunks", "chunk_candidates"]
+
+
+def as_planned(profile: Profile, plan: Plan) -> Profile:
+    """Return the costs that a plan was made from, at its one number of rows.
+
+    Args:
+        profile: The profile that was planned, or that a grid's share of the rows was taken of.
+        plan: The plan.
+
+    Raises:
+        ProfileError: the profile does not tell the costs of so many rows.
+
+    Example:
+        >>> from gpipebal.planner import solve
+        >>> profile = Profile.from_costs([3.0], rows=2, chunks=4)
+        >>> as_planned(profile, solve(profile, 1, chunks=8)).chunks
+        4
+    """
+    found = None
+    if plan.chunks <= profile.mini_batch_rows or not profile.other_sizes:
+        found = at_chunks(profile, plan.chunks)[0]
+    if found is None or found.rows != plan.rows:
+        share = plan.rows * plan.chunks
+        found = replace(profile.at_rows(plan.rows, mini_batch_rows=share), chunks=plan.chunks)
+    return replace(found, other_sizes=())
 
 
 def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str, ...]]:

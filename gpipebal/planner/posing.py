@@ -15,7 +15,7 @@ from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
 from gpipebal.profile import Profile
 from gpipebal.schedule import SCHEDULES, CheckpointMode, counted_modes, modes_of
-from gpipebal.units import format_bytes
+from gpipebal.units import count, format_bytes
 
 __all__ = ["Posed", "pose"]
 
@@ -175,6 +175,15 @@ def _devices_of(question: Question, rows: int) -> tuple[Device, ...] | None:
             if id(place) not in made:
                 made[id(place)] = _device_of(j, place, rows)
             place = made[id(place)]
+        elif isinstance(place, Device) and place.times and rows != question.profile.rows:
+            raise BalanceError(
+                "times of a device are those of other micro-batches: "
+                f"devices[{j}] has times, and the profile was taken with "
+                f"{count(question.profile.rows, 'row')} (expected {count(rows, 'row')}, as "
+                "chunks= asks for).\n"
+                "Fix: give the profile of the model on that device, devices=[profile, ...], or the "
+                f"number of micro-batches that the profile has, chunks={question.profile.chunks}."
+            )
         assert isinstance(place, Device)
         if limit is not None:
             usable = _less_reserve(question, j, limit)

@@ -8,6 +8,7 @@ from statistics import NormalDist
 from types import MappingProxyType
 
 from gpipebal.errors import BalanceError
+from gpipebal.problem.checks import plain_number
 from gpipebal.profile import LayerProfile, Profile
 
 __all__ = ["at_quantile"]
@@ -45,13 +46,13 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
         >>> at_quantile(shaky, 0.75).layers[0].forward_time
         1.1
     """
-    number = isinstance(quantile, (int, float)) and not isinstance(quantile, bool)
-    if not number or not 0.5 <= quantile < 1:
+    number = plain_number(quantile)
+    if not 0.5 <= number < 1:
         raise BalanceError(
             f"quantile is out of range: quantile={quantile!r} (expected 0.5 <= quantile < 1).\n"
             "Fix: quantile=0.9, or quantile=None for medians."
         )
-    share = NormalDist().inv_cdf(quantile) / _RANGE
+    share = NormalDist().inv_cdf(number) / _RANGE
 
     def shifted(layer: LayerProfile) -> LayerProfile:
         times = {
@@ -64,6 +65,6 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
     return replace(
         profile,
         layers=tuple(map(shifted, profile.layers)),
-        other_sizes=tuple(at_quantile(other, quantile) for other in profile.other_sizes),
-        provenance={**profile.provenance, "quantile": quantile},
+        other_sizes=tuple(at_quantile(other, number) for other in profile.other_sizes),
+        provenance={**profile.provenance, "quantile": number},
     )

@@ -174,7 +174,9 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     inside = schedule != "gpipe" if inside is None else check_flag("loss_inside", inside)
     shared = profile.shares_memory if shared is None else check_flag("shared_memory", shared)
     checkpoint = options.get("checkpoint", "except_last")
-    if checkpoint != "auto":
+    if not (isinstance(checkpoint, str) and checkpoint == "auto"):
+        if hasattr(checkpoint, "tolist"):  # of numpy
+            checkpoint = checkpoint.tolist()
         check_checkpoint(checkpoint)
         if not isinstance(checkpoint, str):
             checkpoint = modes_of(tuple(checkpoint), n_partitions)

@@ -275,7 +275,7 @@ class _RunChoice:
         """Predict what the plan costs with the runs found so far."""
         question, runs = self._posed.question, self._runs()
         modes = self._modes_with(*self._ways)
-        return evaluate(
+        plan = evaluate(
             with_runs(self._posed.profile, runs),
             self._plan.balance,
             chunks=self._posed.chunks,
@@ -287,6 +287,8 @@ class _RunChoice:
             devices=self._devices(runs),
             link=question.link,
         )
+        # What is given for each partition is in the plan's order already.
+        return replace(plan, device_order=self._plan.device_order)
 
     def _devices(self, runs: Sequence[range]) -> list[Device] | None:
         devices = self._posed.problem.devices

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
+from gpipebal.planner.chunking import as_planned
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Place, Size, ask
 from gpipebal.problem import Link
@@ -76,11 +76,7 @@ def posed_again(
         reserve=reserve,
         time_limit=time_limit,
     )
-    if plan.rows != profile.rows:
-        profile = profile.at_rows(plan.rows)
-    # Of one size: it is the size of the plan's micro-batches, however many there are.
-    profile = replace(profile, chunks=plan.chunks, other_sizes=())
-    posed = pose(ask(profile, plan.n_partitions, options), plan.chunks)
+    posed = pose(ask(as_planned(profile, plan), plan.n_partitions, options), plan.chunks)
     if not posed.problem.is_limited:
         raise BalanceError(
             "nothing limits the memory: memory_limit=None, and the plan has no limits (expected "

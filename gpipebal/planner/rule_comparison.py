@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.kinds import check_kind, check_options
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
+from gpipebal.planner.chunking import as_planned
 from gpipebal.planner.plans import plan_of_balance
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.quantiles import at_quantile
@@ -231,8 +232,6 @@ def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
             devices = [
                 at_quantile(one, quantile) if isinstance(one, Profile) else one for one in devices
             ]
-    if plan.rows != profile.rows:
-        profile = replace(profile.at_rows(plan.rows), chunks=plan.chunks)
     asked: Options = {
         "checkpoint": plan.checkpoint,
         "schedule": plan.schedule,
@@ -243,8 +242,7 @@ def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
         "shared_memory": plan.shared_memory,
         "gradients_exist": plan.gradients_exist,
     }
-    # Of one size: it is the size of the plan's micro-batches, however many there are.
-    return pose(ask(replace(profile, other_sizes=()), plan.n_partitions, asked), plan.chunks)
+    return pose(ask(as_planned(profile, plan), plan.n_partitions, asked), plan.chunks)
 
 
 def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:

@@ -17,7 +17,7 @@ the smallest bottleneck: a greedy probe decides, and bisection snaps to values t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -260,21 +260,32 @@ class Relaxed:
     def splits_within(self, limit: int) -> list[tuple[int, ...]]:
         """List the splits whose partitions all keep a limit, leftmost cuts first."""
         windows = self.windows(limit)
+        if windows[0][0] > 0:
+            return []
         found: list[tuple[int, ...]] = []
-
-        def extend(bounds: tuple[int, ...]) -> None:
+        bounds = [0]
+        # Where each bound can stand behind the one before it.
+        places: list[Iterator[int]] = [self._next(0, 0, windows, limit)]
+        while places:
+            place = next(places[-1], None)
+            del bounds[len(places) :]
+            if place is None:
+                places.pop()
+                continue
+            bounds.append(place)
             j = len(bounds) - 1
             if j == len(self.rows):
-                found.append(bounds)
-                return
-            low, high = windows[j + 1]
-            end = self.furthest(j, bounds[-1], high, limit)
-            for place in range(max(low, bounds[-1] + 1), end + 1):
-                extend((*bounds, place))
-
-        if windows[0][0] <= 0:
-            extend((0,))
+                found.append(tuple(bounds))
+            else:
+                places.append(self._next(j, place, windows, limit))
         return found
+
+    def _next(
+        self, j: int, start: int, windows: Sequence[tuple[int, int]], limit: int
+    ) -> Iterator[int]:
+        """Return the places of the bound behind partition `j`, which begins at `start`."""
+        low, high = windows[j + 1]
+        return iter(range(max(low, start + 1), self.furthest(j, start, high, limit) + 1))
 
 
 def _sum(counts: Sequence[int], times: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import whole_number
 from gpipebal.problem.checks import check_bytes, check_times, plain_number
 
 __all__ = ["Device", "Links", "Rules"]
@@ -144,7 +145,13 @@ class Rules:
                     f"or pairs of them).\nFix: {name}=(), for none."
                 )
         pins = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
-        object.__setattr__(self, "no_cut", tuple(sorted(set(map(_whole, self.no_cut)))))
+        uncut = [*map(_whole, self.no_cut)]
+        if any(not isinstance(layer, (int, float)) for layer in uncut):
+            raise BalanceError(
+                f"no_cut has the wrong form: no_cut={uncut!r:.60} (expected indices of layers).\n"
+                "Fix: no_cut=[2]."
+            )
+        object.__setattr__(self, "no_cut", tuple(sorted(set(uncut))))
         pairs = _pairs("keep_together", self.keep_together)
         pairs = tuple(sorted((min(pair), max(pair)) for pair in pairs))
         object.__setattr__(self, "keep_together", pairs)
@@ -209,15 +216,21 @@ class Rules:
 
 
 def _pairs(name: str, given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    pairs = tuple(given)
-    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+    asked, pairs = tuple(given), []
+    for pair in asked:
+        both = () if isinstance(pair, (str, bytes)) or not isinstance(pair, Iterable) else [*pair]
+        pairs.append(tuple(map(_whole, both)))
+    if not all(len(pair) == 2 and all(type(each) is int for each in pair) for pair in pairs):
         raise BalanceError(
-            f"{name} has the wrong form: {name}={pairs!r:.60} (expected pairs of indices).\n"
+            f"{name} has the wrong form: {name}={asked!r:.60} (expected pairs of indices).\n"
             f"Fix: {name}=[(0, 1)]."
         )
-    return tuple(sorted((_whole(first), _whole(second)) for first, second in pairs))
+    return tuple(sorted(pairs))
 
 
 def _whole(number: Any) -> Any:
-    """Return a whole number that was given as a float as an int, and anything else as it is."""
+    """Return a whole number, such as numpy's or a float, as an int; anything else as it is."""
+    found = whole_number(number)
+    if found is not None:
+        return found
     return int(number) if isinstance(number, float) and number.is_integer() else number

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpipebal.errors import BalanceError
+from gpipebal.problem.checks import plain_number
 from gpipebal.schedule import Order, Schedule
 from gpipebal.schedule.actions import F
 from gpipebal.simulator.durations import Durations, check_time
@@ -79,7 +81,9 @@ def place(
             f"Fix: make a schedule of {durations.n_partitions} partitions."
         )
     if pause is not None:
-        check_time("pause", pause)
+        number = plain_number(pause)
+        check_time("pause", pause if math.isnan(number) else number)
+        pause = number
     sweeps = isinstance(schedule, Order) and can_sweep(schedule, durations, pause)
     if isinstance(schedule, Order) and sweeps and not late_recompute:
         starts, ends = sweep(schedule, durations, pause)

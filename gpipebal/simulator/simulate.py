@@ -94,7 +94,7 @@ def simulate(
         order = _order_of_plan(plan, plan.schedule if schedule is None else schedule, devices)
     provenance = {
         "balance": list(plan.balance),
-        "chunks": plan.chunks,
+        "chunks": schedule.chunks if isinstance(schedule, Schedule) else plan.chunks,
         "checkpoint": (
             plan.checkpoint if isinstance(plan.checkpoint, str) else list(plan.checkpoint)
         ),

@@ -18,7 +18,7 @@ from gpipebal.solvers.dispatch import (
     solve_levels,
     split_of,
 )
-from gpipebal.solvers.levels import Levels
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.ranked import ranked
 from gpipebal.solvers.reachability import Path
 
@@ -52,6 +52,12 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
     names = applicable(problem, objective, select_method(problem, objective))
     used = next((name for name in GENERAL if name in names), None)
     if used is None or (objective == "makespan" and "always" in (problem.modes or ())):
+        if count_states(problem) > MOST_STATES:
+            raise BalanceError(
+                "the next best splits cannot be found: the devices are of too many kinds to be "
+                f"put into any order (expected at most {MOST_STATES} ways to use some of them).\n"
+                "Fix: any_order=False, with the devices in the order of the chain."
+            )
         raise BalanceError(
             f"the next best splits cannot be found: objective={objective!r} with "
             f"checkpoint={problem.checkpoint!r} (expected an objective and a mode that one of "
