@@ -175,8 +175,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     shared = profile.shares_memory if shared is None else check_flag("shared_memory", shared)
     checkpoint = options.get("checkpoint", "except_last")
     if not (isinstance(checkpoint, str) and checkpoint == "auto"):
-        if hasattr(checkpoint, "tolist"):  # of numpy
-            checkpoint = checkpoint.tolist()
+        to_list = getattr(checkpoint, "tolist", None)  # of numpy
+        checkpoint = checkpoint if to_list is None else to_list()
         check_checkpoint(checkpoint)
         if not isinstance(checkpoint, str):
             checkpoint = modes_of(tuple(checkpoint), n_partitions)
