@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipebal as gb
 from gpipebal import GPipe
-from gpipebal.errors import ModelError, PipelineError
-from gpipebal.pipeline import convert_deferred_batch_norm
+from gpipebal.errors import DuplicateLayerError, ModelError, PipelineError
+from gpipebal.pipeline import convert_deferred_batch_norm, measure_memory
 
 MODES = ["never", "except_last", "always"]
 
@@ -232,6 +232,18 @@ def test_first_values_do_not_move_the_dropout_of_a_lazy_layer(mode: Any) -> None
     torch.testing.assert_close(pipe[1].weight.grad, output.detach().sum(0))
     weight, bias = pipe[0][0].weight, pipe[0][0].bias
     assert not torch.equal(weight[0, :4], bias[:4])
+
+
+def test_lazy_layers_of_two_partitions_are_refused_and_metered_in_one() -> None:
+    """Whose the values would be is not known before there are any."""
+    shared = nn.LazyLinear(3)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with pytest.raises(DuplicateLayerError, match=r"without values stands twice .*\nFix: run the"):
+        GPipe(model, [2, 1], chunks=2)
+    pipe = GPipe(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)), [1, 1], chunks=2)
+    with measure_memory(pipe) as meter:
+        pipe(torch.ones(4, 3)).sum().backward()
+    assert meter.peak_bytes[0] >= pipe[0].weight.nbytes
 
 
 class Logs(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from gpipebal.kinds import check_kind
 from gpipebal.pipeline.attributes import attributes_of
@@ -87,10 +88,13 @@ def measure_memory(
     ledger = meter.ledger
     for j, partition in enumerate(pipe.partitions):
         for parameter in partition.parameters():
+            if is_lazy(parameter):
+                continue  # it comes into being in the first forward, and counts from then on
             ledger.hold([parameter, parameter.grad], j, keep=True)
             if optimizer is not None:
                 ledger.hold(optimizer.state.get(parameter, {}).values(), j, keep=True)
-        ledger.hold((*partition.buffers(), *attributes_of(partition)), j, keep=True)
+        own = [*partition.buffers(), *attributes_of(partition)]
+        ledger.hold((one for one in own if not is_lazy(one)), j, keep=True)
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)

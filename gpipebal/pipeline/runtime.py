@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import DuplicateLayerError
 from gpipebal.pipeline.batchnorm import DeferredBatchNorm
@@ -151,7 +152,7 @@ def check_shared(
 
     Raises:
         DuplicateLayerError: two partitions on different devices have one parameter or buffer, or
-            two partitions have one deferred batch normalisation.
+            two partitions have one deferred batch normalisation, or a lazy parameter.
     """
     of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
     owner: dict[int, tuple[str, int]] = {}
@@ -165,6 +166,13 @@ def check_shared(
         ]
         for what, item in items:
             other, k = owner.setdefault(id(item), (name, j))
+            if k != j and is_lazy(item):
+                raise DuplicateLayerError(
+                    f"a {what} without values stands twice in the chain: in layer {other!r} of "
+                    f"partition {k} and in layer {name!r} of partition {j}.\n"
+                    "Fix: run the model once, on a sample, before you make a pipeline of it; or "
+                    "choose a balance that has both layers in one partition."
+                )
             if k == j or (isinstance(item, torch.Tensor) and devices[j] == devices[k]):
                 continue
             where = f"on {devices[k]} and {devices[j]}" if devices[j] != devices[k] else "in both"
