@@ -70,11 +70,13 @@ def _step_lines(profile: Profile) -> list[str]:
     terms = {
         "gather": step.gather_time,
         "loss": step.loss_time,
-        "loss of a micro-batch": None if step.loss is None else step.loss.time,
         "optimizer": step.optimizer_time,
     }
     known = [f"{name} {format_seconds(time)}" for name, time in terms.items() if time is not None]
     lines = [f"Once per step: {', '.join(known)}."] if known else []
+    if step.loss is not None:
+        loss = format_seconds(step.loss.time)
+        lines.append(f"With the loss inside, for each micro-batch: loss {loss}.")
     if profile.skips:
         names = profile.names
         skips = [

@@ -107,7 +107,7 @@ def test_words_are_arguments_of_solve(
     [
         ([], {}, {}),
         (["--checkpoint", "always,never"], {"checkpoint": ["always", "never"]}, {}),
-        (["--reserve", "500"], {}, {"reserve": "500"}),
+        (["--reserve", "500B"], {}, {"reserve": "500B"}),
         (["--schedule", "1f1b"], {"schedule": "1f1b"}, {}),
         (["--speeds", "1,2"], {"devices": [1.0, 2.0]}, {"devices": [1.0, 2.0]}),
         (["--bandwidth", "1e3"], {"link": Link(1000.0)}, {"link": Link(1000.0)}),
@@ -131,12 +131,8 @@ def test_solve_recomputes_single_layers(
     words.append("--recompute-layers")
     said = _said([*words, "--explain"], capsys)
     assert said == f"{chosen}\n\n{chosen.explain()}\n"
-    record = json.loads(_said([*words, "--json"], capsys))
-    assert Plan.from_dict(record["plan"]) == chosen.plan
-    assert Plan.from_dict(record["before"]) == chosen.before
+    assert Plan.from_dict(json.loads(_said([*words, "--json"], capsys))) == chosen.plan
     assert chosen.before.balance == plan.balance
-    assert [range(*run) for run in record["runs"]] == list(chosen.runs)
-    assert tuple(map(tuple, record["layer_names"])) == chosen.layer_names
 
 
 def test_solve_recomputes_layers_of_a_balance(

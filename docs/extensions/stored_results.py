@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpipebal.units import format_bytes, format_seconds
@@ -148,7 +149,15 @@ def _first_run() -> dict[str, str]:
     for mode, name in (("except_last", "resnet_recompute"), ("never", "resnet")):
         one, every = _load("first_run", f"report-{mode}.json")["speedups"].values()
         figures |= {f"{name}_one_core": times(one), f"{name}_all_cores": times(every)}
-    return figures
+    with_recomputes, without = (
+        _load("first_run", f"report-{mode}.json") for mode in ("except_last", "never")
+    )
+    (on_one,) = (way for way in without["plain"] if way["threads"] == 1)
+    return {
+        **figures,
+        "resnet_plain_pieces": format_seconds(median(on_one["step_times"])),
+        "resnet_recompute_cost": times(with_recomputes["step_time"] / without["step_time"]),
+    }
 
 
 def _solver() -> dict[str, str]:
@@ -209,6 +218,9 @@ def _speed() -> dict[str, str]:
         "speed_gain_most": percent(max(gains)),
         "speed_recompute_least": times(min(of_two)),
         "speed_recompute_most": times(max(of_two)),
+        "resnet_plain_whole": format_seconds(
+            record["measured"]["resnet101"]["measured"]["plain"][1]
+        ),
         "speed_one_host": percent(1 - speed_of(fast, "host") / speed_of(fast)),
     }
 

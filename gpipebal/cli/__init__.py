@@ -2,7 +2,8 @@
 
 torch is imported only once a command runs that needs it, so that help, errors in the words, and
 the commands that need no model come at once. One command a file; `words` is what they share,
-`nouns` how files are read and pictures written, `question` how a plan is asked for.
+`nouns` how files are read and pictures written, `question` how a plan is asked for, `layer_words`
+how layers are named.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gpipebal.cli.words import (
     options_of,
     say,
     with_flags,
+    within_reach,
 )
 from gpipebal.errors import GpipebalError, InfeasibleError, ProfileError
 
@@ -99,8 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except GpipebalError as error:
             if _is_users_own(error):
                 raise
-            complain(with_flags(str(error), flags))
-            return NO_PLAN if isinstance(error, InfeasibleError) else BAD_INPUT
+            is_infeasible = isinstance(error, InfeasibleError)
+            text = within_reach(str(error), flags) if is_infeasible else str(error)
+            complain(with_flags(text, flags))
+            for note in getattr(error, "__notes__", ()):
+                say(note)
+            return NO_PLAN if is_infeasible else BAD_INPUT
         except KeyboardInterrupt as interrupt:
             # Python remembers an interrupt that came through exec() or an import, and would end
             # itself with the signal instead of our status; running any code lets it forget.

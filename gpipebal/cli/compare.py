@@ -50,8 +50,8 @@ def add_compare(commands: Commands) -> None:
     of_profile.add_argument(
         "--checkpoint",
         metavar="MODE",
-        help="always, except_last or never (default: never; the others hold for schedules that "
-        "know them)",
+        help="which micro-batches are recomputed, under every schedule: always, except_last or "
+        "never (default: never)",
     )
     add_link(of_profile)
     compare.add_argument(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from gpipebal.cli.layer_words import read_layer, read_pin
+from gpipebal.cli.words import LEAST_BYTES
 from gpipebal.errors import UsageError
 from gpipebal.units import parse_bytes
 
@@ -13,23 +16,31 @@ if TYPE_CHECKING:
     from gpipebal.plan import Plan
     from gpipebal.profile import Profile
 
-__all__ = ["add_link", "add_question", "asked", "listed", "plan_of", "question_of", "sizes"]
+__all__ = [
+    *("add_link", "add_question", "asked", "listed", "plan_of", "question_of", "size", "sizes"),
+]
 
 _Item = TypeVar("_Item")
 
 #: Words of a question that are arguments of `gpipebal.solve` as they are.
 _PLAIN = (
-    *("chunks", "checkpoint", "objective", "memory_limit", "reserve", "devices", "no_cut"),
-    *("keep_together", "max_layers", "quantile", "method", "time_limit"),
+    *("chunks", "checkpoint", "objective", "memory_limit", "reserve", "devices"),
+    *("max_layers", "quantile", "method", "time_limit"),
 )
 #: Words that make something else of it.
-_OTHERS = ("partitions", "balance", "pin", "bandwidth", "latency")
+_OTHERS = ("partitions", "balance", "no_cut", "keep_together", "pin", "bandwidth", "latency")
 #: Words that are there or not.
 _SWITCHES = ("any_order", "no_overlap", "loss_inside", "gradients_exist")
-#: No device has so little memory: fewer bytes without a unit are a slip.
-_LEAST_BYTES = 2**20
-#: What a balance that is given can be asked about.
-_OF_BALANCE = ("chunks", "checkpoint", "loss_inside", "gradients_exist", "balance")
+#: Names of the letters in front of a unit.
+_PREFIXES = {
+    **{"K": "kilo", "M": "mega", "G": "giga", "T": "tera"},
+    **{"Ki": "kibi", "Mi": "mebi", "Gi": "gibi", "Ti": "tebi"},
+}
+#: What a balance that is given can be asked about; all else chooses one.
+_OF_BALANCE = (
+    *("balance", "chunks", "checkpoint", "loss_inside", "gradients_exist", "quantile"),
+    *("memory_limit", "reserve", "devices", "bandwidth", "latency", "no_overlap"),
+)
 
 
 def add_question(command: argparse.ArgumentParser) -> None:
@@ -86,6 +97,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--reserve",
+        type=size,
         metavar="SIZE",
         help="memory that is kept free on each (default: none on CPUs; on GPUs 512MiB and 5 %%)",
     )
@@ -103,7 +115,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--no-overlap", action="store_true", help="transfers keep both devices busy"
     )
-    rules = command.add_argument_group("rules about layers, by name or index")
+    rules = command.add_argument_group("rules about layers, by name or else by index")
     rules.add_argument(
         "--pin",
         action="append",
@@ -120,7 +132,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     rules.add_argument(
         "--no-cut",
         action="append",
-        type=_layer,
+        type=str.strip,
         metavar="LAYER",
         help="this layer stays with the one before it",
     )
@@ -165,15 +177,26 @@ def asked(options: argparse.Namespace) -> list[str]:
     return given + [name for name in _SWITCHES if getattr(options, name)]
 
 
-def question_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what was asked for, as arguments of `gpipebal.solve`; the rest is for it to say."""
+def question_of(profile: Profile, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what was asked for, as arguments of `gpipebal.solve`; the rest is for it to say.
+
+    Raises:
+        UsageError: a layer that can be several ones, or words of which one makes no sense.
+    """
     given = asked(options)
     question = {name: getattr(options, name) for name in given if name in _PLAIN}
     for name in ("any_order", "loss_inside", "gradients_exist"):
         if name in given:
             question[name] = True
     if "pin" in given:
-        question["pin"] = dict(_pinned(text) for text in options.pin)
+        question["pin"] = dict(read_pin(profile, text) for text in options.pin)
+    if "no_cut" in given:
+        question["no_cut"] = [read_layer(profile, "no_cut", word) for word in options.no_cut]
+    if "keep_together" in given:
+        question["keep_together"] = [
+            tuple(read_layer(profile, "keep_together", word) for word in pair)
+            for pair in options.keep_together
+        ]
     if "bandwidth" in given or "latency" in given:
         from math import inf
 
@@ -206,8 +229,9 @@ def plan_of(profile: Profile, options: argparse.Namespace, *, schedule: str | No
         GpipebalError: as `gpipebal.solve` and `gpipebal.planner.evaluate` raise.
     """
     from gpipebal.planner import evaluate, solve
+    from gpipebal.planner.quantiles import at_quantile
 
-    question = question_of(options)
+    question = question_of(profile, options)
     if schedule is not None:
         question["schedule"] = schedule
     if options.balance is not None:
@@ -219,6 +243,9 @@ def plan_of(profile: Profile, options: argparse.Namespace, *, schedule: str | No
                 f"a balance leaves nothing to choose: {flag} with --balance (expected one of "
                 f"them).\nFix: leave {flag} out."
             )
+        quantile = question.pop("quantile", None)
+        if quantile is not None:
+            profile = at_quantile(profile, quantile)
         return evaluate(profile, options.balance, **question)
     if options.partitions is None:
         raise UsageError(
@@ -251,40 +278,27 @@ def _chunks(text: str) -> int | str | list[int]:
     return found[0] if len(found) == 1 else found
 
 
-def _layer(text: str) -> int | str:
-    """Read a layer: an index, or else a name."""
-    text = text.strip()
-    return int(text) if text.isdecimal() else text
-
-
 def sizes(text: str) -> str | list[str]:
     """Read a size or several; who writes 60 means no 60 bytes."""
-    found = listed(text, str) if "," in text else [text]
-    for size in found:
-        if size.strip().isdigit() and 0 < int(size) < _LEAST_BYTES:
-            raise argparse.ArgumentTypeError(
-                f"{size!r} has no unit, and is too small for bytes (expected {size.strip()}GiB, "
-                f"say; or {size.strip()}B)"
-            )
-    return found if "," in text else text
+    return [size(one) for one in listed(text, str)] if "," in text else size(text)
 
 
-def _pair(text: str) -> tuple[int | str, int | str]:
+def size(text: str) -> str:
+    """Refuse a size without a unit that is no number of bytes that a device would have."""
+    number = text.strip()
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number) and 0 < float(number) < LEAST_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no unit, and is too small for bytes (expected {number}GiB, say; or "
+            f"{number}B)"
+        )
+    return text
+
+
+def _pair(text: str) -> tuple[str, str]:
     first, comma, last = text.partition(",")
     if not comma or "," in last:
         raise argparse.ArgumentTypeError(f"{text!r} is no pair of layers (expected FIRST,LAST)")
-    return _layer(first), _layer(last)
-
-
-def _pinned(text: str) -> tuple[int | str, int]:
-    # A name may hold an equals sign; an index of a partition never does.
-    layer, equals, partition = text.rpartition("=")
-    if not equals or not layer or not partition.isdecimal():
-        raise UsageError(
-            f"pinned layer is not readable: --pin {text} (expected LAYER=PARTITION).\n"
-            "Fix: --pin 0=0, say."
-        )
-    return _layer(layer), int(partition)
+    return first.strip(), last.strip()
 
 
 def _bandwidth(text: str) -> float:
@@ -292,9 +306,24 @@ def _bandwidth(text: str) -> float:
         return float(text)
     except ValueError:
         pass
+    word = text.strip().removesuffix("/s").strip()
+    bits = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b", word, re.IGNORECASE)
+    if bits is not None and word.endswith("b"):
+        _refuse_bits(text, *bits.groups())
     try:
-        return float(parse_bytes(text.removesuffix("/s")))
+        return float(parse_bytes(word))
     except UsageError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no bandwidth (expected bytes per second, such as 12GB or 12e9)"
         ) from None
+
+
+def _refuse_bits(text: str, number: str, prefix: str) -> NoReturn:
+    """Refuse a unit whose small b may stand for bits: networks are measured in these."""
+    prefix = prefix[0].upper() + prefix[1:].lower()
+    unit = prefix if prefix != "K" else "k"
+    eighth = f"{float(number) / 8:.6g}"
+    raise argparse.ArgumentTypeError(
+        f"{text!r} may be bits or bytes (expected {number}{unit}B/s, or {eighth}{unit}B/s for "
+        f"{number} {_PREFIXES[prefix]}bits)"
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, asked, plan_of
 from gpipebal.cli.words import Commands, add_command
-from gpipebal.errors import UsageError
+from gpipebal.errors import BalanceError, UsageError
 
 if TYPE_CHECKING:
     from gpipebal.plan import Plan
@@ -52,8 +52,8 @@ def add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--schedule",
         metavar="NAME",
-        help="order of the work: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b or zb_h1 "
-        "(default: the plan's)",
+        help="order of the work: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b or zb_h1; a "
+        "profile is planned for it (default: the plan's; of a profile gpipe)",
     )
     simulate.add_argument(
         "--no-loss",
@@ -80,7 +80,7 @@ def add_simulate(commands: Commands) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
-    from gpipebal.schedule import check_known_schedule
+    from gpipebal.schedule import SCHEDULES, check_known_schedule
     from gpipebal.simulator import simulate
     from gpipebal.timeline import Timeline, outline
 
@@ -92,8 +92,18 @@ def _simulate(options: argparse.Namespace) -> None:
         )
     noun = load_noun(options.file, "plan", "profile")
     assert not isinstance(noun, Timeline)
+    schedule = options.schedule and check_known_schedule(options.schedule)
     if isinstance(noun, Profile):
-        plan = plan_of(noun, options)
+        limit = next((n for n in ("memory_limit", "reserve") if n in asked(options)), None)
+        if options.balance is not None and limit is not None:
+            flag = options.flags[limit]
+            raise UsageError(
+                f"a limit changes no timeline: {flag} with --balance (expected one of them).\n"
+                f"Fix: leave {flag} out; gpipebal solve --balance shows peaks beside limits."
+            )
+        # A balance that is given is the same under a schedule that only the simulator knows.
+        is_planned = options.balance is None or schedule in SCHEDULES
+        plan = plan_of(noun, options, schedule=schedule if is_planned else None)
     else:
         plan = noun
         given = asked(options)
@@ -103,11 +113,15 @@ def _simulate(options: argparse.Namespace) -> None:
                 f"the plan is made already: {flag} with a plan (expected a profile).\n"
                 f"Fix: leave {flag} out, or name the profile that the plan was made from."
             )
-    schedule = options.schedule and check_known_schedule(options.schedule)
     # Only a schedule with phases has a moment between them.
     inside = plan.loss_inside or (schedule or plan.schedule) != "gpipe"
     pause = None if inside or options.no_loss else plan.pause_time
-    whole = simulate(plan, schedule, pause=pause)
+    try:
+        whole = simulate(plan, schedule, pause=pause)
+    except BalanceError as error:
+        if isinstance(noun, Profile) or schedule is None:
+            raise
+        raise _needs_a_new_plan(error, schedule) from error
     timeline = outline(whole) if options.no_detail else whole
     if options.output is not None:
         timeline.save(options.output, memory=_memory(noun, plan, whole, inside))
@@ -123,6 +137,15 @@ def _simulate(options: argparse.Namespace) -> None:
         width = shutil.get_terminal_size().columns - _BESIDE
     print(timeline.text_gantt(max(_NARROWEST, width)))
     say_written(options)
+
+
+def _needs_a_new_plan(error: BalanceError, schedule: str) -> BalanceError:
+    """Say that a plan which is made already does not fit a schedule, and how to make one."""
+    what, _, fix = str(error).partition("\nFix: ")
+    return BalanceError(
+        f"{what}\nFix: a new plan, by gpipebal solve PROFILE --schedule {schedule} with "
+        f"{fix or 'other counts.'}"
+    )
 
 
 def _memory(

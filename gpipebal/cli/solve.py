@@ -58,7 +58,9 @@ def add_solve(commands: Commands) -> None:
         "--plot", metavar="FILE", help="draw layers, partitions and timeline: .png, .svg or .pdf"
     )
     solve.add_argument("--explain", action="store_true", help="say in plain words what it is")
-    solve.add_argument("--json", action="store_true", help="print the plan as JSON")
+    solve.add_argument(
+        "--json", action="store_true", help="print the plan as JSON, as --output writes it"
+    )
 
 
 def _solve(options: argparse.Namespace) -> None:
@@ -76,10 +78,10 @@ def _solve(options: argparse.Namespace) -> None:
         from gpipebal.simulator import simulate
 
         save_plot(plot_run(profile, plan, simulate(plan)), options.plot)
-    found = chosen or plan
     if options.json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(plan.to_dict()))
         return
+    found = chosen or plan
     print(found)
     if options.explain:
         print(f"\n{found.explain()}")
@@ -96,7 +98,7 @@ def _with_runs(profile: Profile, options: argparse.Namespace) -> LayerRecompute:
             "nothing limits the memory: --recompute-layers without --memory-limit (expected "
             "both).\nFix: --memory-limit 16GiB, say."
         )
-    question = question_of(options)
+    question = question_of(profile, options)
     limits = {
         "memory_limit": question.pop("memory_limit"),
         "reserve": question.pop("reserve", None),

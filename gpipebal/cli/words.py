@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from gpipebal.models.catalogue import CATALOGUE
 
 __all__ = [
     "BAD_INPUT",
+    "LEAST_BYTES",
     "MAKE_MODEL",
     "NO_PLAN",
     "Commands",
@@ -28,6 +30,7 @@ __all__ = [
     "options_of",
     "say",
     "with_flags",
+    "within_reach",
 ]
 
 #: Exit status of a command that was asked for what cannot be.
@@ -36,11 +39,17 @@ BAD_INPUT = 2
 #: Exit status when the question is a good one and has no answer: no plan meets the limits.
 NO_PLAN = 3
 
+#: No device has so little memory: fewer bytes without a unit are a slip.
+LEAST_BYTES = 2**20
+
 #: Columns of the texts of help.
 WIDTH = 80
 
 #: Options by the names that errors call them, where these are others than the options' own.
 _OTHER_NAMES = {"n_partitions": "partitions", "n_devices": "partitions", "rates": "estimate"}
+
+#: Rules about layers, which errors name without a value too.
+_RULES = ("no_cut", "keep_together", "pin", "max_layers")
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,20 +125,69 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
     if not flags:
         return text
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
-    value = r"'[^']*'|\[[^\]]*\]|\([^)]*\)|[^\s,;()]*[^\s,;().:]"
-    return re.sub(rf"(?<![\w.\-])({names})=({value})", lambda m: _as_words(flags[m[1]], m[2]), text)
+    value = r"'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}|[^\s,;()]*[^\s,;().:]"
+    text = re.sub(
+        rf"(?<![\w.\-])({names})=({value})", lambda m: _as_words(m[1], flags[m[1]], m[2]), text
+    )
+    rules = "|".join(name for name in _RULES if name in flags)
+    if rules:
+        left_out = rf"(?:(?<=\bwithout )|(?<=\band ))(?:{rules})\b"
+        subject = rf"(?<![\w.\-])(?:{rules})(?= has )"
+        text = re.sub(f"{left_out}|{subject}", lambda m: flags[m[0]], text)
+    return text.replace("profile.names lists all layers", "gpipebal show lists the layers")
 
 
-def _as_words(flag: str, value: str) -> str:
+def within_reach(text: str, flags: Mapping[str, str]) -> str:
+    r"""Leave out of an error's advice the changes for which a command has no option.
+
+    Example:
+        >>> within_reach("too large.\nFix: reserve=0; or chunks=8.", {"chunks": "--chunks"})
+        'too large.\nFix: chunks=8.'
+    """
+    what, fix, advice = text.partition("\nFix: ")
+    if not fix:
+        return text
+    changes = advice.removesuffix(".").split("; or ")
+    kept = [one for one in changes if all(n in flags for n in re.findall(r"(?<![\w.])(\w+)=", one))]
+    kept = kept or ["a smaller model, or fewer rows in a mini-batch"]
+    return f"{what}{fix}{'; or '.join(kept)}."
+
+
+def _as_words(name: str, flag: str, value: str) -> str:
     if value in ("None", "False"):
         return f"no {flag}"
     if value == "True":
         return flag
+    if name in _RULES and value[0] in "[({":
+        return _rule_as_words(flag, value)
     if value[0] in "[(":
         # A list is written without spaces, so that it is one word.
-        return f"{flag} " + re.sub(r"[\s'\"]", "", value[1:-1]).rstrip(",")
-    word = value.strip("'")
+        items = re.sub(r"[\s'\"]", "", value[1:-1]).rstrip(",").split(",")
+        return f"{flag} {','.join(_with_unit(name, item) for item in items)}"
+    word = _with_unit(name, value.strip("'"))
     return f"{flag} {word!r}" if not word or " " in word else f"{flag} {word}"
+
+
+def _with_unit(name: str, word: str) -> str:
+    """Write a size so that it can be read again: few bytes without a unit are refused."""
+    few = name in ("memory_limit", "reserve") and word.isdecimal() and 0 < int(word) < LEAST_BYTES
+    return f"{word}B" if few else word
+
+
+def _rule_as_words(flag: str, value: str) -> str:
+    """Write a rule about several layers with the option once for each."""
+    try:
+        items = ast.literal_eval(value)
+        if isinstance(items, dict):
+            words = [f"{layer}={partition}" for layer, partition in items.items()]
+        else:
+            words = [
+                ",".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one)
+                for one in items
+            ]
+    except (SyntaxError, TypeError, ValueError):
+        return f"{flag} {value}"  # cut off, or not written in Python
+    return " ".join(f"{flag} {word}" for word in words) or f"no {flag}"
 
 
 def add_model(command: argparse.ArgumentParser) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 
 from gpipebal.errors import UsageError
@@ -55,19 +57,20 @@ def check_arguments(model: str, values: Mapping[str, object]) -> None:
 
 
 def read_word(word: str) -> bool | int | float | str:
-    """Read a word as what it looks like: yes or no, a number, or else a text.
+    """Read a word as what it looks like: yes or no, a finite number, or else a text.
 
     Example:
-        >>> read_word("2"), read_word("0.5"), read_word("yes"), read_word("gelu")
-        (2, 0.5, True, 'gelu')
+        >>> read_word("2"), read_word("0.5"), read_word("yes"), read_word("2024_01")
+        (2, 0.5, True, '2024_01')
     """
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
+    # Python would read underscores within numbers, and inf and nan.
+    if re.fullmatch(r"\s*[+-]?[0-9]+\s*", word):
+        return int(word)
+    if re.fullmatch(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?\s*", word, re.IGNORECASE):
+        number = float(word)
+        return number if math.isfinite(number) else word
     return word
 
 

@@ -56,7 +56,8 @@ def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "ti
         ax: Axes to draw on; None: a new figure.
         by: ``'time'``: forward and backward. ``'memory'``: what stays for the whole step
             (parameters, gradients, buffers, optimizer state), and what is saved for the backward
-            of one micro-batch.
+            of one micro-batch. Bars have all that a layer saves; the title counts a tensor once
+            that several save.
 
     Raises:
         KindError: `profile` is no Profile.
@@ -74,10 +75,14 @@ def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "ti
     colours = partition_colours(1) * profile.n_layers
     entries = _draw_bars(ax, kinds, colours, by)
     label_layers(ax, profile.names, grow=own)
-    total = sum(sum(values) for values in kinds.values())
-    text = format_seconds(total) if by == "time" else format_bytes(total)
+    if by == "time":
+        text = f"{format_seconds(sum(map(sum, kinds.values())))} in sum"
+    else:
+        # What several layers save is one storage.
+        saved = profile.bytes_of({index for layer in profile.layers for index in layer.saved})
+        text = f"{format_bytes(sum(kinds['F']) + saved)} together"
     what = f"{count(profile.n_layers, 'layer')}, micro-batch of {count(profile.rows, 'row')}"
-    add_headline(ax, f"{what}: {text} in sum", entries)
+    add_headline(ax, f"{what}: {text}", entries)
     return ax
 
 

@@ -69,7 +69,11 @@ def plot_run(
     figure.suptitle(
         f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
         f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
-        f"checkpoint={plan.checkpoint!r}",
+        + (
+            f"checkpoint={plan.checkpoint!r}"
+            if isinstance(plan.checkpoint, str)
+            else "checkpoint by partition"
+        ),
         x=0.01,
         ha="left",
         fontsize=12.5,

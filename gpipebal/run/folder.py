@@ -50,8 +50,16 @@ class Folder:
     def summary(self) -> str:
         """Say what this run has written so far, and what is older."""
         kept = f"{', '.join(self._written)} written" if self._written else "nothing written"
-        older = [n for n in FILES if n not in self._written and (self.path / n).exists()]
+        older = self._older()
         return f"{self.path}: {kept}" + (f"; {', '.join(older)} from before" if older else "")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it holds files of this run beside older ones."""
+        return bool(self._written and self._older())
+
+    def _older(self) -> list[str]:
+        return [n for n in FILES if n not in self._written and (self.path / n).exists()]
 
 
 def _bad_folder(path: Path, reason: str) -> UsageError:

@@ -89,7 +89,7 @@ def run(
 
     Raises:
         GpipebalError: something asked for does not exist or cannot be; or the model has nothing
-            to train.
+            to train. Whatever fails has a note where the folder then holds files of two runs.
         KeyboardInterrupt: with a note of the files that were written before it.
     """
     for name, number in (("chunks", chunks), ("steps", steps), ("attempts", attempts)):
@@ -151,8 +151,9 @@ def run(
     )
     try:
         return job.do()
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note(folder.summary())
+    except BaseException as error:
+        if folder.is_mixed or isinstance(error, KeyboardInterrupt):
+            error.add_note(folder.summary())
         raise
     finally:
         folder.drop_if_empty()

@@ -173,7 +173,7 @@ def _looped(
         fits = next(m for m in near if m % max(1, m // n_devices) == 0)
         raise BalanceError(
             f"micro-batches do not part into {n_groups} equal groups: chunks={chunks} (expected a "
-            f"multiple of chunks // devices={n_groups}).\nFix: chunks={fits}."
+            f"multiple of {n_groups}).\nFix: chunks={fits}."
         )
     size = chunks // n_groups
     steps = loops * chunks

@@ -1,0 +1,62 @@
+"""Layers in words: a word is the name of a layer, or else its index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpipebal.errors import UsageError
+
+if TYPE_CHECKING:
+    from gpipebal.profile import Profile
+
+__all__ = ["read_layer", "read_pin"]
+
+
+def read_layer(profile: Profile, rule: str, word: str) -> int | str:
+    """Read a layer, for `gpipebal.solve`: a name that the profile has, or else an index.
+
+    Args:
+        profile: What the layer is in.
+        rule: The argument of `gpipebal.solve` that it is for.
+        word: The word.
+
+    Raises:
+        UsageError: the word is the name of one layer and the index of another.
+
+    Example:
+        >>> from gpipebal.profile import Profile
+        >>> profile = Profile.from_costs([1.0] * 3, names=["2", "7", "8"])
+        >>> read_layer(profile, "pin", "7"), read_layer(profile, "pin", "1")
+        ('7', 1)
+    """
+    if not word.isdecimal():
+        return word
+    index, names = int(word), profile.names
+    if word not in names:
+        return index
+    named = [k for k, name in enumerate(names) if name == word]
+    if index >= len(names) or named == [index]:
+        return word
+    other = next(k for k in named if k != index)
+    raise UsageError(
+        f"word means several layers: {rule} has {word} (expected one meaning: "
+        f"layer {other} has this name, and layer {index}, {names[index]!r}, this index).\n"
+        f"Fix: gpipebal.solve in Python, where {rule} takes {word!r} for the name and {index} for "
+        "the index."
+    )
+
+
+def read_pin(profile: Profile, text: str) -> tuple[int | str, int]:
+    """Read a layer and the partition that it is pinned to.
+
+    Raises:
+        UsageError: it is no ``LAYER=PARTITION``, or the layer can be several ones.
+    """
+    # A name may hold an equals sign; an index of a partition never does.
+    layer, equals, partition = text.rpartition("=")
+    if not equals or not layer or not partition.isdecimal():
+        raise UsageError(
+            f"pinned layer is not readable: --pin {text} (expected LAYER=PARTITION).\n"
+            "Fix: --pin 0=0, say."
+        )
+    return read_layer(profile, "pin", layer.strip()), int(partition)
