@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -182,7 +182,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         >>> balance_cost([1, 2, 3, 4], 2)
         [3, 1]
     """
-    if isinstance(costs, str) or not isinstance(costs, Iterable):
+    if isinstance(costs, (str, Mapping, Set)) or not isinstance(costs, Iterable):
         raise BalanceError(
             f"costs are no list: costs={costs!r:.60} (expected one number for each layer).\n"
             f"Fix: balance_cost([1, 2, 3], {partitions!r:.20})."

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from types import MappingProxyType
+from typing import Any
 
 from gpipebal.errors import DeviceError
 
@@ -68,25 +70,42 @@ class DeviceRates:
                 f"rates of {self.name!r} are no mapping: flops={self.flops!r:.60} (expected rates "
                 "by dtype).\nFix: DeviceRates(name, {'float32': 1e12}, bandwidth=1e11)."
             )
-        if not self.flops.get("float32"):
+        for name in self.flops:
+            if not isinstance(name, str):
+                raise DeviceError(
+                    f"rates of {self.name!r} are not by names: a key of flops is {name!r} "
+                    "(expected a text such as 'bfloat16').\n"
+                    f"Fix: {str(name).removeprefix('torch.')!r} in place of {name!r}."
+                )
+        if "float32" not in self.flops:
             raise DeviceError(
                 f"rates of {self.name!r} lack what every other dtype falls back to: "
                 f"flops={dict(self.flops)} (expected at least 'float32').\n"
                 "Fix: DeviceRates(name, {'float32': 1e12}, bandwidth=1e11)."
             )
-        positive = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
+        positive: dict[str, Any] = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
         positive["bandwidth"] = self.bandwidth
         if self.memory_bytes is not None:
             positive["memory_bytes"] = self.memory_bytes
         for name, value in positive.items():
-            self._check(name, value, value > 0, "above 0")
-        times = {"launch_time": self.launch_time, "host_time": self.host_time or 0.0}
+            self._check(name, value, "above 0")
+        times = {"launch_time": self.launch_time}
+        if self.host_time is not None:
+            times["host_time"] = self.host_time
         for name, value in times.items():
-            self._check(name, value, value >= 0, "0 or more, in seconds")
-        object.__setattr__(self, "flops", dict(self.flops))
+            self._check(name, value, "0 or more, in seconds")
+        # numpy's numbers as Python's: those of a file.
+        plain = {"flops": {name: float(rate) for name, rate in self.flops.items()}}
+        numbers = {name: float(value) for name, value in times.items()}
+        memory = None if self.memory_bytes is None else int(self.memory_bytes)
+        own = {**plain, **numbers, "bandwidth": float(self.bandwidth), "memory_bytes": memory}
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
-    def _check(self, name: str, value: float, holds: bool, rule: str) -> None:
-        if isinstance(value, bool) or not math.isfinite(value) or not holds:
+    def _check(self, name: str, value: object, rule: str) -> None:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+        if not math.isfinite(number) or number < 0 or (rule == "above 0" and not number):
             raise DeviceError(
                 f"rates of {self.name!r} are impossible: {name}={value!r} (expected a finite "
                 f"number {rule}).\nFix: give operations and bytes per second, such as 1e12."

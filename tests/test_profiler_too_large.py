@@ -159,8 +159,9 @@ def test_a_loss_that_does_not_fit_leaves_its_size_out(way: dict[str, Any]) -> No
 def test_a_micro_batch_that_does_not_fit_names_the_layer(place: str, way: dict[str, Any]) -> None:
     """There is nothing to measure then."""
     Limited.place = place
+    advice = "with more" if way.get("one_at_a_time") else "with one_at_a_time=True"
     with pytest.raises(
-        ProfileError, match=r"layer '1'.*\n?.*out of memory.*\nFix: profile with one"
+        ProfileError, match=rf"layer '1'.*\n?.*out of memory.*\nFix: profile {advice}"
     ):
         profiled(way, Limited(4, 4), n_rows=8)
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from gpipebal.errors import UsageError
+
 __all__ = ["AddSkip", "SkipBatchNorm2d", "SkipConv2d", "SkipReLU", "Stash", "resnet", "resnet101"]
 
 #: A block's output has this many times the channels of its inner convolutions.
@@ -111,11 +113,27 @@ def resnet(
         num_classes: Outputs of the last layer.
         width: Inner channels of the first group's blocks, and channels of the stem.
 
+    Raises:
+        UsageError: there are no blocks, or a number is not an integer of 1 or more.
+
     Example:
         >>> tiny = resnet((1, 1), num_classes=10, width=4)
         >>> len(tiny), [name for name, _ in tiny.named_children()][4:7]
         (29, ['layer1_0_identity', 'layer1_0_conv1', 'layer1_0_bn1'])
     """
+    counts = dict(enumerate(blocks)) if isinstance(blocks, Sequence) else {}
+    if not counts:
+        raise UsageError(
+            f"resnet cannot be built from this: blocks={blocks!r} (expected a number of blocks for "
+            "each group).\nFix: blocks=(3, 4, 23, 3)."
+        )
+    numbers = {f"blocks[{k}]": count for k, count in counts.items()}
+    for name, number in (numbers | {"num_classes": num_classes, "width": width}).items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UsageError(
+                f"resnet cannot be built from this: {name}={number!r} (expected an integer >= 1)."
+                f"\nFix: {name}=1, or more."
+            )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["conv1"] = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
     layers["bn1"] = nn.BatchNorm2d(width)

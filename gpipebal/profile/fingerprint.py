@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping, Set
 from typing import Any
 
-__all__ = ["fingerprint", "is_same_layer"]
+__all__ = ["fingerprint", "is_same_layer", "is_uninitialized"]
 
 #: Fingerprints of another version tell nothing. The first knew nothing of buffers and attributes.
 _VERSION = "2:"
@@ -50,10 +50,20 @@ def fingerprint(layer: Any) -> str:
 
 
 def is_same_layer(known: str, layer: Any) -> bool | None:
-    """Tell whether a layer has a fingerprint; None: that is empty, or of another version."""
+    """Tell whether a layer has a fingerprint.
+
+    None: that is empty, or of another version; or the layer is lazy, and has no shapes yet.
+    """
     if not known.startswith(_VERSION):
         return None
+    if any(map(is_uninitialized, (*layer.parameters(), *layer.buffers()))):
+        return None
     return known == fingerprint(layer)
+
+
+def is_uninitialized(tensor: Any) -> bool:
+    """Tell whether a parameter or buffer gets its shape in the first forward, as in lazy layers."""
+    return hasattr(type(tensor), "cls_to_become")
 
 
 def _described(value: Any, depth: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ModelError
 from gpipebal.kinds import check_kind
-from gpipebal.profile.fingerprint import is_same_layer
+from gpipebal.profile.fingerprint import is_same_layer, is_uninitialized
 from gpipebal.profile.layer import TieProfile
 from gpipebal.profile.ties import find_ties
 
@@ -30,7 +30,7 @@ class ProfileMatch:
         added: Names of layers of the model that were not profiled.
         moved: Names of layers that stand in another order than those beside them did.
         unknown: Names of layers that the profile has no fingerprint of, or one of an earlier
-            version: they match by name only.
+            version, and of lazy layers that have no shapes yet: they match by name only.
         tied: Names of layers that share parameters with others than when they were profiled. Of
             a profile without ties in which a layer has no fingerprint, nothing is known.
     """
@@ -116,8 +116,17 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
         moved=tuple(name for k, name in enumerate(both) if k not in in_order),
         unknown=tuple(name for name in both if same[name] is None),
         # Another shape of what is tied is said already.
-        tied=tuple(name for name in both if name in tied and same[name] is not False),
+        tied=tuple(
+            name
+            for name in both
+            if name in tied and same[name] is not False and not _is_lazy(layers[name])
+        ),
     )
+
+
+def _is_lazy(layer: Any) -> bool:
+    """Tell whether a layer has parameters without a shape, whose ties cannot be known."""
+    return any(map(is_uninitialized, layer.parameters()))
 
 
 def _tied_otherwise(profile: Profile, layers: Mapping[str, Any]) -> set[str]:

@@ -13,7 +13,8 @@ others than those of the size nearest to what is asked for (another algorithm wa
 left out of the bytes, and named in the provenance.
 
 **Beyond the measured sizes** a fit goes on as it is, and interpolated values as `fit.interpolate`
-says. **One size alone** tells nothing of the overhead: all grows in proportion to the rows.
+says. **One size alone** tells nothing of the overhead: all grows in proportion to the rows, but
+for buffers and for the gradients of parameters in the peaks of a backward, which stay as they are.
 
 **Terms of the mini-batch** (gather, the loss over it, the optimizer) do not go by the rows of a
 micro-batch: they are those of the profile, or in proportion to other rows of the mini-batch.
@@ -63,6 +64,14 @@ _COUNTS = (
     "buffer_bytes",
     "kept_buffer_bytes",
     "saved_buffer_bytes",
+)
+#: Those that one size alone leaves as they are, and those that hold gradients of parameters too.
+_FIXED = ("buffer_bytes", "kept_buffer_bytes", "saved_buffer_bytes")
+_WITH_GRADIENTS = (
+    "backward_peak_bytes",
+    "accumulating_peak_bytes",
+    "chained_peak_bytes",
+    "chained_accumulating_peak_bytes",
 )
 #: A measured size of a layer: its rows, and what it costs.
 _Size = tuple[int, LayerProfile]
@@ -168,8 +177,23 @@ def _layer_at(
     for name in _COUNTS:
         counts = [(r, getattr(x, name)) for r, x in alike]
         unknown = any(count is None for _, count in counts)
-        found[name] = None if unknown else count_at(counts, rows)
+        if unknown:
+            found[name] = None
+        elif len(counts) > 1:
+            found[name] = count_at(counts, rows)
+        else:
+            found[name] = _in_proportion(name, alike[0], rows)
     return replace(nearest, **found)
+
+
+def _in_proportion(name: str, known: _Size, rows: int) -> int:
+    """Scale what one size alone tells, without what does not go by the rows."""
+    of_rows, layer = known
+    n_bytes: int = getattr(layer, name)
+    fixed = n_bytes if name in _FIXED else 0
+    if name in _WITH_GRADIENTS:
+        fixed = min(n_bytes, layer.gradient_bytes)
+    return fixed + count_at([(of_rows, n_bytes - fixed)], rows)
 
 
 def _with_whole_terms(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpipebal.profile.fingerprint import is_uninitialized
 from gpipebal.profile.layer import TieProfile
 
 __all__ = ["find_ties"]
@@ -15,11 +16,14 @@ def find_ties(layers: Sequence[Any]) -> tuple[TieProfile, ...]:
 
     Args:
         layers: `torch.nn.Module`s. Only their methods are called, so this needs no torch.
+            Parameters of lazy layers that have no shape yet are left out.
     """
     users: dict[int, list[int]] = {}
     parameters: dict[int, Any] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
+            if is_uninitialized(parameter):
+                continue
             users.setdefault(id(parameter), []).append(index)
             parameters[id(parameter)] = parameter
     by_layers: dict[tuple[int, ...], list[Any]] = {}

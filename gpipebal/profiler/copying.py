@@ -4,13 +4,49 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpipebal.copies import deep_copy
 from gpipebal.errors import ProfileError
 
-__all__ = ["copy_layer"]
+__all__ = ["buffer_like", "copy_layer", "parameter_like"]
+
+
+def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Make a parameter of the same class and with the same attributes, of these values.
+
+    Args:
+        parameter: The parameter; it is only looked at.
+        values: The tensor that the new one shares its memory with.
+    """
+    kind, needs = type(parameter), parameter.requires_grad
+    if type(values) is Tensor and issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+        # Not by its constructor, which may want to know more.
+        made: nn.Parameter = Tensor._make_subclass(kind, values, needs)
+    else:
+        made = nn.Parameter(values, needs)
+    vars(made).update(_attributes(parameter, values))
+    return made
+
+
+def buffer_like(buffer: Tensor, values: Tensor) -> Tensor:
+    """Give a tensor the attributes that a buffer has; return it."""
+    vars(values).update(_attributes(buffer, values))
+    return values
+
+
+def _attributes(tensor: Tensor, values: Tensor) -> dict[str, Any]:
+    """Return a tensor's attributes; tensors among them are copied to where the values are."""
+    return {
+        name: torch.empty_like(each.detach(), device=values.device)
+        if isinstance(each, Tensor) and values.is_meta
+        else each.detach().to(values.device, copy=True)
+        if isinstance(each, Tensor)
+        else each
+        for name, each in vars(tensor).items()
+    }
 
 
 def copy_layer(

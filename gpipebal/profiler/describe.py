@@ -204,7 +204,12 @@ def optimizer_memory(
             f"the optimizer's time and state are not known: a step of {maker.name} calls the model"
         )
     elif state is None or peaks is None:
-        doubts.append(f"the optimizer's state is not known: {maker.name} cannot step stand-ins")
+        known = {"state": state, "memory for a moment": peaks}
+        missing = " and ".join(name for name, found in known.items() if found is None)
+        verb = "are" if state is None and peaks is None else "is"
+        doubts.append(
+            f"the optimizer's {missing} {verb} not known: {maker.name} cannot step stand-ins"
+        )
     inside = carried = None
     if peaks is not None and peaks.together:
         inside = by_layer(peaks.bytes, add)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpipebal.errors import ProfileError
 
 __all__ = [
+    "alone_already",
     "backward_failed",
     "forbids_hooks",
     "forward_failed",
@@ -22,7 +23,8 @@ __all__ = [
     "whole_backward_failed",
 ]
 
-_LESS_MEMORY = "profile with one_at_a_time=True, or with more chunks, or on a larger device."
+_ONE_AT_A_TIME = "with one_at_a_time=True, or "
+_LESS_MEMORY = f"profile {_ONE_AT_A_TIME}with more chunks, or on a larger device."
 _TRAIN_FIRST = "make the plain model train first: model(sample).sum().backward()."
 
 
@@ -36,7 +38,15 @@ def shapes_of(leaves: Sequence[Any]) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether the device had no memory left: an error itself, or what it came from."""
-    return isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+    cause = error.__cause__ or error
+    # A CPU's allocator has no kind of error of its own.
+    on_cpu = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause)
+    return on_cpu or isinstance(cause, (torch.OutOfMemoryError, MemoryError))
+
+
+def alone_already(error: ProfileError) -> ProfileError:
+    """Take the advice to measure one layer at a time back, where that has been done."""
+    return ProfileError(str(error).replace(_ONE_AT_A_TIME, ""))
 
 
 def forbids_hooks(error: BaseException) -> bool:
@@ -58,15 +68,22 @@ def memory_for(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ProfileError(f"no memory is left for {what}: {error}\nFix: {_LESS_MEMORY}") from error
 
 
 def forward_failed(error: Exception, name: str, index: int, shapes: str) -> ProfileError:
     """Name the layer whose forward failed."""
     fix = "give a sample and a number of chunks that the model can be trained with."
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         fix = _LESS_MEMORY
+    if not index and "does not require grad" in str(error):
+        fix = (
+            "let the layer begin with x = x.detach().requires_grad_(): what goes into a chain is "
+            "data, and is profiled without a gradient, also where the sample has one."
+        )
     if "more than 1 value per channel" in str(error):
         fix = (
             "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more: "
@@ -86,7 +103,7 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
 
 def backward_failed(error: Exception, name: str, shapes: str) -> ProfileError:
     """Name the layer whose backward failed."""
-    fix = _LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else _TRAIN_FIRST
+    fix = _LESS_MEMORY if is_out_of_memory(error) else _TRAIN_FIRST
     return ProfileError(
         f"the backward of layer {name!r}, on a micro-batch of shape {shapes}, failed: "
         f"{type(error).__name__}: {error}\nFix: {fix}"
@@ -100,7 +117,7 @@ def whole_backward_failed(error: Exception, writers: Sequence[str]) -> ProfileEr
         error: The original error.
         writers: Names of the layers that write to their input.
     """
-    fix = _LESS_MEMORY if isinstance(error, torch.OutOfMemoryError) else _TRAIN_FIRST
+    fix = _LESS_MEMORY if is_out_of_memory(error) else _TRAIN_FIRST
     if writers and "inplace" in str(error):
         fix = (
             f"let layer {', '.join(map(repr, writers))}, which writes to its input, make a result "

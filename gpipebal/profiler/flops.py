@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class FlopCounter(EagerDispatchMode):
     attention; of kernels that it does not know, those of the products inside. All other operations
     are as good as free beside them, and count as nothing. torch's own `FlopCounterMode` would also
     set hooks on all modules of the process, and the counts by module that those give are not
-    needed here.
+    needed here. The fast path that torch's attention layers have in evaluation mode is one
+    operation without a formula, so they are counted without it.
 
     Attributes:
         total: Floating-point operations so far.
@@ -56,6 +57,17 @@ class FlopCounter(EagerDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self._had_fast_path: list[bool] = []
+
+    def __enter__(self) -> Self:
+        self._had_fast_path.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.backends.mha.set_fastpath_enabled(self._had_fast_path.pop())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipebal.pipeline.attributes import attributes_of
 from gpipebal.profiler.caches import caches_kept, global_names
 
-__all__ = ["left_alone", "reached_past"]
+__all__ = ["left_alone", "reached_past", "weights_reached"]
 
 #: Objects inside objects are looked at so deep.
 _DEPTH = 8
@@ -45,23 +46,28 @@ class _Reached:
 
     Attributes:
         leaves: Tensors with gradients.
+        weights: Parameters, and buffers of modules.
         shared: Modules that copies of these objects would share with them.
         shared_leaves: Tensors with gradients that copies would share.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self.leaves: dict[int, Tensor] = {}
+        self.weights: dict[int, Tensor] = {}
         self.shared: dict[int, nn.Module] = {}
         self.shared_leaves: dict[int, Tensor] = {}
         self._seen: set[tuple[int, bool]] = set()
         for each in objects:
-            self._look(each, False, _DEPTH)
+            # A loss that is no module is not copied, so all that it holds is shared.
+            self._look(each, not isinstance(each, nn.Module), _DEPTH)
 
     def _look(self, value: Any, is_shared: bool, depth: int) -> None:
         if not depth or (id(value), is_shared) in self._seen or isinstance(value, _NOTHING_IN):
             return
         self._seen.add((id(value), is_shared))
         if isinstance(value, Tensor):
+            if isinstance(value, nn.Parameter):
+                self.weights[id(value)] = value
             if value.is_leaf and value.requires_grad:
                 self.leaves[id(value)] = value
                 if is_shared:
@@ -78,6 +84,8 @@ class _Reached:
             self._look(inspect.getattr_static(type(value), "forward", None), is_shared, depth)
             # Trees of modules may be deep: they are no detour.
             parts = (*value._modules.values(), *value._parameters.values())
+            buffers = [buffer for buffer in value._buffers.values() if buffer is not None]
+            self.weights.update((id(buffer), buffer) for buffer in buffers)
             for part in (*parts, *value._buffers.values()):
                 self._look(part, is_shared, depth)
         for each in _inside(value):
@@ -129,9 +137,20 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
 
 
 def reached_past(layer: nn.Module) -> bool:
-    """Tell whether a layer uses parameters that it reaches by a function, and does not register."""
-    own = {id(parameter) for parameter in layer.parameters()}
-    return bool(_Reached([layer]).shared_leaves.keys() - own)
+    """Tell whether a layer uses parameters that it does not register, by a function or in a list.
+
+    What it keeps as an attribute itself is its own.
+    """
+    own = {id(tensor) for tensor in (*layer.parameters(), *attributes_of(layer))}
+    return bool(_Reached([layer]).leaves.keys() - own)
+
+
+def weights_reached(layer: nn.Module) -> list[Tensor]:
+    """Return all parameters and buffers that a layer can use, also those of others.
+
+    They are there all the time, whoever has them.
+    """
+    return list(_Reached([layer]).weights.values())
 
 
 @contextmanager

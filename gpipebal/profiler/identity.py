@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipebal.pipeline.tensors import has_storage, parts_of
+
 __all__ = ["identity_of"]
 
 #: Attributes of a module that are compared in another way, or that decide nothing.
@@ -53,7 +55,12 @@ def identity_of(layer: nn.Module) -> Hashable:
 
 
 def _kind_of(tensor: Tensor) -> tuple[Hashable, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+    lies: Hashable = tensor.layout
+    if has_storage(tensor):
+        lies = tensor.stride()
+    elif not tensor.is_nested:  # sparse: its elements decide, too
+        lies = (tensor.layout, *(tuple(part.shape) for part in parts_of(tensor)))
+    return (tuple(tensor.shape), lies, tensor.dtype, tensor.requires_grad)
 
 
 def _plain(value: Any, depth: int) -> Hashable:

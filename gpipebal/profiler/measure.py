@@ -16,6 +16,7 @@ from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cor
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.profiler.describe import describe_machine
+from gpipebal.profiler.failures import alone_already, is_out_of_memory
 from gpipebal.profiler.harmless import left_alone
 from gpipebal.profiler.optimizer import OptimizerLike
 from gpipebal.profiler.progress import progress_bar
@@ -288,7 +289,12 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
             told,
         )
         if alone:
-            study.run_alone(others, pace, must=must, share=conduct.share)
+            try:
+                study.run_alone(others, pace, must=must, share=conduct.share)
+            except ProfileError as error:
+                if is_out_of_memory(error):
+                    raise alone_already(error) from error.__cause__
+                raise
         else:
             study.look(others, must=must)
             study.run(conduct.side_by_side, n_threads, pace, state)

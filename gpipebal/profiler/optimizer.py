@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipebal.errors import ProfileError
@@ -19,6 +21,11 @@ __all__ = ["Maker", "OptimizerFactory", "OptimizerLike"]
 OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
 #: What `profile_model` takes: such a callable, or an optimizer of the model's parameters.
 OptimizerLike: TypeAlias = OptimizerFactory | Optimizer
+#: What an optimizer has for itself that another like it must not have: its own parameters, a step
+#: that a scheduler has put in the place of its own, and hooks.
+_ITS_OWN = frozenset({"defaults", "param_groups", "state", "step"})
+#: Options that a ``foreach`` step takes as tensors only for CUDA graphs, and any values of them.
+_PLAIN: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
 
 
 class Maker:
@@ -36,7 +43,7 @@ class Maker:
         needs_closure: Whether a step calls the model itself, so that it cannot be had alone.
 
     Raises:
-        ProfileError: the optimizer is no optimizer, or one of other parameters.
+        ProfileError: the optimizer is no optimizer, one of other parameters, or cannot be made.
     """
 
     def __init__(self, optimizer: OptimizerLike, parameters: Sequence[nn.Parameter]) -> None:
@@ -50,8 +57,7 @@ class Maker:
         if not isinstance(optimizer, Optimizer):
             if not callable(optimizer):
                 raise _no_optimizer(f"type(optimizer)={type(optimizer).__name__}")
-            known = [_without_values(parameter) for parameter in self.parameters]
-            made = None if not known else _made_of(optimizer, known)
+            known, made = _made_of(optimizer, self.parameters)
         is_known = isinstance(made, Optimizer)
         if is_known:
             places = {id(p): place for place, p in enumerate(known)}
@@ -83,17 +89,49 @@ class Maker:
             return made
         # As it is read from a file: the constructor's arguments are not always the options.
         made = type(theirs).__new__(type(theirs))
-        made.__setstate__(
-            {
-                "defaults": dict(theirs.defaults),
-                "state": defaultdict(dict),
-                "param_groups": self._groups(groups),
-            }
-        )
+        given = {
+            "defaults": dict(theirs.defaults),
+            "state": defaultdict(dict),
+            "param_groups": self._groups(groups),
+        }
+        made.__setstate__({**self._attributes(made, given, places, stand_ins), **given})
         # The constructor sets it, and a file has it not. Without it torch's step asks, where there
         # is CUDA, for an option that not every optimizer has.
         made._warned_capturable_if_run_uncaptured = True
         return made
+
+    def _attributes(
+        self,
+        made: Optimizer,
+        given: Mapping[str, Any],
+        places: Sequence[int],
+        stand_ins: Sequence[nn.Parameter],
+    ) -> dict[str, Any]:
+        """Copy the attributes of the caller's optimizer that a class of the caller's has set.
+
+        Args:
+            made: The optimizer that gets them.
+            given: What it has in place of the caller's optimizer's.
+            places: Places of the parameters that it steps.
+            stand_ins: Stand-ins for those; others of the model have no values.
+        """
+        theirs: Any = self._optimizer
+        memo: dict[int, Any] = {id(theirs): made}
+        for name, value in given.items():
+            memo[id(getattr(theirs, name))] = value
+        for parameter in self.parameters:
+            memo[id(parameter)] = _without_memory(parameter)
+        for place, stand_in in zip(places, stand_ins, strict=True):
+            memo[id(self.parameters[place])] = stand_in
+        copied: dict[str, Any] = {}
+        for name, value in vars(theirs).items():
+            if name in _ITS_OWN or name.endswith("_hooks"):
+                continue
+            try:
+                copied[name] = copy.deepcopy(value, memo)
+            except Exception:
+                copied[name] = value  # a lock, say: what cannot be copied is shared
+        return copied
 
     def _groups(self, members: Mapping[int, list[nn.Parameter]]) -> list[dict[str, Any]]:
         return [
@@ -102,16 +140,29 @@ class Maker:
         ]
 
     def make_plain(
-        self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]
+        self, places: Sequence[int], stand_ins: Sequence[nn.Parameter], device_type: str = "cpu"
     ) -> tuple[Optimizer, bool]:
         """Make an optimizer that can step anywhere; return whether the caller's step is fused.
 
         A fused step cannot run without values, and one for CUDA graphs not on a CPU. Told not to,
-        an optimizer keeps the same state.
+        an optimizer keeps the same state. On CUDA many optimizers choose to be ``foreach``: this
+        one is told to.
+
+        Args:
+            places: Places of the parameters.
+            stand_ins: Stand-ins for them.
+            device_type: Type of the device that it is to step on.
         """
         made = self.make(places, stand_ins)
         is_fused = any(group.get("fused") for group in made.param_groups)
         for group in made.param_groups:
+            if device_type == "cuda" and "foreach" in group:
+                group["foreach"] = not is_fused and _is_foreach_on_cuda(made, group)
+            if group.get("capturable") and group.get("foreach"):
+                # Options that are tensors are then refused.
+                group.update(
+                    {name: _PLAIN[name] for name in _PLAIN if _holds_tensor(group.get(name))}
+                )
             for name in ("fused", "capturable"):
                 if group.get(name):
                     group[name] = False
@@ -128,25 +179,77 @@ class Maker:
         return (tuple(parameter.shape), parameter.stride(), parameter.dtype, group)
 
 
-def _without_values(parameter: nn.Parameter) -> nn.Parameter:
-    one = torch.empty((), dtype=parameter.dtype, device="meta")
+def _is_foreach_on_cuda(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Tell whether an optimizer steps all parameters of a group at once on CUDA.
+
+    That is ``foreach``. Where the group leaves it open, most of torch's optimizers choose it there;
+    Adafactor does not, nor any whose step is differentiated or whose options are tensors.
+
+    Args:
+        optimizer: The optimizer.
+        group: One of its groups, as the caller has made it.
+    """
+    if group.get("foreach", False) is not None or group.get("fused"):
+        return bool(group.get("foreach"))
+    if group.get("differentiable"):
+        return False
+    if not group.get("capturable") and any(_holds_tensor(group.get(name)) for name in _PLAIN):
+        return False
+    home = getattr(type(optimizer).step, "__module__", "")
+    if home.startswith("torch.optim."):
+        return hasattr(sys.modules.get(home), "_default_to_fused_or_foreach")
+    return True  # of another's, which has this option for what torch's have it for
+
+
+def _holds_tensor(option: Any) -> bool:
+    options = option if isinstance(option, (tuple, list)) else (option,)
+    return any(isinstance(each, Tensor) for each in options)
+
+
+def _without_memory(parameter: nn.Parameter, device: str = "meta") -> nn.Parameter:
+    """Make a parameter of the same shape, whose elements are all one."""
+    one = torch.zeros((), dtype=parameter.dtype, device=device)
     return nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
 
 
-def _made_of(optimizer: OptimizerFactory, stand_ins: Sequence[nn.Parameter]) -> Any:
-    """Make an optimizer of parameters without values; None: it cannot be made of those."""
+def _made_of(
+    optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]
+) -> tuple[list[nn.Parameter], Any]:
+    """Make an optimizer of stand-ins for parameters; some must have values.
+
+    Returns:
+        The stand-ins, and what was made.
+
+    Raises:
+        ProfileError: it cannot be made, or is none.
+    """
+    stand_ins = [_without_memory(parameter) for parameter in parameters]
+    if not stand_ins:
+        return [], None
     try:
-        made = optimizer(list(stand_ins))
+        made: Any = optimizer(list(stand_ins))
     except Exception:
-        return None  # with values it may, or it says then why not
+        stand_ins = [_without_memory(parameter, "cpu") for parameter in parameters]
+        try:
+            made = optimizer(list(stand_ins))
+        except Exception as error:
+            raise ProfileError(
+                f"the optimizer cannot be made: {type(error).__name__}: {error} (expected a "
+                "callable that makes one of a list of the model's parameters).\n"
+                "Fix: make it of list(model.parameters()) first; what works there is what to give."
+            ) from error
     if not isinstance(made, Optimizer) and not hasattr(made, "step"):
         raise _no_optimizer(f"it makes a {type(made).__name__}")
-    return made
+    return stand_ins, made
 
 
 def _needs_closure(made: Optimizer) -> bool:
+    """Tell whether a step must be given a function that calls the model.
+
+    By the class's own step: a scheduler puts another one, which tells nothing, into an instance.
+    """
     try:
-        parameters = inspect.signature(made.step).parameters.values()
+        _, *parameters = inspect.signature(type(made).step).parameters.values()
     except (TypeError, ValueError):
         return False
     return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)

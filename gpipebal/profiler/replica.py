@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.attributes import attributes_of
 from gpipebal.pipeline.tensors import bytes_of
 from gpipebal.profiler.compiled import compile_alike
-from gpipebal.profiler.copying import copy_layer
+from gpipebal.profiler.copying import buffer_like, copy_layer, parameter_like
 
 __all__ = ["kept_by", "layer_of_tensors", "own_bytes", "parameter_bytes", "replicate"]
 
@@ -53,12 +53,12 @@ def replicate(
     # Also those that another layer has too.
     own = {id(parameter) for k in private for parameter in layers[k].parameters()}
     for index, layer in enumerate(layers):
+        if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
+            raise ProfileError(
+                "a model with lazy layers cannot be measured before its first forward.\n"
+                "Fix: run model(sample) once."
+            )
         for parameter in layer.parameters():
-            if isinstance(parameter, UninitializedParameter):
-                raise ProfileError(
-                    "a model with lazy layers cannot be measured before its first forward.\n"
-                    "Fix: run model(sample) once."
-                )
             if parameter.device.type == "meta":
                 raise ProfileError(
                     "a model without values cannot be measured: its parameters are on the meta "
@@ -70,13 +70,11 @@ def replicate(
                     "inference mode.\nFix: make the model outside of torch.inference_mode()."
                 )
             if id(parameter) not in memo:
-                shared = nn.Parameter(
-                    parameter.detach().to(device, copy=id(parameter) in own),
-                    requires_grad=parameter.requires_grad,
-                )
-                memo[id(parameter)] = shared
+                values = parameter.detach().to(device, copy=id(parameter) in own)
+                memo[id(parameter)] = parameter_like(parameter, values)
         for buffer in layer.buffers():
-            memo.setdefault(id(buffer), buffer.detach().to(device, copy=True))
+            if id(buffer) not in memo:
+                memo[id(buffer)] = buffer_like(buffer, buffer.detach().to(device, copy=True))
     replicas = []
     for name, layer in zip(names, layers, strict=True):
         replicas.append(copy_layer(name, layer, memo, keep_modes=keep_modes))

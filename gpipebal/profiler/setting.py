@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import starmap
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,9 @@ def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:
         candidates = [2 * m, m // 2, m // 4, 3 * m, 4 * m, m - m // 4, m - 1, m + 1]
         possible = [size for size in candidates if 1 <= size <= rows and size != m]
         return sorted(list(dict.fromkeys(possible))[:2])
-    sizes = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    given = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    # Of numpy, too.
+    sizes = [int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x for x in given]
     for size in sizes:
         if type(size) is not int or not 1 <= size <= rows:
             raise ProfileError(

@@ -64,7 +64,8 @@ class OptimizerPeaks(NamedTuple):
     Attributes:
         bytes: Largest memory of the step of each parameter, alone, beyond what was there.
         left: What the step of the parameter before left, until that of each parameter is over.
-        before: Which parameter that is, by its place; None: there is none.
+        before: Which parameter that is, by its place: the last of the same group; None: there is
+            none.
         together: Whether all parameters are stepped at once, so that `bytes` add up.
     """
 
@@ -99,13 +100,14 @@ def optimizer_peaks(
         return None
     left: list[int] = []
     before: list[int | None] = []
-    latest: int | None = None
+    # Groups are stepped one after the other, and leave nothing to each other.
+    latest: dict[Any, int] = {}
     for place, is_stepped in enumerate(maker.stepped):
-        # Groups are stepped one after the other, and leave nothing to each other.
-        follows = latest is not None and maker.group_of(latest) == maker.group_of(place)
-        before.append(latest if is_stepped and follows else None)
-        left.append(0 if before[place] is None else found[before[place] or 0].left_bytes)
-        latest = place if is_stepped else latest
+        earlier = latest.get(maker.group_of(place)) if is_stepped else None
+        before.append(earlier)
+        left.append(0 if earlier is None else found[earlier].left_bytes)
+        if is_stepped:
+            latest[maker.group_of(place)] = place
     peaks = [step.peak_bytes for step in found]
     return OptimizerPeaks(peaks, left, before, any(step.together for step in found))
 
@@ -156,12 +158,8 @@ def _step_some(maker: Maker, places: Sequence[int], device_type: str, with_value
     ]
     for stand_in in stand_ins:
         stand_in.grad = torch.full_like(stand_in, 1e-6)
-    stepper, is_fused = maker.make_plain(places, stand_ins)
-    together = False
-    for group in stepper.param_groups:
-        if device_type == "cuda" and group.get("foreach", False) is None:
-            group["foreach"] = not is_fused
-        together = together or bool(group.get("foreach"))
+    stepper, is_fused = maker.make_plain(places, stand_ins, device_type)
+    together = any(group.get("foreach") for group in stepper.param_groups)
     stepper.step()  # makes its state
     states = [stepper.state.get(stand_in, {}).values() for stand_in in stand_ins]
     state = [value for values in states for value in values if isinstance(value, Tensor)]

@@ -30,6 +30,7 @@ from gpipebal.profiler.gradients import (
     handed_through,
     needs_gradient,
 )
+from gpipebal.profiler.harmless import weights_reached
 from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers, number_of
 from gpipebal.profiler.replica import kept_by
 from gpipebal.profiler.value import (
@@ -109,9 +110,10 @@ def measure_layer_memory(
     layer, value = chain.layers[k], arrived.value
     if chain.device.type == "cuda":
         _warm_up(chain, k, value)
-    constants = [part for own in (*_own_tensors(layer), *constants) for part in parts_of(own)]
+    there = (*_own_tensors(layer), *weights_reached(layer), *constants)
+    constants = [part for own in there for part in parts_of(own)]
     known = _known(chain, k, arrived)
-    ledger = Ledger()
+    ledger = _OfDevice(chain.device)
     ledger.hold([*chain.inputs(k, value), *constants], 0)
     for parameter in layer.parameters():
         parameter.grad = None
@@ -190,6 +192,18 @@ def _handed_on(
         numbers.note(hands_on.skips[key], map(needs_gradient, leaves))
     numbers.note(hands_on.numbers, map(needs_gradient, passed.leaves))
     return hands_on
+
+
+class _OfDevice(Ledger):
+    """A ledger of one kind of device: what a layer moves to another is not that one's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._type = device.type
+
+    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> None:
+        if tensor.device.type == self._type:
+            super()._enter(tensor, owner, take_over=take_over)
 
 
 class _Peak:

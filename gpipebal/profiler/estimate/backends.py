@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import sdpa_flop_count
 
-__all__ = ["KEEP_MORE", "acting_as"]
+__all__ = ["KEEP_MORE", "acting_as", "note_fast_paths"]
 
 _aten = torch.ops.aten
 
@@ -71,6 +72,22 @@ _SAMPLER_BACKWARDS = ("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_b
 #: Half precision is what flash attention works in; heads up to this wide.
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
+#: Layers of torch's that have a fast path in evaluation mode.
+_FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+#: Whether a CPU's flash attention takes grouped heads: not seen with a torch before this one.
+_GROUPS_ON_CPU = torch.__version__ >= "2.13"
+
+
+def _are_groups_counted() -> bool:
+    try:
+        sdpa_flop_count((1, 2, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))
+    except AssertionError:
+        return False
+    return True
+
+
+#: Whether torch's formula for the operations of attention knows grouped heads.
+_GROUPS_COUNTED = _are_groups_counted()
 
 
 class _Acting(threading.local):
@@ -276,36 +293,61 @@ def _attention(
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     kind = _acting.device_type
     fits = query.dim() == 4 and min(query.shape) > 0 and min(key.shape) > 0
+    grouped = fits and query.shape[1] != key.shape[1]
+    fits = fits and _heads_fit(query, key, value, enable_gqa=enable_gqa)
+    if grouped and kind == "cpu" and not _GROUPS_ON_CPU:
+        _note("attention with grouped heads: torch chooses between kernels")
+        fits = False
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool and kind is not None:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
     masked = mask is not None
     free_mask = mask is None or (not mask.requires_grad and mask.dim() in (2, 4))
-    if kind == "cpu" and fits and alike and free_mask and not dropout_p and not enable_gqa:
+    flash = torch.backends.cuda.flash_sdp_enabled()  # of a CPU too
+    if kind == "cpu" and flash and fits and alike and free_mask and not dropout_p:
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )[0]
     if kind == "cuda":
         _note("attention: which kernel runs, and what it keeps, is the device's choice")
-        if fits and enable_gqa and key.shape[1] != query.shape[1]:
-            fits = False
+        flash = flash or torch.backends.cuda.cudnn_sdp_enabled()
         half = query.dtype in _HALVES
         narrow = alike and query.shape[-1] <= _WIDEST_HEAD
-        if fits and narrow and half and not masked and _acting.has_flash:
+        if flash and fits and narrow and half and not masked and _acting.has_flash:
+            if grouped and not _GROUPS_COUNTED:
+                copies = query.shape[1] // key.shape[1]
+                key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
             return _aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, scale=scale
             )[0]
-        if fits and (half or query.dtype == torch.float32):
+        efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped
+        if efficient and fits and (half or query.dtype == torch.float32):
             keeps = torch.is_grad_enabled() and any(t.requires_grad for t in as_written[:3])
             if masked:
                 mask = mask.expand(*query.shape[:3], key.shape[2])  # type: ignore[union-attr]
             return _aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
             )[0]
-    if kind == "cpu" and enable_gqa:
-        _note("attention with grouped heads: torch chooses between kernels")
     return _taken_apart(_aten.scaled_dot_product_attention.default, *as_written, **options)
+
+
+def _heads_fit(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+    """Tell whether a fused kernel takes heads and batches of these numbers."""
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    of_query, of_key, of_value = query.shape[1], key.shape[1], value.shape[1]
+    if not enable_gqa:
+        return of_query == of_key == of_value
+    return of_key == of_value and of_query % of_key == 0
+
+
+def note_fast_paths(layer: nn.Module, notes: set[str]) -> None:
+    """Note layers of torch's that run as one operation in evaluation mode, without a graph."""
+    if torch.backends.mha.get_fastpath_enabled() and any(
+        isinstance(part, _FAST) and not part.training for part in layer.modules()
+    ):
+        notes.add("fast path of evaluation mode: attention without a graph keeps less")
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Any:

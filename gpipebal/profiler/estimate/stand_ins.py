@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from gpipebal.errors import ProfileError
-from gpipebal.profiler.copying import copy_layer
+from gpipebal.profiler.copying import buffer_like, copy_layer, parameter_like
 
 __all__ = [
     "META",
@@ -43,9 +43,9 @@ def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.
     """
     memo: dict[int, Any] = {}
     for parameter in layer.parameters():
-        memo[id(parameter)] = nn.Parameter(_without_memory(parameter), parameter.requires_grad)
+        memo[id(parameter)] = parameter_like(parameter, _without_memory(parameter))
     for buffer in layer.buffers():
-        memo[id(buffer)] = _without_memory(buffer)
+        memo[id(buffer)] = buffer_like(buffer, _without_memory(buffer))
     stand_in = copy_layer(name, layer, memo, keep_modes=keep_modes, copying=_CopiesToMeta())
     for module in stand_in.modules():
         if isinstance(module, _BatchNorm) and module.momentum is None:

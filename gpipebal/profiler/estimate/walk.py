@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
 from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.estimate.backends import acting_as
+from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
 from gpipebal.profiler.failures import forbids_hooks
@@ -224,6 +224,7 @@ class Walk:
             chain.find_written(0, value, layer)
             costs = find_costs(chain, value, self._rates)
             memory, passed = measure_layer_memory(chain, 0, here, inner)
+        note_fast_paths(layer, notes)
         notes |= set(costs.approximate)
         return _Found(
             Estimate(memory, replace(costs, approximate=tuple(sorted(notes)))),
