@@ -570,6 +570,8 @@ def test_of_several_runs_the_one_whose_steps_agree_is_chosen() -> None:
         row["turns"] = [[10.0], [13.0]]
     assert figures.merge_steadier(old, new, ["mlp"])["rows"] == new["rows"]
     assert "lowest floor" in tables.blocks(merged)["environment"]
+    kept = figures.merge_steadier({**old, "repeats": {"what": "was measured"}}, new, ["mlp"])
+    assert kept["repeats"] == {"what": "was measured"}
 
 
 def test_machine_without_cuda_measures_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

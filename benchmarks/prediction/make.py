@@ -89,7 +89,7 @@ def main() -> None:
         write_record(arguments.out, record)
     elif not arguments.readme:
         record = measure(arguments)
-        if not arguments.quick and arguments.out.exists():
+        if not arguments.quick and not arguments.add and arguments.out.exists():
             # They are measured by themselves.
             old = _read(arguments.out)
             record |= {key: old[key] for key in ("repeats", "allocator") if key in old}

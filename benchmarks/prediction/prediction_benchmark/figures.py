@@ -316,7 +316,8 @@ def merge(old: dict[str, Any], new: dict[str, Any], names: Sequence[str]) -> dic
     loads = [record["provenance"]["other_load"] for record in (old, new)]
     minutes = [record["provenance"]["minutes"] for record in (old, new)]
     return {
-        **{key: old[key] for key in ("memory",) if key in old},
+        # They are measured by themselves.
+        **{key: old[key] for key in ("memory", "repeats", "allocator") if key in old},
         **new,
         "provenance": {
             **new["provenance"],
