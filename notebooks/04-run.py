@@ -116,7 +116,8 @@ measured
 #
 # What each partition should hold over time by the profile, in the step that was measured. Where the last partition turns from
 # forwards to backwards, the outputs of all micro-batches are gathered and the loss takes what it needs; the gathered output and the
-# loss stay until the step is over, the gradient of the output only while backwards run. Below, the plan's own peaks stand beside what a step was measured to hold:
+# loss stay until the step is over, the gradient of the output only while backwards run. Below, the plan's own peaks stand beside
+# what a step was measured to hold:
 
 # %%
 from gpipebal.pipeline import measure_memory

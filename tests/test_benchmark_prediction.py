@@ -34,6 +34,7 @@ from prediction_benchmark import (  # noqa: E402
     figures,
     floor,
     measure,
+    merging,
     models,
     parts,
     repeats,
@@ -542,14 +543,14 @@ def test_models_measured_anew_take_the_place_of_the_old_ones() -> None:
     old["models"]["u-net"] = old["models"]["mlp"]
     old["rows"] += [{**row, "model": "u-net"} for row in old["rows"]]
     new["models"]["mlp"]["about"] = "a new chain"
-    merged = figures.merge(old, new, ["u-net", "mlp"])
+    merged = merging.merge(old, new, ["u-net", "mlp"])
     assert list(merged["models"]) == ["u-net", "mlp"]
     assert merged["models"]["mlp"]["about"] == "a new chain"
     assert [row["model"] for row in merged["rows"]] == ["u-net"] * 5 + ["mlp"] * 5
     assert (merged["provenance"]["minutes"], merged["provenance"]["runs"]) == (20.0, 2)
     new["provenance"]["rounds"] = 5
     with pytest.raises(ValueError, match="rounds"):
-        figures.merge(old, new, ["u-net", "mlp"])
+        merging.merge(old, new, ["u-net", "mlp"])
 
 
 def test_of_several_runs_the_one_whose_steps_agree_is_chosen() -> None:
@@ -562,15 +563,19 @@ def test_of_several_runs_the_one_whose_steps_agree_is_chosen() -> None:
     for row in new["rows"]:
         row["predicted"] = {by: time / 2 for by, time in row["predicted"].items()}
     for first, second in ((old, new), (new, old)):
-        merged = figures.merge_steadier(first, second, ["mlp"])
+        merged = merging.merge_steadier(first, second, ["mlp"])
         assert merged["models"]["mlp"]["about"] == old["models"]["mlp"]["about"]
         assert merged["rows"] == old["rows"]
         assert (merged["provenance"]["runs"], merged["provenance"]["steadiest"]) == (2, True)
     for row in old["rows"]:
         row["turns"] = [[10.0], [13.0]]
-    assert figures.merge_steadier(old, new, ["mlp"])["rows"] == new["rows"]
+    assert merging.merge_steadier(old, new, ["mlp"])["rows"] == new["rows"]
     assert "lowest floor" in tables.blocks(merged)["environment"]
-    kept = figures.merge_steadier({**old, "repeats": {"what": "was measured"}}, new, ["mlp"])
+    assert merging.dates_of(merged) == merging.dates_of(old)
+    new["provenance"]["date"] = "2099-01-01"
+    later = merging.merge_steadier(old, new, ["mlp"])
+    assert merging.dates_of(later) == {"mlp": "2099-01-01"}
+    kept = merging.merge_steadier({**old, "repeats": {"what": "was measured"}}, new, ["mlp"])
     assert kept["repeats"] == {"what": "was measured"}
 
 
@@ -594,13 +599,13 @@ def test_machine_without_cuda_measures_nothing_of_cuda(monkeypatch: pytest.Monke
 def test_models_asked_anew_take_the_place_of_the_old_answers() -> None:
     """Other models stay, the order is the given one, and another device is refused."""
     old, new = _answer(("mlp", 1, True), ("u-net", 2, True)), _answer(("mlp", 3, True))
-    merged = figures.merge_allocator(old, new, ["u-net", "mlp"])
+    merged = merging.merge_allocator(old, new, ["u-net", "mlp"])
     found = [(row["model"], row["allocated"]) for row in merged["rows"]]
     assert found == [("u-net", 2), ("u-net", 2), ("mlp", 3), ("mlp", 3)]
     assert merged["provenance"]["runs"] == 2
     new["provenance"]["device_name"] = "another device"
     with pytest.raises(ValueError, match="device_name"):
-        figures.merge_allocator(old, new, ["u-net", "mlp"])
+        merging.merge_allocator(old, new, ["u-net", "mlp"])
 
 
 def test_answers_to_the_script_are_stored_beside_the_times(

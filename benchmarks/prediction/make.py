@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import OtherLoad, provenance
 from benchmark_tools.text import write_readme
-from prediction_benchmark import cuda_tables, figures, tables
+from prediction_benchmark import cuda_tables, figures, merging, tables
 from prediction_benchmark.allocator import measure_allocator
 from prediction_benchmark.measure import (
     MIDDLE,
@@ -80,12 +80,12 @@ def main() -> None:
         found = allocator(arguments, _told())
         if arguments.add and "allocator" in record:
             names = [model.name for model in MODELS]
-            found = figures.merge_allocator(record["allocator"], found, names)
+            found = merging.merge_allocator(record["allocator"], found, names)
         write_record(arguments.out, {**record, "allocator": found})
     elif arguments.merge:
         record = _read(arguments.out)
         for path in arguments.merge:
-            record = figures.merge_steadier(record, _read(path), [model.name for model in MODELS])
+            record = merging.merge_steadier(record, _read(path), [model.name for model in MODELS])
         write_record(arguments.out, record)
     elif not arguments.readme:
         record = measure(arguments)
@@ -94,7 +94,7 @@ def main() -> None:
             old = _read(arguments.out)
             record |= {key: old[key] for key in ("repeats", "allocator") if key in old}
         if arguments.add and arguments.out.exists():
-            record = figures.merge(_read(arguments.out), record, [model.name for model in MODELS])
+            record = merging.merge(_read(arguments.out), record, [model.name for model in MODELS])
         write_record(arguments.out, record)
     record = _read(arguments.out)
     print(tables.summary(record))

@@ -175,9 +175,8 @@ class OwnRandomness:
         """Return the same random numbers from a layer's beginning, to be drawn a second time."""
         states: States = []
         seed, micro_batch = self._seed, self._micro_batch
-        first = OwnRandomness(seed, micro_batch, states)
         return Repeatable(
-            first,
+            OwnRandomness(seed, micro_batch, states),
             lambda: OwnRandomness(seed, micro_batch, states, again=True),
         )
 

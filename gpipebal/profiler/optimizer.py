@@ -207,7 +207,7 @@ def _holds_tensor(option: Any) -> bool:
 
 
 def _without_memory(parameter: nn.Parameter, device: str = "meta") -> nn.Parameter:
-    """Make a parameter of the same shape, whose elements are all one."""
+    """Make a parameter of the same shape, whose elements are all the same place in memory."""
     one = torch.zeros((), dtype=parameter.dtype, device=device)
     return nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmark_tools.text import percent, table
 
-from prediction_benchmark import figures, floor
+from prediction_benchmark import figures, floor, merging
 from prediction_benchmark.figures import Row
 from prediction_benchmark.parts import PARTS
 from prediction_benchmark.settings import SETTINGS
@@ -258,9 +258,16 @@ def _environment(record: dict[str, Any]) -> str:
         "other programs' share of the cores meanwhile: "
         + ("unknown" if other is None else f"{100 * other:.1f} %"),
     ]
+    dates = merging.dates_of(record)
+    if len(set(dates.values())) > 1:
+        for date in sorted(set(dates.values())):
+            lines.append(f"{date}: {', '.join(name for name in dates if dates[name] == date)}")
     if "memory" in record:
         of_memory = record["memory"]["provenance"]
-        lines.append(f"memory: anew, {of_memory['date']}, gpipebal {of_memory['gpipebal']}")
+        lines.append(
+            f"memory: anew, {of_memory['date']}, gpipebal {of_memory['gpipebal']}; of models that "
+            "were measured later, then"
+        )
     return "```\n" + "\n".join(lines) + "\n```"
 
 
