@@ -75,13 +75,28 @@ def durations_for(draw: st.DrawFn, n_partitions: int, *, more: bool = True) -> D
 
     names = ["no_grad_forward", "input_gradient", "weight_gradient"]
     names += ["forward_transfer", "backward_transfer"]
+    names += ["forward_after_backward", "no_grad_forward_after_backward"]
+    names += ["recompute_after_forward", "backward_after_forward"]
     chosen = draw(st.lists(st.sampled_from(names), unique=True)) if more else []
     return Durations(column(), column(), column(), **{name: column() for name in chosen})
 
 
-def seconds_of(action: Cell, cells: set[Cell], durations: Durations) -> float:
-    """Look up how long an action takes."""
+def seconds_of(action: Cell, cells: set[Cell], durations: Durations, before: Cell | None) -> float:
+    """Look up how long an action takes behind the one before it on its device."""
     j, kind, i = action
+    again = kind == "F" and (j, "R", i) in cells and durations.no_grad_forward is not None
+    behind_forward = before is not None and before[1] in "FR"
+    turned = None
+    if kind == "F" and not behind_forward:
+        turned = durations.forward_after_backward
+        if again:
+            turned = durations.no_grad_forward_after_backward
+    elif kind == "R" and behind_forward:
+        turned = durations.recompute_after_forward
+    elif kind == "B" and behind_forward:
+        turned = durations.backward_after_forward
+    if turned is not None:
+        return turned[j]
     if kind == "F" and (j, "R", i) in cells and durations.no_grad_forward is not None:
         return durations.no_grad_forward[j]
     half = durations.backward[j] / 2
@@ -152,7 +167,7 @@ def longest_paths(
         if not overlap:
             sources = [n for n in needs_of(action, cells, n_partitions, late=False)]
             start += sum(moved(n) for n in sources if n[0] != action[0])
-        return start, start + seconds_of(action, cells, durations)
+        return start, start + seconds_of(action, cells, durations, before.get(action))
 
     # In an order that can run, so that no recursion goes deep.
     return {cell: span(cell) for cell in sorted(cells, key=lambda cell: cell[2])}

@@ -139,11 +139,13 @@ def test_a_device_does_one_thing_at_a_time(data: st.DataObject) -> None:
     timeline = place(schedule, durations)
     found = spans(timeline)
     cells = set(found)
+    behind: dict[Cell, Cell] = {}
     for row in schedule.rows:
         for before, action in pairwise(row):
             assert found[before][1] <= found[action][0]
+            behind[tuple(action)] = tuple(before)
     for cell, (start, end) in found.items():
-        assert end == start + seconds_of(cell, cells, durations)
+        assert end == start + seconds_of(cell, cells, durations, behind.get(cell))
         for need in needs_of(cell, cells, schedule.n_partitions, late=False):
             assert found[need][1] <= start
     # The timeline's own check of the same events, one by one.

@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+#: Behind other work a cell takes at most so many times as long, or as short.
+MOST_TURN = 4.0
+
+
 def pause_time(profile: Profile, chunks: int) -> float | None:
     """Predict the seconds of gather and loss between the phases; None if one was not measured.
 
@@ -64,17 +68,38 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
     if not execution.is_ours:
         of_layers = of_layers.without_launches
     overhead = profile.step.cell_overhead_time or 0.0
-    times = of_layers.longer_by(overhead)
     order = order_for(execution.schedule, len(bounds) - 1, execution.chunks, execution.checkpoint)
     pause = None if inside else pause_time(profile, execution.chunks) or 0.0
     shares = profile.step.side_by_side
     # Devices that differ in their limits alone are like the profile's.
     alike = all(device.is_alike for device in execution.devices or ())
     known = alike and execution.links is None and execution.is_ours
+    if known and profile.step.turns is not None:
+        of_layers = of_layers.turning(_turn_factors(profile))
+    times = of_layers.longer_by(overhead)
     if shares is None or shares.changes_nothing or not known or times.has_launches:
         return place(order, times, pause=pause, overlap=execution.overlaps)
     alone = of_layers.scaled(vars(shares)).longer_by(overhead)
     return place_sharing(order, times, alone, shares.n_partitions, pause=pause)
+
+
+def _turn_factors(profile: Profile) -> dict[str, float]:
+    """Return how many times as long cells take behind the other kind of work, by kind."""
+    turns = profile.step.turns
+    assert turns is not None
+    totals = durations_of(profile, (0, profile.n_layers))
+    factors = {}
+    for name, seconds in vars(turns).items():
+        times = getattr(totals, name) or totals.forward
+        share = seconds / times[0] if times[0] else 0.0
+        # A recompute was measured in a turn: what is left of it is what it takes otherwise.
+        factors[name] = 1 / _within(1 - share) if name == "recompute" else _within(1 + share)
+    return factors
+
+
+def _within(factor: float) -> float:
+    """Keep a factor to what a trial tells: times of few rows may be less than those of a turn."""
+    return min(max(factor, 1 / MOST_TURN), MOST_TURN)
 
 
 def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:

@@ -11,7 +11,14 @@ noun), `checks` (what no profile may be), `record` (the same as JSON values), `s
 costs at other numbers of rows), `fingerprint` and `match` (whether it still fits a model).
 """
 
-from gpipebal.profile.layer import LayerProfile, SideBySide, SkipProfile, StepTerms, TieProfile
+from gpipebal.profile.layer import (
+    LayerProfile,
+    SideBySide,
+    SkipProfile,
+    StepTerms,
+    TieProfile,
+    TurnTimes,
+)
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.profile import LayerTimes, Profile
 
@@ -24,5 +31,6 @@ __all__ = [
     "SkipProfile",
     "StepTerms",
     "TieProfile",
+    "TurnTimes",
     "match_profile",
 ]

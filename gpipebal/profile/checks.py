@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
-from gpipebal.profile.layer import LayerProfile, SideBySide, TieProfile
+from gpipebal.profile.layer import LayerProfile, SideBySide, TieProfile, TurnTimes
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -201,6 +201,8 @@ def _check_step(profile: Profile, n_storages: int) -> None:
         raise _bad_value("step", "optimizer_together", step.optimizer_together)
     if step.side_by_side is not None:
         _check_side_by_side(step.side_by_side)
+    if step.turns is not None:
+        _check_turns(step.turns)
     for name in ("loss", "whole_loss"):
         loss = getattr(step, name)
         if loss is not None:
@@ -224,6 +226,18 @@ def _check_side_by_side(shares: SideBySide) -> None:
             raise ProfileError(
                 f"step.side_by_side has an impossible share: {item.name}={value!r} (expected more "
                 "than 0, and at most 1).\nFix: profile the model again."
+            )
+
+
+def _check_turns(turns: TurnTimes) -> None:
+    for item in fields(turns):
+        value = getattr(turns, item.name)
+        # A turn may be faster, too.
+        size = -value if type(value) in (int, float) and value < 0 else value
+        if not _is_quantity(size, whole=False):
+            raise ProfileError(
+                f"step.turns has an impossible value: {item.name}={value!r} (expected finite "
+                "seconds).\nFix: correct the value, or profile the model again."
             )
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LayerProfile", "SideBySide", "SkipProfile", "StepTerms", "TieProfile"]
+__all__ = [
+    "LayerProfile",
+    "SideBySide",
+    "SkipProfile",
+    "StepTerms",
+    "TieProfile",
+    "TurnTimes",
+]
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,30 @@ class SideBySide:
 
 
 @dataclass(frozen=True)
+class TurnTimes:
+    """What it costs to turn from forwards to backwards and back, in seconds of the whole chain.
+
+    What a forward needs (parameters, memory that it writes to) has left the caches when a backward
+    ran before it, and the other way round. A partition takes the share of these seconds that its
+    layers have of the chain's work. They hardly depend on the rows. The first forward of a step is
+    behind the backwards of the step before. Below zero, a turn is faster.
+
+    Attributes:
+        forward: How much longer a forward takes behind a backward than behind a forward.
+        no_grad_forward: The same of a forward without a graph.
+        recompute: How much longer a recompute takes behind a backward, where its layers'
+            `recompute_time` was measured, than behind a forward.
+        backward: How much longer a backward takes behind a forward or recompute than behind a
+            backward.
+    """
+
+    forward: float = 0.0
+    no_grad_forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepTerms:
     """What a training step costs beside the layers; None: not measured.
 
@@ -186,6 +217,7 @@ class StepTerms:
             layers, until the one that waits for it has started.
         side_by_side: What partitions that work side by side do to each other; None: nothing, or
             not known.
+        turns: What it costs to turn from forwards to backwards and back; None: not known.
     """
 
     gather_time: float | None = None
@@ -198,6 +230,7 @@ class StepTerms:
     inside_overhead_time: float | None = None
     cell_overhead_time: float | None = None
     side_by_side: SideBySide | None = None
+    turns: TurnTimes | None = None
 
     @property
     def loss_time(self) -> float | None:

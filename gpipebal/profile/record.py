@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpipebal.errors import FileFormatError
 from gpipebal.files import text_of, tuple_of, without_header
 from gpipebal.profile.checks import TEXT_FIELDS
-from gpipebal.profile.layer import LayerProfile, SideBySide, SkipProfile, StepTerms, TieProfile
+from gpipebal.profile.layer import (
+    LayerProfile,
+    SideBySide,
+    SkipProfile,
+    StepTerms,
+    TieProfile,
+    TurnTimes,
+)
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 7
+VERSION = 8
 
 _FIELDS = frozenset(
     {
@@ -87,6 +94,8 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
             content = _of_version_4(content)
         if record.get("version") in (1, 2, 3, 4, 5, 6):
             content = _of_version_6(content)
+        if record.get("version") in (1, 2, 3, 4, 5, 6, 7):
+            content = _of_version_7(content)
         _check_fields("a profile", content, _FIELDS)
         step = _fields_of(content["step"], "step")
         _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
@@ -95,6 +104,8 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
                 step[name] = _layer(step[name])
         if step["side_by_side"] is not None:
             step["side_by_side"] = SideBySide(**_fields_of(step["side_by_side"], "side_by_side"))
+        if step["turns"] is not None:
+            step["turns"] = TurnTimes(**_fields_of(step["turns"], "turns"))
         step["gathered"] = tuple_of(step["gathered"], "gathered")
         others = tuple_of(content["other_sizes"], "other_sizes")
         if depth and others:
@@ -205,3 +216,11 @@ def _of_version_6(content: dict[str, Any]) -> dict[str, Any]:
     if "common_inputs" in content:
         raise TypeError("a profile has an unknown field: 'common_inputs'")
     return {**content, "common_inputs": ()}
+
+
+def _of_version_7(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 7 up to date: what turns cost is not known."""
+    step = _fields_of(content["step"], "step")
+    if "turns" in step:
+        raise TypeError("step has an unknown field: 'turns'")
+    return {**content, "step": {**step, "turns": None}}

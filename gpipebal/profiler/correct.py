@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpipebal.profile import LayerProfile, Profile, SideBySide
+from gpipebal.profile import LayerProfile, Profile, SideBySide, TurnTimes
 from gpipebal.profiler.findings import Trial
 from gpipebal.profiler.setting import chunks_that_fit
-from gpipebal.profiler.traces import MOST_FACTOR
+from gpipebal.profiler.traces import KINDS, MOST_FACTOR, sums_of_layers
 from gpipebal.profiler.trial import MOST_CHUNKS, Setting, run_trial
 
 __all__ = ["correct", "try_out"]
@@ -54,6 +54,7 @@ def correct(profile: Profile, trial: Trial) -> Profile:
         inside_overhead_time=trial.inside_overhead_time,
         cell_overhead_time=trial.cell_overhead_time,
         side_by_side=side_by_side,
+        turns=_turns(profile, trial),
     )
     told = {
         "balance": list(trial.balance),
@@ -61,6 +62,7 @@ def correct(profile: Profile, trial: Trial) -> Profile:
         "rounds": trial.rounds,
         "factors": factors,
         "alone": trial.alone,
+        "turns": trial.turns,
         "scaled": "times of layers; at other sizes too, which were not tried",
         "not_scaled": "times of the loss, and of the host",
     }
@@ -80,6 +82,19 @@ def correct(profile: Profile, trial: Trial) -> Profile:
         other_sizes=tuple(corrected(other) for other in profile.other_sizes),
         provenance={**profile.provenance, "trial": told, "flags": flags},
     )
+
+
+def _turns(profile: Profile, trial: Trial) -> TurnTimes | None:
+    """Take what turns cost in seconds: they hardly depend on the rows."""
+    if trial.turns is None:
+        return None
+    sums = sums_of_layers(profile, (profile.n_layers,))
+    seconds = {}
+    for name in KINDS:
+        factor, total = trial.turns[name], trial.factors[name] * sums[name][0]
+        # The time of a recompute is that behind a backward, which is a turn.
+        seconds[name] = total * (1 - 1 / factor if name == "recompute" else factor - 1)
+    return TurnTimes(**seconds)
 
 
 def _words(factor: float) -> str:

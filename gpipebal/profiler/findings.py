@@ -19,6 +19,8 @@ from gpipebal.profiler.traces import (
     pressures_of,
     seconds_of_cells,
     sums_of_layers,
+    turn_factors,
+    turned,
 )
 from gpipebal.schedule import CheckpointMode, make_schedule
 from gpipebal.simulator import Durations, place
@@ -43,6 +45,8 @@ class Trial:
         inside_overhead_time: The same with the loss inside; None: there is nothing to train.
         alone: How much of its time a cell of a kind takes while no other partition works; None:
             not known.
+        turns: How many times as long a cell of a kind takes behind the other kind of work; None:
+            not known.
     """
 
     balance: tuple[int, ...]
@@ -53,6 +57,7 @@ class Trial:
     overhead_time: float
     inside_overhead_time: float | None
     alone: dict[str, float] | None = None
+    turns: dict[str, float] | None = None
 
 
 def read_trial(
@@ -76,18 +81,19 @@ def read_trial(
     n = len(balance)
     together = [way for way in ways if way.n_partitions == n]
     solo = [way for way in ways if way.n_partitions < n]
+    turns = turn_factors([way for way in ways if way.n_partitions == 1])
     predicted = sums_of_layers(profile, balance)
     cells = _medians(together, n)
     factors = {name: factor_of(cells[name], predicted[name], overheads[name]) for name in KINDS}
     alone = None
     if solo:
-        factors, alone = _apart(predicted, together, solo, factors, overheads)
-    beside = _beside_cells(profile, chunks, together, Durations(**cells))
+        factors, alone = _apart(predicted, together, solo, factors, overheads, turns or {})
+    beside = _beside_cells(profile, chunks, together, Durations(**cells), turns)
     overhead = max(0.0, median(beside.gaps)) + fmean(overheads.values())
     if alone is not None:
         sums = {name: [factors[name] * time for time in predicted[name]] for name in KINDS}
         placed = [
-            _makespan(sums, alone, overhead, n, chunks, way.mode)
+            _makespan(sums, alone, overhead, n, chunks, way.mode, turns)
             for way in together
             if not way.inside
         ]
@@ -102,6 +108,7 @@ def read_trial(
         rounds=rounds,
         factors=factors,
         alone=alone,
+        turns=turns,
         cell_overhead_time=overhead,
         overhead_time=max(0.0, median(beside.around)),
         inside_overhead_time=max(0.0, median(beside.inside)) if beside.inside else None,
@@ -112,7 +119,7 @@ def _medians(ways: Sequence[Traced], n_partitions: int) -> dict[str, tuple[float
     """Return the middle time of each partition's cells of each kind; 0 where there is none."""
     cells = seconds_of_cells(ways)
     return {
-        name: tuple(median(cells[name, j]) if cells[name, j] else 0.0 for j in range(n_partitions))
+        name: tuple(median(cells.get((name, j), [0.0])) for j in range(n_partitions))
         for name in KINDS
     }
 
@@ -123,6 +130,7 @@ def _apart(
     solo: Sequence[Traced],
     factors: Mapping[str, float],
     overheads: Mapping[str, float],
+    turns: Mapping[str, float],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Tell what cells take beside others, and how much of that they take alone.
 
@@ -132,9 +140,10 @@ def _apart(
         solo: Those in one partition.
         factors: What cells take beside others, where `solo` does not tell.
         overheads: Seconds of a cell whose layer does next to nothing.
+        turns: How many times as long a cell takes behind the other kind of work.
     """
     slow = alone_factors(predicted, seconds_of_cells(solo), overheads)
-    pressures = pressures_of(together, predicted, slow, overheads)
+    pressures = pressures_of(together, predicted, slow, overheads, turns)
     n = together[0].n_partitions
     alone = {name: 1.0 / (1.0 + (n - 1) * pressures.get(name, 0.0) ** 2) for name in KINDS}
     known = {name: slow[name] / alone[name] for name in pressures}
@@ -159,7 +168,11 @@ class _Beside(NamedTuple):
 
 
 def _beside_cells(
-    profile: Profile, chunks: int, ways: Sequence[Traced], measured: Durations
+    profile: Profile,
+    chunks: int,
+    ways: Sequence[Traced],
+    measured: Durations,
+    turns: Mapping[str, float] | None,
 ) -> _Beside:
     """Find out what steps took beside their cells, whose middle times are known."""
     gaps, around, inside = [], [], []
@@ -174,7 +187,8 @@ def _beside_cells(
         spans.append([timeline.makespan - _pause_of(timeline) for _, timeline in way.steps])
         for seconds, timeline in way.steps:
             pause = _pause_of(timeline)
-            gaps.append(_hand_over(timeline, order, _means(timeline, way.mode, measured), pause))
+            cells = _means(timeline, way.mode, measured, turns)
+            gaps.append(_hand_over(timeline, order, cells, pause))
             around.append(seconds - timeline.makespan + max(0.0, pause - known))
     return _Beside(gaps, around, spans, inside)
 
@@ -190,9 +204,12 @@ def _makespan(
     n_partitions: int,
     chunks: int,
     mode: CheckpointMode,
+    turns: Mapping[str, float] | None,
 ) -> float:
     """Place a step, without the pause between its phases."""
     together = Durations(**{name: tuple(sums[name]) for name in KINDS})
+    if turns is not None:
+        together = together.turning(turns)
     return place_sharing(
         make_schedule("gpipe", n_partitions, chunks, mode),
         together.longer_by(overhead),
@@ -202,14 +219,25 @@ def _makespan(
     ).makespan
 
 
-def _means(timeline: Timeline, mode: CheckpointMode, otherwise: Durations) -> Durations:
-    """Take the mean time of each partition's cells of a kind in one step."""
+def _means(
+    timeline: Timeline,
+    mode: CheckpointMode,
+    otherwise: Durations,
+    turns: Mapping[str, float] | None,
+) -> Durations:
+    """Take the mean time of each partition's cells of a kind in one step.
+
+    What a cell takes longer behind the other kind of work is taken out, and told apart.
+    """
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for event in timeline.events:
+    events = timeline.events
+    for event, turn in zip(events, turned(events), strict=True):
         name = kind_of(event.kind, mode)
         if name is not None:
-            found[name, event.partition].append(event.end - event.start)
-    return replace(
+            factor = turns[name] if turn and turns is not None else 1.0
+            factor = 1 / factor if name == "recompute" else factor
+            found[name, event.partition].append((event.end - event.start) / factor)
+    means = replace(
         otherwise,
         **{
             name: tuple(
@@ -219,6 +247,7 @@ def _means(timeline: Timeline, mode: CheckpointMode, otherwise: Durations) -> Du
             for name in KINDS
         },
     )
+    return means if turns is None else means.turning(turns)
 
 
 def _hand_over(timeline: Timeline, order: Any, cells: Durations, pause: float) -> float:

@@ -12,7 +12,7 @@ from gpipebal.profile import Profile
 from gpipebal.profiler.sharing import TracedCell, overlaps, pressure
 from gpipebal.schedule import CheckpointMode
 from gpipebal.simulator import durations_of
-from gpipebal.timeline import Timeline
+from gpipebal.timeline import Event, Timeline
 
 __all__ = [
     "KINDS",
@@ -24,6 +24,8 @@ __all__ = [
     "pressures_of",
     "seconds_of_cells",
     "sums_of_layers",
+    "turn_factors",
+    "turned",
 ]
 
 #: Factors are within this of 1. Beside others a cell of small operations may take several times as
@@ -33,6 +35,8 @@ MOST_FACTOR = 4.0
 LEAST_WORK = 3.0
 #: Fields of `Durations`, and what a profile's layers tell for them.
 KINDS = ("forward", "no_grad_forward", "recompute", "backward")
+#: Kinds of events that are cells.
+WORK = "FRB"
 #: Kinds of one pressure.
 _PRESSES_AS = {
     "forward": "forward",
@@ -60,16 +64,67 @@ class Traced:
 
 
 def seconds_of_cells(ways: Sequence[Traced]) -> dict[tuple[str, int], list[float]]:
-    """Collect the seconds of the cells by kind and partition."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for way in ways:
-        for _, timeline in way.steps:
-            for event in timeline.events:
-                name = kind_of(event.kind, way.mode)
-                # The loss inside is in the last partition's cells: those tell of it too.
-                if name is not None and not way.inside:
-                    found[name, event.partition].append(event.end - event.start)
+    """Collect the seconds of the cells by kind and partition, without turns if there are others."""
+    straight, behind_other = _by_turn(ways)
+    return {**behind_other, **straight}
+
+
+def turned(events: Sequence[Event]) -> list[bool]:
+    """Say of each event whether the other kind of work stands before it; of a recompute: its own.
+
+    Recomputes belong to the forwards. The first forward of a step is behind the backwards of the
+    step before; recomputes stand behind backwards as a rule.
+
+    Example:
+        >>> row = [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 1, 2, 4), ("R", 0, 4, 5), ("B", 0, 5, 7)]
+        >>> turned([Event(0, *event) for event in row])
+        [True, False, True, False, True]
+    """
+    found = [False] * len(events)
+    before: dict[int, bool] = {}
+    for k in sorted(range(len(events)), key=lambda k: events[k].start):
+        event = events[k]
+        if event.kind not in WORK:
+            continue
+        behind_forward = before.get(event.partition, False)
+        found[k] = not behind_forward if event.kind == "F" else behind_forward
+        before[event.partition] = event.kind != "B"
     return found
+
+
+def turn_factors(ways: Sequence[Traced]) -> dict[str, float] | None:
+    """Find how many times as long cells take behind the other kind of work, by kind.
+
+    Args:
+        ways: Those in one partition: nothing but the cell before makes a difference there.
+
+    Returns:
+        The factor of a recompute is what it takes behind a backward, over what behind a forward.
+        None: there were no others to compare with.
+    """
+    straight, behind_other = _by_turn(ways)
+    found = {}
+    for name in KINDS:
+        usual, other = straight.get((name, 0)), behind_other.get((name, 0))
+        if usual and other and median(usual) > 0 and median(other) > 0:
+            factor = median(other) / median(usual)
+            factor = 1 / factor if name == "recompute" else factor
+            found[name] = min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
+    return {name: found.get(name, 1.0) for name in KINDS} if found else None
+
+
+def _by_turn(ways: Sequence[Traced]) -> list[dict[tuple[str, int], list[float]]]:
+    """Collect the seconds of the cells by kind and partition: straight on, and in turns."""
+    found: list[dict[tuple[str, int], list[float]]] = [defaultdict(list), defaultdict(list)]
+    for way in ways:
+        # The loss inside is in the last partition's cells: those tell of it too.
+        for _, timeline in [] if way.inside else way.steps:
+            events = timeline.events
+            for event, turn in zip(events, turned(events), strict=True):
+                name = kind_of(event.kind, way.mode)
+                if name is not None:
+                    found[turn][name, event.partition].append(event.end - event.start)
+    return [dict(each) for each in found]
 
 
 def alone_factors(
@@ -90,6 +145,7 @@ def pressures_of(
     predicted: Mapping[str, Sequence[float]],
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
+    turns: Mapping[str, float],
 ) -> dict[str, float]:
     """Find the pressure of each kind of work that is in `slow`; what is not known is left out.
 
@@ -102,7 +158,7 @@ def pressures_of(
         if way.inside:
             continue
         for _, timeline in way.steps:
-            for name, cell in _cells_of(timeline, way.mode, predicted, slow, overheads):
+            for name, cell in _cells_of(timeline, way.mode, predicted, slow, overheads, turns):
                 if name != "recompute":
                     cells[_PRESSES_AS[name]].append(cell)
     found: dict[str, float] = {}
@@ -120,6 +176,7 @@ def _cells_of(
     predicted: Mapping[str, Sequence[float]],
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
+    turns: Mapping[str, float],
 ) -> list[tuple[str, TracedCell]]:
     """Set the cells of a step beside what they would take alone; with the kind of each."""
     cells = []
@@ -128,15 +185,17 @@ def _cells_of(
         name = kind_of(kind, mode)
         return None if name is None else _PRESSES_AS[name]
 
-    beside = overlaps(timeline.events, presses_as)
-    for event, others in zip(timeline.events, beside, strict=True):
+    events = timeline.events
+    beside = overlaps(events, presses_as)
+    for event, others, turn in zip(events, beside, turned(events), strict=True):
         name = kind_of(event.kind, mode)
         if name is None or name not in slow:
             continue
         known = predicted[name][event.partition]
         # What takes next to nothing tells nothing.
         if known > LEAST_WORK * overheads[name]:
-            seconds = max(0.0, event.end - event.start - overheads[name])
+            seconds = (event.end - event.start) / (turns.get(name, 1.0) if turn else 1.0)
+            seconds = max(0.0, seconds - overheads[name])
             cells.append((name, TracedCell(seconds / (slow[name] * known), others)))
     return cells
 

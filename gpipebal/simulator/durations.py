@@ -13,6 +13,15 @@ __all__ = ["Durations", "check_time"]
 
 Times = tuple[float, ...]
 
+#: Times of each kind of cell, and of those that stand behind the other kind of work (recomputes:
+#: behind their own).
+_TURNS = {
+    "forward": "forward_after_backward",
+    "no_grad_forward": "no_grad_forward_after_backward",
+    "recompute": "recompute_after_forward",
+    "backward": "backward_after_forward",
+}
+
 
 @dataclass(frozen=True)
 class Durations:
@@ -37,6 +46,11 @@ class Durations:
         forward_launch: Seconds of the host to launch a forward or a recompute; None, and
             `backward_launch` is None too: there is no host to wait for.
         backward_launch: The same for a backward; of a backward in two parts each takes half.
+        forward_after_backward: A forward behind a backward of the same device, or the first of a
+            step; None: `forward`.
+        no_grad_forward_after_backward: The same of `no_grad_forward`; None: as that.
+        recompute_after_forward: A recompute behind a forward; None: `recompute`.
+        backward_after_forward: A backward behind a forward or a recompute; None: `backward`.
 
     Raises:
         ProfileError: a time that is negative or not finite, or not one per partition.
@@ -57,6 +71,10 @@ class Durations:
     optimizer: Times | None = None
     forward_launch: Times | None = None
     backward_launch: Times | None = None
+    forward_after_backward: Times | None = None
+    no_grad_forward_after_backward: Times | None = None
+    recompute_after_forward: Times | None = None
+    backward_after_forward: Times | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -104,6 +122,11 @@ class Durations:
         return self.forward_launch is not None or self.backward_launch is not None
 
     @property
+    def has_turns(self) -> bool:
+        """Whether an action's time depends on the one before it."""
+        return any(getattr(self, name) is not None for name in _TURNS.values())
+
+    @property
     def without_launches(self) -> Durations:
         """The same where every device has a process of its own, which launches ahead of it."""
         return replace(self, forward_launch=None, backward_launch=None)
@@ -134,11 +157,38 @@ class Durations:
         """
         return self._changed(lambda name, time: factors[name] * time)
 
+    def turning(self, factors: Mapping[str, float]) -> Durations:
+        """Say how much longer actions take behind those of the other kind of work.
+
+        Args:
+            factors: For each kind (forward, recompute, backward, no_grad_forward) how many times
+                as long it takes behind other work than behind its own. Recomputes are given behind
+                a backward, the others behind their own.
+
+        Example:
+            >>> times = Durations((1.0,), (1.5,), (2.0,))
+            >>> turned = times.turning({"forward": 1.5, "recompute": 1.5, "backward": 1.25})
+            >>> turned.forward_after_backward, turned.backward_after_forward
+            ((1.5,), (2.5,))
+            >>> turned.recompute_after_forward
+            (1.0,)
+        """
+        turned = {}
+        for name, behind in _TURNS.items():
+            times = getattr(self, name)
+            if times is not None:
+                factor = 1 / factors[name] if name == "recompute" else factors[name]
+                turned[behind] = tuple(factor * time for time in times)
+        return replace(self, **turned)
+
     def _changed(self, change: Callable[[str, float], float]) -> Durations:
         """Change the time of every cell, by the name of its kind."""
-        names = ("forward", "recompute", "backward", "no_grad_forward")
-        known = {name: times for name in names if (times := getattr(self, name)) is not None}
-        changed = {name: tuple(change(name, time) for time in known[name]) for name in known}
+        changed = {}
+        for name, behind in _TURNS.items():
+            for each in (name, behind):
+                times = getattr(self, each)
+                if times is not None:
+                    changed[each] = tuple(change(name, time) for time in times)
         return replace(self, **changed)
 
     @classmethod

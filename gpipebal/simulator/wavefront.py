@@ -42,12 +42,15 @@ __all__ = ["can_sweep", "sweep"]
 def can_sweep(order: Order, durations: Durations, pause: float | None) -> bool:
     """Whether the order is GPipe's or 1F1B's, and nothing but the devices takes time.
 
+    Nor may an action's time depend on the one before it.
+
     Args:
         order: The actions.
         durations: Seconds of each partition.
         pause: Seconds between forwards and backwards, which 1F1B mixes; None: none.
     """
     more = durations.has_transfers or durations.has_launches or durations.optimizer is not None
+    more = more or durations.has_turns
     mixed = order.name == "1f1b" and pause is not None
     return order.modes is not None and not more and not mixed
 

@@ -23,6 +23,8 @@ __all__ = ["Work", "work_of"]
 
 #: A forward of a micro-batch that is recomputed: a kind of its own in tables of durations.
 F_AGAIN = len(KINDS)
+#: What these kinds are where the other kind of work stands before them (a recompute: its own).
+TURNED = {kind: len(KINDS) + 1 + k for k, kind in enumerate((F, R, B, F_AGAIN))}
 
 
 @dataclass
@@ -111,6 +113,8 @@ def work_of(
     if durations.no_grad_forward is not None and recomputes is not None:
         again = is_forward & (find(recomputes, cells) >= 0)
         rows = np.where(again, np.uint8(F_AGAIN), kinds)
+    if durations.has_turns:
+        rows = _with_turns(order, rows)
     work = Work(order, need, _look_up(_device_times(durations), rows, partitions))
     if durations.has_transfers:
         into = _transfer_times(order, durations)
@@ -135,6 +139,21 @@ def work_of(
             "finite one).\nFix: give the times in seconds."
         )
     return work
+
+
+def _with_turns(order: Order, rows: Ints) -> Ints:
+    """Give actions behind the other kind of work the numbers of `TURNED`."""
+    is_forward = (order.kinds == F) | (order.kinds == R)
+    behind_forward = np.zeros(order.n_actions, dtype=bool)
+    behind_forward[1:] = is_forward[:-1]
+    # The first of a step is behind the backwards of the step before.
+    behind_forward[order.offsets[:-1][np.diff(order.offsets) > 0]] = False
+    # Recomputes stand behind backwards as a rule.
+    turned = np.where(order.kinds == F, ~behind_forward, behind_forward)
+    found = rows.copy()
+    for kind, number in TURNED.items():
+        found[turned & (rows == kind)] = number
+    return found
 
 
 class _Finder:
@@ -193,7 +212,11 @@ def _look_up(table: Floats, rows: Ints, columns: Ints) -> Floats:
 
 
 def _device_times(durations: Durations) -> Floats:
-    again = durations.no_grad_forward
+    again = durations.forward if durations.no_grad_forward is None else durations.no_grad_forward
+
+    def behind(turned: tuple[float, ...] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
+        return otherwise if turned is None else turned
+
     return np.array(
         [
             durations.forward,
@@ -201,7 +224,11 @@ def _device_times(durations: Durations) -> Floats:
             durations.backward,
             durations.input_gradients,
             durations.weight_gradients,
-            durations.forward if again is None else again,
+            again,
+            behind(durations.forward_after_backward, durations.forward),
+            behind(durations.recompute_after_forward, durations.recompute),
+            behind(durations.backward_after_forward, durations.backward),
+            behind(durations.no_grad_forward_after_backward, again),
         ],
         dtype=np.float64,
     )
