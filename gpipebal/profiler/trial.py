@@ -10,8 +10,9 @@ over the layers::
 
 The overhead is that of cells of a pipeline whose layers do next to nothing; the factors, one for
 each kind of cell, are what then remains while all partitions work. The same chain in one
-partition tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`). What
-a step takes beside its cells, on the way in and out, is learned too.
+partition tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`), and
+how much slower behind the other kind of work, which has filled the caches. What a step takes beside
+its cells, on the way in and out, is learned too.
 """
 
 from __future__ import annotations
