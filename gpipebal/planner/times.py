@@ -91,15 +91,10 @@ def _turn_factors(profile: Profile) -> dict[str, float]:
     factors = {}
     for name, seconds in vars(turns).items():
         times = getattr(totals, name) or totals.forward
-        share = seconds / times[0] if times[0] else 0.0
-        # A recompute was measured in a turn: what is left of it is what it takes otherwise.
-        factors[name] = 1 / _within(1 - share) if name == "recompute" else _within(1 + share)
+        factor = 1 + seconds / times[0] if times[0] else 1.0
+        # At few rows the work may take less than a turn at many.
+        factors[name] = min(max(factor, 1 / MOST_TURN), MOST_TURN)
     return factors
-
-
-def _within(factor: float) -> float:
-    """Keep a factor to what a trial tells: times of few rows may be less than those of a turn."""
-    return min(max(factor, 1 / MOST_TURN), MOST_TURN)
 
 
 def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:

@@ -184,8 +184,8 @@ class TurnTimes:
     Attributes:
         forward: How much longer a forward takes behind a backward than behind a forward.
         no_grad_forward: The same of a forward without a graph.
-        recompute: How much longer a recompute takes behind a backward, where its layers'
-            `recompute_time` was measured, than behind a forward.
+        recompute: How much longer a recompute takes behind a forward than behind a backward, where
+            it stands as a rule; below zero, mostly.
         backward: How much longer a backward takes behind a forward or recompute than behind a
             backward.
     """

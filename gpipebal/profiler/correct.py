@@ -89,12 +89,8 @@ def _turns(profile: Profile, trial: Trial) -> TurnTimes | None:
     if trial.turns is None:
         return None
     sums = sums_of_layers(profile, (profile.n_layers,))
-    seconds = {}
-    for name in KINDS:
-        factor, total = trial.turns[name], trial.factors[name] * sums[name][0]
-        # The time of a recompute is that behind a backward, which is a turn.
-        seconds[name] = total * (1 - 1 / factor if name == "recompute" else factor - 1)
-    return TurnTimes(**seconds)
+    longer = {name: trial.turns[name] - 1 for name in KINDS}
+    return TurnTimes(**{name: longer[name] * trial.factors[name] * sums[name][0] for name in KINDS})
 
 
 def _words(factor: float) -> str:

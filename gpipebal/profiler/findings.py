@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from gpipebal.profile import Profile
 from gpipebal.profiler.traces import (
     KINDS,
-    MOST_FACTOR,
     Traced,
     alone_factors,
     factor_of,
@@ -21,6 +20,7 @@ from gpipebal.profiler.traces import (
     sums_of_layers,
     turn_factors,
     turned,
+    within_reason,
 )
 from gpipebal.schedule import CheckpointMode, make_schedule
 from gpipebal.simulator import Durations, place
@@ -100,8 +100,8 @@ def read_trial(
         # Whatever the cells by themselves told, the steps that ran take as long as they took.
         pairs = zip(beside.spans, placed, strict=True)
         ratios = [median(times) / time for times, time in pairs if time]
-        scale = _within(fmean(ratios)) if ratios else 1.0
-        factors = {name: _within(factor * scale) for name, factor in factors.items()}
+        scale = within_reason(fmean(ratios)) if ratios else 1.0
+        factors = {name: within_reason(factor * scale) for name, factor in factors.items()}
     return Trial(
         balance=tuple(balance),
         chunks=chunks,
@@ -193,10 +193,6 @@ def _beside_cells(
     return _Beside(gaps, around, spans, inside)
 
 
-def _within(factor: float) -> float:
-    return min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
-
-
 def _makespan(
     sums: Mapping[str, Sequence[float]],
     alone: Mapping[str, float],
@@ -235,7 +231,6 @@ def _means(
         name = kind_of(event.kind, mode)
         if name is not None:
             factor = turns[name] if turn and turns is not None else 1.0
-            factor = 1 / factor if name == "recompute" else factor
             found[name, event.partition].append((event.end - event.start) / factor)
     means = replace(
         otherwise,

@@ -26,6 +26,7 @@ __all__ = [
     "sums_of_layers",
     "turn_factors",
     "turned",
+    "within_reason",
 ]
 
 #: Factors are within this of 1. Beside others a cell of small operations may take several times as
@@ -99,17 +100,15 @@ def turn_factors(ways: Sequence[Traced]) -> dict[str, float] | None:
         ways: Those in one partition: nothing but the cell before makes a difference there.
 
     Returns:
-        The factor of a recompute is what it takes behind a backward, over what behind a forward.
-        None: there were no others to compare with.
+        The factor of a recompute, which stands behind a backward as a rule, is that behind a
+        forward. None: there were no others to compare with.
     """
     straight, behind_other = _by_turn(ways)
     found = {}
     for name in KINDS:
         usual, other = straight.get((name, 0)), behind_other.get((name, 0))
         if usual and other and median(usual) > 0 and median(other) > 0:
-            factor = median(other) / median(usual)
-            factor = 1 / factor if name == "recompute" else factor
-            found[name] = min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
+            found[name] = within_reason(median(other) / median(usual))
     return {name: found.get(name, 1.0) for name in KINDS} if found else None
 
 
@@ -117,8 +116,9 @@ def _by_turn(ways: Sequence[Traced]) -> list[dict[tuple[str, int], list[float]]]
     """Collect the seconds of the cells by kind and partition: straight on, and in turns."""
     found: list[dict[tuple[str, int], list[float]]] = [defaultdict(list), defaultdict(list)]
     for way in ways:
-        # The loss inside is in the last partition's cells: those tell of it too.
-        for _, timeline in [] if way.inside else way.steps:
+        if way.inside:
+            continue  # the loss is in the last partition's cells: those tell of it too
+        for _, timeline in way.steps:
             events = timeline.events
             for event, turn in zip(events, turned(events), strict=True):
                 name = kind_of(event.kind, way.mode)
@@ -208,7 +208,12 @@ def factor_of(times: Sequence[float], predicted: Sequence[float], overhead: floa
     measured = sum(max(0.0, time - overhead) for time in times)
     if not measured or sum(predicted) < LEAST_WORK * overhead * len(times):
         return 1.0
-    return min(max(measured / sum(predicted), 1 / MOST_FACTOR), MOST_FACTOR)
+    return within_reason(measured / sum(predicted))
+
+
+def within_reason(factor: float) -> float:
+    """Keep a factor to what is believed: within `MOST_FACTOR` of 1."""
+    return min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
 
 
 def kind_of(kind: str, mode: CheckpointMode) -> str | None:

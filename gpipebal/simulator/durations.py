@@ -162,23 +162,22 @@ class Durations:
 
         Args:
             factors: For each kind (forward, recompute, backward, no_grad_forward) how many times
-                as long it takes behind other work than behind its own. Recomputes are given behind
-                a backward, the others behind their own.
+                as long it takes behind other work than behind its own; a recompute, behind a
+                forward than behind a backward.
 
         Example:
             >>> times = Durations((1.0,), (1.5,), (2.0,))
-            >>> turned = times.turning({"forward": 1.5, "recompute": 1.5, "backward": 1.25})
+            >>> turned = times.turning({"forward": 1.5, "recompute": 0.5, "backward": 1.25})
             >>> turned.forward_after_backward, turned.backward_after_forward
             ((1.5,), (2.5,))
             >>> turned.recompute_after_forward
-            (1.0,)
+            (0.75,)
         """
         turned = {}
         for name, behind in _TURNS.items():
             times = getattr(self, name)
             if times is not None:
-                factor = 1 / factors[name] if name == "recompute" else factors[name]
-                turned[behind] = tuple(factor * time for time in times)
+                turned[behind] = tuple(factors[name] * time for time in times)
         return replace(self, **turned)
 
     def _changed(self, change: Callable[[str, float], float]) -> Durations:
