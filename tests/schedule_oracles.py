@@ -77,16 +77,30 @@ def durations_for(draw: st.DrawFn, n_partitions: int, *, more: bool = True) -> D
     names += ["forward_transfer", "backward_transfer"]
     names += ["forward_after_backward", "no_grad_forward_after_backward"]
     names += ["recompute_after_forward", "backward_after_forward"]
+    names += ["first_forward", "first_no_grad_forward", "first_backward"]
     chosen = draw(st.lists(st.sampled_from(names), unique=True)) if more else []
     return Durations(column(), column(), column(), **{name: column() for name in chosen})
 
 
-def seconds_of(action: Cell, cells: set[Cell], durations: Durations, before: Cell | None) -> float:
-    """Look up how long an action takes behind the one before it on its device."""
+def seconds_of(
+    action: Cell, cells: set[Cell], durations: Durations, before: Cell | None, first: bool
+) -> float:
+    """Look up how long an action takes behind the one before it on its device.
+
+    It may be the first of its kind on its device.
+    """
     j, kind, i = action
     again = kind == "F" and (j, "R", i) in cells and durations.no_grad_forward is not None
     behind_forward = before is not None and before[1] in "FR"
     turned = None
+    if first and kind == "F" and again:
+        turned = durations.first_no_grad_forward
+    elif first and kind == "F":
+        turned = durations.first_forward
+    elif first and kind == "B":
+        turned = durations.first_backward
+    if turned is not None:
+        return turned[j]
     if kind == "F" and not behind_forward:
         turned = durations.forward_after_backward
         if again:
@@ -118,6 +132,15 @@ def seconds_of(action: Cell, cells: set[Cell], durations: Durations, before: Cel
     }[kind]
 
 
+def first_ones(schedule: Schedule) -> set[Cell]:
+    """Return the first forward and the first backward of each device."""
+    found: set[Cell] = set()
+    for row in schedule.rows:
+        for kind in "FB":
+            found.update([tuple(action) for action in row if action.kind == kind][:1])  # type: ignore[misc]  # tuples
+    return found
+
+
 def longest_paths(
     schedule: Schedule, durations: Durations, *, late: bool, overlap: bool
 ) -> dict[Cell, Span]:
@@ -125,6 +148,7 @@ def longest_paths(
     placement, n_partitions = schedule.placement, schedule.n_partitions
     cells: set[Cell] = {tuple(action) for row in schedule.rows for action in row}  # type: ignore[misc]  # tuples
     before: dict[Cell, Cell] = {}
+    firsts = first_ones(schedule)
     on_link: dict[tuple[int, int], list[Cell]] = defaultdict(list)
 
     def moved(source: Cell) -> float:
@@ -167,7 +191,8 @@ def longest_paths(
         if not overlap:
             sources = [n for n in needs_of(action, cells, n_partitions, late=False)]
             start += sum(moved(n) for n in sources if n[0] != action[0])
-        return start, start + seconds_of(action, cells, durations, before.get(action))
+        first = action in firsts
+        return start, start + seconds_of(action, cells, durations, before.get(action), first)
 
     # In an order that can run, so that no recursion goes deep.
     return {cell: span(cell) for cell in sorted(cells, key=lambda cell: cell[2])}

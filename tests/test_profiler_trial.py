@@ -131,28 +131,33 @@ def test_a_trial_tells_of_all_kinds(n_partitions: int, with_loss: bool) -> None:
 def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each turn of a way the first step is left out, and as many count as shall."""
     model = chain()
-    counted: list[tuple[int, int]] = []
-    ran: list[int] = []
+    counted: list[tuple[int, str, int]] = []
+    ran: list[tuple[int, str, str]] = []
     read, run = trial.read_trial, trial._Way.run
 
     def noted(*given: Any) -> Trial:
-        counted.extend((way.n_partitions, len(way.steps)) for way in given[4])
+        counted.extend((way.n_partitions, way.schedule, len(way.steps)) for way in given[4])
         return read(*given)
 
     def running(way: Any, chosen: Setting) -> None:
-        ran.append(way.n_partitions)
+        ran.append((way.n_partitions, way.mode, way.schedule))
         run(way, chosen)
 
     monkeypatch.setattr(trial, "read_trial", noted)
     monkeypatch.setattr(trial, "MOST_ROUNDS", 2)
     monkeypatch.setattr(trial, "LEAST_TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(trial, "_overheads", lambda *given: dict.fromkeys(trial.KINDS, 1e-6))
+    overheads = dict.fromkeys(trial.KINDS, 1e-6)
+    monkeypatch.setattr(trial, "_overheads", lambda *given: (overheads, {}))
     monkeypatch.setattr(trial._Way, "run", running)
     found = run_trial(profile(model, as_pipeline=False), setting(model, 3, 2), 60.0)
     assert found.rounds == 2
-    # Two modes and a loss inside in two partitions, two modes in one.
-    assert counted == [(2, 2 * trial.TURN_STEPS)] * 3 + [(1, 2 * trial.TURN_STEPS)] * 2
-    assert len(ran) == 5 * (1 + 2 * (1 + trial.TURN_STEPS))
+    # Two modes, and a loss inside, in two partitions and in one.
+    schedules = ("gpipe", "gpipe", "1f1b")
+    assert counted == [(n, name, 2 * trial.TURN_STEPS) for n in (2, 1) for name in schedules]
+    assert len(ran) == 6 * (1 + 2 * (1 + trial.TURN_STEPS))
+    # In one partition forwards and backwards take turns in every second step.
+    in_turns = [(1, "never", "gpipe"), (1, "never", "1f1b")] * (1 + trial.TURN_STEPS)
+    assert ran[-len(in_turns) :] == in_turns
 
 
 class Counting(nn.Linear):
@@ -167,14 +172,14 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("chunks", [1, 4, 8])
 def test_what_a_profile_without_repeats_costs(chunks: int) -> None:
-    """Seven forwards to look, ten for each measuring thread, and a trial of up to ten steps."""
+    """Seven forwards to look, ten for each measuring thread, and a trial of up to twelve steps."""
     Counting.calls = 0
     model = nn.Sequential(nn.Linear(8, 8), Counting(8, 8))
     found = profile(model, chunks=chunks)
     # Two steps in each way, those that recompute with two forwards; and, if there is anything to
     # work side by side, all in one partition too.
-    trial = (2 + 4 + 2 + (2 + 4 if chunks > 1 else 0)) * chunks
-    assert Counting.calls == 7 + 10 * found.provenance["side_by_side"] + trial
+    steps = (2 + 4 + 2) * (2 if chunks > 1 else 1)
+    assert Counting.calls == 7 + 10 * found.provenance["side_by_side"] + steps * chunks
 
 
 def test_a_profile_is_tried_out_unless_it_is_not_wanted() -> None:

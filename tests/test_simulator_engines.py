@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracles import Cell, durations_for, longest_paths, needs_of, schedules, seconds_of
+from schedule_oracles import (
+    Cell,
+    durations_for,
+    first_ones,
+    longest_paths,
+    needs_of,
+    schedules,
+    seconds_of,
+)
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.schedule import (
@@ -138,14 +146,15 @@ def test_a_device_does_one_thing_at_a_time(data: st.DataObject) -> None:
     durations = data.draw(durations_for(schedule.n_partitions))
     timeline = place(schedule, durations)
     found = spans(timeline)
-    cells = set(found)
+    cells, firsts = set(found), first_ones(schedule)
     behind: dict[Cell, Cell] = {}
     for row in schedule.rows:
         for before, action in pairwise(row):
             assert found[before][1] <= found[action][0]
             behind[tuple(action)] = tuple(before)
     for cell, (start, end) in found.items():
-        assert end == start + seconds_of(cell, cells, durations, behind.get(cell))
+        seconds = seconds_of(cell, cells, durations, behind.get(cell), cell in firsts)
+        assert end == start + seconds
         for need in needs_of(cell, cells, schedule.n_partitions, late=False):
             assert found[need][1] <= start
     # The timeline's own check of the same events, one by one.

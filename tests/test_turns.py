@@ -16,13 +16,23 @@ from gpipebal.planner.times import step_timeline
 from gpipebal.profile import Profile, SideBySide, StepTerms, TurnTimes
 from gpipebal.profiler.correct import correct
 from gpipebal.profiler.findings import Trial, read_trial
-from gpipebal.profiler.traces import KINDS, Traced, turn_factors, turned
+from gpipebal.profiler.traces import (
+    FIRST,
+    KINDS,
+    STRAIGHT,
+    TURNED,
+    Traced,
+    positions,
+    turn_factor,
+    turn_factors,
+)
 from gpipebal.schedule import CheckpointMode, make_schedule, order_of
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Event, Timeline
 
-#: How many times as long cells take behind other work.
+#: How many times as long cells take behind other work, and as the first ones of a step.
 FACTORS = {"forward": 1.25, "no_grad_forward": 1.5, "recompute": 0.875, "backward": 0.75}
+FACTORS |= {"first_forward": 1.5, "first_no_grad_forward": 2.0, "first_backward": 1.125}
 
 
 def cells_of(timeline: Timeline) -> list[tuple[str, int, float]]:
@@ -47,6 +57,52 @@ def test_turns_by_hand() -> None:
         ("F", 1, 5.0),
         ("B", 1, 6.0),
     ]
+
+
+def test_first_ones_by_hand() -> None:
+    """They have times of their own, or those of other turns; a recompute is never one."""
+    times = Durations(
+        (4.0,),
+        (9.0,),
+        (8.0,),
+        no_grad_forward=(2.0,),
+        forward_after_backward=(5.0,),
+        backward_after_forward=(6.0,),
+        first_no_grad_forward=(2.5,),
+        first_backward=(10.0,),
+    )
+    assert cells_of(place(order_of("1f1b", 1, 2, "never"), times)) == [
+        ("F", 0, 5.0),
+        ("B", 0, 10.0),
+        ("F", 1, 5.0),
+        ("B", 1, 6.0),
+    ]
+    assert cells_of(place(order_of("gpipe", 1, 2, "always"), times)) == [
+        ("F", 0, 2.5),
+        ("F", 1, 2.0),
+        ("R", 1, 9.0),
+        ("B", 1, 10.0),
+        ("R", 0, 9.0),
+        ("B", 0, 6.0),
+    ]
+    # Without any recompute no forward is one of those, and the last partition has the first turn.
+    assert replace(times, first_forward=(7.0,)).has_turns
+    found = place(order_of("gpipe", 1, 1, "never"), replace(times, first_forward=(7.0,)))
+    assert cells_of(found) == [("F", 0, 7.0), ("B", 0, 10.0)]
+
+
+def test_each_device_has_its_first_ones() -> None:
+    """Two partitions on each device share them."""
+    times = Durations((1.0,) * 4, (1.0,) * 4, (1.0,) * 4).turning(
+        dict.fromkeys(FACTORS, 1.0) | {"first_forward": 3.0, "first_backward": 5.0}
+    )
+    order = order_of("interleaved", 2, 2, "never", partitions_per_device=2)
+    longer = [
+        (event.kind, event.partition)
+        for event in place(order, times).events
+        if event.end - event.start > 1
+    ]
+    assert sorted(longer) == [("B", 2), ("B", 3), ("F", 0), ("F", 1)]
 
 
 def test_a_recompute_is_a_turn_as_a_rule() -> None:
@@ -81,28 +137,71 @@ def test_who_is_behind_other_work() -> None:
         Event(0, "B", 0, 3.0, 4.0),
         Event(0, "B", 1, 4.0, 5.0),
     ]
-    assert turned(events) == [True, True, False, False, True, True, False]
-    assert turned(events[::-1]) == [False, True, True, False, False, True, True]
+    found = [FIRST, FIRST, STRAIGHT, STRAIGHT, FIRST, FIRST, STRAIGHT]
+    assert positions(events) == found
+    assert positions(events[::-1]) == found[::-1]
+    kinds = "FBFBFRB"
+    taken_in_turns = [Event(0, kind, k, k, k + 1.0) for k, kind in enumerate(kinds)]
+    assert positions(taken_in_turns) == [FIRST, FIRST, TURNED, TURNED, TURNED, TURNED, TURNED]
 
 
-def traced(mode: CheckpointMode, parts: tuple[float, ...], inside: bool = False) -> Traced:
-    """Place a step whose cells cost turns."""
-    times = Durations(*([*parts] for _ in range(3)), no_grad_forward=parts)  # type: ignore[arg-type]  # sequences do
-    times = times.turning(FACTORS)
-    placed = place(make_schedule("gpipe", len(parts), 4, mode), times, pause=0.0)
-    return Traced(mode, inside, len(parts), [(placed.makespan, placed)])
+def traced(
+    mode: CheckpointMode,
+    parts: tuple[float, ...],
+    inside: bool = False,
+    *,
+    speeds: tuple[float, ...] = (1.0,),
+    of_loss: float = 0.0,
+) -> Traced:
+    """Place steps whose cells cost turns, at speeds that change, and with a loss in each cell."""
+    schedule = "1f1b" if inside else "gpipe"
+    way = Traced(mode, inside, len(parts), [], schedule=schedule)
+    for speed in speeds:
+        column = tuple(speed * part for part in parts)
+        times = Durations(column, column, column, no_grad_forward=column)
+        times = times.turning(FACTORS).longer_by(of_loss)
+        pause = None if inside else 0.0
+        placed = place(make_schedule(schedule, len(parts), 4, mode), times, pause=pause)
+        way.steps.append((placed.makespan, placed))
+    return way
 
 
 def test_factors_are_found_in_traces() -> None:
-    """Steps in one partition tell all four; what has nothing to be compared with is 1."""
-    ways = [traced("never", (3.0,)), traced("always", (3.0,))]
-    found = turn_factors(ways)
-    assert found is not None and found == pytest.approx(FACTORS)
-    assert turn_factors([traced("never", (3.0,))]) == pytest.approx(
-        {**FACTORS, "no_grad_forward": 1.0, "recompute": 1.0}
+    """Steps in one partition tell all of them, though every step runs at another speed."""
+    speeds = (1.0, 3.0, 1.5, 0.5)
+    ways = [traced(mode, (3.0,), speeds=speeds) for mode in ("never", "always")]
+    in_turns = traced("never", (3.0,), inside=True, speeds=speeds, of_loss=0.25)
+    found = turn_factors([*ways, in_turns], {"forward": 0.25, "backward": 0.25})
+    assert found == pytest.approx(FACTORS)
+
+
+def test_factors_of_what_is_not_in_the_traces() -> None:
+    """What has nothing to be compared with is as what is next to it, or makes no difference."""
+    never, always = traced("never", (3.0,)), traced("always", (3.0,))
+    found = turn_factors([never])
+    assert found == pytest.approx(
+        dict.fromkeys(FACTORS, 1.0)
+        | {name: FACTORS["first_forward"] for name in ("forward", "first_forward")}
+        | {name: FACTORS["first_backward"] for name in ("backward", "first_backward")}
     )
+    # Forwards without a graph alone: there is nothing between a first one and the middle.
+    found = turn_factors([always])
+    assert found is not None and set(found) == set(FACTORS)
+    assert found["no_grad_forward"] == found["first_no_grad_forward"] == pytest.approx(2.0)
+    # If a turn cost more than a first one, forwards without a graph have the first one's factor.
+    in_turns = traced("never", (3.0,), inside=True, of_loss=2.0)
+    found = turn_factors([never, always, in_turns])
+    assert found is not None and found["forward"] > found["first_forward"]
+    assert found["no_grad_forward"] == pytest.approx(2.0)
     assert turn_factors([]) is None
-    assert turn_factors([traced("never", (3.0,), inside=True)]) is None
+    assert turn_factors([in_turns]) is None
+
+
+def test_a_factor_is_that_of_a_position() -> None:
+    """Behind its own kind a cell takes as long as it takes."""
+    assert turn_factor(FACTORS, "forward", STRAIGHT) == turn_factor(None, "forward", FIRST) == 1.0
+    assert turn_factor(FACTORS, "backward", TURNED) == 0.75
+    assert turn_factor(FACTORS, "backward", FIRST) == 1.125
 
 
 def test_a_trial_tells_turns_from_slow_layers() -> None:
@@ -113,6 +212,7 @@ def test_a_trial_tells_turns_from_slow_layers() -> None:
     )
     profile = replace(profile, layers=layers, chunks=4, mini_batch_rows=4)
     ways = [traced(mode, parts) for parts in ((1.0, 2.0), (3.0,)) for mode in ("never", "always")]
+    ways += [traced("never", parts, inside=True) for parts in ((1.0, 2.0), (3.0,))]
     found = read_trial(profile, (1, 1), 4, 1, ways, dict.fromkeys(KINDS, 0.0))
     assert found.turns == pytest.approx(FACTORS)
     assert found.factors == pytest.approx(dict.fromkeys(KINDS, 1.0))
@@ -123,6 +223,8 @@ def test_a_trial_tells_turns_from_slow_layers() -> None:
     for mode in ("never", "always"):
         placed = step_timeline(after, (0, 1, 2), Execution(4, mode))
         assert placed.makespan == pytest.approx(traced(mode, (1.0, 2.0)).steps[0][0])
+        placed = step_timeline(after, (0, 1, 2), Execution(4, mode, "1f1b", loss_inside=True))
+        assert placed.makespan == pytest.approx(traced(mode, (1.0, 2.0), True).steps[0][0])
 
 
 def corrected(rows: int = 1) -> Profile:
@@ -135,15 +237,15 @@ def corrected(rows: int = 1) -> Profile:
 def test_turns_are_kept_in_seconds_of_the_corrected_chain() -> None:
     """They are those of the whole chain, and stay what they are at other rows."""
     profile = corrected(rows=4)
-    assert profile.step.turns == TurnTimes(2.0, 4.0, -1.0, -4.0)
+    assert profile.step.turns == TurnTimes(2.0, 4.0, -1.0, -4.0, 4.0, 8.0, 2.0)
     half = profile.at_rows(2)
     assert half.step.turns == profile.step.turns
     first, second = (
         cells_of(step_timeline(each, (0, 1, 2), Execution(2, "never")))[0][2]
         for each in (profile, half)
     )
-    # The first layer has a quarter of the work: 2 seconds, or 1, and half a second for the turn.
-    assert (first, second) == pytest.approx((2.5, 1.5))
+    # The first layer has a quarter of the work: 2 seconds, or 1, and a second as the first one.
+    assert (first, second) == pytest.approx((3.0, 2.0))
 
 
 def test_turns_beside_others() -> None:
@@ -152,14 +254,16 @@ def test_turns_beside_others() -> None:
     shares = SideBySide(2, 0.5, 0.5, 0.5, 0.5)
     profile = profile.with_step(replace(profile.step, side_by_side=shares))
     cells = cells_of(step_timeline(profile, (0, 1, 2), Execution(1, "never")))
-    assert cells == [("F", 0, pytest.approx(1.25)), ("B", 0, pytest.approx(1.5))]
+    assert cells == [("F", 0, pytest.approx(1.5)), ("B", 0, pytest.approx(2.25))]
 
 
 def test_turns_longer_than_the_work_itself() -> None:
     """At few rows a turn may seem to take more than the work: no time is below zero."""
-    profile = corrected().with_step(StepTerms(turns=TurnTimes(80.0, 80.0, 80.0, -80.0)))
-    for mode in ("never", "always"):
-        cells = cells_of(step_timeline(profile, (0, 1, 2), Execution(2, mode)))
+    turns = TurnTimes(80.0, 80.0, 80.0, -80.0, -80.0, 80.0, -80.0)
+    profile = corrected().with_step(StepTerms(turns=turns))
+    for mode, schedule in (("never", "gpipe"), ("always", "gpipe"), ("never", "1f1b")):
+        execution = Execution(2, mode, schedule, loss_inside=schedule == "1f1b")
+        cells = cells_of(step_timeline(profile, (0, 1, 2), execution))
         assert all(seconds > 0 for _, _, seconds in cells)
 
 
@@ -173,12 +277,20 @@ def test_turns_in_files() -> None:
         Profile.from_dict(old)
     step = {name: value for name, value in record["step"].items() if name != "turns"}
     assert Profile.from_dict({**old, "step": step}).step.turns is None
+    # Those of version 8 were the first ones' for any place.
+    turns = {name: value for name, value in record["step"]["turns"].items() if "first" not in name}
+    older = {**record, "version": 8, "step": {**record["step"], "turns": turns}}
+    assert Profile.from_dict(older).step.turns == TurnTimes(2.0, 4.0, -1.0, -4.0, 2.0, 4.0, -4.0)
+    with pytest.raises(FileFormatError, match="unknown field: 'first_forward'"):
+        Profile.from_dict({**record, "version": 8})
+    untold = {**record["step"], "turns": None}
+    assert Profile.from_dict({**record, "version": 8, "step": untold}).step.turns is None
     for bad in (float("nan"), float("-inf"), "1", True, 10**400):
-        turns = replace(profile.step.turns or TurnTimes(), backward=bad)  # type: ignore[arg-type]  # the test
+        wrong = replace(profile.step.turns or TurnTimes(), backward=bad)  # type: ignore[arg-type]  # the test
         with pytest.raises(ProfileError, match=r"step\.turns has an impossible value: backward"):
-            profile.with_step(replace(profile.step, turns=turns))
+            profile.with_step(replace(profile.step, turns=wrong))
         with pytest.raises(FileFormatError):
-            Profile.from_dict({**record, "step": {**record["step"], "turns": vars(turns)}})
+            Profile.from_dict({**record, "step": {**record["step"], "turns": vars(wrong)}})
 
 
 @pytest.mark.parametrize(("chunks", "known"), [(1, False), (3, True)])

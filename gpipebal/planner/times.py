@@ -90,7 +90,7 @@ def _turn_factors(profile: Profile) -> dict[str, float]:
     totals = durations_of(profile, (0, profile.n_layers))
     factors = {}
     for name, seconds in vars(turns).items():
-        times = getattr(totals, name) or totals.forward
+        times = getattr(totals, name.removeprefix("first_")) or totals.forward
         factor = 1 + seconds / times[0] if times[0] else 1.0
         # At few rows the work may take less than a turn at many.
         factors[name] = min(max(factor, 1 / MOST_TURN), MOST_TURN)

@@ -178,8 +178,8 @@ class TurnTimes:
 
     What a forward needs (parameters, memory that it writes to) has left the caches when a backward
     ran before it, and the other way round. A partition takes the share of these seconds that its
-    layers have of the chain's work. They hardly depend on the rows. The first forward of a step is
-    behind the backwards of the step before. Below zero, a turn is faster.
+    layers have of the chain's work. They hardly depend on the rows. The first ones of a step are
+    behind a pause, too. Below zero, a turn is faster.
 
     Attributes:
         forward: How much longer a forward takes behind a backward than behind a forward.
@@ -188,12 +188,20 @@ class TurnTimes:
             it stands as a rule; below zero, mostly.
         backward: How much longer a backward takes behind a forward or recompute than behind a
             backward.
+        first_forward: How much longer a partition's first forward of a step takes than one behind a
+            forward. It stands behind the backwards of the step before.
+        first_no_grad_forward: The same of a forward without a graph.
+        first_backward: How much longer a partition's first backward of a step takes than one behind
+            a backward.
     """
 
     forward: float = 0.0
     no_grad_forward: float = 0.0
     recompute: float = 0.0
     backward: float = 0.0
+    first_forward: float = 0.0
+    first_no_grad_forward: float = 0.0
+    first_backward: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 8
+VERSION = 9
 
 _FIELDS = frozenset(
     {
@@ -96,6 +96,8 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
             content = _of_version_6(content)
         if record.get("version") in (1, 2, 3, 4, 5, 6, 7):
             content = _of_version_7(content)
+        if record.get("version") == 8:
+            content = _of_version_8(content)
         _check_fields("a profile", content, _FIELDS)
         step = _fields_of(content["step"], "step")
         _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
@@ -224,3 +226,16 @@ def _of_version_7(content: dict[str, Any]) -> dict[str, Any]:
     if "turns" in step:
         raise TypeError("step has an unknown field: 'turns'")
     return {**content, "step": {**step, "turns": None}}
+
+
+def _of_version_8(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 8 up to date: its turns are those of the first cells of a step."""
+    step = _fields_of(content["step"], "step")
+    if step["turns"] is None:
+        return content
+    turns = _fields_of(step["turns"], "turns")
+    for name in ("forward", "no_grad_forward", "backward"):
+        if f"first_{name}" in turns:
+            raise TypeError(f"turns has an unknown field: 'first_{name}'")
+        turns[f"first_{name}"] = turns[name]
+    return {**content, "step": {**step, "turns": turns}}

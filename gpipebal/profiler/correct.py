@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpipebal.profile import LayerProfile, Profile, SideBySide, TurnTimes
 from gpipebal.profiler.findings import Trial
 from gpipebal.profiler.setting import chunks_that_fit
-from gpipebal.profiler.traces import KINDS, MOST_FACTOR, sums_of_layers
+from gpipebal.profiler.traces import MOST_FACTOR, sums_of_layers
 from gpipebal.profiler.trial import MOST_CHUNKS, Setting, run_trial
 
 __all__ = ["correct", "try_out"]
@@ -89,8 +89,11 @@ def _turns(profile: Profile, trial: Trial) -> TurnTimes | None:
     if trial.turns is None:
         return None
     sums = sums_of_layers(profile, (profile.n_layers,))
-    longer = {name: trial.turns[name] - 1 for name in KINDS}
-    return TurnTimes(**{name: longer[name] * trial.factors[name] * sums[name][0] for name in KINDS})
+    seconds = {}
+    for name, factor in trial.turns.items():
+        kind = name.removeprefix("first_")
+        seconds[name] = (factor - 1) * trial.factors[kind] * sums[kind][0]
+    return TurnTimes(**seconds)
 
 
 def _words(factor: float) -> str:

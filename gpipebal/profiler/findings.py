@@ -15,11 +15,12 @@ from gpipebal.profiler.traces import (
     alone_factors,
     factor_of,
     kind_of,
+    positions,
     pressures_of,
     seconds_of_cells,
     sums_of_layers,
+    turn_factor,
     turn_factors,
-    turned,
     within_reason,
 )
 from gpipebal.schedule import CheckpointMode, make_schedule
@@ -45,8 +46,8 @@ class Trial:
         inside_overhead_time: The same with the loss inside; None: there is nothing to train.
         alone: How much of its time a cell of a kind takes while no other partition works; None:
             not known.
-        turns: How many times as long a cell of a kind takes behind the other kind of work; None:
-            not known.
+        turns: How many times as long a cell of a kind takes elsewhere than behind its own kind of
+            work, as `turn_factors` says it; None: not known.
     """
 
     balance: tuple[int, ...]
@@ -67,6 +68,7 @@ def read_trial(
     rounds: int,
     ways: Sequence[Traced],
     overheads: Mapping[str, float],
+    of_loss: Mapping[str, float] | None = None,
 ) -> Trial:
     """Set the traces of a trial beside the sums over the layers.
 
@@ -77,17 +79,18 @@ def read_trial(
         rounds: How often each way of running had its turn.
         ways: The ways, and what was seen of them; also those in one partition.
         overheads: Seconds of a cell of each kind whose layer does next to nothing.
+        of_loss: Seconds that a loss which does nothing adds to a cell of a kind; None: no time.
     """
     n = len(balance)
     together = [way for way in ways if way.n_partitions == n]
     solo = [way for way in ways if way.n_partitions < n]
-    turns = turn_factors([way for way in ways if way.n_partitions == 1])
+    turns = turn_factors([way for way in ways if way.n_partitions == 1], of_loss)
     predicted = sums_of_layers(profile, balance)
     cells = _medians(together, n)
     factors = {name: factor_of(cells[name], predicted[name], overheads[name]) for name in KINDS}
     alone = None
     if solo:
-        factors, alone = _apart(predicted, together, solo, factors, overheads, turns or {})
+        factors, alone = _apart(predicted, together, solo, factors, overheads, turns)
     beside = _beside_cells(profile, chunks, together, Durations(**cells), turns)
     overhead = max(0.0, median(beside.gaps)) + fmean(overheads.values())
     if alone is not None:
@@ -130,7 +133,7 @@ def _apart(
     solo: Sequence[Traced],
     factors: Mapping[str, float],
     overheads: Mapping[str, float],
-    turns: Mapping[str, float],
+    turns: Mapping[str, float] | None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Tell what cells take beside others, and how much of that they take alone.
 
@@ -140,7 +143,7 @@ def _apart(
         solo: Those in one partition.
         factors: What cells take beside others, where `solo` does not tell.
         overheads: Seconds of a cell whose layer does next to nothing.
-        turns: How many times as long a cell takes behind the other kind of work.
+        turns: How many times as long a cell takes where it stands.
     """
     slow = alone_factors(predicted, seconds_of_cells(solo), overheads)
     pressures = pressures_of(together, predicted, slow, overheads, turns)
@@ -223,14 +226,14 @@ def _means(
 ) -> Durations:
     """Take the mean time of each partition's cells of a kind in one step.
 
-    What a cell takes longer behind the other kind of work is taken out, and told apart.
+    What a cell takes longer where it stands is taken out, and told apart.
     """
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     events = timeline.events
-    for event, turn in zip(events, turned(events), strict=True):
+    for event, position in zip(events, positions(events), strict=True):
         name = kind_of(event.kind, mode)
         if name is not None:
-            factor = turns[name] if turn and turns is not None else 1.0
+            factor = turn_factor(turns, name, position)
             found[name, event.partition].append((event.end - event.start) / factor)
     means = replace(
         otherwise,

@@ -151,8 +151,8 @@ def profile_model(
         first three one more of both), and every third as much of the other sizes; before them come
         as many to warm up, and seven forwards and four backwards at each size to look (on CUDA one
         more of both); behind them, on the CPU, training steps as a pipeline for as long as
-        `timeout` says, at least 25, or ten with ``timeout=0``. Memory, once per measuring thread:
-        gradients and buffers of the model, and what one micro-batch saves.
+        `timeout` says, at least 30, or twelve with ``timeout=0``. Memory, once per measuring
+        thread: gradients and buffers of the model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from gpipebal.problem import to_bounds
@@ -21,11 +21,12 @@ __all__ = [
     "alone_factors",
     "factor_of",
     "kind_of",
+    "positions",
     "pressures_of",
     "seconds_of_cells",
     "sums_of_layers",
+    "turn_factor",
     "turn_factors",
-    "turned",
     "within_reason",
 ]
 
@@ -38,6 +39,9 @@ LEAST_WORK = 3.0
 KINDS = ("forward", "no_grad_forward", "recompute", "backward")
 #: Kinds of events that are cells.
 WORK = "FRB"
+#: Where a cell stands: behind its own kind of work, behind the other kind, or as the first one of
+#: its kind in a step. A recompute counts as a forward.
+STRAIGHT, TURNED, FIRST = "straight", "turned", "first"
 #: Kinds of one pressure.
 _PRESSES_AS = {
     "forward": "forward",
@@ -56,75 +60,121 @@ class Traced:
         inside: Whether the last partition computed the loss.
         n_partitions: Partitions of the pipeline.
         steps: Seconds and timeline of each.
+        schedule: The schedule of its steps.
     """
 
     mode: CheckpointMode
     inside: bool
     n_partitions: int
     steps: list[tuple[float, Timeline]]
+    schedule: str = field(default="gpipe", kw_only=True)
 
 
 def seconds_of_cells(ways: Sequence[Traced]) -> dict[tuple[str, int], list[float]]:
     """Collect the seconds of the cells by kind and partition, without turns if there are others."""
-    straight, behind_other = _by_turn(ways)
-    return {**behind_other, **straight}
+    found: dict[str, dict[tuple[str, int], list[float]]]
+    found = {position: defaultdict(list) for position in (STRAIGHT, TURNED, FIRST)}
+    for way in ways:
+        if way.inside:
+            continue  # the loss is in the last partition's cells
+        for _, timeline in way.steps:
+            for j, of_partition in _by_position(timeline, way.mode).items():
+                for (name, position), seconds in of_partition.items():
+                    found[position][name, j] += seconds
+    return {**found[FIRST], **found[TURNED], **found[STRAIGHT]}
 
 
-def turned(events: Sequence[Event]) -> list[bool]:
-    """Say of each event whether the other kind of work stands before it; of a recompute: its own.
+def positions(events: Sequence[Event]) -> list[str]:
+    """Say of each event where it stands: `STRAIGHT` on, `TURNED` or `FIRST`.
 
-    Recomputes belong to the forwards. The first forward of a step is behind the backwards of the
-    step before; recomputes stand behind backwards as a rule.
+    Recomputes belong to the forwards, and have no first one; as a rule they are behind backwards,
+    so behind a forward is what is `TURNED` for them.
 
     Example:
         >>> row = [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 1, 2, 4), ("R", 0, 4, 5), ("B", 0, 5, 7)]
-        >>> turned([Event(0, *event) for event in row])
-        [True, False, True, False, True]
+        >>> positions([Event(0, *event) for event in row])
+        ['first', 'straight', 'first', 'straight', 'turned']
     """
-    found = [False] * len(events)
-    before: dict[int, bool] = {}
+    found = [STRAIGHT] * len(events)
+    before: dict[int, str] = {}
+    seen: set[tuple[int, str]] = set()
     for k in sorted(range(len(events)), key=lambda k: events[k].start):
         event = events[k]
         if event.kind not in WORK:
             continue
-        behind_forward = before.get(event.partition, False)
-        found[k] = not behind_forward if event.kind == "F" else behind_forward
-        before[event.partition] = event.kind != "B"
+        if event.kind != "R" and (event.partition, event.kind) not in seen:
+            found[k] = FIRST
+        elif (before.get(event.partition, "B") == "B") == (event.kind == "F"):
+            found[k] = TURNED
+        seen.add((event.partition, event.kind))
+        before[event.partition] = event.kind
     return found
 
 
-def turn_factors(ways: Sequence[Traced]) -> dict[str, float] | None:
-    """Find how many times as long cells take behind the other kind of work, by kind.
+def turn_factors(
+    ways: Sequence[Traced], of_loss: Mapping[str, float] | None = None
+) -> dict[str, float] | None:
+    """Find how many times as long cells take elsewhere than behind their own kind of work.
+
+    What the machine does at the moment changes them more than that. So each cell is compared with
+    those of its own step, or where forwards and backwards take turns, with those of the step beside
+    it that had none.
 
     Args:
         ways: Those in one partition: nothing but the cell before makes a difference there.
+        of_loss: Seconds that a loss which does nothing adds to a cell of a kind.
 
     Returns:
-        The factor of a recompute, which stands behind a backward as a rule, is that behind a
-        forward. None: there were no others to compare with.
+        By kind, behind the other kind of work (a recompute, which stands behind a backward as a
+        rule: behind a forward); and with ``first_`` in front, as the first one of a step. None:
+        there was nothing to compare with.
     """
-    straight, behind_other = _by_turn(ways)
-    found = {}
-    for name in KINDS:
-        usual, other = straight.get((name, 0)), behind_other.get((name, 0))
-        if usual and other and median(usual) > 0 and median(other) > 0:
-            found[name] = within_reason(median(other) / median(usual))
-    return {name: found.get(name, 1.0) for name in KINDS} if found else None
-
-
-def _by_turn(ways: Sequence[Traced]) -> list[dict[tuple[str, int], list[float]]]:
-    """Collect the seconds of the cells by kind and partition: straight on, and in turns."""
-    found: list[dict[tuple[str, int], list[float]]] = [defaultdict(list), defaultdict(list)]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    straight_on = [way for way in ways if not way.inside and way.mode == "never"]
     for way in ways:
-        if way.inside:
-            continue  # the loss is in the last partition's cells: those tell of it too
-        for _, timeline in way.steps:
-            events = timeline.events
-            for event, turn in zip(events, turned(events), strict=True):
-                name = kind_of(event.kind, way.mode)
-                if name is not None:
-                    found[turn][name, event.partition].append(event.end - event.start)
-    return [dict(each) for each in found]
+        beside = straight_on[0].steps if way.inside and straight_on else way.steps
+        extra = (of_loss or {}) if way.inside else {}
+        for (_, timeline), (_, other) in zip(way.steps, beside, strict=False):
+            usual = _by_position(other, "never" if way.inside else way.mode).get(0, {})
+            for (name, position), seconds in _by_position(timeline, way.mode).get(0, {}).items():
+                straight = median(usual.get((name, STRAIGHT), [0.0]))
+                if position != STRAIGHT and straight > 0:
+                    key = name if position == TURNED else f"first_{name}"
+                    more = median(seconds) - extra.get(name, 0.0)
+                    ratios[key].append(max(0.0, more) / straight)
+    if not ratios:
+        return None
+    found = {name: within_reason(median(each)) for name, each in ratios.items()}
+    for name in ("forward", "backward"):
+        found.setdefault(f"first_{name}", found.get(name, 1.0))
+        found.setdefault(name, found[f"first_{name}"])
+    # In one partition no forward without a graph is behind a backward, but for the first.
+    first, turned = found["first_forward"] - 1, found["forward"] - 1
+    share = min(max(turned / first, 0.0), 1.0) if first else 1.0
+    first_again = found.setdefault("first_no_grad_forward", 1.0)
+    found.setdefault("no_grad_forward", 1.0 + share * (first_again - 1.0))
+    found.setdefault("recompute", 1.0)
+    return found
+
+
+def turn_factor(turns: Mapping[str, float] | None, name: str, position: str) -> float:
+    """Look up how many times as long a cell of a kind takes where it stands."""
+    if not turns or position == STRAIGHT:
+        return 1.0
+    return turns[name if position == TURNED else f"first_{name}"]
+
+
+def _by_position(
+    timeline: Timeline, mode: CheckpointMode
+) -> dict[int, dict[tuple[str, str], list[float]]]:
+    """Collect the seconds of a step's cells, for each partition by kind and where they stand."""
+    found: dict[int, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(list))
+    events = timeline.events
+    for event, position in zip(events, positions(events), strict=True):
+        name = kind_of(event.kind, mode)
+        if name is not None:
+            found[event.partition][name, position].append(event.end - event.start)
+    return found
 
 
 def alone_factors(
@@ -145,7 +195,7 @@ def pressures_of(
     predicted: Mapping[str, Sequence[float]],
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
-    turns: Mapping[str, float],
+    turns: Mapping[str, float] | None,
 ) -> dict[str, float]:
     """Find the pressure of each kind of work that is in `slow`; what is not known is left out.
 
@@ -176,7 +226,7 @@ def _cells_of(
     predicted: Mapping[str, Sequence[float]],
     slow: Mapping[str, float],
     overheads: Mapping[str, float],
-    turns: Mapping[str, float],
+    turns: Mapping[str, float] | None,
 ) -> list[tuple[str, TracedCell]]:
     """Set the cells of a step beside what they would take alone; with the kind of each."""
     cells = []
@@ -187,14 +237,14 @@ def _cells_of(
 
     events = timeline.events
     beside = overlaps(events, presses_as)
-    for event, others, turn in zip(events, beside, turned(events), strict=True):
+    for event, others, position in zip(events, beside, positions(events), strict=True):
         name = kind_of(event.kind, mode)
         if name is None or name not in slow:
             continue
         known = predicted[name][event.partition]
         # What takes next to nothing tells nothing.
         if known > LEAST_WORK * overheads[name]:
-            seconds = (event.end - event.start) / (turns.get(name, 1.0) if turn else 1.0)
+            seconds = (event.end - event.start) / turn_factor(turns, name, position)
             seconds = max(0.0, seconds - overheads[name])
             cells.append((name, TracedCell(seconds / (slow[name] * known), others)))
     return cells

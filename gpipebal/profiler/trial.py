@@ -11,8 +11,9 @@ over the layers::
 The overhead is that of cells of a pipeline whose layers do next to nothing; the factors, one for
 each kind of cell, are what then remains while all partitions work. The same chain in one
 partition tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`), and
-how much slower behind the other kind of work, which has filled the caches. What a step takes beside
-its cells, on the way in and out, is learned too.
+how much slower behind the other kind of work, which has filled the caches: in the middle of a step
+with 1F1B, and at the beginning of its forwards and backwards. What a step takes beside its cells,
+on the way in and out, is learned too.
 """
 
 from __future__ import annotations
@@ -55,8 +56,13 @@ TURN_STEPS = 3
 OVERHEAD_ROUNDS = 6
 #: Micro-batches of a trial at most: more fill the pipeline no more than these.
 MOST_CHUNKS = 8
-#: Between them these modes have cells of all kinds.
-_MODES: tuple[CheckpointMode, ...] = ("never", "always")
+#: Modes that have cells of all kinds between them; and, if there is anything to train, the loss in
+#: the last partition, so that forwards and backwards may take turns.
+_HOW: tuple[tuple[CheckpointMode, bool], ...] = (
+    ("never", False),
+    ("always", False),
+    ("never", True),
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,9 @@ class _Way(Traced):
         with trace(self.pipe) as recorder:
             started = time.perf_counter()
             if self.inside:
-                self.pipe.step(loss_fn=_sum_of, **setting.data.of_step())
+                self.pipe.step(
+                    loss_fn=_nothing_of, schedule=self.schedule, **setting.data.of_step()
+                )
             else:
                 _run_outside(self.pipe, setting)
             seconds = time.perf_counter() - started
@@ -116,31 +124,29 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
         What it told. Whatever a layer or the loss raises is raised on.
     """
     n = min(setting.n_partitions, profile.n_layers)
-    overheads = _overheads(n, setting)
+    overheads, of_loss = _overheads(n, setting)
     balance = _balance(profile, n)
     module = nn.Sequential(setting.layers)
-    kinds: list[tuple[CheckpointMode, bool, tuple[int, ...]]] = []
-    kinds += [(mode, False, balance) for mode in _MODES]
-    if any(layer.gradient_bytes for layer in profile.layers):
-        kinds.append(("never", True, balance))
+    cuts = [balance]
     if n > 1 and setting.chunks > 1:
-        kinds += [(mode, False, (profile.n_layers,)) for mode in _MODES]
+        cuts.append((profile.n_layers,))
+    trains = any(layer.gradient_bytes for layer in profile.layers)
     ways: list[_Way] = []
     try:
-        for mode, inside, cut in kinds:
-            pipe = _pipe_of(module, cut, mode, setting)
-            ways.append(_Way(mode, inside, len(cut), [], pipe))
+        for cut in cuts:
+            for mode, inside in _HOW if trains else _HOW[:-1]:
+                ways.append(_way_of(module, cut, mode, inside, setting))
         for way in ways:
             way.run(setting)  # the first warms up: threads are started, facts found out
             way.steps.clear()
         started = time.perf_counter()
         rounds, limit = 0, seconds
         while not rounds or time.perf_counter() < started + limit:
-            for way in ways:
-                if seconds:
+            for together in _in_turns(ways):
+                for way in together * bool(seconds):
                     way.run(setting)
                     way.steps.pop()
-                for _ in range(TURN_STEPS if seconds else 1):
+                for way in together * (TURN_STEPS if seconds else 1):
                     way.run(setting)
             rounds += 1
             if rounds >= MOST_ROUNDS:
@@ -150,7 +156,13 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             way.pipe.close()
             for parameter in way.pipe.parameters():
                 parameter.grad = None
-    return read_trial(profile, balance, setting.chunks, rounds, ways, overheads)
+    return read_trial(profile, balance, setting.chunks, rounds, ways, overheads, of_loss)
+
+
+def _in_turns(ways: Sequence[_Way]) -> list[list[_Way]]:
+    """Group ways whose steps take turns: those in one partition are compared step by step."""
+    alone = [way for way in ways if way.n_partitions == 1 and way.mode == "never"]
+    return [[way] for way in ways if way not in alone] + [alone] * bool(alone)
 
 
 def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
@@ -158,8 +170,11 @@ def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
     return split(problem, "bottleneck").balance
 
 
-def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
-    """Find the seconds of a cell of each kind whose layer does next to nothing."""
+def _overheads(n_partitions: int, setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
+    """Find the seconds of a cell of each kind whose layer does next to nothing.
+
+    And how many more it takes with a loss behind it that does nothing.
+    """
     module = nn.Sequential(*(nn.Linear(1, 1, device="cpu") for _ in range(n_partitions)))
     nothing = replace(
         setting,
@@ -167,27 +182,33 @@ def _overheads(n_partitions: int, setting: Setting) -> dict[str, float]:
         data=Data(Batch.sample(torch.zeros(setting.chunks, 1, device="cpu")), [1] * setting.chunks),
         loss_fn=None,
     )
-    found: dict[str, list[float]] = defaultdict(list)
-    for mode in _MODES:
-        pipe = _pipe_of(module, [1] * n_partitions, mode, nothing)
-        way = _Way(mode, False, n_partitions, [], pipe)
+    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for mode, inside in _HOW:
+        way = _way_of(module, [1] * n_partitions, mode, inside, nothing)
         try:
             for _ in range(OVERHEAD_ROUNDS + 1):
                 way.run(nothing)
         finally:
-            pipe.close()
+            way.pipe.close()
         for _, timeline in way.steps[1:]:
             for event in timeline.events:
                 name = kind_of(event.kind, mode)
-                if name is not None:
-                    found[name].append(event.end - event.start)
-    return {name: median(found[name]) for name in KINDS}
+                if name is not None and (not inside or event.partition == n_partitions - 1):
+                    found[name, inside].append(event.end - event.start)
+    times = {name: median(found[name, False]) for name in KINDS}
+    more = {name: median(found[name, True]) - times[name] for name in ("forward", "backward")}
+    return times, {name: max(0.0, time) for name, time in more.items()}
 
 
-def _pipe_of(
-    module: nn.Sequential, balance: Sequence[int], mode: CheckpointMode, setting: Setting
-) -> GPipe:
-    return GPipe(
+def _way_of(
+    module: nn.Sequential,
+    balance: Sequence[int],
+    mode: CheckpointMode,
+    inside: bool,
+    setting: Setting,
+) -> _Way:
+    """Make a way of running; with the loss inside forwards and backwards take turns."""
+    pipe = GPipe(
         module,
         balance,
         devices=["cpu"] * len(balance),
@@ -196,6 +217,8 @@ def _pipe_of(
         threads_per_partition=setting.n_threads,
         **setting.data.dims(),
     )
+    schedule = "1f1b" if inside else "gpipe"
+    return _Way(mode, inside, len(balance), [], pipe, schedule=schedule)
 
 
 def _run_outside(pipe: GPipe, setting: Setting) -> None:
@@ -219,7 +242,24 @@ def _run_outside(pipe: GPipe, setting: Setting) -> None:
         torch.autograd.backward([end for end, _ in used], [gradient for _, gradient in used])
 
 
-def _sum_of(output: Any, target: Any = None) -> Tensor:
-    """Stand for a loss that takes no time."""
+class _Nothing(torch.autograd.Function):
+    """A number that depends on tensors, each of which gets a gradient of ones."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like
+        )
+
+
+def _nothing_of(output: Any, target: Any = None) -> Tensor:
+    """Stand for a loss that takes no time; its gradients are those of the other ways."""
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-    return sum((leaf.sum() for leaf in leaves if leaf.requires_grad), torch.zeros((), device="cpu"))
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    # What nothing depends on is no loss to take a gradient of, and the step says so.
+    return _Nothing.apply(*wanted) if wanted else torch.zeros((), device="cpu")

@@ -13,14 +13,18 @@ __all__ = ["Durations", "check_time"]
 
 Times = tuple[float, ...]
 
-#: Times of each kind of cell, and of those that stand behind the other kind of work (recomputes:
-#: behind their own).
+#: Times of cells behind the other kind of work (recomputes: behind their own), and of the first
+#: ones: the kind of cell, and what the factor of `turning` is called.
 _TURNS = {
-    "forward": "forward_after_backward",
-    "no_grad_forward": "no_grad_forward_after_backward",
-    "recompute": "recompute_after_forward",
-    "backward": "backward_after_forward",
+    "forward_after_backward": ("forward", "forward"),
+    "no_grad_forward_after_backward": ("no_grad_forward", "no_grad_forward"),
+    "recompute_after_forward": ("recompute", "recompute"),
+    "backward_after_forward": ("backward", "backward"),
+    "first_forward": ("forward", "first_forward"),
+    "first_no_grad_forward": ("no_grad_forward", "first_no_grad_forward"),
+    "first_backward": ("backward", "first_backward"),
 }
+_CELLS = ("forward", "no_grad_forward", "recompute", "backward")
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,15 @@ class Durations:
         forward_launch: Seconds of the host to launch a forward or a recompute; None, and
             `backward_launch` is None too: there is no host to wait for.
         backward_launch: The same for a backward; of a backward in two parts each takes half.
-        forward_after_backward: A forward behind a backward of the same device, or the first of a
-            step; None: `forward`.
+        forward_after_backward: A forward behind a backward of the same device; None: `forward`.
         no_grad_forward_after_backward: The same of `no_grad_forward`; None: as that.
         recompute_after_forward: A recompute behind a forward; None: `recompute`.
         backward_after_forward: A backward behind a forward or a recompute; None: `backward`.
+        first_forward: The first forward of a device in a step, which is behind the backwards of the
+            step before; None: `forward_after_backward`.
+        first_no_grad_forward: The same of `no_grad_forward`; None: as behind a backward.
+        first_backward: The first backward of a device in a step; None: as any other behind the
+            same work.
 
     Raises:
         ProfileError: a time that is negative or not finite, or not one per partition.
@@ -75,6 +83,9 @@ class Durations:
     no_grad_forward_after_backward: Times | None = None
     recompute_after_forward: Times | None = None
     backward_after_forward: Times | None = None
+    first_forward: Times | None = None
+    first_no_grad_forward: Times | None = None
+    first_backward: Times | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -124,7 +135,7 @@ class Durations:
     @property
     def has_turns(self) -> bool:
         """Whether an action's time depends on the one before it."""
-        return any(getattr(self, name) is not None for name in _TURNS.values())
+        return any(getattr(self, name) is not None for name in _TURNS)
 
     @property
     def without_launches(self) -> Durations:
@@ -163,31 +174,36 @@ class Durations:
         Args:
             factors: For each kind (forward, recompute, backward, no_grad_forward) how many times
                 as long it takes behind other work than behind its own; a recompute, behind a
-                forward than behind a backward.
+                forward than behind a backward. With ``first_`` in front (not of recomputes), the
+                same of a device's first in a step.
 
         Example:
             >>> times = Durations((1.0,), (1.5,), (2.0,))
-            >>> turned = times.turning({"forward": 1.5, "recompute": 0.5, "backward": 1.25})
-            >>> turned.forward_after_backward, turned.backward_after_forward
-            ((1.5,), (2.5,))
+            >>> turned = times.turning(
+            ...     {"forward": 1.5, "recompute": 0.5, "backward": 1.25}
+            ...     | {"first_forward": 1.75, "first_backward": 1.5}
+            ... )
+            >>> turned.first_forward, turned.forward_after_backward, turned.backward_after_forward
+            ((1.75,), (1.5,), (2.5,))
             >>> turned.recompute_after_forward
             (0.75,)
         """
         turned = {}
-        for name, behind in _TURNS.items():
-            times = getattr(self, name)
+        for place, (kind, name) in _TURNS.items():
+            times = getattr(self, kind)
             if times is not None:
-                turned[behind] = tuple(factors[name] * time for time in times)
+                turned[place] = tuple(factors[name] * time for time in times)
         return replace(self, **turned)
 
     def _changed(self, change: Callable[[str, float], float]) -> Durations:
         """Change the time of every cell, by the name of its kind."""
         changed = {}
-        for name, behind in _TURNS.items():
-            for each in (name, behind):
-                times = getattr(self, each)
-                if times is not None:
-                    changed[each] = tuple(change(name, time) for time in times)
+        for place, kind in [(kind, kind) for kind in _CELLS] + [
+            (place, kind) for place, (kind, _) in _TURNS.items()
+        ]:
+            times = getattr(self, place)
+            if times is not None:
+                changed[place] = tuple(change(kind, time) for time in times)
         return replace(self, **changed)
 
     @classmethod

@@ -23,8 +23,10 @@ __all__ = ["Work", "work_of"]
 
 #: A forward of a micro-batch that is recomputed: a kind of its own in tables of durations.
 F_AGAIN = len(KINDS)
-#: What these kinds are where the other kind of work stands before them (a recompute: its own).
+#: What these kinds are where the other kind of work stands before them (a recompute: its own), and
+#: where they are the first ones of a step.
 TURNED = {kind: len(KINDS) + 1 + k for k, kind in enumerate((F, R, B, F_AGAIN))}
+FIRST = {kind: len(KINDS) + 5 + k for k, kind in enumerate((F, F_AGAIN, B))}
 
 
 @dataclass
@@ -114,7 +116,7 @@ def work_of(
         again = is_forward & (find(recomputes, cells) >= 0)
         rows = np.where(again, np.uint8(F_AGAIN), kinds)
     if durations.has_turns:
-        rows = _with_turns(order, rows)
+        rows = _with_turns(order, rows, first_backwards=durations.first_backward is not None)
     work = Work(order, need, _look_up(_device_times(durations), rows, partitions))
     if durations.has_transfers:
         into = _transfer_times(order, durations)
@@ -141,18 +143,24 @@ def work_of(
     return work
 
 
-def _with_turns(order: Order, rows: Ints) -> Ints:
-    """Give actions behind the other kind of work the numbers of `TURNED`."""
+def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
+    """Give actions behind the other kind of work the numbers of `TURNED`, first ones of `FIRST`."""
     is_forward = (order.kinds == F) | (order.kinds == R)
     behind_forward = np.zeros(order.n_actions, dtype=bool)
     behind_forward[1:] = is_forward[:-1]
-    # The first of a step is behind the backwards of the step before.
-    behind_forward[order.offsets[:-1][np.diff(order.offsets) > 0]] = False
+    # The first of a step, a forward, is behind the backwards of the step before.
+    first = np.zeros(order.n_actions, dtype=bool)
+    first[order.offsets[:-1][np.diff(order.offsets) > 0]] = True
+    if first_backwards:
+        backwards = np.flatnonzero(order.kinds == B)
+        devices = np.searchsorted(order.offsets, backwards, side="right")
+        first[backwards[np.unique(devices, return_index=True)[1]]] = True
     # Recomputes stand behind backwards as a rule.
-    turned = np.where(order.kinds == F, ~behind_forward, behind_forward)
+    turned = np.where(order.kinds == F, ~behind_forward, behind_forward) & ~first
     found = rows.copy()
-    for kind, number in TURNED.items():
-        found[turned & (rows == kind)] = number
+    for where, numbers in ((turned, TURNED), (first, FIRST)):
+        for kind, number in numbers.items():
+            found[where & (rows == kind)] = number
     return found
 
 
@@ -214,9 +222,11 @@ def _look_up(table: Floats, rows: Ints, columns: Ints) -> Floats:
 def _device_times(durations: Durations) -> Floats:
     again = durations.forward if durations.no_grad_forward is None else durations.no_grad_forward
 
-    def behind(turned: tuple[float, ...] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
-        return otherwise if turned is None else turned
+    def given(times: tuple[float, ...] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
+        return otherwise if times is None else times
 
+    turned = given(durations.forward_after_backward, durations.forward)
+    again_turned = given(durations.no_grad_forward_after_backward, again)
     return np.array(
         [
             durations.forward,
@@ -225,10 +235,13 @@ def _device_times(durations: Durations) -> Floats:
             durations.input_gradients,
             durations.weight_gradients,
             again,
-            behind(durations.forward_after_backward, durations.forward),
-            behind(durations.recompute_after_forward, durations.recompute),
-            behind(durations.backward_after_forward, durations.backward),
-            behind(durations.no_grad_forward_after_backward, again),
+            turned,
+            given(durations.recompute_after_forward, durations.recompute),
+            given(durations.backward_after_forward, durations.backward),
+            again_turned,
+            given(durations.first_forward, turned),
+            given(durations.first_no_grad_forward, again_turned),
+            given(durations.first_backward, durations.backward),
         ],
         dtype=np.float64,
     )
