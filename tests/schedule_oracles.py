@@ -97,7 +97,7 @@ def seconds_of(
         turned = durations.first_no_grad_forward
     elif first and kind == "F":
         turned = durations.first_forward
-    elif first and kind == "B":
+    elif first and kind == "B" and before is not None and before[1] != "R":
         turned = durations.first_backward
     if turned is not None:
         return turned[j]

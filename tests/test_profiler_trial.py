@@ -131,33 +131,120 @@ def test_a_trial_tells_of_all_kinds(n_partitions: int, with_loss: bool) -> None:
 def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each turn of a way the first step is left out, and as many count as shall."""
     model = chain()
-    counted: list[tuple[int, str, int]] = []
-    ran: list[tuple[int, str, str]] = []
+    counted: list[tuple[int, bool, int]] = []
+    ran: list[tuple[int, str, bool]] = []
+    of_loss: list[Any] = []
     read, run = trial.read_trial, trial._Way.run
 
     def noted(*given: Any) -> Trial:
-        counted.extend((way.n_partitions, way.schedule, len(way.steps)) for way in given[4])
+        counted.extend((way.n_partitions, way.inside, len(way.steps)) for way in given[4])
+        of_loss.append(given[6])
         return read(*given)
 
     def running(way: Any, chosen: Setting) -> None:
-        ran.append((way.n_partitions, way.mode, way.schedule))
+        ran.append((way.n_partitions, way.mode, way.inside))
         run(way, chosen)
 
     monkeypatch.setattr(trial, "read_trial", noted)
     monkeypatch.setattr(trial, "MOST_ROUNDS", 2)
     monkeypatch.setattr(trial, "LEAST_TRIAL_SECONDS", 0.0)
     overheads = dict.fromkeys(trial.KINDS, 1e-6)
-    monkeypatch.setattr(trial, "_overheads", lambda *given: (overheads, {}))
+    monkeypatch.setattr(trial, "_overheads", lambda *given: (overheads, {"forward": 1e-7}))
     monkeypatch.setattr(trial._Way, "run", running)
     found = run_trial(profile(model, as_pipeline=False), setting(model, 3, 2), 60.0)
     assert found.rounds == 2
     # Two modes, and a loss inside, in two partitions and in one.
-    schedules = ("gpipe", "gpipe", "1f1b")
-    assert counted == [(n, name, 2 * trial.TURN_STEPS) for n in (2, 1) for name in schedules]
+    hows = (False, False, True)
+    assert counted == [(n, inside, 2 * trial.TURN_STEPS) for n in (2, 1) for inside in hows]
     assert len(ran) == 6 * (1 + 2 * (1 + trial.TURN_STEPS))
+    assert of_loss == [{"forward": 1e-7}]
     # In one partition forwards and backwards take turns in every second step.
-    in_turns = [(1, "never", "gpipe"), (1, "never", "1f1b")] * (1 + trial.TURN_STEPS)
-    assert ran[-len(in_turns) :] == in_turns
+    in_turns = [(1, "never", False), (1, "never", True)] * (1 + trial.TURN_STEPS)
+    assert "".join(map(repr, in_turns)) in "".join(map(repr, ran))
+
+
+class Branches(nn.Module):
+    """A layer that hands on what wants a gradient and what does not, and logs what it gets."""
+
+    def __init__(self, log: list[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.log = log
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        image = (x * self.weight).reshape(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        found = {
+            "image": image,
+            "complex": x * self.weight * 1j,
+            "half": (x * self.weight).bfloat16(),
+            "aux": x * self.weight,
+        }
+        for name, tensor in found.items():
+            tensor.register_hook(lambda grad, name=name: self.log.append((name, grad)))
+        return (*found.values(), None, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_steps_with_a_loss_that_takes_no_time_have_the_gradients_of_others(with_loss: bool) -> None:
+    """As many, for the same outputs, of the same kinds; whatever else is in the output."""
+    log: list[tuple[str, torch.Tensor]] = []
+    chosen = setting(
+        nn.Sequential(Branches([])),
+        3,
+        1,
+        loss_fn=(lambda out: out[0].sum() + out[1].abs().sum()) if with_loss else None,
+    )
+    loss = trial._NoLoss()
+    told = []
+    for inside in (False, True):
+        model = nn.Sequential(Branches(log))
+        way = trial._way_of(model, [1], "never", inside, chosen, loss)
+        way.run(chosen)
+        way.pipe.close()
+        told.append(sorted((name, str(grad.dtype), tuple(grad.shape)) for name, grad in log))
+        log.clear()
+    assert told[0] == told[1]
+    assert {name for name, *_ in told[0]} == (
+        {"image", "complex"} if with_loss else {"image", "complex", "half", "aux"}
+    )
+
+
+def test_gradients_that_are_there_already_lie_as_their_outputs_do() -> None:
+    """They are made once for each shape and stride, and nobody writes to them."""
+    loss = trial._NoLoss()
+    image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    for _ in range(2):
+        loss((image, None, 3)).backward()
+    assert image.grad is not None and bool((image.grad == 2).all())
+    (ones,) = loss._ones.values()
+    assert ones.stride() == image.stride() and bool((ones == 1).all())
+    # A micro-batch in which nothing wants a gradient, or fewer outputs do, is told apart.
+    assert not loss(torch.ones(2)).requires_grad
+    loss.used = (True, False)
+    assert loss((image, torch.ones(2))).requires_grad
+    other = torch.ones(2, requires_grad=True)
+    loss((image, other)).backward()
+    assert other.grad is None and bool((image.grad == 3).all())
+
+
+def test_a_chain_that_ends_without_a_gradient_is_tried_all_the_same() -> None:
+    """Its layers have something to train, but no output wants a gradient: there is no step."""
+
+    class Detach(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.detach()
+
+    model = nn.Sequential(nn.Linear(8, 8), Detach())
+    found = run_trial(profile(model, as_pipeline=False), setting(model, 3, 2), 0.0)
+    assert found.inside_overhead_time is None and set(found.factors) == set(trial.KINDS)
+
+
+@pytest.mark.parametrize("n_partitions", [1, 3])
+def test_what_a_loss_that_does_nothing_adds(n_partitions: int) -> None:
+    """It adds to forwards and backwards, and never takes away."""
+    times, more = trial._overheads(n_partitions, setting(chain(), 4, n_partitions))
+    assert set(times) == set(trial.KINDS) and min(times.values()) > 0
+    assert set(more) == {"forward", "backward"} and min(more.values()) >= 0
 
 
 class Counting(nn.Linear):

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-#: Behind other work a cell takes at most so many times as long, or as short.
+#: Where it turns or comes first, a cell takes at most so many times as long, or as short.
 MOST_TURN = 4.0
 
 
@@ -84,7 +84,7 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
 
 
 def _turn_factors(profile: Profile) -> dict[str, float]:
-    """Return how many times as long cells take behind the other kind of work, by kind."""
+    """Return how many times as long cells take where they turn or come first, by kind."""
     turns = profile.step.turns
     assert turns is not None
     totals = durations_of(profile, (0, profile.n_layers))

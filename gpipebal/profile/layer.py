@@ -174,12 +174,12 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """What it costs to turn from forwards to backwards and back, in seconds of the whole chain.
+    """What it costs to turn between forwards and backwards, in seconds of the whole chain.
 
     What a forward needs (parameters, memory that it writes to) has left the caches when a backward
     ran before it, and the other way round. A partition takes the share of these seconds that its
-    layers have of the chain's work. They hardly depend on the rows. The first ones of a step are
-    behind a pause, too. Below zero, a turn is faster.
+    layers have of the chain's work. They hardly depend on the rows. The first ones of a step cost
+    more, because more has come between. Below zero, a turn is faster.
 
     Attributes:
         forward: How much longer a forward takes behind a backward than behind a forward.
@@ -192,7 +192,7 @@ class TurnTimes:
             forward. It stands behind the backwards of the step before.
         first_no_grad_forward: The same of a forward without a graph.
         first_backward: How much longer a partition's first backward of a step takes than one behind
-            a backward.
+            a backward, unless its recompute is right before it.
     """
 
     forward: float = 0.0

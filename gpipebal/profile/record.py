@@ -3,9 +3,10 @@
 Records of version 1 (before the loss was a layer, and without skip connections and other sizes),
 version 2 (without what a trial as a pipeline tells), version 3 (without tied parameters, and what
 has no gradient or is handed through), version 4 (without copies of buffers, and what partitions
-side by side do to each other), version 5 (without the bytes of gradients between layers) and
-version 6 (without inputs that all micro-batches have in common) are still read; what they do not
-tell is unknown, so that everything between layers is taken to have a gradient, each storage one.
+side by side do to each other), version 5 (without the bytes of gradients between layers), version 6
+(without inputs that all micro-batches have in common), version 7 (without turns) and version 8
+(without the turns of first cells) are still read; what they do not tell is unknown, so that
+everything between layers is taken to have a gradient, each storage one.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) ->
         if step["side_by_side"] is not None:
             step["side_by_side"] = SideBySide(**_fields_of(step["side_by_side"], "side_by_side"))
         if step["turns"] is not None:
-            step["turns"] = TurnTimes(**_fields_of(step["turns"], "turns"))
+            turns = _fields_of(step["turns"], "turns")
+            _check_fields("turns", turns, frozenset(TurnTimes.__dataclass_fields__))
+            step["turns"] = TurnTimes(**turns)
         step["gathered"] = tuple_of(step["gathered"], "gathered")
         others = tuple_of(content["other_sizes"], "other_sizes")
         if depth and others:
@@ -237,5 +240,5 @@ def _of_version_8(content: dict[str, Any]) -> dict[str, Any]:
     for name in ("forward", "no_grad_forward", "backward"):
         if f"first_{name}" in turns:
             raise TypeError(f"turns has an unknown field: 'first_{name}'")
-        turns[f"first_{name}"] = turns[name]
+        turns[f"first_{name}"] = turns.get(name, 0.0)
     return {**content, "step": {**step, "turns": turns}}

@@ -74,14 +74,6 @@ class Data:
         in_dims, keyword_dims = self.sample.as_given
         return {"in_dims": in_dims, "keyword_dims": keyword_dims, "out_dims": self.out_dims}
 
-    def of_step(self) -> dict[str, Any]:
-        """Return what `GPipe.step` is called with, beside the loss."""
-        sample, keywords = self.sample.call()
-        given = {"input": sample, "keywords": keywords}
-        if self.target is not None:
-            given |= {"target": self.target.value, "target_dims": self.target.as_given}
-        return given
-
     def outputs(self, first: Arrived, sizes: Sequence[int]) -> Outputs:
         """Return the outputs of a mini-batch, told from that of its first micro-batch."""
         return Outputs(first, sizes, self.out_dims)

@@ -46,8 +46,8 @@ class Trial:
         inside_overhead_time: The same with the loss inside; None: there is nothing to train.
         alone: How much of its time a cell of a kind takes while no other partition works; None:
             not known.
-        turns: How many times as long a cell of a kind takes elsewhere than behind its own kind of
-            work, as `turn_factors` says it; None: not known.
+        turns: How many times as long a cell of a kind takes where it turns or comes first, as
+            `turn_factors` says it; None: not known.
     """
 
     balance: tuple[int, ...]

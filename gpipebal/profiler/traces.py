@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from gpipebal.problem import to_bounds
@@ -39,8 +39,8 @@ LEAST_WORK = 3.0
 KINDS = ("forward", "no_grad_forward", "recompute", "backward")
 #: Kinds of events that are cells.
 WORK = "FRB"
-#: Where a cell stands: behind its own kind of work, behind the other kind, or as the first one of
-#: its kind in a step. A recompute counts as a forward.
+#: Where a cell stands: straight behind its own kind of work, where it turns from the other kind, or
+#: as the first one of its kind in a step. A recompute counts as a forward.
 STRAIGHT, TURNED, FIRST = "straight", "turned", "first"
 #: Kinds of one pressure.
 _PRESSES_AS = {
@@ -57,21 +57,20 @@ class Traced:
 
     Attributes:
         mode: Which micro-batches were recomputed.
-        inside: Whether the last partition computed the loss.
+        inside: Whether the last partition computed the loss. In one partition forwards and
+            backwards take turns then, as with 1F1B.
         n_partitions: Partitions of the pipeline.
         steps: Seconds and timeline of each.
-        schedule: The schedule of its steps.
     """
 
     mode: CheckpointMode
     inside: bool
     n_partitions: int
     steps: list[tuple[float, Timeline]]
-    schedule: str = field(default="gpipe", kw_only=True)
 
 
 def seconds_of_cells(ways: Sequence[Traced]) -> dict[tuple[str, int], list[float]]:
-    """Collect the seconds of the cells by kind and partition, without turns if there are others."""
+    """Collect the seconds of cells by kind and partition; where some are straight on, of those."""
     found: dict[str, dict[tuple[str, int], list[float]]]
     found = {position: defaultdict(list) for position in (STRAIGHT, TURNED, FIRST)}
     for way in ways:
@@ -88,7 +87,9 @@ def positions(events: Sequence[Event]) -> list[str]:
     """Say of each event where it stands: `STRAIGHT` on, `TURNED` or `FIRST`.
 
     Recomputes belong to the forwards, and have no first one; as a rule they are behind backwards,
-    so behind a forward is what is `TURNED` for them.
+    so behind a forward is what is `TURNED` for them. A backward behind its recompute is no first
+    one: what it needs has just been made again. Each partition is taken by itself, so it has a
+    device of its own.
 
     Example:
         >>> row = [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 1, 2, 4), ("R", 0, 4, 5), ("B", 0, 5, 7)]
@@ -102,9 +103,11 @@ def positions(events: Sequence[Event]) -> list[str]:
         event = events[k]
         if event.kind not in WORK:
             continue
-        if event.kind != "R" and (event.partition, event.kind) not in seen:
+        behind = before.get(event.partition, "B")
+        is_first = (event.partition, event.kind) not in seen
+        if is_first and (event.kind == "F" or (event.kind == "B" and behind != "R")):
             found[k] = FIRST
-        elif (before.get(event.partition, "B") == "B") == (event.kind == "F"):
+        elif (behind == "B") == (event.kind == "F"):
             found[k] = TURNED
         seen.add((event.partition, event.kind))
         before[event.partition] = event.kind
@@ -114,51 +117,62 @@ def positions(events: Sequence[Event]) -> list[str]:
 def turn_factors(
     ways: Sequence[Traced], of_loss: Mapping[str, float] | None = None
 ) -> dict[str, float] | None:
-    """Find how many times as long cells take elsewhere than behind their own kind of work.
+    """Find how many times as long cells take where they turn or come first.
 
-    What the machine does at the moment changes them more than that. So each cell is compared with
-    those of its own step, or where forwards and backwards take turns, with those of the step beside
-    it that had none.
+    The machine's speed wanders by more than that. So each cell is compared with those of its own
+    step; or where forwards and backwards take turns, with those of the step next to it in which
+    they do not.
 
     Args:
         ways: Those in one partition: nothing but the cell before makes a difference there.
         of_loss: Seconds that a loss which does nothing adds to a cell of a kind.
 
     Returns:
-        By kind, behind the other kind of work (a recompute, which stands behind a backward as a
-        rule: behind a forward); and with ``first_`` in front, as the first one of a step. None:
-        there was nothing to compare with.
+        By kind, where it turns from the other kind of work (a recompute, which stands behind a
+        backward as a rule: behind a forward); and with ``first_`` in front, as the first one of a
+        step. None: there was nothing to compare with.
     """
     ratios: dict[str, list[float]] = defaultdict(list)
+    usual: dict[str, list[float]] = defaultdict(list)
     straight_on = [way for way in ways if not way.inside and way.mode == "never"]
     for way in ways:
-        beside = straight_on[0].steps if way.inside and straight_on else way.steps
+        # A first one of those steps has less between it and the cells that it is like.
+        others = straight_on[0].steps if way.inside and straight_on else way.steps
         extra = (of_loss or {}) if way.inside else {}
-        for (_, timeline), (_, other) in zip(way.steps, beside, strict=False):
-            usual = _by_position(other, "never" if way.inside else way.mode).get(0, {})
+        for (_, timeline), (_, other) in zip(way.steps, others, strict=True):
+            straight = {
+                name: median(seconds)
+                for (name, position), seconds in _by_position(other, way.mode).get(0, {}).items()
+                if position == STRAIGHT
+            }
             for (name, position), seconds in _by_position(timeline, way.mode).get(0, {}).items():
-                straight = median(usual.get((name, STRAIGHT), [0.0]))
-                if position != STRAIGHT and straight > 0:
-                    key = name if position == TURNED else f"first_{name}"
-                    more = median(seconds) - extra.get(name, 0.0)
-                    ratios[key].append(max(0.0, more) / straight)
+                more = extra.get(name, 0.0)
+                if position == STRAIGHT:
+                    usual[name] += seconds
+                elif straight.get(name, 0.0) > LEAST_WORK * more:
+                    if position == TURNED:
+                        ratios[name].append((median(seconds) - more) / straight[name])
+                    elif not way.inside:
+                        ratios[f"first_{name}"].append(median(seconds) / straight[name])
     if not ratios:
         return None
     found = {name: within_reason(median(each)) for name, each in ratios.items()}
     for name in ("forward", "backward"):
         found.setdefault(f"first_{name}", found.get(name, 1.0))
         found.setdefault(name, found[f"first_{name}"])
-    # In one partition no forward without a graph is behind a backward, but for the first.
-    first, turned = found["first_forward"] - 1, found["forward"] - 1
-    share = min(max(turned / first, 0.0), 1.0) if first else 1.0
-    first_again = found.setdefault("first_no_grad_forward", 1.0)
-    found.setdefault("no_grad_forward", 1.0 + share * (first_again - 1.0))
+    found.setdefault("first_no_grad_forward", 1.0)
     found.setdefault("recompute", 1.0)
+    # In one partition no forward without a graph turns, and the first one of a step records a graph
+    # all the same. One that turns is taken to need as many more seconds as one with a graph.
+    longer = 1.0
+    if usual["forward"] and usual["no_grad_forward"] and median(usual["no_grad_forward"]) > 0:
+        longer = median(usual["forward"]) / median(usual["no_grad_forward"])
+    found["no_grad_forward"] = within_reason(1.0 + (found["forward"] - 1.0) * longer)
     return found
 
 
 def turn_factor(turns: Mapping[str, float] | None, name: str, position: str) -> float:
-    """Look up how many times as long a cell of a kind takes where it stands."""
+    """Look up how many times as long a cell of a kind takes where it stands than straight on."""
     if not turns or position == STRAIGHT:
         return 1.0
     return turns[name if position == TURNED else f"first_{name}"]

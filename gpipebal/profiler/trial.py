@@ -11,9 +11,9 @@ over the layers::
 The overhead is that of cells of a pipeline whose layers do next to nothing; the factors, one for
 each kind of cell, are what then remains while all partitions work. The same chain in one
 partition tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`), and
-how much slower behind the other kind of work, which has filled the caches: in the middle of a step
-with 1F1B, and at the beginning of its forwards and backwards. What a step takes beside its cells,
-on the way in and out, is learned too.
+how much slower behind the other kind of work, which has filled the caches: as the first one of a
+step, and in the middle of 1F1B. What a step takes beside its cells, on the way in and out, is
+learned too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +48,15 @@ __all__ = ["LEAST_TRIAL_SECONDS", "MOST_CHUNKS", "Setting", "run_trial"]
 MOST_ROUNDS = 8
 #: How fast partitions work side by side changes every some tenths of a second.
 LEAST_TRIAL_SECONDS = 3.0
-#: Steps that count in each way's turn. The one before them finds what another way left in the
-#: caches, and does not: training runs in one way only. Where there are no seconds at all, one step
-#: has to do.
+#: Steps that count in each way's turn. The one before them finds what another cut left in the
+#: caches, and does not. Where there are no seconds at all, one step has to do.
 TURN_STEPS = 3
 #: Steps of the pipeline that does next to nothing.
 OVERHEAD_ROUNDS = 6
 #: Micro-batches of a trial at most: more fill the pipeline no more than these.
 MOST_CHUNKS = 8
-#: Modes that have cells of all kinds between them; and, if there is anything to train, the loss in
-#: the last partition, so that forwards and backwards may take turns.
+#: Modes, which have cells of all kinds between them; and whether the last partition computes the
+#: loss, which needs something to train.
 _HOW: tuple[tuple[CheckpointMode, bool], ...] = (
     ("never", False),
     ("always", False),
@@ -94,6 +93,7 @@ class _Way(Traced):
     """One way of running a step, and what was seen of it."""
 
     pipe: GPipe
+    loss: _NoLoss
 
     def run(self, setting: Setting) -> None:
         """Run a step with gradients that start anew, as behind ``zero_grad()``."""
@@ -101,12 +101,14 @@ class _Way(Traced):
             parameter.grad = None
         with trace(self.pipe) as recorder:
             started = time.perf_counter()
+            sample, keywords = setting.data.sample.call()
             if self.inside:
-                self.pipe.step(
-                    loss_fn=_nothing_of, schedule=self.schedule, **setting.data.of_step()
-                )
+                # The loss takes no target, so none is parted in the cells.
+                schedule = "1f1b" if self.n_partitions == 1 else "gpipe"
+                self.pipe.step(sample, keywords=keywords, loss_fn=self.loss, schedule=schedule)
             else:
-                _run_outside(self.pipe, setting)
+                output = self.pipe(sample, **keywords)
+                self.loss.used = _go_back(output, setting)
             seconds = time.perf_counter() - started
         self.steps.append((seconds, recorder.timeline))
 
@@ -130,23 +132,26 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     cuts = [balance]
     if n > 1 and setting.chunks > 1:
         cuts.append((profile.n_layers,))
-    trains = any(layer.gradient_bytes for layer in profile.layers)
+    loss = _NoLoss()
     ways: list[_Way] = []
     try:
         for cut in cuts:
-            for mode, inside in _HOW if trains else _HOW[:-1]:
-                ways.append(_way_of(module, cut, mode, inside, setting))
-        for way in ways:
-            way.run(setting)  # the first warms up: threads are started, facts found out
-            way.steps.clear()
+            for mode, inside in _HOW:
+                if inside and not any(loss.used):
+                    continue
+                way = _way_of(module, cut, mode, inside, setting, loss)
+                ways.append(way)
+                way.run(setting)  # the first warms up: threads are started, facts found out
+                way.steps.clear()
         started = time.perf_counter()
         rounds, limit = 0, seconds
         while not rounds or time.perf_counter() < started + limit:
-            for together in _in_turns(ways):
-                for way in together * bool(seconds):
-                    way.run(setting)
-                    way.steps.pop()
-                for way in together * (TURN_STEPS if seconds else 1):
+            for group in _in_turns(ways):
+                if seconds:
+                    for way in group:
+                        way.run(setting)
+                        way.steps.pop()
+                for way in group * (TURN_STEPS if seconds else 1):
                     way.run(setting)
             rounds += 1
             if rounds >= MOST_ROUNDS:
@@ -160,9 +165,11 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
 
 
 def _in_turns(ways: Sequence[_Way]) -> list[list[_Way]]:
-    """Group ways whose steps take turns: those in one partition are compared step by step."""
-    alone = [way for way in ways if way.n_partitions == 1 and way.mode == "never"]
-    return [[way] for way in ways if way not in alone] + [alone] * bool(alone)
+    """Group ways whose steps take turns: those of `turn_factors`, compared step by step."""
+    groups: dict[tuple[int, CheckpointMode, bool], list[_Way]] = defaultdict(list)
+    for way in ways:
+        groups[way.n_partitions, way.mode, way.inside and way.n_partitions > 1].append(way)
+    return list(groups.values())
 
 
 def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
@@ -173,30 +180,33 @@ def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
 def _overheads(n_partitions: int, setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
     """Find the seconds of a cell of each kind whose layer does next to nothing.
 
-    And how many more it takes with a loss behind it that does nothing.
+    And how many more it takes with a loss behind it that does nothing, where nobody else works.
     """
-    module = nn.Sequential(*(nn.Linear(1, 1, device="cpu") for _ in range(n_partitions)))
-    nothing = replace(
-        setting,
-        layers=OrderedDict(module.named_children()),
-        data=Data(Batch.sample(torch.zeros(setting.chunks, 1, device="cpu")), [1] * setting.chunks),
-        loss_fn=None,
-    )
-    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    for mode, inside in _HOW:
-        way = _way_of(module, [1] * n_partitions, mode, inside, nothing)
+    row = torch.zeros(setting.chunks, 1, device="cpu")
+    nothing = replace(setting, data=Data(Batch.sample(row), [1] * setting.chunks), loss_fn=None)
+
+    def cells_of(n: int, mode: CheckpointMode, inside: bool) -> dict[str, list[float]]:
+        module = nn.Sequential(*(nn.Linear(1, 1, device="cpu") for _ in range(n)))
+        way = _way_of(module, [1] * n, mode, inside, nothing, _NoLoss())
         try:
             for _ in range(OVERHEAD_ROUNDS + 1):
                 way.run(nothing)
         finally:
             way.pipe.close()
+        found: dict[str, list[float]] = defaultdict(list)
         for _, timeline in way.steps[1:]:
             for event in timeline.events:
                 name = kind_of(event.kind, mode)
-                if name is not None and (not inside or event.partition == n_partitions - 1):
-                    found[name, inside].append(event.end - event.start)
-    times = {name: median(found[name, False]) for name in KINDS}
-    more = {name: median(found[name, True]) - times[name] for name in ("forward", "backward")}
+                if name is not None:
+                    found[name].append(event.end - event.start)
+        return found
+
+    modes = [cells_of(n_partitions, mode, inside) for mode, inside in _HOW if not inside]
+    times = {
+        name: median(time for cells in modes for time in cells.get(name, ())) for name in KINDS
+    }
+    without, with_loss = (cells_of(1, "never", inside) for inside in (False, True))
+    more = {name: median(times) - median(without[name]) for name, times in with_loss.items()}
     return times, {name: max(0.0, time) for name, time in more.items()}
 
 
@@ -206,8 +216,8 @@ def _way_of(
     mode: CheckpointMode,
     inside: bool,
     setting: Setting,
+    loss: _NoLoss,
 ) -> _Way:
-    """Make a way of running; with the loss inside forwards and backwards take turns."""
     pipe = GPipe(
         module,
         balance,
@@ -217,49 +227,75 @@ def _way_of(
         threads_per_partition=setting.n_threads,
         **setting.data.dims(),
     )
-    schedule = "1f1b" if inside else "gpipe"
-    return _Way(mode, inside, len(balance), [], pipe, schedule=schedule)
+    return _Way(mode, inside, len(balance), [], pipe, loss)
 
 
-def _run_outside(pipe: GPipe, setting: Setting) -> None:
-    """Run forward, loss and backward as a caller does, but leave parameters of the loss alone."""
-    sample, keywords = setting.data.sample.call()
-    output = pipe(sample, **keywords)
+def _go_back(output: Any, setting: Setting) -> tuple[bool, ...]:
+    """Run loss and backward as a caller does, but leave parameters of the loss alone.
+
+    Returns:
+        Of each tensor of the output that wants a gradient, whether the loss gives it one.
+    """
     leaves, structure = flatten(output)
-    ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    ends = _wanting(leaves)
     if not ends:
-        return
-    gradients: Sequence[Tensor | None] = [torch.ones_like(end) for end in ends]
-    if setting.loss_fn is not None:
+        return ()
+    gradients: Sequence[Tensor | None]
+    if setting.loss_fn is None:
+        gradients = [torch.ones_like(end) for end in ends]
+    else:
         cut = as_leaves(leaves, wants=True)
         target = setting.data.target_of(setting.data.sizes)
         loss = call_loss(setting.loss_fn, unflatten(cut, structure), target)
-        inputs = [leaf for leaf in cut if isinstance(leaf, Tensor) and leaf.requires_grad]
-        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        gradients = torch.autograd.grad(loss, _wanting(cut), allow_unused=True)
     # A loss may leave an output alone.
     used = [pair for pair in zip(ends, gradients, strict=True) if pair[1] is not None]
     if used:
         torch.autograd.backward([end for end, _ in used], [gradient for _, gradient in used])
+    return tuple(gradient is not None for gradient in gradients)
 
 
-class _Nothing(torch.autograd.Function):
-    """A number that depends on tensors, each of which gets a gradient of ones."""
+def _wanting(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class _NoLoss:
+    """A loss that takes no time, inside a pipeline: outputs get gradients that are there already.
+
+    Attributes:
+        used: Of each tensor of the output that wants a gradient, whether the real loss gives it
+            one: then it gets ones.
+    """
+
+    def __init__(self) -> None:
+        self.used: tuple[bool, ...] = ()
+        self._ones: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, output: Any) -> Tensor:
+        ends = _wanting(flatten(output)[0])
+        # Those of one micro-batch may be fewer.
+        if len(self.used) == len(ends) and any(self.used):
+            ends = [end for end, used in zip(ends, self.used, strict=True) if used]
+        if not ends:
+            return torch.zeros((), device="cpu")
+        gradients = [self._like(end) for end in ends]
+        return cast("Tensor", _WithGradients.apply(gradients, *ends))
+
+    def _like(self, end: Tensor) -> Tensor:
+        key = (end.shape, end.stride(), end.dtype, end.device)
+        if key not in self._ones:
+            self._ones[key] = torch.ones_like(end)
+        return self._ones[key]
+
+
+class _WithGradients(torch.autograd.Function):
+    """A number whose backward hands out gradients."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        return torch.zeros((), device=tensors[0].device)
+    def forward(ctx: Any, gradients: Sequence[Tensor], *ends: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=ends[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like
-        )
-
-
-def _nothing_of(output: Any, target: Any = None) -> Tensor:
-    """Stand for a loss that takes no time; its gradients are those of the other ways."""
-    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    # What nothing depends on is no loss to take a gradient of, and the step says so.
-    return _Nothing.apply(*wanted) if wanted else torch.zeros((), device="cpu")
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)

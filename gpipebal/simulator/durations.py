@@ -13,8 +13,9 @@ __all__ = ["Durations", "check_time"]
 
 Times = tuple[float, ...]
 
-#: Times of cells behind the other kind of work (recomputes: behind their own), and of the first
-#: ones: the kind of cell, and what the factor of `turning` is called.
+_CELLS = ("forward", "no_grad_forward", "recompute", "backward")
+#: Fields of cells behind the other kind of work (recomputes: behind their own), and of first ones:
+#: the kind of cell, and what its factor is called in `turning`.
 _TURNS = {
     "forward_after_backward": ("forward", "forward"),
     "no_grad_forward_after_backward": ("no_grad_forward", "no_grad_forward"),
@@ -24,7 +25,6 @@ _TURNS = {
     "first_no_grad_forward": ("no_grad_forward", "first_no_grad_forward"),
     "first_backward": ("backward", "first_backward"),
 }
-_CELLS = ("forward", "no_grad_forward", "recompute", "backward")
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ class Durations:
         backward_after_forward: A backward behind a forward or a recompute; None: `backward`.
         first_forward: The first forward of a device in a step, which is behind the backwards of the
             step before; None: `forward_after_backward`.
-        first_no_grad_forward: The same of `no_grad_forward`; None: as behind a backward.
-        first_backward: The first backward of a device in a step; None: as any other behind the
-            same work.
+        first_no_grad_forward: The same of `no_grad_forward`, where that is given; None:
+            `no_grad_forward_after_backward`.
+        first_backward: The first backward of a device in a step, unless its recompute is right
+            before it; None: as any other behind the same work.
 
     Raises:
         ProfileError: a time that is negative or not finite, or not one per partition.
@@ -134,7 +135,7 @@ class Durations:
 
     @property
     def has_turns(self) -> bool:
-        """Whether an action's time depends on the one before it."""
+        """Whether an action's time depends on where it stands."""
         return any(getattr(self, name) is not None for name in _TURNS)
 
     @property
@@ -169,13 +170,15 @@ class Durations:
         return self._changed(lambda name, time: factors[name] * time)
 
     def turning(self, factors: Mapping[str, float]) -> Durations:
-        """Say how much longer actions take behind those of the other kind of work.
+        """Say how much longer actions take behind those of the other kind of work, and first.
+
+        A partition without backward work has no other kind: its forwards stay as they are.
 
         Args:
             factors: For each kind (forward, recompute, backward, no_grad_forward) how many times
                 as long it takes behind other work than behind its own; a recompute, behind a
                 forward than behind a backward. With ``first_`` in front (not of recomputes), the
-                same of a device's first in a step.
+                same of a device's first in a step; without those, they are as the others.
 
         Example:
             >>> times = Durations((1.0,), (1.5,), (2.0,))
@@ -189,21 +192,23 @@ class Durations:
             (0.75,)
         """
         turned = {}
-        for place, (kind, name) in _TURNS.items():
+        for field, (kind, name) in _TURNS.items():
             times = getattr(self, kind)
             if times is not None:
-                turned[place] = tuple(factors[name] * time for time in times)
+                factor = factors.get(name, factors[kind])
+                pairs = zip(times, self.backward, strict=True)
+                turned[field] = tuple(factor * time if back else time for time, back in pairs)
         return replace(self, **turned)
 
     def _changed(self, change: Callable[[str, float], float]) -> Durations:
         """Change the time of every cell, by the name of its kind."""
         changed = {}
-        for place, kind in [(kind, kind) for kind in _CELLS] + [
-            (place, kind) for place, (kind, _) in _TURNS.items()
-        ]:
-            times = getattr(self, place)
+        kinds = {kind: kind for kind in _CELLS}
+        kinds |= {field: kind for field, (kind, _) in _TURNS.items()}
+        for field, kind in kinds.items():
+            times = getattr(self, field)
             if times is not None:
-                changed[place] = tuple(change(kind, time) for time in times)
+                changed[field] = tuple(change(kind, time) for time in times)
         return replace(self, **changed)
 
     @classmethod

@@ -25,8 +25,8 @@ __all__ = ["Work", "work_of"]
 F_AGAIN = len(KINDS)
 #: What these kinds are where the other kind of work stands before them (a recompute: its own), and
 #: where they are the first ones of a step.
-TURNED = {kind: len(KINDS) + 1 + k for k, kind in enumerate((F, R, B, F_AGAIN))}
-FIRST = {kind: len(KINDS) + 5 + k for k, kind in enumerate((F, F_AGAIN, B))}
+TURNED = {kind: F_AGAIN + 1 + k for k, kind in enumerate((F, R, B, F_AGAIN))}
+FIRST = {kind: F_AGAIN + 1 + len(TURNED) + k for k, kind in enumerate((F, F_AGAIN, B))}
 
 
 @dataclass
@@ -144,7 +144,10 @@ def work_of(
 
 
 def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
-    """Give actions behind the other kind of work the numbers of `TURNED`, first ones of `FIRST`."""
+    """Give actions behind the other kind of work the numbers of `TURNED`, first ones of `FIRST`.
+
+    `gpipebal.profiler.traces.positions` tells them apart in the same way.
+    """
     is_forward = (order.kinds == F) | (order.kinds == R)
     behind_forward = np.zeros(order.n_actions, dtype=bool)
     behind_forward[1:] = is_forward[:-1]
@@ -155,6 +158,8 @@ def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
         backwards = np.flatnonzero(order.kinds == B)
         devices = np.searchsorted(order.offsets, backwards, side="right")
         first[backwards[np.unique(devices, return_index=True)[1]]] = True
+        # What it needs has just been made again.
+        first[1:] &= (order.kinds[1:] != B) | (order.kinds[:-1] != R)
     # Recomputes stand behind backwards as a rule.
     turned = np.where(order.kinds == F, ~behind_forward, behind_forward) & ~first
     found = rows.copy()
@@ -220,6 +225,7 @@ def _look_up(table: Floats, rows: Ints, columns: Ints) -> Floats:
 
 
 def _device_times(durations: Durations) -> Floats:
+    """Return a row of seconds for each kind, then `F_AGAIN`, `TURNED` and `FIRST`."""
     again = durations.forward if durations.no_grad_forward is None else durations.no_grad_forward
 
     def given(times: tuple[float, ...] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
