@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# No test asserts a time, and so examples have no deadline: the watchdog of each test is enough.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 # Where a change is judged, the same code gets the same examples; elsewhere each run tries others.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):

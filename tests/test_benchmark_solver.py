@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -93,8 +94,7 @@ def test_times_have_a_row_each_and_slow_rules_are_left_out() -> None:
 
     def slow(costs: Any, n: int) -> list[int]:
         calls.append(len(costs))
-        while True:
-            time.monotonic()
+        raise peers.TooSlowError  # as `limited` does
 
     def exact(costs: Any, n: int) -> list[int]:
         return list(split(gb.problem.Problem.from_costs(costs, n), "bottleneck").balance)
@@ -104,7 +104,7 @@ def test_times_have_a_row_each_and_slow_rules_are_left_out() -> None:
         ["exponential"],
         {"slow": slow, "exact": exact},
         rounds=1,
-        limit=0.05,
+        limit=60.0,
         told=lambda line: None,
     )
     assert [row["peers"]["slow"]["tried"] for row in rows] == [True, False, True]
@@ -112,6 +112,14 @@ def test_times_have_a_row_each_and_slow_rules_are_left_out() -> None:
     assert all(row["peers"]["slow"]["seconds"] is None for row in rows)
     assert all(row["peers"]["exact"]["excess"] == 0 for row in rows)
     assert all(row["bottleneck"]["seconds"] > 0 for row in rows)
+
+
+def test_what_runs_too_long_is_stopped() -> None:
+    """What never ends is ended, and the clock is as it was."""
+    with pytest.raises(peers.TooSlowError), peers.limited(0.01):
+        while True:
+            time.monotonic()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_balance_that_is_none_has_no_bottleneck() -> None:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,9 +47,14 @@ def _started(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
         cwd=tmp_path,
         env=_environment(),
     ) as process:
+        # It ends the reading in `_wait_for`, too.
+        watchdog = threading.Timer(WATCHDOG, process.kill)
+        watchdog.start()
         try:
             yield process
         finally:
+            watchdog.cancel()
+            watchdog.join()
             process.kill()
 
 

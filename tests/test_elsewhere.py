@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +71,11 @@ def test_the_script_trains_as_the_plain_model_does(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=180) for process in processes]
+        # Together less than the watchdog, behind which nobody would end them.
+        until = time.monotonic() + 90
+        said = [
+            process.communicate(timeout=max(1.0, until - time.monotonic())) for process in processes
+        ]
     finally:
         for process in processes:
             process.kill()

@@ -124,15 +124,20 @@ except ValueError as error:
 """
 
 
-def test_what_a_failed_backward_leaves_is_destroyed_before_the_interpreter_ends() -> None:
-    """The other way's node is left in autograd's queue of the worker's thread, and is Python's."""
-    # One after the other: without waiting for the thread's end every other program aborts.
-    for last in ["", "pipe.close()"] * 3:
-        done = subprocess.run(
-            [sys.executable, "-c", FAILED.format(last=last)],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "in a backward\n", "")
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("last", ["", "pipe.close()"])
+def test_what_a_failed_backward_leaves_is_destroyed_before_the_interpreter_ends(
+    last: str, turn: int
+) -> None:
+    """The other way's node is left in autograd's queue of the worker's thread, and is Python's.
+
+    Several times: without waiting for the thread's end every other program aborts.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED.format(last=last)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "in a backward\n", "")

@@ -231,18 +231,18 @@ class SharedMask(nn.Module):
     def recompute(self, partition: int) -> None:
         if partition == 0:
             self.begun[0].set()
-            self.begun[1].wait(0.5)
+            assert self.begun[1].wait(30)
         else:
             self.calls += 1
             if self.calls == 2:  # its backward of the first one has waited for partition 0
                 self.begun[1].set()
-                self.ended.wait(0.5)
+                assert self.ended.wait(30)
 
     def go_back(self, partition: int) -> None:
         if partition == 0:
             self.ended.set()
         else:
-            self.begun[0].wait(0.5)
+            assert self.begun[0].wait(30)
 
 
 def test_a_shared_buffer_stays_the_same_tensor() -> None:
@@ -251,4 +251,5 @@ def test_a_shared_buffer_stays_the_same_tensor() -> None:
     mask = shared.mask
     pipe = GPipe(nn.Sequential(shared, shared), [1, 1], chunks=2, checkpoint="always")
     pipe(torch.ones(2, 3)).sum().backward()
+    assert shared.calls == 2 and shared.ended.is_set()
     assert shared.mask is mask

@@ -88,10 +88,12 @@ def test_settings_of_overlapping_backwards(alike: bool) -> None:
 def test_settings_that_a_layer_changes_are_left_so() -> None:
     """What was not entered is not put back."""
     before = torch.get_default_dtype()
-    with settings_entered(current_settings()):
-        torch.set_default_dtype(torch.float64)
-    assert torch.get_default_dtype() == torch.float64
-    torch.set_default_dtype(before)
+    try:
+        with settings_entered(current_settings()):
+            torch.set_default_dtype(torch.float64)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_settings_come_back_after_an_error() -> None:

@@ -6,6 +6,7 @@ import copy
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -93,6 +94,11 @@ def test_profiling_leaves_the_model_bit_identical(
 @pytest.mark.parametrize("end", ["error", "interrupt"])
 def test_a_profile_that_ends_early_leaves_the_model_alone(end: str) -> None:
     """A layer that raises, or Ctrl-C, ends the profile; model and threads are as before."""
+    came, interrupts = threading.Event(), [signal.SIGINT]
+
+    def interrupted(*_: Any) -> None:
+        came.set()
+        raise KeyboardInterrupt
 
     class Late(nn.Module):
         calls = 0
@@ -103,15 +109,23 @@ def test_a_profile_that_ends_early_leaves_the_model_alone(end: str) -> None:
                 if end == "error":
                     raise RuntimeError("no more")
                 if threading.current_thread() is not threading.main_thread():
-                    signal.raise_signal(signal.SIGINT)
+                    # One thread sends one, and is at work until it has arrived.
+                    with suppress(IndexError):
+                        signal.raise_signal(interrupts.pop())
+                        assert came.wait(30)
             return x
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Late())
     sample = torch.randn(8, 4)
     before = state_of(model)
     running = threading.active_count()
-    with pytest.raises(KeyboardInterrupt if end == "interrupt" else GpipebalError):
-        gb.profile_model(model, sample, timeout=20.0)
+    handler = signal.signal(signal.SIGINT, interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt if end == "interrupt" else GpipebalError):
+            gb.profile_model(model, sample, timeout=20.0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert came.is_set() == (end == "interrupt")
     assert same(state_of(model), before)
     assert threading.active_count() == running
 

@@ -140,15 +140,17 @@ def test_code_is_eager_until_the_last_block_ends(calls: Calls) -> None:
     def other() -> None:
         with _Nothing():
             inside.set()
-            leave.wait(60)
+            assert leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with run_eagerly():
-        thread.start()
-        assert inside.wait(60)
-    assert calls.count("one left", lambda: model(sample)) == 0
-    leave.set()
-    thread.join()
+    try:
+        with run_eagerly():
+            thread.start()
+            assert inside.wait(60)
+        assert calls.count("one left", lambda: model(sample)) == 0
+    finally:
+        leave.set()
+        thread.join()
     assert calls.count("none left", lambda: model(sample)) == 1
 
 

@@ -49,7 +49,7 @@ def test_stored_profile_plans(path: Path) -> None:
     assert gb.solve(other, 2).rows == profile.other_sizes[0].rows
 
 
-def test_every_stored_profile_can_be_made_again() -> None:
+def test_every_stored_profile_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script knows every file: built-in models measured and estimated, the benchmark's too."""
     make = _make()
     assert sorted(stored.name for stored in make.STORED) == [path.stem for path in FILES]
@@ -57,7 +57,7 @@ def test_every_stored_profile_can_be_made_again() -> None:
     kinds = {(stored.model, stored.estimate is None) for stored in built_in}
     models = ("resnet101", "amoebanetd", "unet", "gpt")
     assert kinds == {(model, measured) for model in models for measured in (True, False)}
-    sys.path.insert(0, str(make.BENCHMARK))
+    monkeypatch.syspath_prepend(make.BENCHMARK)
     from prediction_benchmark.models import MODELS
 
     of_benchmark = {stored.model for stored in make.STORED if stored.of_benchmark}

@@ -342,9 +342,11 @@ def test_micro_batches_far_apart_are_placed() -> None:
     """A schedule may number its micro-batches as it likes, without a table of all numbers."""
     row = (Action(0, "F", 2**30), Action(0, "B", 2**30))
     tracemalloc.start()
-    timeline = place(Schedule("sparse", (row,)), uniform(1))
-    assert tracemalloc.get_traced_memory()[1] < 2**20
-    tracemalloc.stop()
+    try:
+        timeline = place(Schedule("sparse", (row,)), uniform(1))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
     assert (timeline.makespan, timeline.chunks) == (2.0, 2**30 + 1)
 
 

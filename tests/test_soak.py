@@ -98,13 +98,15 @@ def test_counts_see_what_is_left_behind() -> None:
     """One tensor, one thread, one open file and eight megabytes more are counted as that."""
     before = count_all()
     end = threading.Event()
-    thread = threading.Thread(target=end.wait)
+    thread = threading.Thread(target=end.wait, daemon=True)
     thread.start()
-    with Path(__file__).open() as file:
-        kept = (torch.ones(2**21), file)
-        after = count_all()
-    end.set()
-    thread.join()
+    try:
+        with Path(__file__).open() as file:
+            kept = (torch.ones(2**21), file)
+            after = count_all()
+    finally:
+        end.set()
+        thread.join()
     grown = {name: after[name] - before[name] for name in before}
     assert (grown["live tensors"], grown["Python threads"]) == (1, 1)
     assert grown.get("open files", 1) == grown.get("threads of the process", 1) == 1
