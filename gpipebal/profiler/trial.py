@@ -206,7 +206,7 @@ def _overheads(n_partitions: int, setting: Setting) -> tuple[dict[str, float], d
         name: median(time for cells in modes for time in cells.get(name, ())) for name in KINDS
     }
     without, with_loss = (cells_of(1, "never", inside) for inside in (False, True))
-    more = {name: median(times) - median(without[name]) for name, times in with_loss.items()}
+    more = {name: median(cells) - median(without[name]) for name, cells in with_loss.items()}
     return times, {name: max(0.0, time) for name, time in more.items()}
 
 
