@@ -18,6 +18,7 @@ from gpipebal.errors import ModelError, PipelineError, PipelineTimeoutError
 from gpipebal.pipeline import GPipe, with_recompute
 from gpipebal.pipeline.microbatch import find_overlaps, find_shared
 from gpipebal.pipeline.minibatch import MiniBatch
+from gpipebal.pipeline.worker import WorkerPool
 from gpipebal.schedule import CheckpointMode
 from gpipebal.skip import pop, skippable, stash
 
@@ -359,16 +360,27 @@ def test_sparse_tensors_with_gradients_cross_cuts(
 
 
 @pytest.mark.parametrize("timeout", [None, 600.0])
-def test_no_mini_batch_waits_for_workers_that_were_given_up(timeout: float | None) -> None:
+def test_no_mini_batch_waits_for_workers_that_were_given_up(
+    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another one, of another thread, gave them up before it could begin."""
-    never = threading.Event()
+    never, inside, handed = threading.Event(), threading.Event(), threading.Event()
 
     class Hang(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if not x.any():
+                inside.set()
                 never.wait()
             return x * 1
 
+    submit = WorkerPool.submit
+
+    def told(self: WorkerPool, tasks: Any) -> None:
+        submit(self, tasks)
+        if inside.is_set():
+            handed.set()
+
+    monkeypatch.setattr(WorkerPool, "submit", told)
     pipe = GPipe(nn.Sequential(Hang(), nn.Identity()), [1, 1], timeout=timeout)
     pipe(torch.ones(2, 2))
     raised: dict[str, BaseException] = {}
@@ -381,15 +393,17 @@ def test_no_mini_batch_waits_for_workers_that_were_given_up(timeout: float | Non
 
     first = threading.Thread(target=run, args=("first", torch.zeros(2, 2)), daemon=True)
     second = threading.Thread(target=run, args=("second", torch.ones(2, 2)), daemon=True)
-    first.start()
-    time.sleep(0.2)
-    second.start()
-    time.sleep(0.2)
-    assert pipe._runtime is not None
-    pipe._runtime.pool.give_up()
-    first.join(20)
-    second.join(20)
-    assert not first.is_alive() and not second.is_alive()
-    assert all(isinstance(raised[name], PipelineError) for name in ("first", "second"))
-    torch.testing.assert_close(pipe(torch.ones(2, 2)), torch.ones(2, 2))
-    never.set()
+    try:
+        first.start()
+        assert inside.wait(20)
+        second.start()
+        assert handed.wait(20)
+        assert pipe._runtime is not None
+        pipe._runtime.pool.give_up()
+        first.join(20)
+        second.join(20)
+        assert not first.is_alive() and not second.is_alive()
+        assert all(isinstance(raised[name], PipelineError) for name in ("first", "second"))
+        torch.testing.assert_close(pipe(torch.ones(2, 2)), torch.ones(2, 2))
+    finally:
+        never.set()

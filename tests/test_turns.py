@@ -95,18 +95,16 @@ def test_first_ones_by_hand() -> None:
     assert cells_of(found) == [("F", 0, 7.0), ("B", 0, 10.0)]
 
 
-@pytest.mark.parametrize("name", ["first_forward", "first_backward", "first_no_grad_forward"])
-def test_first_ones_alone_are_counted(name: str) -> None:
-    """Durations that have no other turns have these."""
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("first_forward", "never"), ("first_backward", "never"), ("first_no_grad_forward", "always")],
+)
+def test_first_ones_alone_are_counted(name: str, mode: CheckpointMode) -> None:
+    """Durations that have no other turns have these: one action takes three seconds more."""
     times = Durations((1.0,), (1.0,), (1.0,), no_grad_forward=(1.0,), **{name: (4.0,)})
     assert times.has_turns
-    mode: CheckpointMode = "always" if name == "first_no_grad_forward" else "never"
-    assert place(order_of("gpipe", 1, 2, mode), times).makespan == len(order(mode)) + 3.0
-
-
-def order(mode: CheckpointMode) -> str:
-    """The actions of two micro-batches."""
-    return "FFRBRB" if mode == "always" else "FFBB"
+    order = order_of("gpipe", 1, 2, mode)
+    assert place(order, times).makespan == order.n_actions + 3.0
 
 
 def test_each_device_has_its_first_ones() -> None:

@@ -136,7 +136,6 @@ def turn_factors(
     usual: dict[str, list[float]] = defaultdict(list)
     straight_on = [way for way in ways if not way.inside and way.mode == "never"]
     for way in ways:
-        # A first one of those steps has less between it and the cells that it is like.
         others = straight_on[0].steps if way.inside and straight_on else way.steps
         extra = (of_loss or {}) if way.inside else {}
         for (_, timeline), (_, other) in zip(way.steps, others, strict=True):
@@ -153,6 +152,7 @@ def turn_factors(
                     if position == TURNED:
                         ratios[name].append((median(seconds) - more) / straight[name])
                     elif not way.inside:
+                        # With 1F1B less stands between a first one and the step before.
                         ratios[f"first_{name}"].append(median(seconds) / straight[name])
     if not ratios:
         return None

@@ -157,7 +157,7 @@ def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
     if first_backwards:
         backwards = np.flatnonzero(order.kinds == B)
         devices = np.searchsorted(order.offsets, backwards, side="right")
-        first[backwards[np.unique(devices, return_index=True)[1]]] = True
+        first[backwards[np.diff(devices, prepend=0) > 0]] = True
         # What it needs has just been made again.
         first[1:] &= (order.kinds[1:] != B) | (order.kinds[:-1] != R)
     # Recomputes stand behind backwards as a rule.
