@@ -204,7 +204,7 @@ def test_predicted_memory_is_the_measured_one(checkpoint: CheckpointMode) -> Non
     late = 4 * profile.layers[plan.balance[0] - 1].output_bytes
     for partition, measured in zip(plan.partitions, meter.peak_bytes, strict=True):
         predicted = partition.memory.total
-        assert 0.95 * measured - late <= predicted <= 1.05 * measured
+        assert 0.95 * measured - late <= predicted <= 1.05 * measured + late
 
 
 def test_copies_between_devices_are_recorded() -> None:
