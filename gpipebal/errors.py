@@ -71,7 +71,7 @@ class ModelError(GpipebalError, TypeError):
 
 
 class DuplicateLayerError(GpipebalError, ValueError):
-    """A layer with state, or a parameter, that stands in two places of one chain."""
+    """What partitions cannot share: a parameter or buffer on different devices, and the like."""
 
 
 class DeviceError(GpipebalError, ValueError, IndexError):
@@ -98,7 +98,7 @@ class PipelineTimeoutError(PipelineError, TimeoutError):
 
 
 class UsageError(GpipebalError, ValueError):
-    """A command line whose words do not name something that exists."""
+    """A word, on a command line or as an argument, that names nothing that exists or can be."""
 
 
 class VerificationError(GpipebalError, AssertionError):

@@ -10,9 +10,10 @@ from typing import Any
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.plan.checks import check_chunks
-from gpipebal.planner.chunking import at_chunks
+from gpipebal.planner.times import with_turns
 from gpipebal.problem import Link, Problem, links_of
 from gpipebal.problem.checks import check_flag
+from gpipebal.problem.chunking import at_chunks
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
     ALL_SCHEDULES,
@@ -68,12 +69,13 @@ def compare_schedules(
         overlap: Whether transfers run beside the devices' work; see `gpipebal.simulator.place`.
 
     Returns:
-        A table, the fastest first. Its makespans count two things that `Plan.makespan` does not,
+        A table, the fastest first. Its makespans count three things that `Plan.makespan` does not,
         where the profile knows them: a forward that is recomputed later may take less than one that
-        records a graph, and one process that launches for all devices, as `GPipe` does, may be what
-        they wait for. Its peaks count all that a plan counts but for the optimizer's
-        step, with the loss inside the last partition, micro-batch by micro-batch: the one way that
-        all schedules have.
+        records a graph; one process that launches for all devices, as `GPipe` does, may be what
+        they wait for; and on a CPU work takes longer behind work of the other kind, which 1F1B has
+        in every turn (left out with a bandwidth or latency: those are other devices). Its peaks
+        count all that a plan counts but for the optimizer's step, with the loss inside the last
+        partition, micro-batch by micro-batch: the one way that all schedules have.
 
     Raises:
         BalanceError: a count below 1, more devices than layers, more micro-batches than rows or
@@ -123,7 +125,8 @@ def compare_schedules(
             too_many.append(each)
             continue
         bounds = _bounds(profile, each * n_devices, chunks, checkpoint)
-        durations[each] = durations_of(profile, bounds, links=links)
+        times = durations_of(profile, bounds, links=links)
+        durations[each] = with_turns(profile, times) if links is None else times
         # Every schedule can compute the loss inside, and most can do nothing else.
         held[each] = held_of(
             profile,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from chains import batchnorm_chain
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.errors import GpipebalError
+from gpipebal.errors import GpipebalError, PipelineError
 from gpipebal.pipeline import GPipe
 
 
@@ -216,17 +217,17 @@ def test_a_backward_after_close_is_an_error() -> None:
 
 def test_closing_ends_the_threads() -> None:
     """close() ends the workers, a later forward starts new ones, collection ends them too."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     pipe = GPipe(chain(), [1, 2], chunks=2)
     pipe(torch.ones(4, 3))
-    assert threading.active_count() == before + 2
+    assert len(set(threading.enumerate()) - before) == 2
     pipe.close()
     pipe.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     pipe(torch.ones(4, 3)).sum().backward()
     del pipe
     gc.collect()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_threads_of_the_process_stay_as_they_were() -> None:
@@ -377,3 +378,39 @@ def test_plan_says_which_device_runs_which_partition(monkeypatch: pytest.MonkeyP
             of_devices.in_order(["fast"], plan.devices)
     pipe = gb.GPipe.from_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), plan)
     assert pipe(torch.ones(4, 2)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: part.__setitem__(0, nn.ReLU()),
+        lambda part: part.__delitem__(0),
+        lambda part: part.append(nn.ReLU()),
+        lambda part: part.insert(0, nn.ReLU()),
+        lambda part: part.extend([nn.ReLU()]),
+        lambda part: part.pop(0),
+        lambda part: part.add_module("late", nn.ReLU()),
+        lambda part: setattr(part, "0", nn.ReLU()),
+    ],
+)
+def test_partitions_cannot_be_changed(change: Callable[[nn.Sequential], object]) -> None:
+    """What they show is made anew at every look, so a change would be lost."""
+    pipe = GPipe(chain(), [1, 2], chunks=2)
+    with pytest.raises(PipelineError, match=r"cannot be changed.*\nFix: setattr\(pipe, name"):
+        change(pipe.partitions[0])
+    assert [len(part) for part in pipe.partitions] == [1, 2]
+
+
+def test_a_layer_is_replaced_by_its_name() -> None:
+    """As the error about partitions says."""
+    pipe = GPipe(chain(), [1, 2], chunks=2)
+    x = torch.ones(4, 3)
+    before = pipe(x)
+    first = copy.deepcopy(pipe[0])
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.mul_(2.0)
+    name = next(iter(dict(pipe.named_children())))
+    setattr(pipe, name, first)
+    assert pipe.partitions[0][0] is first
+    assert not torch.equal(pipe(x), before)

@@ -233,6 +233,60 @@ def test_plain_model_that_does_not_fit_is_left_out(
     assert "The plain model does not fit on cpu: no comparison." in report.notes
 
 
+@pytest.mark.usefixtures("short_profile")
+def test_a_plain_model_beside_which_the_pipeline_does_not_fit_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline goes on without it, and its steps are those that came to their end."""
+    calls: list[int] = []
+    step = comparison.PipelineTrainer.step
+
+    def full(trainer: Any) -> None:
+        step(trainer)
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(comparison.PipelineTrainer, "step", full)
+    report = run(
+        "workloads:tiny", chunks=2, steps=2, output=tmp_path, device="cpu", echo=str,
+        progress=False,
+    )  # fmt: skip
+    assert report.plain == () and len(report.step_times) == 2
+    assert "The plain model does not fit on cpu beside it: no comparison." in report.notes
+    # Warm-up, one that failed, two that count, one to measure memory.
+    assert len(calls) == 5
+
+
+@pytest.mark.usefixtures("short_profile")
+def test_a_plan_that_runs_out_of_memory_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are tried all the same; if none fits, its error comes through."""
+    first: list[tuple[int, ...]] = []
+    steps = attempts._some_steps
+
+    def full(model: Any, plan: Plan, *more: Any) -> list[float]:
+        first.append(plan.balance)
+        if plan.balance == first[0] or everywhere:
+            raise torch.OutOfMemoryError("no memory left")
+        return steps(model, plan, *more)
+
+    monkeypatch.setattr(attempts, "_some_steps", full)
+    told: list[str] = []
+    options: dict[str, Any] = {
+        "chunks": 2, "steps": 1, "attempts": 2, "output": tmp_path, "device": "cpu",
+        "echo": told.append, "progress": False,
+    }  # fmt: skip
+    everywhere = False
+    run("workloads:tiny", **options)
+    assert Plan.load(tmp_path / "plan.json").balance != first[0]
+    assert "out of memory" in "\n".join(told)
+    everywhere = True
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        run("workloads:tiny", **options)
+
+
 @pytest.mark.cuda
 @pytest.mark.usefixtures("short_profile")
 def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import gpipebal as gb
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.planner import best, evaluate, solve, top_plans
-from gpipebal.planner.chunking import at_chunks, chunk_candidates
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import Options, ask
+from gpipebal.problem.chunking import at_chunks, chunk_candidates
 
 ROWS = (1, 4, 16)
 

@@ -42,7 +42,7 @@ def test_a_stuck_layer_is_named(how: str) -> None:
     """The error names layer, micro-batch and line of the stuck worker, and what others wait for."""
     stuck = Stuck()
     model = nn.Sequential(nn.Linear(2, 2), stuck, nn.Linear(2, 2))
-    pipe = GPipe(model, [1, 1, 1], chunks=2, timeout=0.3)
+    pipe = GPipe(model, [1, 1, 1], chunks=2, timeout=1.0)
     with pytest.raises(PipelineTimeoutError) as caught:
         if how == "call":
             pipe(torch.ones(4, 2))
@@ -50,7 +50,7 @@ def test_a_stuck_layer_is_named(how: str) -> None:
             pipe.step(torch.ones(4, 2), loss_fn=torch.sum, schedule="1f1b")
     text = str(caught.value)
     assert isinstance(caught.value, TimeoutError)
-    assert "timeout=0.3 s" in text
+    assert "timeout=1.0 s" in text
     assert "partition 1 runs the forward of micro-batch 0 in layer '1', for " in text
     assert "assert self.gate.wait(30)" in text
     assert "partition 2 waits to start the forward of micro-batch 0, for " in text
@@ -59,6 +59,7 @@ def test_a_stuck_layer_is_named(how: str) -> None:
     runtime = pipe._runtime
     assert runtime is not None
     stuck.gate.set()
+    pipe.timeout = None
     output = pipe(torch.ones(4, 2))
     output.sum().backward()
     for thread in runtime.pool.threads:
@@ -72,13 +73,13 @@ def test_slow_is_not_stuck() -> None:
 
     class Slow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            threading.Event().wait(0.05)
+            threading.Event().wait(0.25)
             calls.append(1)
             return x
 
-    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Slow()), [1, 1], chunks=8, timeout=0.3)
-    pipe(torch.ones(8, 2)).sum().backward()
-    assert len(calls) >= 8
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Slow()), [1, 1], chunks=6, timeout=1.0)
+    pipe(torch.ones(6, 2)).sum().backward()
+    assert len(calls) >= 6
 
 
 def test_a_backward_that_hangs_is_named_too() -> None:
@@ -104,6 +105,7 @@ def test_a_backward_that_hangs_is_named_too() -> None:
     with pytest.raises(PipelineTimeoutError, match="partition 1 runs the backward of micro-batch"):
         output.sum().backward()
     gate.set()
+    pipe.timeout = None
     with pytest.raises(RuntimeError, match="ran already"):
         output.sum().backward()
     pipe(torch.ones(2, 2)).sum().backward()
@@ -140,7 +142,7 @@ def test_gradients_that_come_too_late_are_dropped(tied: bool) -> None:
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     inside.clear()
-    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never", timeout=0.3)
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="never", timeout=1.0)
     output = pipe(inputs)
     assert pipe._runtime is not None
     threads = pipe._runtime.pool.threads

@@ -35,6 +35,9 @@ RESULTS = HERE / "results.json"
 #: Packages whose versions are stored.
 PACKAGES = ("torch", "gpipebal", "torchgpipe", "fairscale", "numpy")
 
+#: Seconds of rounds at least: for each number of micro-batches, and beside one partition.
+LEAST_SECONDS, LEAST_SECONDS_ALONE = 60.0, 30.0
+
 #: Share of the cores that other programs may use before a result is doubtful.
 QUIET = 0.02
 
@@ -59,7 +62,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
     parser.add_argument("--workload", action="append", choices=names, help="only this; repeatable")
     parser.add_argument("--small", action="store_true", help="also measure small cells")
-    parser.add_argument("--rounds", type=int, help="rounds that count (7; quick: 2)")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds that count (at least 7, and a minute; quick: 2)"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny layers; the times mean nothing")
     parser.add_argument("--readme", action="store_true", help="only write the README's tables")
     arguments = parser.parse_args()
@@ -77,6 +82,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     load = OtherLoad()
     rounds = arguments.rounds or (2 if arguments.quick else 7)
+    # Whoever asks for rounds gets these.
+    few = arguments.quick or arguments.rounds is not None
+    seconds, alone = (0.0, 0.0) if few else (LEAST_SECONDS, LEAST_SECONDS_ALONE)
     chosen = [
         (workload, False)
         for workload in workloads.WORKLOADS
@@ -90,8 +98,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     one_partition: list[dict[str, Any]] = []
     with Processes(workloads.N_PARTITIONS) as processes:
         for workload, small in chosen:
-            balance, seconds = workloads.find_balance(workload)
-            about[workload.name] = describe(workload, small, balance, seconds)
+            balance, times = workloads.find_balance(workload)
+            about[workload.name] = describe(workload, small, balance, times)
             for chunks in workload.chunks:
                 print(f"{time.monotonic() - started:5.0f} s  {workload.name}, chunks={chunks}")
                 results += measure_group(
@@ -99,12 +107,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     balance,
                     chunks,
                     rounds=rounds,
+                    least_seconds=seconds,
                     processes=processes,
                     quick=arguments.quick,
                 )
             if not small:
                 print(f"{time.monotonic() - started:5.0f} s  {workload.name}, one partition")
-                one_partition.append(measure_one_partition(workload, rounds=3 * rounds))
+                one_partition.append(
+                    measure_one_partition(workload, rounds=3 * rounds, least_seconds=alone)
+                )
     # Behind the block, where the processes have ended and their time is known.
     other = load.share()
     if other is None or other > QUIET:
@@ -120,6 +131,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "settings": settings(),
             "rounds": rounds,
             "rounds_one_partition": 3 * rounds,
+            "least_seconds": seconds,
+            "least_seconds_one_partition": alone,
             "quick": arguments.quick,
             "minutes": round(minutes, 2),
             "other_load": None if other is None else round(other, 4),

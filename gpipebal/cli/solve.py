@@ -51,7 +51,7 @@ def add_solve(commands: Commands) -> None:
         "--recompute-layers",
         action="store_true",
         help="plan without checkpoints (or with --checkpoint), then recompute single layers, in "
-        "runs, where the memory limit demands it; gpipebal.pipeline.with_recompute runs that",
+        "runs, where the memory limit demands it; GPipe.from_plan runs that",
     )
     solve.add_argument("--output", "-o", metavar="FILE", help="write the plan to this file")
     solve.add_argument(

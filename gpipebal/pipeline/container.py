@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
 import torch
@@ -195,8 +195,28 @@ class Container(nn.Module):
 class _View(nn.Sequential):
     """Layers of a partition, which the pipeline runs one by one and not as this module."""
 
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        nn.Module.__init__(self)
+        self._modules.update(layers)
+
     def _get_name(self) -> str:
         return "Sequential"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._deny_changes()
+        super().__setattr__(name, value)
+
+    def _deny_changes(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a change that the pipeline would not see."""
+        raise PipelineError(
+            "a partition cannot be changed: `pipe.partitions` shows the layers, made anew at every "
+            "look.\nFix: setattr(pipe, name, layer) puts another layer in the place of one; for "
+            "more or fewer, make a new pipeline."
+        )
+
+    __setitem__ = __delitem__ = append = insert = extend = pop = _deny_changes  # type: ignore[assignment]
+    add_module = register_module = _deny_changes
 
     def _deny_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a hook that would never run."""

@@ -190,11 +190,11 @@ class MiniBatch:
             For each micro-batch, the gradient of each leaf of its input.
 
         Raises:
-            RuntimeError: the cells are spent by an earlier backward.
+            PipelineError: the cells are spent by an earlier backward.
             BaseException: whatever a recompute or a backward raised.
         """
         if self._spent:
-            raise RuntimeError(
+            raise PipelineError(
                 "the pipeline's backward ran already, and what it needs is freed (or a forward or "
                 "backward failed in the middle).\n"
                 "Fix: loss.backward(retain_graph=True) for all but the last backward, or run the "
@@ -238,7 +238,7 @@ class MiniBatch:
     def _check_unchanged(self) -> None:
         for partition, state in zip(self.runtime.partitions, self._states, strict=False):
             if partition.modules.condition() != state:
-                raise RuntimeError(
+                raise PipelineError(
                     f"the checkpointed micro-batches of partition {partition.index} cannot be "
                     "recomputed: since their forward a parameter was written to, replaced or "
                     "frozen, or a layer was switched between train and eval.\n"

@@ -1,8 +1,8 @@
 """From a profile to a plan: `solve` finds the balance, `evaluate` is given one.
 
 Read in this order: `solve`, `question` (what can be asked, with `layer_rules` and `places`),
-`posing` (the question as a problem for the solvers; `chunking`, `quantiles`, and `run_memory` with
-`moments` and `storage_tables`), `solved` (the solver for it), `best` (which split it is; `all_ways`
+`posing` (the question as a problem for the solvers; `quantiles`, and `run_memory` with `moments`
+and `storage_tables`), `solved` (the solver for it), `best` (which split it is; `all_ways`
 where only a clock tells what fits), `plans` (a split as a plan; `assemble`, and `sensitivity`),
 `advice` (why there is none); `evaluate`; `execution` (how a split is run), `times` (what partitions
 and steps take, from the layers' times). Beside them: `schedules` (the search under schedules

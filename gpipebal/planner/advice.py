@@ -8,12 +8,12 @@ from dataclasses import replace
 from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
 from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.best import MOST_WAYS
-from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.places import Place
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Device, Problem
+from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules

@@ -220,7 +220,7 @@ def solve_grid(
         [(4, 1, 30.0), (2, 2, 32.0), (1, 4, 33.0)]
     """
     check_kind("profile", profile, Profile)
-    n_devices = check_count("devices", n_devices)
+    n_devices = check_count("n_devices", n_devices)
     check_applies(options)
     check_link("replica_link", replica_link)
     quantile = options.get("quantile")
@@ -371,7 +371,7 @@ def _sizes_to_try(
     known = sorted(known or [min(profile.rows, share)], reverse=True)
     # Spread over all of them where they are many.
     step = max(1, -(-len(known) // _MOST_CANDIDATES))
-    yield from ((rows, None) for rows in known[::step])
+    yield from ((rows, -(-share // rows)) for rows in known[::step])
 
 
 def _peak(plan: Plan) -> int:

@@ -10,6 +10,7 @@ from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.question import Options, ask
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
+from gpipebal.schedule import check_known_schedule
 
 __all__ = ["check_applies", "checked_options"]
 
@@ -50,7 +51,10 @@ def check_applies(options: Options) -> None:
                 f"Fix: {name}={given[name][0] if given[name] else None!r}."
             )
     for name, value in _FIXED.items():
-        if given.get(name, value) != value:
+        asked = given.get(name, value)
+        if name == "schedule":
+            asked = check_known_schedule(asked)
+        if asked != value:
             raise BalanceError(
                 f"option does not apply to a grid: {name}={given[name]!r} (expected {value!r}).\n"
                 f"Fix: {name}={value!r}."

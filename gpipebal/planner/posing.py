@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gpipebal.errors import BalanceError
-from gpipebal.planner.chunking import at_chunks
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.question import Place, Question
 from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
+from gpipebal.problem.chunking import at_chunks
 from gpipebal.profile import Profile
 from gpipebal.schedule import SCHEDULES, CheckpointMode, counted_modes, modes_of
 from gpipebal.units import count, format_bytes
@@ -137,7 +137,7 @@ def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: boo
         )
     if question.schedule == "zb_h1":
         notes.append(
-            "Gradients of weights are taken to be half of the backward of layers that have "
+            "Gradients of weights are taken to be half of the backward of layers that train "
             "parameters: they are not measured by themselves."
         )
     if question.gradients_exist and question.schedule in SCHEDULES:

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypedDict
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.kinds import check_kind, check_options
 from gpipebal.plan.checks import check_chunks
-from gpipebal.planner.chunking import chunk_candidates
 from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.places import Place, check_interleaved, devices_asked
@@ -17,6 +16,7 @@ from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
+from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
 from gpipebal.schedule import (

@@ -59,8 +59,8 @@ def recompute_layers(
     they decide, the limit is tightened by them, then other runs are tried in all partitions
     together, and the status is ``'feasible'``.
 
-    Layers that stash or pop skip connections are in no run, and no run begins with a layer whose
-    output lies in the memory of its input.
+    Layers that stash or pop skip connections are in no run, and no run has a layer whose output,
+    with a gradient, lies in the memory of the run's input.
 
     Args:
         profile: The profile that the plan was made from.

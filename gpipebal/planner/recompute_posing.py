@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
-from gpipebal.planner.chunking import as_planned
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Place, Size, ask
 from gpipebal.problem import Link
+from gpipebal.problem.chunking import as_planned
 from gpipebal.profile import Profile
 from gpipebal.units import count
 

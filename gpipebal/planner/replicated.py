@@ -115,6 +115,9 @@ def last_ends(
 
     The first of them is the makespan: see `Problem.makespan` for the formula.
 
+    Complexity:
+        O(K) for K partitions; O(K**2) where every micro-batch is recomputed.
+
     Example:
         >>> problem = Problem([1, 1], [2, 1], [0, 0], 2, chunks=3, checkpoint="never")
         >>> last_ends(problem, (0, 1, 2), ["never"] * 2, (0, 1))
@@ -127,11 +130,14 @@ def last_ends(
     copied = [0 if costs.overlaps else back[start] for start in bounds]
     if not costs.overlaps:
         there = back = (0,) * len(there)
-    ends = [0] * len(parts)
+    ends, last = [0] * len(parts), len(parts) - 1
     once = slowest = 0
     for k, part in enumerate(parts):
         once += there[bounds[k]] + part.forward
         slowest = max(slowest, there[bounds[k]], part.forward)
+        # A path that turns around farther on takes no less, but for a recompute that it leaves out.
+        if k < last and not part.early:
+            continue
         # The path that turns around in partition k, back to it and to those before it.
         way, again = once + part.early + repeats * slowest, 0
         for j in range(k, -1, -1):

@@ -11,7 +11,6 @@ from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.kinds import check_kind, check_options
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
-from gpipebal.planner.chunking import as_planned
 from gpipebal.planner.plans import plan_of_balance
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.quantiles import at_quantile
@@ -19,6 +18,7 @@ from gpipebal.planner.question import Options, ask
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
 from gpipebal.problem import Problem, to_balance, to_bounds
 from gpipebal.problem.checks import plain_number
+from gpipebal.problem.chunking import as_planned
 from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split

@@ -111,7 +111,9 @@ def search_schedule(
     until = None if time_limit is None else time.monotonic() + time_limit
     tried = _Tried(problem, start, counted_modes(start.modes, again), costs, most_trials, until)
     least, at_bound = costs.relaxed.smallest()
-    tried.add([start.bounds, at_bound, *_other_starts(problem, time_limit)])
+    tried.add([start.bounds, at_bound])
+    # Moving cuts is what mostly helps, so it has most of the time.
+    tried.add(_other_starts(problem, None if time_limit is None else time_limit / 4))
     lower_bound = costs.to_time(least)
     enough = lower_bound * (1 + _ROUNDING)
     _descend(tried, tried.bounds)

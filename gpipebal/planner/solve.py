@@ -108,8 +108,9 @@ def solve(
             tried, and at the end a plan is made of the best, which with very many micro-batches
             takes a few seconds.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
-            `GPipe.step`, or the caller that of the mini-batch; None: the caller. Its memory counts;
-            its time is no part of the makespan, but of the step.
+            `GPipe.step`, or the caller that of the mini-batch; None: the caller with schedule
+            ``'gpipe'``, else the last partition. Its memory counts; its time is no part of the
+            makespan, but of the step.
         shared_memory: Whether all partitions live in one memory, which decides what a cut costs;
             None: if the profile was taken on a CPU.
         gradients_exist: Whether the parameters have gradients before the step, as when those of
@@ -179,8 +180,8 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
         profile: Costs of the layers for one micro-batch.
         k: How many.
         partitions: As for `solve`.
-        options: As for `solve`, but for `cost`, `method` and `time_limit`; the objective is
-            makespan or bottleneck.
+        options: As for `solve`, but for `cost`, `method` and `time_limit`; the schedule is
+            ``'gpipe'``, the objective makespan or bottleneck.
 
     Returns:
         Plans, best first; fewer if there are no more, or if what waits for busy neighbours breaks

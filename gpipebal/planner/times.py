@@ -16,7 +16,7 @@ from gpipebal.schedule import (
     partitions_on_each,
     recomputes_of,
 )
-from gpipebal.simulator import durations_of, place
+from gpipebal.simulator import Durations, durations_of, place
 from gpipebal.simulator.sharing import place_sharing
 from gpipebal.timeline import Timeline
 
@@ -27,6 +27,7 @@ __all__ = [
     "runnable",
     "step_timeline",
     "time_beside",
+    "with_turns",
 ]
 
 
@@ -74,8 +75,8 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
     # Devices that differ in their limits alone are like the profile's.
     alike = all(device.is_alike for device in execution.devices or ())
     known = alike and execution.links is None and execution.is_ours
-    if known and profile.step.turns is not None:
-        of_layers = of_layers.turning(_turn_factors(profile))
+    if known:
+        of_layers = with_turns(profile, of_layers)
     times = of_layers.longer_by(overhead)
     if shares is None or shares.changes_nothing or not known or times.has_launches:
         return place(order, times, pause=pause, overlap=execution.overlaps)
@@ -83,10 +84,16 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
     return place_sharing(order, times, alone, shares.n_partitions, pause=pause)
 
 
-def _turn_factors(profile: Profile) -> dict[str, float]:
-    """Return how many times as long cells take where they turn or come first, by kind."""
+def with_turns(profile: Profile, durations: Durations) -> Durations:
+    """Say how much longer cells take where they turn or come first, as far as a profile tells.
+
+    Args:
+        profile: What was measured, by itself and in the trial.
+        durations: Those of partitions of its layers.
+    """
     turns = profile.step.turns
-    assert turns is not None
+    if turns is None:
+        return durations
     totals = durations_of(profile, (0, profile.n_layers))
     factors = {}
     for name, seconds in vars(turns).items():
@@ -94,7 +101,7 @@ def _turn_factors(profile: Profile) -> dict[str, float]:
         factor = 1 + seconds / times[0] if times[0] else 1.0
         # At few rows the work may take less than a turn at many.
         factors[name] = min(max(factor, 1 / MOST_TURN), MOST_TURN)
-    return factors
+    return durations.turning(factors)
 
 
 def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:

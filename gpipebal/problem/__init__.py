@@ -1,4 +1,7 @@
-"""What a split of a chain costs, exactly: layers, devices, links, memory and rules."""
+"""What a split of a chain costs, exactly: layers, devices, links, memory and rules.
+
+And in `chunking`, what a profile says for another number of micro-batches.
+"""
 
 from gpipebal.problem.bounds import to_balance, to_bounds
 from gpipebal.problem.link import Link, links_of

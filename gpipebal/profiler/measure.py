@@ -114,7 +114,8 @@ def profile_model(
         method: ``'measure'``; or ``'estimate'``, which needs no device and no memory: the layers
             may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`. What
             only tells how to measure is then refused.
-        rates: Of ``method='estimate'``: the device to estimate for, by name or by its rates.
+        rates: Of ``method='estimate'``: the device to estimate for, by name or by its rates;
+            None: an H100 SXM.
         one_at_a_time: Whether to have only one layer on the device at a time, with its gradients
             and activations, for models that do not fit; None: on CUDA, if parameters are
             elsewhere. What neighbours do to each other is then not in the times.

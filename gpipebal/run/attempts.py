@@ -6,6 +6,7 @@ a run shows decides between them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -35,7 +36,7 @@ class Attempt:
 
     Attributes:
         plan: The plan.
-        step_times: Seconds of each step.
+        step_times: Seconds of each step; none if it ran out of memory.
     """
 
     plan: Plan
@@ -43,8 +44,8 @@ class Attempt:
 
     @property
     def step_time(self) -> float:
-        """Median seconds of a step."""
-        return median(self.step_times)
+        """Median seconds of a step; infinite if it ran out of memory."""
+        return median(self.step_times) if self.step_times else math.inf
 
 
 def try_plans(
@@ -68,8 +69,12 @@ def try_plans(
 
     Returns:
         One attempt per plan, in the order of the plans.
+
+    Raises:
+        torch.OutOfMemoryError: every plan ran out of memory.
     """
     times: list[list[float]] = [[] for _ in plans]
+    failures: dict[int, BaseException] = {}
     model = deep_copy(workload.model, {})
     hidden = None if progress is None else not progress
     with tqdm(total=TURNS * len(plans), desc="trying", leave=False, disable=hidden) as bar:
@@ -77,8 +82,15 @@ def try_plans(
             # There and back, so that what drifts drifts for all alike.
             order = range(len(plans)) if turn % 2 == 0 else reversed(range(len(plans)))
             for k in order:
-                times[k] += _some_steps(model, plans[k], workload, devices, threads)
+                if k not in failures:
+                    try:
+                        times[k] += _some_steps(model, plans[k], workload, devices, threads)
+                    except torch.OutOfMemoryError as error:
+                        times[k].clear()
+                        failures[k] = error
                 bar.update()
+    if len(failures) == len(plans):
+        raise failures[0]
     attempts = [Attempt(plan, tuple(found)) for plan, found in zip(plans, times, strict=True)]
     best = fastest(attempts)
     rows = [["balance", "predicted step", "measured step", ""]]
@@ -88,7 +100,7 @@ def try_plans(
             [
                 ",".join(map(str, attempt.plan.balance)),
                 "unknown" if predicted is None else format_seconds(predicted),
-                format_seconds(attempt.step_time),
+                format_seconds(attempt.step_time) if attempt.step_times else "out of memory",
                 "taken" if attempt is best else "",
             ]
         )

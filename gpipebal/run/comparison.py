@@ -78,6 +78,7 @@ def train_in_turns(
     ways = _plain_ways(place)
     times: dict[str, list[float]] = {where: [] for where, _ in ways}
     step_times: list[float] = []
+    timelines: list[Timeline] = []
     notes: list[str] = []
     plain: PlainTrainer | None = None
     hidden = None if progress is None else not progress
@@ -86,8 +87,19 @@ def train_in_turns(
         trace(pipe) as recorder,
         tqdm(total=n_steps, desc="training", leave=False, disable=hidden) as bar,
     ):
-        for _ in range(steps + 1):
-            step_times.append(timed(trainer.step, pipe.devices))
+        while len(step_times) <= steps:
+            try:
+                seconds = timed(trainer.step, pipe.devices)
+            except torch.OutOfMemoryError:
+                if plain is None:
+                    raise
+                notes.append(f"The plain model does not fit on {place} beside it: no comparison.")
+                plain, ways = None, []
+                # The pipeline needs the room that its parameters take.
+                plain_model.to("cpu")
+                continue
+            step_times.append(seconds)
+            timelines.append(recorder.timeline)
             bar.update()
             try:
                 for where, threads in ways:
@@ -107,7 +119,7 @@ def train_in_turns(
     return Measured(
         optimizer=optimizer,
         step_times=step_times[1:],
-        timeline=_typical(recorder.timelines[1:], step_times[1:]),
+        timeline=_typical(timelines[1:], step_times[1:]),
         peak_bytes=meter.peak_bytes,
         total_peak_bytes=meter.total_peak_bytes,
         plain=[PlainTimes(where, threads, tuple(times[where][1:])) for where, threads in ways],

@@ -92,10 +92,10 @@ def run(
             to train. Whatever fails has a note where the folder then holds files of two runs.
         KeyboardInterrupt: with a note of the files that were written before it.
     """
-    for name, number in (("chunks", chunks), ("steps", steps), ("attempts", attempts)):
-        check_count(name, number)
+    chunks, steps = check_count("chunks", chunks), check_count("steps", steps)
+    attempts = check_count("attempts", attempts)
     if partitions is not None:
-        check_count("partitions", partitions)
+        partitions = check_count("partitions", partitions)
     if partitions is not None and partitions > MOST_PARTITIONS:
         raise UsageError(
             f"there are too many partitions: partitions={partitions} (expected at most "

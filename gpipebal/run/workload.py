@@ -217,7 +217,7 @@ def mean_of_squares(output: Any) -> Tensor:
             "Fix: let the function return a mapping with 'loss_fn'."
         )
     n_values = sum(tensor.numel() for tensor in tensors)
-    return torch.stack([tensor.square().sum().float() for tensor in tensors]).sum() / n_values
+    return torch.stack([tensor.float().square().sum() for tensor in tensors]).sum() / n_values
 
 
 def _too_large(name: str, error: Exception, **given: Any) -> UsageError:

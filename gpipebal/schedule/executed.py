@@ -43,8 +43,8 @@ def gpipe_schedule(
         0F0 0F1 0R1 0B1 0R0 0B0
         1F0 1F1 1R1 1B1 1R0 1B0
     """
-    check_count("partitions", n_partitions)
-    check_count("chunks", chunks)
+    n_partitions = check_count("partitions", n_partitions)
+    chunks = check_count("chunks", chunks)
     rows = []
     for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
         row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
@@ -83,8 +83,8 @@ def one_f_one_b_schedule(
         0F0 0F1 0B0 0F2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """
-    check_count("partitions", n_partitions)
-    check_count("chunks", chunks)
+    n_partitions = check_count("partitions", n_partitions)
+    chunks = check_count("chunks", chunks)
     rows = []
     for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
         ahead = min(chunks, n_partitions - 1 - j)

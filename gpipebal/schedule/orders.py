@@ -119,8 +119,8 @@ def order_of(
             f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
             "Fix: schedule='interleaved_1f1b', or one partition per device."
         )
-    check_count("partitions" if name in SCHEDULES else "devices", n_devices)
-    check_count("chunks", chunks)
+    n_devices = check_count("partitions" if name in SCHEDULES else "devices", n_devices)
+    chunks = check_count("chunks", chunks)
     modes = modes_of(checkpoint, n_devices)
     # Rows that are alike are made once: those of one mode with GPipe, and those of one mode that
     # run equally many forwards ahead with 1F1B.
@@ -178,7 +178,7 @@ def recomputes_of(
         ((2, 2), (3, 0))
     """
     if name in SCHEDULES and partitions_per_device in (None, 1):
-        check_count("chunks", chunks)
+        chunks = check_count("chunks", chunks)
         of_mode = {"never": 0, "except_last": chunks - 1, "always": chunks}
         found = [of_mode[mode] for mode in modes_of(checkpoint, n_devices)]
         if name == "1f1b":

@@ -63,8 +63,8 @@ def gpipe_in_order_schedule(
         1F0 1F1 1R0 1B0 1R1 1B1
     """
     _check_single("gpipe_in_order", partitions_per_device)
-    check_count("devices", n_devices)
-    check_count("chunks", chunks)
+    n_devices = check_count("devices", n_devices)
+    chunks = check_count("chunks", chunks)
     rows = []
     for j, mode in enumerate(modes_of(checkpoint, n_devices)):  # j: partition
         row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
@@ -164,9 +164,9 @@ def _looped(
         hop: How many more forwards a device runs ahead than the one behind it.
         in_parts: Whether backwards come as input gradients and weight gradients.
     """
-    check_count("devices", n_devices)
-    check_count("chunks", chunks)
-    check_count("partitions_per_device", loops)
+    n_devices = check_count("devices", n_devices)
+    chunks = check_count("chunks", chunks)
+    loops = check_count("partitions_per_device", loops)
     n_groups = max(1, chunks // n_devices)
     if chunks % n_groups:
         near = sorted(range(1, 2 * chunks), key=lambda m: abs(m - chunks))

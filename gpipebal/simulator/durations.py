@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from gpipebal.errors import ProfileError
 from gpipebal.plan import Plan
+from gpipebal.problem.checks import plain_number
 
 __all__ = ["Durations", "check_time"]
 
@@ -93,14 +94,18 @@ class Durations:
             name, times = item.name, getattr(self, item.name)
             if times is None and item.default is None:
                 continue
+            # Numpy's arrays and numbers, too.
+            times = tuple(times)
+            plain = tuple(map(plain_number, times))
+            object.__setattr__(self, name, plain)
             if len(times) != len(self.forward):
                 raise ProfileError(
                     f"durations have different lengths: len({name})={len(times)} "
                     f"(expected {len(self.forward)}, as many as forward).\n"
                     "Fix: give one time per partition."
                 )
-            for j, time in enumerate(times):
-                check_time(f"{name}[{j}]", time)
+            for j, (time, number) in enumerate(zip(times, plain, strict=True)):
+                check_time(f"{name}[{j}]", time if math.isnan(number) else number)
 
     @property
     def n_partitions(self) -> int:

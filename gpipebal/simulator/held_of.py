@@ -12,6 +12,7 @@ from gpipebal.memory.loss import around_loss
 from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.waiting import streams_of
 from gpipebal.plan import Plan
+from gpipebal.problem.chunking import as_planned
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, is_checkpointed, modes_of
 from gpipebal.simulator.held import CellBytes, HeldBytes
@@ -56,7 +57,7 @@ def held_of(
         [10, 21]
     """
     if isinstance(plan, Plan):
-        profile = with_runs(profile.at_rows(plan.rows), plan.runs)
+        profile = with_runs(as_planned(profile, plan), plan.runs)
         bounds: Sequence[int] = tuple(accumulate(plan.balance, initial=0))
         chunks = plan.chunks if chunks is None else chunks
         checkpoint = plan.checkpoint if checkpoint is None else checkpoint

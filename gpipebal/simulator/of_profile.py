@@ -25,7 +25,7 @@ def durations_of(
     """Add up the times of the layers of each partition.
 
     What a profile does not tell is estimated: the weights' part of a backward is half of it in
-    layers that have parameters (or whose times alone were given), and nothing in others. Launch
+    layers that train parameters (or whose times alone were given), and nothing in others. Launch
     times are those of one process for all devices, as `GPipe` is; there are none if the profile
     knows no host, because devices work by themselves, or are the host.
 
@@ -92,7 +92,7 @@ def durations_of(
 def weight_shares(profile: Profile) -> list[float]:
     """Estimate which share of each layer's backward is the gradient of its weights.
 
-    Half of it in layers that have parameters, or whose times alone were given; else nothing.
+    Half of it in layers that train parameters, or whose times alone were given; else nothing.
 
     Example:
         >>> weight_shares(Profile.from_costs([1.0, 2.0]))
@@ -100,7 +100,7 @@ def weight_shares(profile: Profile) -> list[float]:
     """
 
     def learns(layer: LayerProfile) -> bool:
-        return bool(layer.parameter_bytes or layer.gradient_bytes) or layer.kind == "Layer"
+        return bool(layer.gradient_bytes) or layer.kind == "Layer"
 
     return [0.5 if learns(layer) else 0.0 for layer in profile.layers]
 

@@ -56,6 +56,11 @@ def check_rows(schedule: Schedule) -> set[_Cell]:
                 f"schedule leaves out gradients: {j}I{i} has no {j}W{i} (expected both parts of "
                 f"every backward).\nFix: add {j}W{i} to its row, or make {j}I{i} {j}B{i}."
             )
+        if kind == "W" and (j, "B", i) in seen:
+            raise BalanceError(
+                f"schedule has gradients twice: {j}W{i} beside {j}B{i}, which is both parts "
+                f"(expected B, or I and W).\nFix: leave out {j}W{i}, or make {j}B{i} {j}I{i}."
+            )
     return seen
 
 

@@ -89,6 +89,11 @@ def simulate(
         check_kind("durations", durations, Durations, fix)
     order: Schedule | Order
     if isinstance(schedule, Schedule):
+        if devices is not None:
+            raise BalanceError(
+                f"a Schedule has its own devices: devices={devices} (expected None).\n"
+                "Fix: leave devices out, or give the schedule's name."
+            )
         order = schedule
     else:
         order = _order_of_plan(plan, plan.schedule if schedule is None else schedule, devices)

@@ -19,8 +19,8 @@ def outline(timeline: Timeline) -> Timeline:
     """Join actions of one kind and partition that follow one another without idle time.
 
     Makespan, bubble, busy times, imbalance and chunks stay the same. An event has the largest
-    micro-batch of those it stands for, so which one ran when is lost; copies, and launches by the
-    host, are left out.
+    micro-batch of those it stands for, so which one ran when is lost. Copies, and launches by the
+    host, are left out, but for one with which the timeline begins or ends.
 
     Args:
         timeline: Simulated or measured.
@@ -39,9 +39,16 @@ def outline(timeline: Timeline) -> Timeline:
         ['0F1', '0B1']
     """
     provenance = {**timeline.provenance, "detail": False}
-    table = timeline.table.pick(timeline.table.computes)
+    whole, computes = timeline.table, timeline.table.computes
+    table = whole.pick(computes)
     if not len(table):
         return replace(timeline, events=table, provenance=provenance)
+    ends = [] if whole.starts.min() == table.starts.min() else [int(whole.starts.argmin())]
+    ends += [] if whole.ends.max() == table.ends.max() else [int(whole.ends.argmax())]
+    if ends:
+        kept = computes.copy()
+        kept[ends] = True
+        table = whole.pick(kept)
     devices = np.array(timeline.placement)[table.partitions]
     order = np.lexsort((table.ends, table.starts, devices))
     table = table.pick(order)

@@ -11,9 +11,11 @@ import gc
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -129,6 +131,7 @@ def measure_group(
     chunks: int,
     *,
     rounds: int,
+    least_seconds: float = 0.0,
     processes: Processes | None,
     quick: bool = False,
 ) -> list[dict[str, Any]]:
@@ -140,8 +143,10 @@ def measure_group(
         workload: What to train.
         balance: Layers of each partition, for all ways.
         chunks: Micro-batches.
-        rounds: Rounds that count; one more comes first, in which the gradients are compared with
-            the plain model's.
+        rounds: Rounds that count, at least; one more comes first, in which the gradients are
+            compared with the plain model's.
+        least_seconds: So long there are more of them, that short steps are known as well as long
+            ones.
         processes: Those of torch.distributed; None: leave it out.
         quick: Whether `workload` is a tiny one.
 
@@ -187,7 +192,7 @@ def measure_group(
         for made in cells.values():
             made.rounds.clear()
             made.beside.clear()
-        _go_round(turns, rounds)
+        _go_round(turns, rounds, least_seconds)
     steps = [turn for turn in turns if not turn.name.startswith(("cells", "beside"))]
     return [_record(turn, workload, chunks, cells) for turn in steps] + [
         _cells_record(made, workload, chunks) for made in cells.values()
@@ -254,14 +259,17 @@ def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return math.sqrt(apart / size) if size else math.sqrt(apart)
 
 
-def _go_round(turns: Sequence[_Turn], rounds: int) -> None:
+def _go_round(turns: Sequence[_Turn], rounds: int, least_seconds: float) -> None:
     running = [turn for turn in turns if turn.status == "ok"]
     gc.collect()
     # What exists by now stays: a collection looks only at what the steps made.
     gc.freeze()
     gc.disable()
+    started = time.monotonic()
     try:
-        for k in range(rounds):
+        for k in count():
+            if k >= rounds and time.monotonic() - started >= least_seconds:
+                break
             for turn in _order(running, k):
                 turn.seconds.append(turn.run())
                 turn.clear()
@@ -317,7 +325,9 @@ def _cells_record(made: _Cells, workload: Workload, chunks: int) -> dict[str, An
     }
 
 
-def measure_one_partition(workload: Workload, *, rounds: int) -> dict[str, Any]:
+def measure_one_partition(
+    workload: Workload, *, rounds: int, least_seconds: float = 0.0
+) -> dict[str, Any]:
     """Run one partition with one micro-batch, ``never``, in turns with the plain model."""
     n_layers = len(workload.make_model())
     with ExitStack() as stack:
@@ -326,7 +336,7 @@ def measure_one_partition(workload: Workload, *, rounds: int) -> dict[str, Any]:
             for name in ("plain_1", "gpipebal")
         ]
         _warm_up(turns, compare=not workload.random)
-        _go_round(turns, rounds)
+        _go_round(turns, rounds, least_seconds)
     return {
         "workload": workload.name,
         **{turn.name: spread(turn.seconds) for turn in turns},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmark_tools.text import block, table
@@ -83,7 +84,7 @@ def environment(result: Result) -> str:
     lines = [
         f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}, {facts['date']}",
         versions,
-        f"{facts['rounds']} rounds after a warm-up ({facts['rounds_one_partition']} for one "
+        f"{_length(facts, '')} after a warm-up ({_length(facts, '_one_partition')} for one "
         f"partition); the run took {facts['minutes']:.0f} minutes",
         "other programs' share of the cores meanwhile: "
         + ("unknown" if other is None else f"{100 * other:.1f} %"),
@@ -91,6 +92,12 @@ def environment(result: Result) -> str:
         + ("unknown" if spread is None else f"{100 * spread:.1f} %"),
     ]
     return block("\n".join(lines))
+
+
+def _length(facts: Mapping[str, Any], of: str) -> str:
+    """Say how many rounds there were; older results had no time to fill."""
+    rounds, seconds = facts["rounds" + of], facts.get("least_seconds" + of)
+    return f"at least {rounds} rounds and {seconds:.0f} s" if seconds else f"{rounds} rounds"
 
 
 def _losses_table(result: Result) -> str:
