@@ -225,7 +225,9 @@ def test_each_of_the_best_plans_is_optimal_among_those_left(
 def linear(names: str, times: list[float], weights: list[int]) -> gb.Profile:
     """Make a profile of layers of a real kind, with parameters or without."""
     layers = tuple(
-        LayerProfile(name, "Linear", time, 2 * time, time, parameter_bytes=n_bytes)
+        LayerProfile(
+            name, "Linear", time, 2 * time, time, parameter_bytes=n_bytes, gradient_bytes=n_bytes
+        )
         for name, time, n_bytes in zip(names, times, weights, strict=True)
     )
     return gb.Profile(layers, (), (), rows=1, chunks=4)

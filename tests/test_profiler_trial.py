@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gpipebal as gb
 import gpipebal.errors
@@ -128,6 +128,34 @@ def test_a_trial_tells_of_all_kinds(n_partitions: int, with_loss: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("optimizer", [None, torch.optim.Adam])
+def test_before_a_step_caches_hold_what_an_optimizer_goes_through(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, gradients and its state: that much is overwritten, if there is one."""
+    model = chain()
+    found = profile(model, optimizer=optimizer, as_pipeline=False)
+    sizes: list[int] = []
+    run = trial._Way.run
+
+    def running(way: Any, chosen: Setting, elsewhere: Tensor | None = None) -> None:
+        sizes.append(0 if elsewhere is None else elsewhere.nbytes)
+        run(way, chosen, elsewhere)
+        assert elsewhere is None or not elsewhere.any()
+
+    monkeypatch.setattr(trial._Way, "run", running)
+    run_trial(found, setting(model, 3, 2), 0.0)
+    counted = [size for size in sizes if size]
+    if optimizer is None:
+        assert not counted
+    else:
+        # Two numbers of Adam's for each parameter, and the number of its steps.
+        n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert set(counted) == {4 * (4 * n_parameters + len(list(model.parameters())))}
+        # All but those that warm up.
+        assert len(counted) == 6
+
+
 def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each turn of a way the first step is left out, and as many count as shall."""
     model = chain()
@@ -141,9 +169,9 @@ def test_steps_behind_another_way_do_not_count(monkeypatch: pytest.MonkeyPatch) 
         of_loss.append(given[6])
         return read(*given)
 
-    def running(way: Any, chosen: Setting) -> None:
+    def running(way: Any, *given: Any) -> None:
         ran.append((way.n_partitions, way.mode, way.inside))
-        run(way, chosen)
+        run(way, *given)
 
     monkeypatch.setattr(trial, "read_trial", noted)
     monkeypatch.setattr(trial, "MOST_ROUNDS", 2)

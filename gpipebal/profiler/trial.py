@@ -37,6 +37,7 @@ from gpipebal.profile import Profile
 from gpipebal.profiler.batch import Batch
 from gpipebal.profiler.data import Data
 from gpipebal.profiler.findings import Trial, read_trial
+from gpipebal.profiler.step import BEYOND_CACHES
 from gpipebal.profiler.traces import KINDS, Traced, kind_of
 from gpipebal.profiler.value import as_leaves
 from gpipebal.schedule import CheckpointMode
@@ -95,8 +96,11 @@ class _Way(Traced):
     pipe: GPipe
     loss: _NoLoss
 
-    def run(self, setting: Setting) -> None:
+    def run(self, setting: Setting, elsewhere: Tensor | None = None) -> None:
         """Run a step with gradients that start anew, as behind ``zero_grad()``."""
+        if elsewhere is not None:
+            # Behind an optimizer's step the caches hold what it went through.
+            elsewhere.fill_(0.0)
         for parameter in self.pipe.parameters():
             parameter.grad = None
         with trace(self.pipe) as recorder:
@@ -133,6 +137,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     if n > 1 and setting.chunks > 1:
         cuts.append((profile.n_layers,))
     loss = _NoLoss()
+    elsewhere = _elsewhere(profile)
     ways: list[_Way] = []
     try:
         for cut in cuts:
@@ -149,10 +154,10 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             for group in _in_turns(ways):
                 if seconds:
                     for way in group:
-                        way.run(setting)
+                        way.run(setting, elsewhere)
                         way.steps.pop()
                 for way in group * (TURN_STEPS if seconds else 1):
-                    way.run(setting)
+                    way.run(setting, elsewhere)
             rounds += 1
             if rounds >= MOST_ROUNDS:
                 limit = min(seconds, LEAST_TRIAL_SECONDS)
@@ -162,6 +167,15 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             for parameter in way.pipe.parameters():
                 parameter.grad = None
     return read_trial(profile, balance, setting.chunks, rounds, ways, overheads, of_loss)
+
+
+def _elsewhere(profile: Profile) -> Tensor | None:
+    """Return as much memory as an optimizer goes through in a step, or as caches hold."""
+    if not profile.step.optimizer_time:
+        return None
+    sizes = [2 * layer.gradient_bytes + (layer.optimizer_bytes or 0) for layer in profile.layers]
+    n_values = min(sum(sizes), BEYOND_CACHES) // 4
+    return torch.empty(n_values, dtype=torch.float32, device="cpu")
 
 
 def _in_turns(ways: Sequence[_Way]) -> list[list[_Way]]:

@@ -8,7 +8,8 @@ the pairs worth looking at form a staircase, which is walked from its one end to
 tighten the first limit to just below what was needed, find the smallest second, find the
 smallest first for that. Most steps cannot lead to a sum as small as the best so far, and for them
 one probe is enough: it asks whether such a sum is possible, or even one that is larger by what
-the last probe lacked; if not, it tells how large the second must be at least.
+the last probe lacked; if not, it tells how large the second must be at least. The smaller the best
+sum, the fewer steps are left, so a few places far apart are looked at before all others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from gpipebal.solvers.bisection import fill, floor, refusals, smallest_limit
 from gpipebal.solvers.chain import Limit
 
 __all__ = ["SmallestSum", "smallest_sum"]
+
+#: Where to look first, in quarters of what is left of the staircase.
+_FAR_APART = (2, 1, 3)
 
 
 class SmallestSum(NamedTuple):
@@ -99,19 +103,25 @@ def smallest_sum(
     best = _most(first, quick.bounds) + _most(second, quick.bounds)
     n_layers = len(first) - 1
     anywhere = [0] * (n_partitions - 1), range(n_layers - n_partitions + 1, n_layers)
+
+    def probe(most_first: int, most_second: int) -> tuple[list[int], list[Limit], bool]:
+        """Return cuts that keep all limits as long as they can, these limits, and whether all."""
+        kept = [Limit(second, second, most_second), Limit(first, first, most_first), *limits]
+        cuts = fill(kept, *anywhere)
+        return cuts, kept, all(limit.allows(cuts[-1], n_layers) for limit in kept)
+
     pairs: list[tuple[int, int]] = []
     # Splits that are still to be looked at have a first cost of at most `most_first` and a second
     # of at least `least_second`: all that were left out have a larger sum than `best`.
-    most_first, leap = best - least_second, 0
+    most_first, leap, too_far = best - least_second, 0, best
+    far_apart: Sequence[int] = _FAR_APART
     while most_first >= least_first:
-        others = [Limit(first, first, most_first), *limits]
-        trial = Limit(second, second, best - most_first + leap)
-        cuts = fill([trial, *others], *anywhere)
-        if all(limit.allows(cuts[-1], n_layers) for limit in (trial, *others)):
+        cuts, (trial, *others), is_kept = probe(most_first, best - most_first + leap)
+        if is_kept:
             bounds = (*cuts, n_layers)
             total = _most(first, bounds) + _most(second, bounds)
             if total > best:
-                leap //= 2
+                leap, too_far = leap // 2, leap
                 continue
             needed, found = corner(most_first)
             if needed + found < best:
@@ -119,7 +129,16 @@ def smallest_sum(
                 pairs.clear()
             if needed + found == best:
                 pairs.append((needed, found))
-            most_first, least_second, leap = needed - 1, found + 1, 0
+            most_first, least_second, leap, too_far = needed - 1, found + 1, 0, best
+            for quarters in far_apart:
+                room = min(most_first, best - least_second) - least_first
+                there = least_first + quarters * room // 4
+                if room > 0 and probe(there, best - there)[-1]:
+                    total = sum(corner(there))
+                    if total < best:
+                        best = total
+                        pairs.clear()
+            far_apart = ()
         else:
             refused = refusals(second, second, cuts, trial.most, others)
             if not refused:
@@ -127,7 +146,10 @@ def smallest_sum(
             least_second = min(refused)
             # Raising the second limit helps those that refused, each by as much.
             lacking = second[n_layers] - second[cuts[-1]] - trial.most
-            leap += max(lacking, 0) // len(refused)
+            more = max(lacking, 0) // len(refused)
+            # Not as far as what was too far a moment ago; a little later it may not be.
+            leap = min(leap + more, (leap + too_far) // 2)
+            too_far += (too_far + more) // 4
         most_first = min(most_first, best - least_second)
     return SmallestSum(best, best, tuple(pairs))
 
