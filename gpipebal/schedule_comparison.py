@@ -73,9 +73,10 @@ def compare_schedules(
         where the profile knows them: a forward that is recomputed later may take less than one that
         records a graph; one process that launches for all devices, as `GPipe` does, may be what
         they wait for; and on a CPU work takes longer behind work of the other kind, which 1F1B has
-        in every turn (left out with a bandwidth or latency: those are other devices). Its peaks
-        count all that a plan counts but for the optimizer's step, with the loss inside the last
-        partition, micro-batch by micro-batch: the one way that all schedules have.
+        in every turn (left out with a bandwidth or latency: those are other devices; here for all
+        schedules, but not for backwards in two parts). Its peaks count all that a plan counts but
+        for the optimizer's step, with the loss inside the last partition, micro-batch by
+        micro-batch: the one way that all schedules have.
 
     Raises:
         BalanceError: a count below 1, more devices than layers, more micro-batches than rows or

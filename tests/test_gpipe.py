@@ -390,7 +390,11 @@ def test_plan_says_which_device_runs_which_partition(monkeypatch: pytest.MonkeyP
         lambda part: part.extend([nn.ReLU()]),
         lambda part: part.pop(0),
         lambda part: part.add_module("late", nn.ReLU()),
-        lambda part: setattr(part, "0", nn.ReLU()),
+        lambda part: setattr(part, next(iter(dict(part.named_children()))), nn.ReLU()),
+        lambda part: setattr(part, next(iter(dict(part.named_children()))), None),
+        lambda part: delattr(part, next(iter(dict(part.named_children())))),
+        lambda part: setattr(part, "late", nn.ReLU()),
+        lambda part: part.register_buffer("late", None),
     ],
 )
 def test_partitions_cannot_be_changed(change: Callable[[nn.Sequential], object]) -> None:
@@ -399,6 +403,8 @@ def test_partitions_cannot_be_changed(change: Callable[[nn.Sequential], object])
     with pytest.raises(PipelineError, match=r"cannot be changed.*\nFix: setattr\(pipe, name"):
         change(pipe.partitions[0])
     assert [len(part) for part in pipe.partitions] == [1, 2]
+    for own in (pipe.partitions[1][:1], copy.deepcopy(pipe.partitions[0])):
+        assert len(own.append(nn.ReLU())) == 2
 
 
 def test_a_layer_is_replaced_by_its_name() -> None:

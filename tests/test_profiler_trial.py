@@ -136,14 +136,20 @@ def test_before_a_step_caches_hold_what_an_optimizer_goes_through(
     model = chain()
     found = profile(model, optimizer=optimizer, as_pipeline=False)
     sizes: list[int] = []
-    run = trial._Way.run
+    run, traced = trial._Way.run, trial.trace
+    there: list[Tensor] = []
 
     def running(way: Any, chosen: Setting, elsewhere: Tensor | None = None) -> None:
         sizes.append(0 if elsewhere is None else elsewhere.nbytes)
+        there[:] = [] if elsewhere is None else [elsewhere.fill_(1.0)]
         run(way, chosen, elsewhere)
-        assert elsewhere is None or not elsewhere.any()
+
+    def begins(pipe: Any) -> Any:
+        assert not any(memory.any() for memory in there)
+        return traced(pipe)
 
     monkeypatch.setattr(trial._Way, "run", running)
+    monkeypatch.setattr(trial, "trace", begins)
     run_trial(found, setting(model, 3, 2), 0.0)
     counted = [size for size in sizes if size]
     if optimizer is None:

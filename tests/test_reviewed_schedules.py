@@ -19,8 +19,7 @@ from gpipebal.planner import evaluate, solve_grid
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.replicated import last_ends
 from gpipebal.planner.times import step_timeline
-from gpipebal.problem import Problem
-from gpipebal.problem.chunking import as_planned
+from gpipebal.problem import Link, Problem, links_of
 from gpipebal.profile import TurnTimes
 from gpipebal.run.workload import mean_of_squares
 from gpipebal.schedule import (
@@ -35,6 +34,7 @@ from gpipebal.schedule import (
 from gpipebal.simulator import (
     Durations,
     compare_durations,
+    durations_of,
     held_of,
     memory_over_time,
     place,
@@ -51,7 +51,7 @@ def test_memory_over_time_is_that_of_the_planned_micro_batches(chunks: int) -> N
     profile = gb.Profile.load(PROFILES / "gpt-6x256-64tokens-rows4-cpu.json")
     plan = gb.solve(profile, 2, chunks=chunks)
     bounds = (0, plan.balance[0], profile.n_layers)
-    costs = as_planned(profile, plan)
+    costs = replace(profile.at_rows(-(-32 // chunks)), chunks=chunks)
     timeline = step_timeline(costs, bounds, Execution.of(plan))
     exact = partition_memory(
         costs,
@@ -114,20 +114,35 @@ def test_an_outline_is_as_long_as_what_it_outlines(events: tuple[Event, ...]) ->
     assert short.imbalance == whole.imbalance
 
 
-def test_last_backwards_end_as_the_simulator_has_them() -> None:
-    """In every mode, also with recomputes that are done early."""
-    random.seed(3)
-    for n in (1, 2, 3, 5):
+@pytest.mark.parametrize("overlaps", [None, False, True])
+def test_last_backwards_end_as_the_simulator_has_them(overlaps: bool | None) -> None:
+    """In every mode, also with recomputes that are done early, over links or without."""
+    rng = random.Random(3)
+    for n in (1, 2, 3, 4):
+        bounds, order = tuple(range(n + 1)), tuple(range(n))
         for modes in itertools.product(("never", "except_last", "always"), repeat=n):
-            times = [[random.randint(1, 9) for _ in range(n)] for _ in range(3)]
-            chunks = random.randint(1, 4)
-            problem = Problem(*times, n, chunks=chunks, checkpoint=modes)
-            durations = Durations(
-                forward=tuple(times[0]), backward=tuple(times[1]), recompute=tuple(times[2])
+            forward, backward, recompute = ([rng.randint(1, 9) for _ in order] for _ in range(3))
+            profile = gb.Profile.from_costs(
+                forward,
+                backward,
+                recompute=recompute,
+                output_bytes=[rng.randint(1, 9) for _ in order],
             )
-            timeline = place(order_of("gpipe", n, chunks, modes), durations)
-            ends = [max(e.end for e in timeline.events if e.partition == j) for j in range(n)]
-            assert last_ends(problem, tuple(range(n + 1)), modes, tuple(range(n))) == ends
+            chunks = rng.randint(1, 4)
+            links = None if overlaps is None else links_of(profile, Link(2.0, 0.5, overlaps))
+            problem = Problem(
+                forward, backward, recompute, n, chunks=chunks, checkpoint=modes, links=links
+            )
+            timeline = place(
+                order_of("gpipe", n, chunks, modes),
+                durations_of(profile, bounds, links=links),
+                overlap=overlaps is not False,
+            )
+            ends = [
+                max(e.end for e in timeline.events if e.kind == "B" and e.partition == j)
+                for j in order
+            ]
+            assert last_ends(problem, bounds, modes, order) == pytest.approx(ends)
 
 
 def test_wrong_arguments_are_no_rows_of_a_table() -> None:

@@ -253,7 +253,7 @@ def test_a_plain_model_beside_which_the_pipeline_does_not_fit_is_left_out(
         progress=False,
     )  # fmt: skip
     assert report.plain == () and len(report.step_times) == 2
-    assert "The plain model does not fit on cpu beside it: no comparison." in report.notes
+    assert "The plain model does not fit on cpu beside the pipeline: no comparison." in report.notes
     # Warm-up, one that failed, two that count, one to measure memory.
     assert len(calls) == 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -203,9 +204,23 @@ class _View(nn.Sequential):
         return "Sequential"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module | nn.Parameter) or name in self._modules:
             self._deny_changes()
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._modules:
+            self._deny_changes()
+        super().__delattr__(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        # Several layers, and a copy, are the caller's own.
+        if isinstance(index, slice):
+            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))  # type: ignore[arg-type]
+        return super().__getitem__(index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Sequential:
+        return copy.deepcopy(self[:], memo)
 
     def _deny_changes(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a change that the pipeline would not see."""
@@ -216,7 +231,7 @@ class _View(nn.Sequential):
         )
 
     __setitem__ = __delitem__ = append = insert = extend = pop = _deny_changes  # type: ignore[assignment]
-    add_module = register_module = _deny_changes
+    add_module = register_module = register_parameter = register_buffer = _deny_changes
 
     def _deny_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a hook that would never run."""

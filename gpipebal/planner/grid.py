@@ -355,7 +355,7 @@ def _sizes_to_try(
 ) -> Iterator[tuple[int, int | None]]:
     """Yield the rows of micro-batches, for a replica with a share of the rows, and their number.
 
-    None: as many as the rows need.
+    None: the profile's own, or as many as the share needs.
     """
     if chunks is None:
         yield min(profile.rows, share), None

@@ -170,7 +170,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
 
 
 def _elsewhere(profile: Profile) -> Tensor | None:
-    """Return as much memory as an optimizer goes through in a step, or as caches hold."""
+    """Return as much memory as an optimizer goes through in a step; no more than caches hold."""
     if not profile.step.optimizer_time:
         return None
     sizes = [2 * layer.gradient_bytes + (layer.optimizer_bytes or 0) for layer in profile.layers]

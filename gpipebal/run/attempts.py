@@ -18,6 +18,7 @@ from tqdm import tqdm
 from gpipebal.copies import deep_copy
 from gpipebal.pipeline import GPipe
 from gpipebal.plan import Plan
+from gpipebal.profiler.failures import is_out_of_memory
 from gpipebal.run.training import PipelineTrainer, timed
 from gpipebal.run.workload import Workload
 from gpipebal.text import aligned
@@ -74,7 +75,7 @@ def try_plans(
         torch.OutOfMemoryError: every plan ran out of memory.
     """
     times: list[list[float]] = [[] for _ in plans]
-    failures: dict[int, BaseException] = {}
+    failures: dict[int, str] = {}
     model = deep_copy(workload.model, {})
     hidden = None if progress is None else not progress
     with tqdm(total=TURNS * len(plans), desc="trying", leave=False, disable=hidden) as bar:
@@ -85,12 +86,15 @@ def try_plans(
                 if k not in failures:
                     try:
                         times[k] += _some_steps(model, plans[k], workload, devices, threads)
-                    except torch.OutOfMemoryError as error:
+                    except (RuntimeError, MemoryError) as error:
+                        if not is_out_of_memory(error):
+                            raise
                         times[k].clear()
-                        failures[k] = error
+                        # Not the error: its frames hold what the others need room for.
+                        failures[k] = str(error)
                 bar.update()
     if len(failures) == len(plans):
-        raise failures[0]
+        raise torch.OutOfMemoryError(failures[0])
     attempts = [Attempt(plan, tuple(found)) for plan, found in zip(plans, times, strict=True)]
     best = fastest(attempts)
     rows = [["balance", "predicted step", "measured step", ""]]

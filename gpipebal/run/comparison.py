@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from gpipebal.pipeline import GPipe, measure_memory, trace
 from gpipebal.pipeline.devices import visible_cores
+from gpipebal.profiler.failures import is_out_of_memory
 from gpipebal.report import PlainTimes
 from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads, timed
 from gpipebal.run.workload import Workload, default_optimizer
@@ -90,13 +91,13 @@ def train_in_turns(
         while len(step_times) <= steps:
             try:
                 seconds = timed(trainer.step, pipe.devices)
-            except torch.OutOfMemoryError:
-                if plain is None:
+            except (RuntimeError, MemoryError) as error:
+                if plain is None or not is_out_of_memory(error):
                     raise
-                notes.append(f"The plain model does not fit on {place} beside it: no comparison.")
+                beside = f"The plain model does not fit on {place} beside the pipeline"
+                notes.append(f"{beside}: no comparison.")
                 plain, ways = None, []
-                # The pipeline needs the room that its parameters take.
-                plain_model.to("cpu")
+                _make_room(plain_model)
                 continue
             step_times.append(seconds)
             timelines.append(recorder.timeline)
@@ -107,11 +108,12 @@ def train_in_turns(
                     with cpu_threads(threads):
                         times[where].append(timed(plain.step, [place]))
                     bar.update()
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 notes.append(f"The plain model does not fit on {place}: no comparison.")
                 plain, ways = None, []
-                # Its parameters would take room from the pipeline's next steps.
-                plain_model.to("cpu")
+                _make_room(plain_model)
     del plain
     echo("Measuring peak memory in one more step")
     with measure_memory(pipe, trainer.optimizer) as meter:
@@ -125,6 +127,12 @@ def train_in_turns(
         plain=[PlainTimes(where, threads, tuple(times[where][1:])) for where, threads in ways],
         notes=notes,
     )
+
+
+def _make_room(plain_model: nn.Module) -> None:
+    """Take the model from the device: the pipeline's next steps need the room."""
+    plain_model.zero_grad()
+    plain_model.to("cpu")
 
 
 def _plain_ways(place: torch.device) -> list[tuple[str, int | None]]:

@@ -217,7 +217,9 @@ def mean_of_squares(output: Any) -> Tensor:
             "Fix: let the function return a mapping with 'loss_fn'."
         )
     n_values = sum(tensor.numel() for tensor in tensors)
-    return torch.stack([tensor.float().square().sum() for tensor in tensors]).sum() / n_values
+    # Sums of squares are larger than halves can be.
+    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    return torch.stack([tensor.square().sum().float() for tensor in wide]).sum() / n_values
 
 
 def _too_large(name: str, error: Exception, **given: Any) -> UsageError:

@@ -9,7 +9,7 @@ tighten the first limit to just below what was needed, find the smallest second,
 smallest first for that. Most steps cannot lead to a sum as small as the best so far, and for them
 one probe is enough: it asks whether such a sum is possible, or even one that is larger by what
 the last probe lacked; if not, it tells how large the second must be at least. The smaller the best
-sum, the fewer steps are left, so a few places far apart are looked at before all others.
+sum, the fewer steps are left, so behind the first of them a few places far apart are looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpipebal.solvers.chain import Limit
 
 __all__ = ["SmallestSum", "smallest_sum"]
 
-#: Where to look first, in quarters of what is left of the staircase.
+#: Where to look behind the first step, in quarters of what is left of the staircase.
 _FAR_APART = (2, 1, 3)
 
 

@@ -20,7 +20,8 @@ def outline(timeline: Timeline) -> Timeline:
 
     Makespan, bubble, busy times, imbalance and chunks stay the same. An event has the largest
     micro-batch of those it stands for, so which one ran when is lost. Copies, and launches by the
-    host, are left out, but for one with which the timeline begins or ends.
+    host, are left out, but for one with which the timeline begins or ends; of these alone nothing
+    is left.
 
     Args:
         timeline: Simulated or measured.
