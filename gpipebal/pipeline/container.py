@@ -216,7 +216,7 @@ class _View(nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         # Several layers, and a copy, are the caller's own.
         if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))  # type: ignore[arg-type]
+            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
         return super().__getitem__(index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Sequential:
@@ -230,7 +230,7 @@ class _View(nn.Sequential):
             "more or fewer, make a new pipeline."
         )
 
-    __setitem__ = __delitem__ = append = insert = extend = pop = _deny_changes  # type: ignore[assignment]
+    __setitem__ = __delitem__ = append = insert = extend = pop = _deny_changes
     add_module = register_module = register_parameter = register_buffer = _deny_changes
 
     def _deny_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
