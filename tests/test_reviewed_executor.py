@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from operator import itemgetter
@@ -105,16 +104,24 @@ def test_outputs_do_not_share_memory(chunks: int) -> None:
     torch.testing.assert_close(layer.weight.grad[:2], torch.full((2, 3), 2.0))
 
 
-class Slow(nn.Module):
+class Hang(nn.Module):
+    """Hang on zeros, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.gate = threading.Event(), threading.Event()
+
     def forward(self, x: Tensor) -> Tensor:
         if not x.any():
-            time.sleep(1.0)
+            self.inside.set()
+            assert self.gate.wait(30)
         return x * 1
 
 
 def test_a_mini_batch_on_workers_that_were_given_up_ends() -> None:
     """Whoever waits behind one that hangs is told, too."""
-    pipe = GPipe(nn.Sequential(Slow(), nn.Identity()), [2], timeout=0.5)
+    hang = Hang()
+    pipe = GPipe(nn.Sequential(hang, nn.Identity()), [2], timeout=1.0)
     pipe(torch.ones(2, 2))
     raised: dict[str, BaseException] = {}
 
@@ -127,11 +134,12 @@ def test_a_mini_batch_on_workers_that_were_given_up_ends() -> None:
     first = threading.Thread(target=run, args=("first", torch.zeros(2, 2)))
     second = threading.Thread(target=run, args=("second", torch.ones(2, 2)), daemon=True)
     first.start()
-    time.sleep(0.4)
+    assert hang.inside.wait(20)
     second.start()
     first.join(20)
     second.join(20)
-    assert not second.is_alive()
+    hang.gate.set()
+    assert not first.is_alive() and not second.is_alive()
     assert isinstance(raised["first"], PipelineTimeoutError)
     assert "second" not in raised or isinstance(raised["second"], PipelineError)
     torch.testing.assert_close(pipe(torch.ones(2, 2)), torch.ones(2, 2))

@@ -27,6 +27,7 @@ from gpipebal.pipeline.devices import visible_cores
 from gpipebal.plan import Plan
 from gpipebal.planner import solve
 from gpipebal.profile import Profile
+from gpipebal.report import RunReport
 from gpipebal.run import FILES, Workload, attempts, comparison, job, load_workload, run
 from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places
@@ -215,6 +216,14 @@ def test_interrupted_run_keeps_what_is_written(
     assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "plan.json", "plan.png"}
 
 
+def two_steps(folder: Path) -> RunReport:
+    """Run a tiny model for two steps, without a word."""
+    return run(
+        "workloads:tiny", chunks=2, steps=2, output=folder, device="cpu", echo=str,
+        progress=False,
+    )  # fmt: skip
+
+
 @pytest.mark.usefixtures("short_profile")
 def test_plain_model_that_does_not_fit_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,10 +234,7 @@ def test_plain_model_that_does_not_fit_is_left_out(
         raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr(comparison, "PlainTrainer", full)
-    report = run(
-        "workloads:tiny", chunks=2, steps=2, output=tmp_path, device="cpu", echo=str,
-        progress=False,
-    )  # fmt: skip
+    report = two_steps(tmp_path)
     assert report.plain == () and len(report.step_times) == 2
     assert "The plain model does not fit on cpu: no comparison." in report.notes
 
@@ -248,10 +254,7 @@ def test_a_plain_model_beside_which_the_pipeline_does_not_fit_is_left_out(
             raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr(comparison.PipelineTrainer, "step", full)
-    report = run(
-        "workloads:tiny", chunks=2, steps=2, output=tmp_path, device="cpu", echo=str,
-        progress=False,
-    )  # fmt: skip
+    report = two_steps(tmp_path)
     assert report.plain == () and len(report.step_times) == 2
     assert "The plain model does not fit on cpu beside the pipeline: no comparison." in report.notes
     # Warm-up, one that failed, two that count, one to measure memory.
