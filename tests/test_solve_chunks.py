@@ -145,3 +145,13 @@ def test_a_profile_of_several_sizes_keeps_its_identity() -> None:
     """At its own number of micro-batches a profile is itself."""
     profile = sized([1.0] * 2, [1.0] * 2)
     assert at_chunks(profile, None) == at_chunks(profile, 8) == (profile, ())
+
+
+def test_a_mini_batch_that_grows_has_full_micro_batches() -> None:
+    """One note says that it does; none says that some have fewer rows."""
+    for rows, chunks in ((1, 8), (2, 5)):
+        profile = gb.Profile.from_costs([3.0, 1.0, 4.0], rows=rows, chunks=4)
+        notes = " ".join(gb.solve(profile, 3, chunks=chunks).notes)
+        assert f"the mini-batch {rows * chunks}" in notes and "has micro-batches of" not in notes
+    uneven = replace(gb.Profile.from_costs([3.0, 1.0, 4.0], rows=4, chunks=4), mini_batch_rows=13)
+    assert "has micro-batches of 4 and of 3 rows" in " ".join(gb.solve(uneven, 3).notes)

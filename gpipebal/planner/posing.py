@@ -130,7 +130,9 @@ def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: b
 def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: bool) -> list[str]:
     notes = []
     rows = profile.mini_batch_rows
-    if rows % chunks and -(-rows // chunks) == profile.rows:
+    # With other numbers than the profile's own, all of its one size are full: see `at_chunks`.
+    is_parted = profile.chunks == chunks
+    if is_parted and rows % chunks and -(-rows // chunks) == profile.rows:
         notes.append(
             f"The mini-batch of {rows} rows has micro-batches of {profile.rows} and of "
             f"{rows // chunks} rows; times and memory are those of {profile.rows} for all."
