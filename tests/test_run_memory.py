@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +19,9 @@ from gpipebal.memory import partition_memory
 from gpipebal.planner import run_memory
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.moments import moments_of
-from gpipebal.planner.run_memory import memory_of
+from gpipebal.planner.run_memory import KnownMemory, memory_of
 from gpipebal.planner.times import step_timeline
-from gpipebal.profile import LayerProfile, SkipProfile, StepTerms
+from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.schedule import gpipe_schedule
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -175,3 +177,75 @@ def test_what_the_loss_hands_out_is_counted_once() -> None:
     most = memory_of(profile, **given, n_partitions=3, waiting="most")
     # Of two micro-batches there are two such tensors, and no more.
     assert latest[2].total == 2 == int(most.rows(2, 2, "always")[2])
+
+
+def test_what_earlier_runs_hand_through_for_their_recompute_is_bounded() -> None:
+    """A storage without a gradient, which nothing saves: who got it last is charged with it."""
+    through = (0, 1)
+    layers = (
+        LayerProfile("0", "Layer", 1.0, 1.0, 1.0, outputs=through),
+        LayerProfile("1", "Layer", 1.0, 1.0, 1.0, outputs=through),
+        LayerProfile("2", "Layer", 1.0, 1.0, 1.0, backward_peak_bytes=1),
+    )
+    profile = gb.Profile(layers, storages=(1, 1), without_gradient=(0,))
+    for schedule, chunks in (("gpipe", 1), ("gpipe", 3), ("1f1b", 2)):
+        given: Any = {"chunks": chunks, "loss_inside": True, "shared_memory": True}
+        given["schedule"] = schedule
+        latest = partition_memory(profile, (0, 1, 2, 3), checkpoint="always", latest=True, **given)
+        most = memory_of(profile, **given, n_partitions=3, waiting="most")
+        assert latest[2].total <= int(most.rows(2, 2, "always")[0])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("exist", [False, True])
+def test_long_chains_with_skips_across_each_other_are_equal_to_the_byte(
+    shared: bool, exist: bool
+) -> None:
+    """What lasts for many ends, and what is one end's own, at all lengths."""
+    rng = random.Random(8)
+    n, some = 40, [rng.randint(1, 1000) for _ in range(60)]
+    layers = [
+        LayerProfile(
+            str(k),
+            "Layer",
+            1.0,
+            1.0,
+            1.0,
+            gradient_bytes=rng.choice([0, 100]),
+            outputs=(k, *rng.sample(range(k), k=min(k, rng.randint(0, 1)))),
+            saved=tuple({k, rng.randint(max(0, k - 3), k)}),
+            handed_through=(k - 1,) if k and rng.random() < 0.3 else (),
+            backward_peak_bytes=rng.randint(0, 900),
+        )
+        for k in range(n)
+    ]
+    ends = [(2, 35), (5, 30), (5, 12), (11, 28), (20, 39), (22, 24)]
+    skips = tuple(SkipProfile(str(k), *each, (40 + k, 50)) for k, each in enumerate(ends))
+    ties = (TieProfile((3, 17, 31), 10, 100),)
+    for k in ties[0].layers:
+        layers[k] = replace(layers[k], parameter_bytes=10, gradient_bytes=100)
+    profile = gb.Profile(tuple(layers), tuple(some), skips=skips, ties=ties)
+    given: Any = {"chunks": 3, "loss_inside": False, "shared_memory": shared}
+    given["gradients_exist"] = exist
+    memory = memory_of(profile, **given)
+    for mode in MODES:
+        for _ in range(60):
+            start, end = sorted(rng.sample(range(n + 1), 2))
+            bounds = sorted({0, start, end, n})
+            exact = partition_memory(profile, bounds, checkpoint=mode, **given)
+            j = bounds.index(start)
+            assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
+
+
+def test_what_is_known_of_memory_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the questions about one chain those asked for last are kept, and no more than fit."""
+    profile = gb.Profile.from_costs([1.0] * 4, saved_bytes=[1] * 4)
+    known = KnownMemory()
+    asked: Any = {"loss_inside": True, "shared_memory": False}
+    first = known.of(profile, chunks=2, **asked)
+    assert known.of(profile, chunks=3, **asked) is not first
+    assert known.of(profile, chunks=2, **asked) is first
+    monkeypatch.setattr(run_memory, "_MOST_KNOWN", 1)
+    other = known.of(profile, chunks=3, **asked)
+    assert known.of(profile, chunks=3, **asked) is other
+    assert known.of(profile, chunks=2, **asked) is not first

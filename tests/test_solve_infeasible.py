@@ -64,6 +64,17 @@ def test_all_kinds_of_advice_are_given_and_work() -> None:
     assert any(re.fullmatch(r"memory_limit=\d+", advice) for advice in pieces)
 
 
+def test_advice_is_looked_for_no_longer_than_the_time_limit() -> None:
+    """What is left out for lack of time is said; with enough of it all is found."""
+    plain = gb.Profile.from_costs([1.0] * 6, parameter_bytes=[100] * 6)
+    options: dict[str, Any] = {"partitions": 2, "memory_limit": 500}
+    with pytest.raises(InfeasibleError) as raised:
+        solve(plain, time_limit=0, **options)
+    assert advice_of(raised.value) == ["more time to see what else helps (time_limit=0 was given)"]
+    pieces = follow_all(plain, {**options, "time_limit": 60})
+    assert pieces == ["partitions=3", "memory_limit=600"]
+
+
 def test_large_outputs_need_not_exist_together() -> None:
     """Where the outputs of a mini-batch are too much, a loss for each micro-batch is advised."""
     profile = gb.Profile.from_costs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -40,7 +41,8 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
 
     Returns:
         An error whose text names the partition that lacks most, in the split that lacks least,
-        and changes of the arguments of `solve` with which it has been seen to find a plan.
+        and changes of the arguments of `solve` with which it has been seen to find a plan. These
+        are looked for no longer than the question's time limit.
 
     Complexity:
         That of the least shortage, and a search for each thing that might help.
@@ -61,9 +63,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     j, device, limit, peak, start, end = worst_lack(_to_explain(posed), path)
     names = posed.profile.names
     run = names[start] if end - start == 1 else f"{names[start]} .. {names[end - 1]}"
-    helps = [text for text, other in _changes(question, lack) if _has_plan(other)]
-    if not helps:
-        helps = ["a smaller model, or fewer rows in a mini-batch"]
+    helps = _helps(question, lack)
     waits = _about_waiting(posed, lack)
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
@@ -73,6 +73,26 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
         partition=j,
         shortage=lack,
     )
+
+
+def _helps(question: Question, lack: int) -> list[str]:
+    """List changes that help, as far as the question's time limit lets them be found."""
+    limit = question.time_limit
+    question = replace(question, until=None if limit is None else time.monotonic() + limit)
+    found = list[tuple[int, str]]()
+    ways = (_other_modes, _loss_by_micro_batch, _more_chunks, _more_partitions)
+    # More memory first: what has to be known for that is known.
+    order = [(4, _more_memory(question, lack)), *((k, way(question)) for k, way in enumerate(ways))]
+    is_late = False
+    try:
+        for place, changes in [*order, (5, _looser(question))]:
+            found += [(place, text) for text, other in changes if _has_plan(other)]
+    except _OutOfTimeError:
+        is_late = True
+    helps = [text for _, text in sorted(found, key=lambda one: one[0])]
+    if is_late:
+        helps.append(f"more time to see what else helps (time_limit={limit:g} was given)")
+    return helps or ["a smaller model, or fewer rows in a mini-batch"]
 
 
 def _about_waiting(posed: Posed, lack: int) -> str:
@@ -134,9 +154,15 @@ def _without_rules(posed: Posed) -> str:
     return "fewer partitions, or a smaller model"
 
 
+class _OutOfTimeError(Exception):
+    """No more advice is looked for."""
+
+
 def _has_plan(question: Question) -> bool:
     """Whether a changed question has a plan, whatever waits for busy neighbours."""
     for chunks in question.chunks or (None,):
+        if question.until is not None and time.monotonic() > question.until:
+            raise _OutOfTimeError
         try:
             posed = pose(question, chunks)
             problem = posed.cautious if posed.problem.is_limited else posed.problem
@@ -151,16 +177,17 @@ def _has_plan(question: Question) -> bool:
     return False
 
 
-def _changes(question: Question, lack: int) -> Iterator[tuple[str, Question]]:
-    """Think of changes that might help, by what the caller has to write."""
+# Changes that might help, each by what the caller has to write.
+
+
+def _other_modes(question: Question) -> Iterator[tuple[str, Question]]:
     for mode in ("auto", "except_last", "always", "never"):
-        if mode != question.checkpoint:
-            yield f"checkpoint={mode!r}", replace(question, checkpoint=mode)
-    yield from _loss_by_micro_batch(question)
-    yield from _more_chunks(question)
-    yield from _more_partitions(question)
-    yield from _more_memory(question, lack)
-    yield from _looser(question)
+        if mode == question.checkpoint:
+            continue
+        changed = replace(question, checkpoint=mode)
+        if mode == "auto" and question.method == "auto" and not _has_plan(changed):
+            return  # then no single mode helps
+        yield f"checkpoint={mode!r}", changed
 
 
 def _loss_by_micro_batch(question: Question) -> Iterator[tuple[str, Question]]:

@@ -24,6 +24,8 @@ class RowMoment(NamedTuple):
         n_inputs: Other micro-batches that hold their input.
         n_given: Micro-batches that wait for the partition behind.
         n_returned: Micro-batches whose gradients wait for the partition before.
+        n_passed: Micro-batches that a partition before may still have to recompute, for which it
+            keeps what it hands through without a gradient.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class RowMoment(NamedTuple):
     n_inputs: int
     n_given: int
     n_returned: int
+    n_passed: int
 
 
 def moments_of(
@@ -81,7 +84,8 @@ def moments_of(
     def meet(kind: str, is_again: bool, n_graphs: int, n_inputs: int) -> None:
         key = (kind, is_again, gradients_exist or backwards > 0, forwards == chunks)
         moments = found.setdefault(key, [])
-        new = RowMoment(*key, n_graphs, n_inputs, *waits(kind))
+        n_passed = n_graphs + (kind == "B") if waiting and kind != "O" else 0
+        new = RowMoment(*key, n_graphs, n_inputs, *waits(kind), n_passed)
         counts = new[4:]
         if any(all(a <= b for a, b in zip(counts, old[4:], strict=True)) for old in moments):
             return

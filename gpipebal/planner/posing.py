@@ -9,7 +9,6 @@ from functools import cached_property
 from gpipebal.errors import BalanceError
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.question import Place, Question
-from gpipebal.planner.run_memory import memory_of
 from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
 from gpipebal.problem.chunking import at_chunks
@@ -115,14 +114,14 @@ def _counted(
 
 
 def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: bool) -> Memory:
-    return memory_of(
+    return question.known_memory.of(
         profile,
         chunks=chunks,
         loss_inside=question.loss_inside,
         shared_memory=question.shared_memory,
         waiting="most" if cautious else "none",
         schedule=question.schedule,
-        n_partitions=question.n_partitions,
+        n_partitions=1 if question.schedule == "gpipe" else question.n_partitions,
         gradients_exist=question.gradients_exist,
     )
 

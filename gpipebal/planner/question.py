@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
@@ -13,6 +13,7 @@ from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.places import Place, check_interleaved, devices_asked
 from gpipebal.planner.quantiles import at_quantile
+from gpipebal.planner.run_memory import KnownMemory
 from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
@@ -98,6 +99,9 @@ class Question:
         shared_memory: Whether all partitions live in one memory.
         gradients_exist: Whether the parameters have gradients before the step.
         notes: What a reader should know.
+        known_memory: What is known of the memory of the profile's layers, for this question and
+            those that are made of it by changes.
+        until: Moment of the clock after which no more advice is looked for; None: none.
     """
 
     profile: Profile
@@ -119,6 +123,8 @@ class Question:
     shared_memory: bool = False
     gradients_exist: bool = False
     notes: tuple[str, ...] = ()
+    known_memory: KnownMemory = field(default_factory=KnownMemory, compare=False, repr=False)
+    until: float | None = None
 
     @property
     def is_searched(self) -> bool:

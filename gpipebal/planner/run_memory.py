@@ -13,6 +13,7 @@ in fact: at most (chunks - 1) times the bytes at the run's ends, with the skip c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-__all__ = ["RunMemory", "memory_of"]
+__all__ = ["KnownMemory", "RunMemory", "memory_of"]
 
 #: Most entries of one table: longer chains are done in several pieces.
-_MOST_ENTRIES = 2**21
+_MOST_ENTRIES = 2**20
+
+#: Most entries of the tables that are kept for further questions.
+_MOST_KNOWN = 2**26
 
 
 def memory_of(
@@ -86,6 +90,38 @@ def memory_of(
     return Memory(runs.rows, alike="all" if ahead is None else ahead)
 
 
+class KnownMemory:
+    """Memory of all runs of one chain's layers, worked out once for all questions about it.
+
+    Those asked for last are kept, as many as take some hundred MiB, and one in any case.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Memory] = {}
+
+    def of(self, profile: Profile, **asked: Any) -> Memory:
+        """Do what `memory_of` does, or return what it has returned.
+
+        Args:
+            profile: The chain, at any of its numbers of rows.
+            asked: As for `memory_of`.
+
+        Example:
+            >>> profile, known = Profile.from_costs([1.0, 1.0]), KnownMemory()
+            >>> asked = {"chunks": 4, "loss_inside": True, "shared_memory": False}
+            >>> known.of(profile, **asked) is known.of(profile, **asked)
+            True
+        """
+        key = (profile.rows, *sorted(asked.items()))
+        found = self._known.pop(key, None)
+        self._known[key] = memory_of(profile, **asked) if found is None else found
+        # Of each there are tables for up to three modes, of one entry for each run.
+        most = max(1, _MOST_KNOWN // (3 * profile.n_layers**2 // 2 + 1))
+        for oldest in list(self._known)[:-most]:
+            del self._known[oldest]
+        return self._known[key]
+
+
 class RunMemory:
     """Peaks of all runs; see `memory_of`.
 
@@ -109,7 +145,7 @@ class RunMemory:
         loss = loss_of_micro_batch(profile) if loss_inside else None
         self._chain = LayerChain(profile, loss, shared_memory)
         self._kind = self._number_type()
-        self._tables: list[RunPeaks] | None = None
+        self._tables: RunPeaks | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
 
     def rows(self, first: int, partition: int, mode: CheckpointMode) -> Any:
@@ -151,29 +187,26 @@ class RunMemory:
         return np.int64 if one * (3 * self._chunks + 8) < 2**60 else object
 
     def _all_rows(self, mode: CheckpointMode, ahead: int) -> list[Table]:
-        pieces = self._tables
-        if pieces is None:
-            pieces = self._pieces()
         moments = self._moments(mode, ahead)
-        n_layers = self._profile.n_layers
-        rows: list[list[Table]] = [[] for _ in range(n_layers)]
-        for piece in pieces:
+        rows: list[list[Table]] = [[] for _ in range(self._profile.n_layers)]
+        for piece in self._pieces():
             peaks = piece.peaks(moments)
             for v, variant in enumerate(piece.variants):
                 first_end, last_end = variant.ends
-                rows[variant.first].append(peaks[v, first_end - 1 : last_end])
+                # A copy: what is left of the tables is not kept.
+                rows[variant.first].append(peaks[v, first_end - 1 : last_end].copy())
         return [row[0] if len(row) == 1 else np.concatenate(row) for row in rows]
 
-    def _pieces(self) -> list[RunPeaks]:
+    def _pieces(self) -> Iterator[RunPeaks]:
+        """Yield tables of all variants, one after the other; those of short chains are kept."""
+        if self._tables is not None:
+            yield self._tables
+            return
         variants = self._chain.variants
         n_rows = max(1, _MOST_ENTRIES // (len(self._chain.layers) + 1))
-        pieces = [
-            RunPeaks(
-                StorageTables(self._chain, variants[low : low + n_rows], self._kind),
-                self._chunks,
-            )
-            for low in range(0, len(variants), n_rows)
-        ]
-        if len(pieces) == 1:
-            self._tables = pieces
-        return pieces
+        for low in range(0, len(variants), n_rows):
+            tables = StorageTables(self._chain, variants[low : low + n_rows], self._kind)
+            piece = RunPeaks(tables, self._chunks)
+            if len(variants) <= n_rows:
+                self._tables = piece
+            yield piece

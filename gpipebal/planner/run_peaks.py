@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from gpipebal.memory.layer_peaks import (
     chained_peak,
     copied,
     forward_peak,
-    freed,
     made_at_a_cut,
 )
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.moments import RowMoment
+from gpipebal.planner.run_ends import RunEnds
 from gpipebal.planner.storage_tables import StorageTables
 from gpipebal.planner.tie_tables import TieTables
 
@@ -64,7 +64,9 @@ class RunPeaks:
         self._started = tables.stashed_gradients[:, self._ends].copy()
         self._started[:, :-1] += self._column(self._flowing[: self._n - 1])
         self._returned = self._returned_bytes()
+        self._passed = self._passed_bytes()
         self._idle = self._idle_runs()
+        self._run_ends = RunEnds(tables, self._ties, self._idle[:, -1], chunks)
         kept = self._column([0, *(la.kept_buffer_bytes for la in self._profile.layers)]).cumsum()
         ends = np.arange(1, self._n + 1)
         #: Copies of buffers that a cell is recomputed with.
@@ -116,12 +118,25 @@ class RunPeaks:
             found.append(left)
         return self._column(found)[:, None]
 
+    def _passed_bytes(self) -> Table:
+        """Bound what the partitions before keep of each input, where the run itself does not."""
+        chain = self._chain
+        found = []
+        for one in self.variants:
+            not_kept = [
+                storage
+                for storage in one.received
+                if self._shared and one.first and not chain.is_kept(storage, one.first)
+            ]
+            found.append(sum(map(chain.bytes.__getitem__, not_kept)))
+        return self._column(found)[:, None]
+
     def _idle_runs(self) -> Table:
         """Return the runs that no gradient comes to."""
         chain, idle = self._chain, np.zeros((len(self.variants), self._n), dtype=bool)
         for end in range(1, self._n + (chain.loss is None)):
             # The last first layers from which on anything, and a gradient's tensor, is handed on.
-            handed = self._tables.handed_at(end)
+            handed = chain.handed_at[end]
             something = max(handed.values(), default=-1)
             trained = handed.keys() - chain.without_gradient
             gradient = max((handed[storage] for storage in trained), default=-1)
@@ -149,8 +164,10 @@ class RunPeaks:
         outputs = self._outputs(moments)
         highest: Table | None = None
         for moment in moments:
-            _, again, exist, _, n_graphs, n_inputs, n_given, n_returned = moment
+            _, again, exist, _, n_graphs, n_inputs, n_given, n_returned, n_passed = moment
             total = n_graphs * graphs + n_inputs * inputs
+            if n_passed:
+                total += n_passed * self._passed
             if moment.kind != "L":
                 total = total + self._own(moment.kind, again, exist)
                 if n_given:
@@ -297,99 +314,9 @@ class RunPeaks:
         highest = np.maximum.accumulate(inner, axis=1)
         before = np.concatenate([np.full_like(inner[:, :1], _NONE), highest], axis=1)[:, ends - 1]
         own = own - (tables.passing_kept[:, ends] if again else self._handed)
-        self._correct(before, inner, highest, again, exist)
+        self._run_ends.correct(before, inner, highest, again=again, exist=exist)
         highest = np.maximum(before, own) + self._started
         return highest + (self._all_gradients if exist else made[ends])
-
-    def _correct(
-        self, before: Table, inner: Table, highest: Table, again: bool, exist: bool
-    ) -> None:
-        """Take off what depends on where a run ends, one end after the other."""
-        for end in range(2, self._n + 1):
-            last = int(self._ends[end - 1]) - 1
-            less = [*self._ties.less(end, last, exist)]
-            if end < self._n or self._chain.loss is None:
-                less += self._less_gradients(end, exist)
-            if end < self._n and self._shared:
-                less += self._less_handed(end, again)
-            if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
-                less += self._less_kept(last)
-            if not less:
-                continue
-            start = min(first for first, _ in less)  # the first layer with something to take off
-            if start >= last:
-                continue
-            table = inner[:, start:last].copy()
-            for _, amounts in less:
-                table -= amounts[:, start:]
-            found = table.max(axis=1)
-            before[:, end - 1] = np.maximum(found, highest[:, start - 1]) if start else found
-
-    def _less_gradients(self, end: int, exist: bool) -> Iterator[tuple[int, Table]]:
-        """Yield gradients that are among those that the backward of the runs starts from."""
-        layers = np.arange(end - 1)
-        profile, sources = self._profile, set()
-        for k in self._chain.crossing[end]:
-            # Those of skips that go past the end do not wait.
-            source = profile.skips[k].source
-            if source < end - 1:
-                n_bytes = self._chain.skip_gradient_bytes[k]
-                yield source, (layers >= source)[None, :] * n_bytes
-                sources.add(source)
-        for source in sources:
-            # The backward started from those, and does not free them.
-            n_bytes = -freed(profile.layers[source], exist)
-            yield source, (layers == source)[None, :] * self._column([n_bytes])
-        through = set(profile.layers[end - 1].outputs)
-        further = profile.further_gradients(end - 1)
-        for k in range(end - 2, -1, -1):
-            # That of what is handed through to the end does not come anew.
-            through &= set(profile.layers[k + 1].handed_through)
-            if not through:
-                return
-            n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
-            # Further gradients too, as far as every layer behind has as many.
-            further = min(further, profile.further_gradients(k))
-            n_bytes += further
-            # What the backward started from is not freed.
-            layer = profile.layers[k]
-            n_bytes -= 0 if k in sources else freed(layer, exist)
-            less: Table = np.full((len(self.variants), 1), n_bytes, dtype=self._tables.kind)
-            less = (layers == k)[None, :] * less
-            if not through.isdisjoint(layer.handed_through):
-                # Copied when the backward of the run begins.
-                less[self._firsts == k, k:] -= copied(layer, exist)
-            yield k, less
-
-    def _less_handed(self, end: int, again: bool) -> Iterator[tuple[int, Table]]:
-        """Yield what the runs hand on, though an earlier layer than their last holds it.
-
-        Where they are run `again`, only what they have received.
-        """
-        tables = self._tables
-        for storage, last in tables.handed_at(end).items():
-            comes_in = tables.comes_in(storage)
-            mine = self._firsts <= last
-            if storage in self._profile.inputs:
-                mine &= self._firsts > 0
-            if again:
-                mine &= tables.is_received(storage)
-            comes_in = np.where(mine, comes_in, tables.n_columns + 1)
-            first = int(comes_in.min()) - 1
-            if first < end - 1:
-                held = comes_in[:, None] <= np.arange(1, end)[None, :]
-                yield max(first, 0), held * tables.bytes[storage]
-
-    def _less_kept(self, last: int) -> Iterator[tuple[int, Table]]:
-        """Yield what the caller keeps of the last run's graph, as less than nothing."""
-        tables = self._tables
-        for storage in set(self._profile.layers[-1].outputs):
-            comes_in = tables.comes_in(storage)
-            in_graph = (comes_in < tables.n_columns) & ~self._idle[:, -1]
-            if storage in self._profile.inputs:
-                in_graph &= (self._firsts > 0) & (not self._shared)
-            missing = comes_in[:, None] > np.arange(1, last + 1)[None, :]
-            yield 0, -(missing & in_graph[:, None]).astype(tables.kind) * tables.bytes[storage]
 
     def _copies_of_last(self, copies: Table) -> Table:
         """Return the copies of the last layer of each run."""

@@ -106,7 +106,9 @@ def solve(
         time_limit: Seconds after which a search without an end of its own returns the best that it
             has found, with the gap; for each number of micro-batches. One way to cut is always
             tried, and at the end a plan is made of the best, which with very many micro-batches
-            takes a few seconds.
+            takes a few seconds; what runs of layers need is worked out before, where there are
+            limits, which takes some seconds for thousands of layers. Where nothing fits, what
+            would help is looked for as long again.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller that of the mini-batch; None: the caller with schedule
             ``'gpipe'``, else the last partition. Its memory counts; its time is no part of the
@@ -130,8 +132,8 @@ def solve(
 
     Complexity:
         O(n + k log n) steps per probe for n layers and k partitions, with some tens of probes;
-        plus the tie-break. With limits O(n^2) for their memory, and some tens of probes of
-        O(n k) machine words.
+        plus the tie-break. With limits O(n^2) for their memory (see `memory_of`), and some tens of
+        probes of O(n k) machine words.
 
     Source:
         See `gpipebal.solvers`.

@@ -153,6 +153,24 @@ class LayerChain:
         return found
 
     @cached_property
+    def handed_at(self) -> Sequence[Mapping[int, int]]:
+        """For each end, what runs hand on there: storages, and the last first layer that does.
+
+        Those to the last end hand on the chain's output.
+        """
+        profile, all_ends = self.profile, list[Mapping[int, int]]()
+        for end in range(profile.n_layers + 1):
+            found: dict[int, int] = {}
+            for k in self.crossing[end]:
+                source = profile.skips[k].source
+                for storage in profile.skips[k].storages:
+                    found[storage] = max(source, found.get(storage, source))
+            if end:
+                found.update(dict.fromkeys(profile.layers[end - 1].outputs, end - 1))
+            all_ends.append(found)
+        return all_ends
+
+    @cached_property
     def variants(self) -> Sequence[Variant]:
         """All variants, by first layer and then by what they pop."""
         profile, found = self.profile, []
@@ -280,7 +298,7 @@ class StorageTables:
         stashed: list[_Entry] = []
         gradients: list[_Entry] = []
         for end in range(1, profile.n_layers):
-            for storage, last in self.handed_at(end).items():
+            for storage, last in self.chain.handed_at[end].items():
                 saved = min(last, self._last_saved(storage, end))
                 if saved >= 0:
                     low, high = self._rows(0, saved)
@@ -295,7 +313,7 @@ class StorageTables:
                     found += [(low, end, n_bytes), (high, end, -n_bytes)]
         table = self._added(entries)[:, :-1]
         for end in range(1, profile.n_layers):
-            for storage, last in self.handed_at(end).items():
+            for storage, last in self.chain.handed_at[end].items():
                 saved = self._last_saved(storage, end)
                 for v in self._received_by.get(storage, ()):
                     first = self.firsts[v]
@@ -309,24 +327,13 @@ class StorageTables:
         found: Table = np.zeros((2, len(self.variants), self.n_columns), dtype=self.kind)
         if self.chain.shared_memory:
             for end in range(1, self.chain.profile.n_layers):
-                for storage, last in self.handed_at(end).items():
+                for storage, last in self.chain.handed_at[end].items():
                     for v in self._received_by.get(storage, ()):
                         if self.firsts[v] <= last:
                             found[0, v, end] += self.bytes[storage]
                             if self.comes_in(storage)[v] <= end:
                                 found[1, v, end] += self.bytes[storage]
         return found[0], found[1]
-
-    def handed_at(self, end: int) -> dict[int, int]:
-        """Return what runs to an end hand on: storages, and the last first layer that does."""
-        profile = self.chain.profile
-        found: dict[int, int] = {}
-        for k in self.chain.crossing[end]:
-            source = profile.skips[k].source
-            for storage in profile.skips[k].storages:
-                found[storage] = max(source, found.get(storage, source))
-        found.update(dict.fromkeys(profile.layers[end - 1].outputs, end - 1))
-        return found
 
     def _live(self) -> tuple[Table, Table]:
         with_graph, without = [], []

@@ -58,6 +58,10 @@ class TieTables:
             table[rows, columns] += tie.gradient_bytes
         return table
 
+    def uses_before(self, end: int) -> tuple[int, ...]:
+        """Count the layers before an end that use each of them; `less` depends on no more."""
+        return tuple(int(np.searchsorted(tie.layers, end)) for tie in self._ties)
+
     def less(self, end: int, n_columns: int, gradients_exist: bool) -> Iterator[tuple[int, Table]]:
         """Yield what to take off the backward of layers of the runs to an end.
 
@@ -67,11 +71,11 @@ class TieTables:
             gradients_exist: Whether the parameters have gradients when the backward begins.
 
         Yields:
-            The first layer from which on something is taken off, and a table, or a row of it.
+            The first layer from which on something is taken off, and a table, or a row of it,
+            that begins there.
         """
         layers = np.arange(n_columns)
-        for tie in self._ties:
-            n_uses = int(np.searchsorted(tie.layers, end))
+        for tie, n_uses in zip(self._ties, self.uses_before(end), strict=True):
             if n_uses < 2:
                 continue
             if not gradients_exist:
@@ -88,7 +92,8 @@ class TieTables:
             more[rows] += waits.astype(self._kind)
             at = columns < n_columns
             more[rows[at], columns[at]] += 1
-            yield tie.layers[0], -more * tie.gradient_bytes
+            first = tie.layers[0]
+            yield first, -more[:, first:] * tie.gradient_bytes
 
     def _before(self, tie: TieProfile) -> Table:
         """Return how many layers with the parameters come before each variant's first."""

@@ -130,10 +130,10 @@ def _least(
                 key = (labels[j], mode, amount)
                 if key not in seen:
                     seen[key] = np.unique(np.concatenate(levels.rows(j, mode))) - amount
-    candidates = sorted(set(np.unique(np.concatenate(list(seen.values()))).tolist()))
+    candidates = np.unique(np.concatenate(list(seen.values())))
 
     def fits(k: int) -> bool:
-        search = Search(Levels(problem, limits(candidates[k]), levels))
+        search = Search(Levels(problem, limits(int(candidates[k])), levels))
         return search.probe({}) is not None
 
     if not fits(len(candidates) - 1):

@@ -1,0 +1,255 @@
+"""What backwards of runs of layers need less because of where the run ends.
+
+The table of what each layer's backward needs is one for all ends, as if every run went on. Where
+a run ends, some of it is not there: gradients of skip connections that go past the end are among
+those that the backward starts from, and so on. What is taken off has two kinds. Some stays the
+same for many ends in a row: that of the same skip connections past all of them, of the same uses
+of tied parameters. It is taken off once for all of these ends. The rest belongs to one end, and
+begins a few layers before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpipebal.memory.layer_peaks import copied, freed
+from gpipebal.planner.storage_tables import StorageTables
+from gpipebal.planner.tie_tables import TieTables
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Table = NDArray[Any]
+
+    #: The first layer from which on something is taken off, and a table that begins there; one
+    #: row may stand for all.
+    Less = tuple[int, Table]
+
+__all__ = ["RunEnds"]
+
+
+class RunEnds:
+    """Takes off what depends on where runs end.
+
+    Args:
+        tables: Tables of the runs.
+        ties: Tables of tied parameters of the same runs.
+        idle_to_end: Which of the runs to the end of the chain no gradient comes to.
+        chunks: Micro-batches of a mini-batch.
+    """
+
+    def __init__(
+        self, tables: StorageTables, ties: TieTables, idle_to_end: Table, chunks: int
+    ) -> None:
+        self._tables, self._ties, self._idle_to_end = tables, ties, idle_to_end
+        self._chain, self._profile = tables.chain, tables.chain.profile
+        self._chunks, self._n = chunks, tables.chain.profile.n_layers
+        self._firsts = np.array(tables.firsts)
+
+    def correct(
+        self, before: Table, inner: Table, highest: Table, *, again: bool, exist: bool
+    ) -> None:
+        """Put right the highest of the layers before the last of every run.
+
+        Args:
+            before: For each run to each end, column 0 being end 1, the highest of its layers but
+                the last; changed where something is taken off.
+            inner: What each layer needs in a run that goes on behind it.
+            highest: The running maximum of that along each row.
+            again: Whether the runs are run again before their backward.
+            exist: Whether gradients exist when it begins.
+
+        Complexity:
+            O(n) for each variant of a run, once for the chain of n layers, and as much as it is
+            long for each skip connection and each use of a tied parameter.
+        """
+        for _, group in groupby(range(2, self._n + 1), key=self._lasting_key):
+            ends = list(group)
+            needs = _Needs(inner, highest)
+            lasting = list(self._lasting(ends[-1], again, exist))
+            needs.take_off(lasting, self._last(ends[-1]))
+            for end in ends:
+                last = self._last(end)
+                own = [less for less in self._own(end, again, exist) if less[0] < last]
+                if own:
+                    before[:, end - 1] = needs.highest_less(own, last)
+                elif last > needs.start:
+                    before[:, end - 1] = needs.highest_before(last)
+
+    def _last(self, end: int) -> int:
+        """Return the last layer of the runs to an end: behind the chain's last, the loss."""
+        return end - 1 if end < self._n else len(self._chain.layers) - 1
+
+    def _goes_on(self, end: int) -> bool:
+        """Tell whether a backward of the runs to an end starts from gradients it is given."""
+        return end < self._n or self._chain.loss is None
+
+    def _lasting_key(self, end: int) -> Hashable:
+        """Return what decides on everything that is not one end's own."""
+        if end == self._n:  # here the caller or the loss is behind it
+            return None
+        past = tuple(k for k in self._chain.crossing[end] if self._source(k) < end - 1)
+        return past, self._ties.uses_before(end), tuple(self._handed_from_before(end))
+
+    def _lasting(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
+        last = self._last(end)
+        yield from self._ties.less(end, last, exist)
+        if self._goes_on(end):
+            yield from self._skip_gradients(end, last, exist)
+        if end < self._n and self._chain.shared_memory:
+            for storage, handing in self._handed_from_before(end):
+                yield from self._less_handed(end, storage, handing, again)
+
+    def _own(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
+        last = self._last(end)
+        if self._goes_on(end):
+            yield from self._through(end, last, exist)
+        if end < self._n and self._chain.shared_memory:
+            for storage, handing in self._chain.handed_at[end].items():
+                if handing == end - 1:
+                    yield from self._less_handed(end, storage, handing, again)
+        if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
+            yield from self._kept_by_caller(last)
+
+    def _source(self, skip: int) -> int:
+        return self._profile.skips[skip].source
+
+    def _skip_sources(self, end: int) -> set[int]:
+        """Return the layers before the last whose skip connections go past an end."""
+        return {k for k in map(self._source, self._chain.crossing[end]) if k < end - 1}
+
+    def _skip_gradients(self, end: int, last: int, exist: bool) -> Iterator[Less]:
+        """Yield gradients of skip connections that go past the end.
+
+        They are among those that the backward starts from, and do not wait.
+        """
+        for k in self._chain.crossing[end]:
+            source = self._source(k)
+            if source < end - 1:
+                n_bytes = self._chain.skip_gradient_bytes[k]
+                yield source, self._row([n_bytes] * (last - source))
+        for source in self._skip_sources(end):
+            # The backward started from those, and does not free them.
+            n_bytes = -freed(self._profile.layers[source], exist)
+            yield source, self._row([n_bytes] + [0] * (last - source - 1))
+
+    def _through(self, end: int, last: int, exist: bool) -> Iterator[Less]:
+        """Yield gradients of what is handed through to the end: they do not come anew."""
+        profile, sources = self._profile, self._skip_sources(end)
+        through = set(profile.layers[end - 1].outputs)
+        further = profile.further_gradients(end - 1)
+        for k in range(end - 2, -1, -1):
+            through &= set(profile.layers[k + 1].handed_through)
+            if not through:
+                return
+            n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
+            # Further gradients too, as far as every layer behind has as many.
+            further = min(further, profile.further_gradients(k))
+            n_bytes += further
+            # What the backward started from is not freed.
+            layer = profile.layers[k]
+            n_bytes -= 0 if k in sources else freed(layer, exist)
+            if through.isdisjoint(layer.handed_through):
+                yield k, self._row([n_bytes] + [0] * (last - k - 1))
+                continue
+            less: Table = np.zeros((len(self._firsts), last - k), dtype=self._tables.kind)
+            less[:, 0] = n_bytes
+            # Copied when the backward of the run begins.
+            less[self._firsts == k] -= copied(layer, exist)
+            yield k, less
+
+    def _handed_from_before(self, end: int) -> Sequence[tuple[int, int]]:
+        """Return what runs to an end hand on from layers before their last, and which do."""
+        if not self._chain.shared_memory:
+            return []
+        handed = self._chain.handed_at[end]
+        return [(storage, last) for storage, last in handed.items() if last < end - 1]
+
+    def _less_handed(self, end: int, storage: int, handing: int, again: bool) -> Iterator[Less]:
+        """Yield what the runs hand on, though an earlier layer than their last holds it.
+
+        Where they are run `again`, only what they have received.
+        """
+        tables = self._tables
+        comes_in = tables.comes_in(storage)
+        mine = self._firsts <= handing
+        if storage in self._profile.inputs:
+            mine &= self._firsts > 0
+        if again:
+            mine &= tables.is_received(storage)
+        comes_in = np.where(mine, comes_in, tables.n_columns + 1)
+        first = max(int(comes_in.min(initial=tables.n_columns + 1)) - 1, 0)
+        if first < end - 1:
+            held = comes_in[:, None] <= np.arange(first + 1, end)[None, :]
+            yield first, held * tables.bytes[storage]
+
+    def _kept_by_caller(self, last: int) -> Iterator[Less]:
+        """Yield what the caller keeps of the last run's graph, as less than nothing."""
+        tables = self._tables
+        for storage in set(self._profile.layers[-1].outputs):
+            comes_in = tables.comes_in(storage)
+            in_graph = (comes_in < tables.n_columns) & ~self._idle_to_end
+            if storage in self._profile.inputs:
+                in_graph &= (self._firsts > 0) & (not self._chain.shared_memory)
+            missing = comes_in[:, None] > np.arange(1, last + 1)[None, :]
+            yield 0, -(missing & in_graph[:, None]).astype(tables.kind) * tables.bytes[storage]
+
+    def _row(self, numbers: Sequence[int]) -> Table:
+        return np.array([numbers], dtype=self._tables.kind)
+
+
+class _Needs:
+    """What each layer needs, less what is taken off for several ends.
+
+    Attributes:
+        start: Columns before this one are those of the table for all ends.
+    """
+
+    def __init__(self, inner: Table, highest: Table) -> None:
+        self._inner, self._highest = inner, highest
+        self.start = inner.shape[1]
+        self._changed = self._running = inner[:, :0]
+
+    def take_off(self, amounts: Sequence[Less], stop: int) -> None:
+        """Take amounts off the columns before `stop`; called once."""
+        amounts = [less for less in amounts if less[0] < stop]
+        if not amounts:
+            return
+        self.start = start = min(first for first, _ in amounts)
+        self._changed = _less(self._inner[:, start:stop], start, amounts)
+        self._running = np.maximum.accumulate(self._changed, axis=1)
+        if start:
+            np.maximum(self._running, self._highest[:, start - 1 : start], out=self._running)
+
+    def highest_before(self, column: int) -> Table:
+        """Return the highest of each row in the columns before one that is not the first."""
+        if column <= self.start:
+            return self._highest[:, column - 1]
+        return self._running[:, column - 1 - self.start]
+
+    def highest_less(self, amounts: Sequence[Less], stop: int) -> Table:
+        """Return the highest of each row in the columns before `stop`, less further amounts."""
+        low, start = min(first for first, _ in amounts), self.start
+        parts = [
+            self._inner[:, low : min(start, stop)],
+            self._changed[:, max(low - start, 0) : max(stop - start, 0)],
+        ]
+        found: Table = _less(np.concatenate(parts, axis=1), low, amounts).max(axis=1)
+        return np.maximum(found, self.highest_before(low)) if low else found
+
+
+def _less(table: Table, low: int, amounts: Sequence[Less]) -> Table:
+    """Return columns of a table, of which the first is number `low`, less amounts.
+
+    Example:
+        >>> _less(np.array([[5, 5]]), 1, [(2, np.array([[4]]))])
+        array([[5, 1]])
+    """
+    found = table.copy()
+    for first, each in amounts:
+        found[:, first - low :] -= each
+    return found
