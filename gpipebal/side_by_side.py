@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import UsageError
 from gpipebal.plan import Plan
+from gpipebal.planner import training_step
+from gpipebal.profile import Profile
 from gpipebal.simulator import simulate
 from gpipebal.text import aligned
 from gpipebal.timeline import COMPUTE_KINDS, KIND_NAMES, Timeline
@@ -46,12 +48,19 @@ class Compared:
     peak_bytes: int | None = None
 
 
-#: Where the figures of a plan are others than in the plan's own text.
-_ABOUT_PLANS = (
-    "A plan stands for the timeline that it predicts, with the loss between the phases if the "
-    "others have it.",
+#: Where the figures of a plan are others than in the plan's own text: by its own times, or by those
+#: of a profile.
+_BY_PLANS = (
+    "A plan stands for the timeline of its layers' own times, which its makespan is made of, with "
+    "the loss between the phases if the others have it. The profile that it was made from knows "
+    "more of a training step: name it too."
+)
+_BY_PROFILE = (
+    "A plan stands for the training step that the profile predicts, without its optimizer."
+)
+_IMBALANCE = (
     "Imbalance is of a device's work in the whole mini-batch; that of a plan by itself, of one "
-    "micro-batch.",
+    "micro-batch."
 )
 
 
@@ -76,12 +85,14 @@ class SideBySide:
         timelines: The timelines, by name: those given, and those that the plans predict.
         why_no_cells: Why a prediction and a measurement have no cells in common; empty: they have,
             or there are none of both.
+        by_profile: Whether what plans predict is what a profile knows of a training step.
     """
 
     rows: tuple[Compared, ...]
     cells: tuple[CellTime, ...]
     timelines: Mapping[str, Timeline]
     why_no_cells: str = ""
+    by_profile: bool = False
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per plan or timeline."""
@@ -117,7 +128,7 @@ class SideBySide:
             )
         text = aligned(lines, left=(0, 1, 9))
         if any(row.kind == "plan" for row in self.rows):
-            text += ["", *_ABOUT_PLANS]
+            text += ["", _BY_PROFILE if self.by_profile else _BY_PLANS, _IMBALANCE]
         if self.cells:
             rows = [["partition", "cell", "predicted", "measured", "measured is"]]
             rows += [
@@ -136,16 +147,22 @@ class SideBySide:
         return "\n".join(text)
 
 
-def set_side_by_side(nouns: Mapping[str, Plan | Timeline]) -> SideBySide:
+def set_side_by_side(
+    nouns: Mapping[str, Plan | Timeline], profile: Profile | None = None
+) -> SideBySide:
     """Set plans and timelines of one model side by side.
 
-    A plan stands for the timeline that it predicts: with the pause for the loss between the
-    phases if a timeline is to be compared with that has it too, a measured one or a simulated one.
+    A plan stands for the timeline that it predicts. With a profile that is the training step; see
+    `gpipebal.planner.training_step`. Without one it is that of the layers' own times: with the
+    pause for the loss between the phases if a timeline is to be compared with that has it too, a
+    measured one or a simulated one.
 
     Args:
         nouns: Plans and timelines, by the name that each has in the table.
+        profile: The profile that the plans were made from; None: it is not at hand.
 
     Raises:
+        BalanceError: a plan was made of other costs than the profile's.
         UsageError: there is nothing to compare, or they have different numbers of layers.
 
     Example:
@@ -170,9 +187,7 @@ def set_side_by_side(nouns: Mapping[str, Plan | Timeline]) -> SideBySide:
         )
     has_pause = any(isinstance(noun, Timeline) and _has_pause(noun) for noun in nouns.values())
     timelines = {
-        name: noun
-        if isinstance(noun, Timeline)
-        else simulate(noun, pause=noun.pause_time if has_pause else None)
+        name: noun if isinstance(noun, Timeline) else _predicted(noun, profile, has_pause)
         for name, noun in nouns.items()
     }
     rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
@@ -180,10 +195,16 @@ def set_side_by_side(nouns: Mapping[str, Plan | Timeline]) -> SideBySide:
     predicted = next((pair for pair in balances if pair[0].source == "simulated"), None)
     measured = next((pair for pair in balances if pair[0].source == "measured"), None)
     if predicted is None or measured is None:
-        return SideBySide(rows, (), timelines)
+        return SideBySide(rows, (), timelines, by_profile=profile is not None)
     why = _why_no_cells(*predicted, *measured)
     cells = () if why else _cells(predicted[0], measured[0])
-    return SideBySide(rows, cells, timelines, why)
+    return SideBySide(rows, cells, timelines, why, by_profile=profile is not None)
+
+
+def _predicted(plan: Plan, profile: Profile | None, has_pause: bool) -> Timeline:
+    if profile is not None:
+        return training_step(profile, plan)
+    return simulate(plan, pause=plan.pause_time if has_pause else None)
 
 
 def _has_pause(timeline: Timeline) -> bool:

@@ -103,7 +103,7 @@ plot_timeline(predicted, beside=measured).figure
 # %%
 from gpipebal.side_by_side import set_side_by_side
 
-print(set_side_by_side({"plan": plan, "run": measured}))
+print(set_side_by_side({"plan": plan, "run": measured}, profile))
 
 # %%
 measured
@@ -168,7 +168,7 @@ pipe.close()
 # Profile, plan, run and compare from a shell, with the plain model timed beside the pipeline:
 #
 #     gpipebal run my_package.my_module:make_model --partitions 2 --chunks 8
-#     gpipebal compare gpipebal-run/plan.json gpipebal-run/timeline.json
+#     cd gpipebal-run && gpipebal compare profile.json plan.json timeline.json
 #
 # On one CPU the plain model with all cores is often as fast: a pipeline pays where a model does not fit one device, or
 # where there are devices of its own for every partition. Next: [5. A language model with a large

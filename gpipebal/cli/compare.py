@@ -29,10 +29,11 @@ def add_compare(commands: Commands) -> None:
         "compare",
         "set plans, timelines or schedules side by side",
         "Set plans and timelines of one model side by side, each in relation to the first; a "
-        "plan beside a measured timeline is the prediction beside the measurement. One profile "
-        "alone: all known schedules beside each other.",
+        "plan beside a measured timeline is the prediction beside the measurement, and with the "
+        "profile that it was made from it is that of the training step. One profile alone: all "
+        "known schedules beside each other.",
         """
-        gpipebal compare gpipebal-run/plan.json gpipebal-run/timeline.json
+        cd gpipebal-run && gpipebal compare profile.json plan.json timeline.json
         gpipebal compare plan.json other-plan.json --plot both.png
         gpipebal compare profile.json --partitions 8 --chunks 32
         gpipebal compare profile.json -n 4 --bandwidth 12GB --json
@@ -40,7 +41,10 @@ def add_compare(commands: Commands) -> None:
     )
     compare.set_defaults(command=_compare)
     compare.add_argument(
-        "files", metavar="FILE", nargs="+", help="plans and timelines; or one profile"
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="plans and timelines, and their profile; or one profile",
     )
     of_profile = compare.add_argument_group("of a profile")
     of_profile.add_argument("--partitions", "-n", type=int, metavar="N", help="number of devices")
@@ -69,18 +73,23 @@ def _compare(options: argparse.Namespace) -> None:
     check_places(options, *options.files)
     nouns = [load_noun(path) for path in options.files]
     profiles = [noun for noun in nouns if isinstance(noun, Profile)]
-    if not profiles:
+    others = [
+        (path, noun)
+        for path, noun in zip(options.files, nouns, strict=True)
+        if not isinstance(noun, Profile)
+    ]
+    if others and len(profiles) < 2:
         asked = [n for n in ("partitions", *_OF_PROFILE) if getattr(options, n) is not None]
         if asked:
             raise UsageError(
                 f"plans and timelines are made already: --{asked[0]} (expected one profile).\n"
                 f"Fix: leave --{asked[0]} out."
             )
-        _compare_nouns([noun for noun in nouns if not isinstance(noun, Profile)], options)
+        _compare_nouns(others, profiles[0] if profiles else None, options)
     elif len(nouns) > 1:
         raise UsageError(
-            f"a profile is compared with nothing else: {len(nouns)} files (expected a profile "
-            "alone, or plans and timelines).\nFix: gpipebal solve makes a plan of a profile."
+            f"profiles are not compared with each other: {len(profiles)} profiles (expected one, "
+            "alone or with plans and timelines).\nFix: gpipebal solve makes a plan of a profile."
         )
     else:
         _compare_schedules(profiles[0], options)
@@ -88,11 +97,16 @@ def _compare(options: argparse.Namespace) -> None:
         say_written(options)
 
 
-def _compare_nouns(nouns: Sequence[Plan | Timeline], options: argparse.Namespace) -> None:
+def _compare_nouns(
+    nouns: Sequence[tuple[str, Plan | Timeline]],
+    profile: Profile | None,
+    options: argparse.Namespace,
+) -> None:
     from gpipebal.side_by_side import set_side_by_side
 
-    names = _names(options.files)
-    found = set_side_by_side(dict(zip(names, nouns, strict=True)))
+    names = _names([path for path, _ in nouns])
+    by_name = {name: noun for name, (_, noun) in zip(names, nouns, strict=True)}
+    found = set_side_by_side(by_name, profile)
     if options.plot is not None:
         from gpipebal.plots import plot_timelines
 

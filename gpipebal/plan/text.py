@@ -85,11 +85,21 @@ def _footer(plan: Plan) -> str:
         where = "below" if plan.gain >= 0 else "above"
         parts.append(f"{format_percent(abs(plan.gain))} {where} the split into equally many layers")
     lines = ["; ".join(parts)]
-    lines += list(_runs(plan))
+    lines += [*_below_makespan(plan), *_runs(plan)]
     lines += [f"Note: {note}" for note in plan.notes]
     if not _knows_optimizer(plan):
         lines.append(_NO_OPTIMIZER)
     return "\n".join(lines)
+
+
+def _below_makespan(plan: Plan) -> Iterator[str]:
+    """Say why a step may take less than a part of it."""
+    if plan.step_time is not None and plan.step_time < plan.makespan:
+        yield (
+            "The makespan, by which splits are compared, adds up times of layers by themselves; "
+            f"the training step, {format_seconds(plan.step_time)}, is that of layers in a step, "
+            "where these take less."
+        )
 
 
 _NO_OPTIMIZER = "Peak memory does not count optimizer state: it was not given to the profiler."
@@ -106,7 +116,8 @@ def _layer_range(names: tuple[str, ...]) -> str:
 def explanation(plan: Plan) -> str:
     """Say in sentences what a plan is, why, how sure that is, and where it is tight."""
     sentences = [_what(plan), _proof(plan), _slowest(plan)]
-    sentences += [*_gain(plan), *_memory(plan), *_modes(plan), *_runs(plan), *_order(plan)]
+    sentences += [*_below_makespan(plan), *_gain(plan), *_memory(plan), *_modes(plan)]
+    sentences += [*_runs(plan), *_order(plan)]
     sentences += _moves(plan)
     sentences += plan.notes
     return "\n".join(sentences)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +15,8 @@ from gpipebal.errors import BalanceError, UsageError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.plan import Plan
-from gpipebal.planner import solve, top_plans
-from gpipebal.planner.execution import Execution
+from gpipebal.planner import solve, top_plans, training_step
 from gpipebal.planner.question import Options, Size, check_memory_limit
-from gpipebal.planner.times import step_timeline
 from gpipebal.plots import plot_run, save_figure
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
@@ -220,8 +217,7 @@ class _Job:
         finally:
             pipe.close()
         # As the predicted training step has it, which knows more than the plan's makespan.
-        bounds = list(accumulate(plan.balance, initial=0))
-        predicted = step_timeline(profile, bounds, Execution.of(plan))
+        predicted = training_step(profile, plan)
         timeline = measured.timeline
         held = held_of(profile, plan)
         self.folder.write(

@@ -1,0 +1,84 @@
+"""`training_step`: the timeline that a profile predicts for a training step of a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import accumulate
+
+from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
+from gpipebal.memory.layer_runs import with_runs
+from gpipebal.plan import Plan
+from gpipebal.planner.execution import Execution
+from gpipebal.planner.times import step_timeline
+from gpipebal.problem.chunking import as_planned
+from gpipebal.profile import Profile
+from gpipebal.simulator import durations_of
+from gpipebal.timeline import Timeline
+from gpipebal.units import count, format_seconds
+
+__all__ = ["training_step"]
+
+
+def training_step(profile: Profile, plan: Plan) -> Timeline:
+    """Predict the timeline of a training step, without its optimizer, as `Plan.step_time` has it.
+
+    `simulate` knows what a plan knows: the layers' own times, which its makespan is made of. A
+    profile knows how these change in a step: what partitions side by side cost each other, what
+    turning between forwards and backwards costs, that forwards without a graph take less, what the
+    host needs to launch layers, and how long the loss takes. So this is the timeline to set beside
+    a measured one.
+
+    Args:
+        profile: The profile that the plan was made from.
+        plan: The plan; on devices as the profile's, with links that take no time.
+
+    Returns:
+        A Timeline with source ``'simulated'``.
+
+    Raises:
+        BalanceError: the plan was made of other costs: of another profile, of other devices, with
+            links, or of a quantile of the times.
+        KindError: `profile` or `plan` is none.
+        ProfileError: the profile does not tell the costs at the rows of the plan.
+
+    Example:
+        >>> from gpipebal.planner import solve
+        >>> profile = Profile.from_costs([1.0, 2.0, 3.0], chunks=4)
+        >>> plan = solve(profile, 2)
+        >>> training_step(profile, plan).makespan == plan.makespan
+        True
+    """
+    check_kind("profile", profile, Profile)
+    check_kind("plan", plan, Plan)
+    if profile.n_layers != plan.n_layers:
+        raise BalanceError(
+            f"plan was not made from this profile: it has {count(plan.n_layers, 'layer')} "
+            f"(expected {profile.n_layers}).\n{_FIX}"
+        )
+    profile = with_runs(as_planned(profile, plan), plan.runs)
+    bounds = tuple(accumulate(plan.balance, initial=0))
+    times = durations_of(profile, bounds)
+    for kind in ("forward", "recompute", "backward"):
+        planned = [getattr(part, f"{kind}_time") for part in plan.partitions]
+        _check_alike(kind, getattr(times, kind), planned)
+    transfers = [part.receive_time + part.return_time for part in plan.partitions]
+    _check_alike("transfer", [0.0] * len(transfers), transfers)
+    return step_timeline(profile, bounds, Execution.of(plan))
+
+
+_FIX = (
+    "Fix: the profile that the plan was made from, or a plan of this one: "
+    "evaluate(profile, balance)."
+)
+
+
+def _check_alike(kind: str, of_profile: Iterable[float], of_plan: Iterable[float]) -> None:
+    for j, (mine, theirs) in enumerate(zip(of_profile, of_plan, strict=True)):
+        if not math.isclose(mine, theirs, rel_tol=1e-6):
+            raise BalanceError(
+                f"plan was not made from this profile alone: partition {j} has a {kind} time of "
+                f"{format_seconds(theirs)} (expected {format_seconds(mine)}: other costs, devices, "
+                f"links or a quantile make others).\n{_FIX}"
+            )
