@@ -12,6 +12,7 @@ from gpipebal.errors import UsageError
 
 __all__ = ["count", "format_bytes", "format_percent", "format_seconds", "parse_bytes"]
 
+_UNITS_PER_SECOND = {"ps": 1e12, "ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BYTES_PER_UNIT = {
     "": 1,
@@ -32,22 +33,21 @@ def format_seconds(seconds: float) -> str:
     """Write a duration with three significant digits and the unit that suits it.
 
     Example:
-        >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(0.0)
-        ('12.3 ms', '2.50 s', '0 s')
+        >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(4e-9), format_seconds(0.0)
+        ('12.3 ms', '2.50 s', '4.00 ns', '0 s')
     """
     if not math.isfinite(seconds):
         return f"{seconds} s"
     if seconds == 0:
         return "0 s"
-    size = abs(seconds)
-    # The limits lie below the round numbers so that rounding never shows '1000 ms'.
-    if size >= 0.9995:
-        scale, unit = 1.0, "s"
-    elif size >= 0.9995e-3:
-        scale, unit = 1e3, "ms"
-    else:
-        scale, unit = 1e6, "us"
-    return f"{_three_digits(seconds * scale)} {unit}"
+    if not 0.9995e-12 <= abs(seconds) < 1e9:
+        return f"{seconds:.2e} s"
+    for unit, scale in _UNITS_PER_SECOND.items():
+        text = _three_digits(seconds * scale)
+        # The unit follows from what is shown: 999.5 us rounds to 1000 of them, which is 1.00 ms.
+        if abs(float(text)) < 1000:
+            return f"{text} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def format_bytes(n_bytes: float) -> str:

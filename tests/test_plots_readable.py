@@ -177,3 +177,14 @@ def test_note_says_what_is_missing() -> None:
     profile = gb.Profile.from_costs([1e-3] * 4, output_bytes=[MIB] * 4)
     (note,) = plot_profile(profile, by="memory").texts
     assert note.get_text() == "no parameters and nothing saved in this profile"
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns", "ps", "1e-15 s"])
+def test_axes_of_short_times_have_their_unit(unit: str) -> None:
+    """From seconds to parts of a picosecond the numbers of an axis have a few digits."""
+    scale = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}.get(unit, 1e-15)
+    ax = plot_profile(gb.Profile.from_costs([4 * scale, 2 * scale]))
+    assert ax.get_ylabel() == f"time [{unit}]"
+    assert ax.get_ylim()[1] == pytest.approx(1.12 * 12)
+    check_layout(figure_of(ax))
+    assert not ax.yaxis.get_offset_text().get_text()

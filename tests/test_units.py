@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpipebal.errors import UsageError
 from gpipebal.units import format_bytes, format_percent, format_seconds, parse_bytes
 
-SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,20 @@ SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
         (0.9994, "999 ms"),
         (0.0123, "12.3 ms"),
         (9.996e-4, "1.00 ms"),
+        (9.995e-4, "1.00 ms"),
+        (9.994e-4, "999 us"),
         (1.5e-6, "1.50 us"),
+        (9.996e-7, "1.00 us"),
+        (9.994e-7, "999 ns"),
+        (4e-9, "4.00 ns"),
+        (-4e-9, "-4.00 ns"),
+        (9.996e-10, "1.00 ns"),
+        (1e-12, "1.00 ps"),
+        (9.996e-13, "1.00 ps"),
+        (5e-324, "4.94e-324 s"),
+        (86400.0, "86400 s"),
+        (1e300, "1.00e+300 s"),
+        (-0.0, "0 s"),
         (123.4, "123 s"),
         (-0.0123, "-12.3 ms"),
         (float("inf"), "inf s"),
@@ -34,12 +47,12 @@ def test_format_seconds_picks_the_unit(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
-@given(st.floats(1e-6, 1e4))
+@given(st.floats(1e-12, 1e4) | st.floats(-1e4, -1e-12))
 def test_format_seconds_keeps_three_digits(seconds: float) -> None:
     """What is shown is within half of the last of three digits."""
     number, unit = format_seconds(seconds).split()
     assert float(number) * SECONDS_PER_UNIT[unit] == pytest.approx(seconds, rel=5.1e-3)
-    assert float(number) < 1000 or unit == "s"
+    assert abs(float(number)) < 1000 or unit == "s"
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,11 @@ IDLE: dict[str, Any] = {"facecolor": (0.5, 0.5, 0.5), "alpha": 0.17, "linewidth"
 #: Points below which bars, cells and rows are fine: no gaps between them, and no hatch.
 FINE = 7.0
 
-#: From here on a unit has a power of ten; some ticks lie above the largest value.
+#: From here on, and below, a unit has a power of ten; some ticks lie above the largest value.
 _LARGE = 1e5
+_SMALL = 0.1
 
-_SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
 _BYTES_PER_UNIT = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
 
@@ -149,7 +150,7 @@ def _with_power(largest: float, factor: float, unit: str) -> tuple[float, str]:
     It would stand at the end of the axis, where legends are.
     """
     size = largest / factor
-    if size < _LARGE or not math.isfinite(size):
+    if not size or _SMALL <= size < _LARGE or not math.isfinite(size):
         return factor, unit
-    exponent = int(math.log10(size)) // 3 * 3
+    exponent = max(-306, math.floor(math.log10(size)) // 3 * 3)
     return factor * 10.0**exponent, f"1e{exponent} {unit}"
