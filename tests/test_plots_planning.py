@@ -15,6 +15,7 @@ from plot_cases import check_layout, make_case, texts_of
 
 from gpipebal.errors import UsageError
 from gpipebal.plan import PeakMemory, Plan
+from gpipebal.planner import solve
 from gpipebal.plots import (
     partition_colours,
     plot_chunks,
@@ -23,6 +24,7 @@ from gpipebal.plots import (
     plot_schedules,
     plot_timelines,
 )
+from gpipebal.profile import Profile
 from gpipebal.schedule_comparison import compare_schedules
 from gpipebal.simulator import (
     CellBytes,
@@ -167,6 +169,26 @@ def test_of_mini_batches_of_different_sizes_none_is_the_fastest() -> None:
     """Each of these has micro-batches of two rows: more of them take longer, and do more."""
     plans = [make_case(6, 2, m)[1] for m in (2, 8)]
     assert plot_chunks(plans).get_title(loc="left") == "Mini-batches of 4 to 16 rows"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_mini_batches_that_grow_are_of_different_sizes(rows: int) -> None:
+    """With one known size each micro-batch has all its rows, even where it has only one."""
+    profile = Profile.from_costs([3.0, 1.0, 4.0], rows=rows, chunks=4)
+    plans = [solve(profile, 2, chunks=chunks) for chunks in (4, 5, 8)]
+    title = plot_chunks(plans).get_title(loc="left")
+    assert title == f"Mini-batches of {4 * rows} to {8 * rows} rows"
+
+
+def test_one_mini_batch_in_uneven_micro_batches_has_a_fastest() -> None:
+    """Where some micro-batches have fewer rows than others, it is still the same mini-batch."""
+    sizes = [Profile.from_costs([1.0, 1.0], rows=rows) for rows in (1, 4, 13)]
+    profile = replace(sizes[2], other_sizes=tuple(sizes[:2]), mini_batch_rows=13)
+    plans = [solve(profile, 2, chunks=chunks) for chunks in range(1, 14)]
+    assert len({plan.rows * plan.chunks for plan in plans}) > 1
+    assert plot_chunks(plans).get_title(loc="left").startswith("Fastest with 1 micro-batch:")
+    plans.append(solve(profile.at_rows(4, mini_batch_rows=16), 2))
+    assert plot_chunks(plans).get_title(loc="left") == "Mini-batches of 13 to 16 rows"
 
 
 def test_chunks_without_memory_has_one_axis() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,8 @@ def plot_chunks(
     stands the bubble.
 
     Args:
-        plans: Plans of one mini-batch, in any order. (Of different ones none is named the fastest.)
+        plans: Plans of one mini-batch, in any order. Where their mini-batches have different rows,
+            as with a profile that knows one size only, none is named the fastest.
         ax: Axes to draw on; None: a new figure. The right axis is its twin.
         limit: Bytes that a partition may need, as a number or such as ``'16 GiB'``; drawn as a
             dashed line along the right axis.
@@ -99,10 +101,9 @@ def plot_chunks(
         entries += _draw_memory(ax, peaks, room, memory_colour)
     fits = [k for k in range(n) if room is None or peaks[k] <= room]
     best = min(fits, key=times.__getitem__, default=None)
-    least, most = max((p.rows - 1) * p.chunks + 1 for p in plans), min(_rows(p) for p in plans)
-    if least > most:
-        rows = sorted(map(_rows, plans))
-        title = f"Mini-batches of {rows[0]} to {rows[-1]} rows"
+    rows = sorted(map(_mini_batch_rows, plans))
+    if rows[0] < rows[-1]:
+        title = f"Mini-batches of {rows[0]:,} to {rows[-1]:,} rows"
     elif best is None:
         title = "No number of micro-batches stays below the limit"
     else:
@@ -114,9 +115,10 @@ def plot_chunks(
     return ax
 
 
-def _rows(plan: Plan) -> int:
-    """Return the most rows that the mini-batch of a plan can have."""
-    return plan.rows * plan.chunks
+def _mini_batch_rows(plan: Plan) -> int:
+    """Return the rows of a plan's mini-batch: a note tells them if some micro-batch is not full."""
+    told = (re.match(r"The mini-batch of (\d+) rows has micro-batches of", n) for n in plan.notes)
+    return next((int(found.group(1)) for found in told if found), plan.rows * plan.chunks)
 
 
 def _label_chunks(ax: Axes, plans: Sequence[Plan]) -> None:
