@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation
 from plot_cases import check_layout, make_case, texts_of
 
 from gpipebal.errors import UsageError
@@ -103,8 +105,47 @@ def test_memory_says_which_devices_are_above_the_limit() -> None:
         assert ax.get_title(loc="left").endswith(title)
         marked = sum(text.get_text().endswith("!") for text in ax.texts)
         assert marked == int(title[0] if title[0].isdigit() else 0)
-        assert "limit" in [text.get_text() for text in ax.get_legend().get_texts()]
+        named = [text.get_text().split()[0] for text in ax.get_legend().get_texts()]
+        assert "limit" in named
     assert "limit" not in plot_memory(tracks).get_title(loc="left")
+
+
+@pytest.mark.parametrize("n", [2, 8, 32, 64, 128])
+@pytest.mark.parametrize("high", [0, 1, -2, -1])
+def test_memory_labels_the_highest_row(n: int, high: int) -> None:
+    """However many rows there are, the one with the highest peak has its number and its peak."""
+    top = high % n
+    held = [HeldBytes(recorded=CellBytes(graph=2048 if j == top else 1024)) for j in range(n)]
+    tracks = memory_over_time(simulate(make_case(n, n, 2, "never")[1]), held)
+    ax = plot_memory(tracks, limit=3072)
+    check_layout(figure_of(ax))
+    assert str(top) in [label.get_text() for label in ax.get_yticklabels()]
+    labels = {text.get_text(): text.xy[1] for text in ax.texts if isinstance(text, Annotation)}
+    assert labels["4.00 KiB !"] == top + 0.55
+    assert "limit 3.00 KiB" in [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("n", [8, 64, 128])
+def test_one_limit_of_many_rows_is_one_line(n: int) -> None:
+    """Where rows are low, a limit that all have is drawn once, and the rows above it are marked."""
+    held = [HeldBytes(recorded=CellBytes(graph=1000 + j)) for j in range(n)]
+    tracks = memory_over_time(simulate(make_case(n, n, 2, "never")[1]), held)
+    limit = 2 * 1000 + n
+    ax = plot_memory(tracks, limit=limit)
+    check_layout(figure_of(ax))
+    lines = [line for line in ax.get_lines() if line.is_dashed()]
+    marks = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    if n == 8:
+        assert len(lines) == n and not marks
+    else:
+        assert [int(lines[0].get_ydata()[0])] == [n - 1] and len(lines) == 1
+        above = [j for j in range(n) if tracks[j].peak > limit]
+        assert [mark.get_y() for mark in marks] == above and above
+        assert "above the limit" in names
+    several = plot_memory(tracks, limit=[limit + j for j in range(n)])
+    assert sum(line.is_dashed() for line in several.get_lines()) == n
+    assert "limit" in [text.get_text() for text in several.get_legend().get_texts()]
 
 
 def test_memory_without_sizes_says_so() -> None:

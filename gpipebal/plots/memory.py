@@ -30,7 +30,9 @@ from gpipebal.simulator import MemoryTrack
 from gpipebal.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 __all__ = ["plot_memory"]
 
@@ -43,6 +45,9 @@ _LAYERS = (
 )
 #: Share of a row that stays empty above its limit or its highest peak.
 _GAP = 0.14
+
+#: Points of the mark at the right of a row that is above its limit.
+_MARK = 3.0
 
 #: Inches of a row that is easy to read, and of a figure at most.
 _ROW = 0.55
@@ -67,6 +72,8 @@ def plot_memory(
         ax: Axes to draw on; None: a new figure.
         limit: Bytes that a device may hold, as a number or such as ``'16 GiB'``; one for all, or
             one for each device, None where there is none; drawn as a dashed line in its row.
+            Where there are too many rows for that, one limit for all is drawn in the highest row,
+            and rows above it are marked.
 
     Raises:
         KindError: what was given is no list of tracks.
@@ -99,30 +106,25 @@ def plot_memory(
     scale = (1 - _GAP) / max(highest, *(size or 0 for size in limits), 1)
     colours = partition_colours(n)
     fine = points(ax)[1] / n < FINE
-    style = dashed(ax, ax.xaxis.label.get_color(), 0.9)
     for j, track in enumerate(tracks):
         _draw_track(ax, track, j, colours[j], scale, factor, end, fine)
-        size = limits[j]
-        if size is not None:
-            height = j + 1 - size * scale
-            ax.plot([0, end / factor], [height, height], **style)
         ax.axhline(j + 1, color="0.75", linewidth=0.5, zorder=0)
-    _label_rows(ax, tracks, limits)
+    shown = _shown_rows(ax, tracks)
+    _label_rows(ax, tracks, limits, shown)
     ax.set_xlabel(f"time [{unit}]")
     ax.set_ylabel("device" if any(len(track.partitions) > 1 for track in tracks) else "partition")
     labels = {kind: label for kinds, kind, label in _LAYERS if _any_held(tracks, kinds)}
-    entries = kind_patches(labels, fine=fine)
+    entries: list[Artist] = list(kind_patches(labels, fine=fine))
     title = f"Memory over time: highest peak {format_bytes(highest)}"
-    over = sum(size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True))
     if any(size is not None for size in limits):
-        from matplotlib.lines import Line2D
-
+        above = [size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True)]
+        entries += _draw_limits(ax, tracks, limits, scale, is_dense=len(shown) < n)
         # Without sizes nobody knows.
-        verdict = f"{over} of {n} above the limit" if over else "all below the limit"
+        verdict = f"{sum(above)} of {n} above the limit" if any(above) else "all below the limit"
         title += f", {verdict}" if highest else ""
-        add_headline(ax, title, [*entries, Line2D([], [], label="limit", **style)])
-    else:
-        add_headline(ax, title, entries)
+        if any(above) and len(shown) < n:
+            entries.append(_mark_rows(ax, [j for j in range(n) if above[j]]))
+    add_headline(ax, title, entries)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     if not end:
@@ -190,11 +192,62 @@ def _before(track: MemoryTrack) -> int:
     return int(track.total[place]) if place >= 0 else 0
 
 
-def _label_rows(ax: Axes, tracks: Sequence[MemoryTrack], limits: Sequence[int | None]) -> None:
-    """Number the rows at their left, and write their peaks at their right, where there is room."""
+def _draw_limits(
+    ax: Axes,
+    tracks: Sequence[MemoryTrack],
+    limits: Sequence[int | None],
+    scale: float,
+    *,
+    is_dense: bool,
+) -> list[Line2D]:
+    """Draw a line in each row; of one limit in rows too low for that, in the highest row only."""
+    same = len(set(limits)) == 1
+    rows = [j for j, size in enumerate(limits) if size is not None]
+    if is_dense and same:
+        rows = [_highest_row(tracks)]
+    # Thinner lines in lower rows: they must not be all that is seen.
+    width = 0.9 if is_dense and same else min(0.9, max(0.3, points(ax)[1] / len(tracks) / 30))
+    style = dashed(ax, ax.xaxis.label.get_color(), width)
+    lines = []
+    for j in rows:
+        height = j + 1 - (limits[j] or 0) * scale
+        lines += ax.plot(ax.get_xlim(), [height, height], **style)
+    lines[0].set_label(f"limit {format_bytes(limits[0])}" if same and limits[0] else "limit")
+    return lines[:1]
+
+
+def _mark_rows(ax: Axes, rows: Sequence[int]) -> Artist:
+    """Mark rows above their limit at the right edge, also those that have no label."""
+    from matplotlib.patches import Rectangle
+
+    ink = ax.xaxis.label.get_color()
+    for j in rows:
+        place = ax.get_yaxis_transform()
+        mark = Rectangle((1.0, j), _MARK / points(ax)[0], 1.0, transform=place, clip_on=False)
+        mark.set(facecolor=ink, linewidth=0.0)
+        ax.add_artist(mark)
+    return Rectangle((0, 0), 1, 1, facecolor=ink, linewidth=0.0, label="above the limit")
+
+
+def _highest_row(tracks: Sequence[MemoryTrack]) -> int:
+    return max(range(len(tracks)), key=lambda j: tracks[j].peak)
+
+
+def _shown_rows(ax: Axes, tracks: Sequence[MemoryTrack]) -> list[int]:
+    """Choose the rows to label: as many as there is room for, and the highest one always."""
     n = len(tracks)
-    step = index_step(points(ax)[1] / n, n, LINE_HEIGHT * FONT_SIZE)
-    shown = range(0, n, step)
+    room, need = points(ax)[1] / n, LINE_HEIGHT * FONT_SIZE
+    shown = range(0, n, index_step(room, n, need))
+    top = _highest_row(tracks)
+    if any(tracks[j].peak == tracks[top].peak for j in shown):
+        return list(shown)
+    return sorted([top, *(j for j in shown if abs(j - top) * room >= need)])
+
+
+def _label_rows(
+    ax: Axes, tracks: Sequence[MemoryTrack], limits: Sequence[int | None], shown: Sequence[int]
+) -> None:
+    """Number rows at their left, and write their peaks at their right."""
     ax.set_yticks([j + 0.55 for j in shown], [str(tracks[j].device) for j in shown])
     for j in shown:
         size = limits[j]
@@ -204,7 +257,7 @@ def _label_rows(ax: Axes, tracks: Sequence[MemoryTrack], limits: Sequence[int | 
             f"{text} !" if above else text,
             (1.0, j + 0.55),
             xycoords=("axes fraction", "data"),
-            xytext=(5, 0),
+            xytext=(_MARK + 3, 0),
             textcoords="offset points",
             ha="left",
             va="center",
