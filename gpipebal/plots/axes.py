@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.plots.glyphs import families, font_settings, pieces
 from gpipebal.plots.style import NEUTRAL
 
 if TYPE_CHECKING:
@@ -58,13 +59,17 @@ def points(ax: Axes) -> tuple[float, float]:
     return 72 * box.width / inch, 72 * box.height / inch
 
 
-@lru_cache(maxsize=4096)
 def text_width(text: str, size: float = FONT_SIZE) -> float:
     """Measure a text, its longest line, at a font size in points, with a small margin."""
+    return _text_width(text, size, font_settings())
+
+
+@lru_cache(maxsize=4096)
+def _text_width(text: str, size: float, settings: object) -> float:
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    font = FontProperties(size=size)
+    font = FontProperties(family=families(text), size=size)
     lines = [
         text_to_path.get_text_width_height_descent(line, font, False) for line in text.split("\n")
     ]
@@ -183,15 +188,16 @@ def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
     """
     room = points(ax)[0] / len(names)
     short = _short_names(names, 20 if grow else 16)
+    # A name is no formula, even if it holds a dollar sign.
+    style: dict[str, Any] = {"parse_math": False, "family": families("".join(short))}
     if len(set(short)) < len(set(names)):
         label_indices(ax, len(names))
         ax.set_xlabel("layer (index)")
     elif all(fits(name, room - 3) for name in short):
-        # A name is no formula, even if it holds a dollar sign.
-        ax.set_xticks(range(len(names)), short, parse_math=False)
+        ax.set_xticks(range(len(names)), short, **style)
         ax.set_xlabel("layer")
     elif room >= LINE_HEIGHT * FONT_SIZE:
-        ax.set_xticks(range(len(names)), short, parse_math=False, rotation=90)
+        ax.set_xticks(range(len(names)), short, rotation=90, **style)
         ax.set_xlabel("layer")
         figure = ax.figure.get_figure(root=True)
         if grow and figure is not None:
@@ -231,4 +237,11 @@ def _common_start(names: Sequence[str]) -> str:
 
 
 def _shorten(name: str, most: int) -> str:
-    return name if len(name) <= most else f"{name[: most - 7]}…{name[-6:]}"
+    """Write a name, or its beginning and its end, in a number of characters; escapes stay whole."""
+    parts = pieces(name)
+    ends = list(itertools.accumulate(map(len, parts)))
+    if not parts or ends[-1] <= most:
+        return "".join(parts)
+    first = sum(end <= most - 7 for end in ends)
+    last = sum(ends[-1] - start > 6 for start in (0, *ends))
+    return f"{''.join(parts[:first])}…{''.join(parts[last:])}"

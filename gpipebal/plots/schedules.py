@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from gpipebal.kinds import check_kind
 from gpipebal.plots.axes import FONT_SIZE, add_headline, fits, new_axes, note, points, text_width
+from gpipebal.plots.glyphs import families, written
 from gpipebal.plots.style import IDLE, NEUTRAL, idle_patch, partition_colours, scale_seconds
 from gpipebal.simulator import ScheduleRow, ScheduleTable
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
@@ -45,7 +46,7 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
     longest = max((row.makespan or 0.0 for row in rows), default=0.0)
     factor, unit = scale_seconds(longest)
     names = [_name(row) for row in rows]
-    ax.set_yticks(range(len(rows)), names, parse_math=False)
+    ax.set_yticks(range(len(rows)), names, parse_math=False, family=families("".join(names)))
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_xlabel(f"makespan [{unit}]")
     # The names take their room from the axes, whose width decides on all other texts.
@@ -95,7 +96,8 @@ def _figure(ax: Axes) -> Figure:
 
 def _name(row: ScheduleRow) -> str:
     each = row.partitions_per_device
-    return row.schedule if each == 1 else f"{row.schedule}, {each} each"
+    name = written(row.schedule)
+    return name if each == 1 else f"{name}, {each} each"
 
 
 def _texts(rows: tuple[ScheduleRow, ...], width: float) -> list[str]:

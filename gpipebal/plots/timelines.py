@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from gpipebal.plots.axes import (
     note,
     points,
 )
+from gpipebal.plots.glyphs import families, pieces
 from gpipebal.plots.style import (
     FINE,
     IDLE,
@@ -30,7 +31,6 @@ from gpipebal.plots.style import (
     readable_on,
     scale_seconds,
 )
-from gpipebal.text import one_line
 from gpipebal.timeline import COPY_KIND, KIND_NAMES, LAUNCH_KIND, Event, Timeline
 from gpipebal.units import format_percent, format_seconds
 
@@ -136,6 +136,7 @@ def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
         _draw_rows(ax, item, top, row, factor)
         caption = _caption(name, item, shown[0], points(ax)[0])
         text = ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE, parse_math=False)
+        text.set_fontfamily(families(caption))
         text.set_in_layout(False)  # it is no wider than the axes
         positions.append([top + j + 0.5 for j in range(item.n_devices)])
         top += item.n_devices
@@ -183,25 +184,28 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
         change = timeline.makespan / first.makespan - 1
         makespan += f" ({'+' if change >= 0 else ''}{format_percent(change)})"
     bubble = format_percent(timeline.bubble_fraction)
-    name = one_line(name)
+    parts = pieces(name)
     whole = (
-        f"{name}: makespan {makespan}, bubble {bubble}",
-        f"{name}: {makespan}, bubble {bubble}",
-        f"{name}: {makespan}",
+        f"{''.join(parts)}: {text}"
+        for text in (
+            f"makespan {makespan}, bubble {bubble}",
+            f"{makespan}, bubble {bubble}",
+            makespan,
+        )
     )
     texts = (
-        *(whole if len(name) <= _LONGEST else ()),
-        *(f"{short}: {makespan}" for short in _shorter(name)),
+        *(whole if len(parts) <= _LONGEST else ()),
+        *(f"{short}: {makespan}" for short in _shorter(parts)),
         makespan,
     )
     return next((text for text in texts if fits(text, width, CAPTION_SIZE)), makespan)
 
 
-def _shorter(name: str) -> Iterator[str]:
+def _shorter(name: Sequence[str]) -> Iterator[str]:
     """Yield a name with more and more of its middle left out: the end says most of a path."""
     kept = min(len(name) - 2, _LONGEST)
     while kept > 2:
-        yield f"{name[: kept // 3]}…{name[kept // 3 - kept :]}"
+        yield f"{''.join(name[: kept // 3])}…{''.join(name[kept // 3 - kept :])}"
         kept -= max(1, kept // 20)
 
 
