@@ -293,16 +293,31 @@ def test_names_of_timelines_are_no_formulas() -> None:
     assert any("a$b$c" in text.get_text() and not text.get_parse_math() for text in ax.texts)
 
 
-def test_totals_keep_clear_of_the_mean_line() -> None:
-    """A total that the mean line would strike out stands inside its bar."""
-    for size in [(24, 4, 8), (6, 2, 3), (3, 1, 1)]:
-        ax = plot_partitions(make_case(*size)[1])
-        figure_of(ax).draw_without_rendering()
-        (line,) = ax.get_lines()
-        height = ax.transData.transform((0, float(line.get_ydata()[0])))[1]
-        boxes = [t.get_window_extent() for t in texts_of(ax) if t.get_text().endswith("ms")]
-        assert boxes
-        assert not any(box.y0 < height < box.y1 for box in boxes)
+def check_clear_of_the_mean(plan: Plan) -> None:
+    """Verify that between each total and the line of the mean there are two points at least."""
+    ax = plot_partitions(plan)
+    check_layout(figure_of(ax))
+    (line,) = ax.get_lines()
+    height = ax.transData.transform((0, float(line.get_ydata()[0])))[1]
+    boxes = [t.get_window_extent() for t in texts_of(ax) if t.get_text().endswith("ms")]
+    assert boxes
+    away = 2 * figure_of(ax).dpi / 72
+    assert not any(box.y0 - away < height < box.y1 + away for box in boxes)
+
+
+@pytest.mark.parametrize("size", [(24, 4, 8), (6, 2, 3), (3, 1, 1)])
+def test_totals_keep_clear_of_the_mean_line(size: tuple[int, int, int]) -> None:
+    """A total that the mean line would strike out stands inside its bar, or above the line."""
+    check_clear_of_the_mean(make_case(*size)[1])
+
+
+@pytest.mark.parametrize("percent", range(-13, 14))
+def test_totals_keep_clear_wherever_the_mean_lies(percent: int) -> None:
+    """From far below the top of a bar to far above it, its total does not touch the line."""
+    for part in (1.0, 0.3):
+        size = 0.1 * (1 + part * percent / 100)
+        profile = Profile.from_costs([0.1, 0.1, size], [0.0] * 3, chunks=4)
+        check_clear_of_the_mean(solve(profile, 3, checkpoint="never"))
 
 
 def test_transfers_stand_on_top_of_the_work() -> None:

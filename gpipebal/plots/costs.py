@@ -43,6 +43,9 @@ __all__ = ["plot_balance", "plot_partitions", "plot_profile"]
 
 Quantity = Literal["time", "memory"]
 
+#: Points between a number and the line of the mean.
+_CLEAR = 3.0
+
 _TIME_LABELS = {"F": "forward", "R": "recompute", "B": "backward", "C": "transfer"}
 _MEMORY_LABELS = {"F": "parameters and state", "B": "saved for backward"}
 _EMPTY = {"time": "all times are 0", "memory": "no parameters and nothing saved in this profile"}
@@ -233,14 +236,18 @@ def _write_totals(
         return
     factor, _ = scale_seconds(max(totals))
     per_second = height / ax.get_ylim()[1] / factor
-    need = LINE_HEIGHT * FONT_SIZE + 3
+    need = LINE_HEIGHT * FONT_SIZE + _CLEAR
     for j, (text, total) in enumerate(zip(texts, totals, strict=True)):
         to_line = (mean - total) * per_second
         rise, va, inks = 2.0, "bottom", set()
-        if -2 < to_line < need:
+        if -_CLEAR < to_line < need + rise:
+            # Of a line that nearly touches the bar the number is as close above.
+            is_high = to_line > _CLEAR and total * per_second >= need
             parts = {kind: seconds[j] * per_second for kind, seconds in kinds.items()}
-            inks = _inks(parts, colours[j], need) if total * per_second >= need else set()
-            rise, va = (-3.0, "top") if len(inks) == 1 else (max(2.0, to_line + 2), "bottom")
+            inks = _inks(parts, colours[j], need) if is_high else set()
+            rise, va = (
+                (-_CLEAR, "top") if len(inks) == 1 else (max(rise, to_line + _CLEAR), "bottom")
+            )
         ax.annotate(
             text,
             (j, total / factor),
