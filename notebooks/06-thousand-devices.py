@@ -89,9 +89,9 @@ for n in DEVICES:
     end = time.perf_counter()
     print(
         f"{n:5} devices: makespan {timeline.makespan:6.1f} s, bubble "
-        f"{100 * timeline.bubble_fraction:4.1f} %; cut in {1e3 * (middle - start):.0f} ms, "
-        f"{len(timeline.events):9,} events in {end - middle:.2f} s"
+        f"{100 * timeline.bubble_fraction:4.1f} %, {len(timeline.events):9,} events"
     )
+print(f"The last: cut in {1e3 * (middle - start):.0f} ms, simulated in {end - middle:.1f} s.")
 
 # %% [markdown]
 # The smallest of them, as a picture:
@@ -138,7 +138,7 @@ for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9),
     link = None if bandwidth is None else Link(bandwidth, latency=10e-6)
     timeline = run(64, 256, link=link)
     speed = "" if bandwidth is None else f"{bandwidth / 1e9:g} GB/s"
-    print(f"{name:10} {speed:9}: makespan {timeline.makespan:6.1f} s")
+    print(f"{name:10} {speed:10}: makespan {timeline.makespan:6.1f} s")
 
 # %% [markdown]
 # ## One process for all

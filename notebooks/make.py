@@ -15,10 +15,12 @@ import io
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from nbformat import NotebookNode
 from PIL import Image
 
 HERE = Path(__file__).parent
@@ -33,6 +35,31 @@ def smaller(picture: str) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put what was printed in a row into one output: in how many pieces it came is chance."""
+    found: list[dict[str, Any]] = []
+    for output in outputs:
+        last = found[-1] if found else {}
+        if output["output_type"] == "stream" and last.get("name") == output["name"]:
+            last["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
+
+
+def tidy(notebook: NotebookNode) -> None:
+    """Take out what changes from run to run without saying anything: it makes diffs large."""
+    for k, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{k}"
+        cell.get("metadata", {}).pop("execution", None)
+        if "outputs" in cell:
+            cell["outputs"] = joined(cell["outputs"])
+    notebook.metadata.pop("language_info", None)
+    # The one that ran it may have another name on each machine.
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata["kernelspec"] = kernel
+
+
 def main(chosen: list[str]) -> None:
     """Make the notebooks whose names begin with one of these; none: all."""
     for path in sorted(HERE.glob("[0-9][0-9]-*.py")):
@@ -41,15 +68,12 @@ def main(chosen: list[str]) -> None:
         start = time.perf_counter()
         notebook = jupytext.read(path)
         NotebookClient(notebook, timeout=600, resources={"metadata": {"path": HERE}}).execute()
-        for k, cell in enumerate(notebook.cells):
-            # What changes from run to run without saying anything, and would make every diff large.
-            cell["id"] = f"cell-{k}"
-            cell.get("metadata", {}).pop("execution", None)
+        for cell in notebook.cells:
             for output in cell.get("outputs", ()):
                 data = output.get("data", {})
                 if "image/png" in data:
                     data["image/png"] = smaller(data["image/png"])
-        notebook.metadata.pop("language_info", None)
+        tidy(notebook)
         target = path.with_suffix(".ipynb")
         nbformat.write(notebook, target)
         seconds, size = time.perf_counter() - start, target.stat().st_size / 1024

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,35 @@ def test_notebook_is_its_text_with_outputs(path: Path) -> None:
     outputs = [output for cell in code for output in cell["outputs"]]
     assert outputs and not [o for o in outputs if o["output_type"] == "error"]
     assert not [o for o in outputs if o.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_notebook_has_nothing_that_changes_by_chance(path: Path) -> None:
+    """What is printed in a row is one output; there are no times of runs and no random names."""
+    notebook = notebook_of(path)
+    assert set(notebook["metadata"]) == {"jupytext", "kernelspec"}
+    for k, cell in enumerate(notebook["cells"]):
+        assert cell["id"] == f"cell-{k}" and "execution" not in cell["metadata"]
+        kinds = [output.get("name", "") for output in cell.get("outputs", ())]
+        assert not any(one and one == other for one, other in pairwise(kinds)), f"cell {k}"
+
+
+def test_what_is_printed_in_pieces_is_joined() -> None:
+    """Pieces of one stream are joined where nothing stands between them."""
+    pytest.importorskip("jupytext", reason="needs the extra `notebooks`")
+    pytest.importorskip("nbclient", reason="needs the extra `notebooks`")
+    joined = runpy.run_path(str(FOLDER / "make.py"))["joined"]
+    streams = [
+        ("stdout", "a\n"),
+        ("stdout", "b\n"),
+        ("stderr", "c"),
+        ("stdout", "d"),
+        ("stdout", "e"),
+    ]
+    outputs = [{"output_type": "stream", "name": name, "text": text} for name, text in streams]
+    outputs.insert(4, {"output_type": "display_data", "data": {}})
+    found = [output.get("text") for output in joined(outputs)]
+    assert found == ["a\nb\n", "c", "d", None, "e"]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
