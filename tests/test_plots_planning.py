@@ -148,6 +148,22 @@ def test_one_limit_of_many_rows_is_one_line(n: int) -> None:
     assert "limit" in [text.get_text() for text in several.get_legend().get_texts()]
 
 
+def test_a_limit_far_away_leaves_the_rows_their_height() -> None:
+    """What is held is drawn as if there were no such limit, and the title tells of it."""
+    tracks = tracks_of((24, 4, 8))
+    far = 100 * 2**30
+    plain, ax = plot_memory(tracks), plot_memory(tracks, limit=far)
+    for one, other in zip(plain.collections, ax.collections, strict=True):
+        assert [path.vertices.tolist() for path in one.get_paths()] == [
+            path.vertices.tolist() for path in other.get_paths()
+        ]
+    assert ax.get_title(loc="left").endswith("all far below the limit of 100 GiB")
+    assert not any(line.is_dashed() for line in ax.get_lines())
+    mixed = plot_memory(tracks, limit=[far, None, tracks[2].peak, far])
+    assert sum(line.is_dashed() for line in mixed.get_lines()) == 1
+    assert mixed.get_title(loc="left").endswith("all below the limit")
+
+
 def test_memory_without_sizes_says_so() -> None:
     """Missing sizes give an empty picture with its reason, with times and without."""
     timeline = simulate(make_case(6, 2, 3)[1])

@@ -188,3 +188,23 @@ def test_axes_of_short_times_have_their_unit(unit: str) -> None:
     assert ax.get_ylim()[1] == pytest.approx(1.12 * 12)
     check_layout(figure_of(ax))
     assert not ax.yaxis.get_offset_text().get_text()
+
+
+def test_few_totals_do_not_take_the_numbers_of_others() -> None:
+    """Where one of many partitions has room for its total, all stand there by number alone."""
+    profile = gb.Profile.from_costs([1e-3] * 240, chunks=4)
+    plan = gb.evaluate(profile, [3] * 63 + [51])
+    texts = [text.get_text() for text in plot_balance(profile, plan).texts]
+    assert not any("\n" in text for text in texts)
+    assert texts == [str(j) for j in range(0, 64, int(texts[1]))]
+
+
+@pytest.mark.parametrize("chunks", [20, 32, 44, 56, 80])
+def test_numbers_of_micro_batches_do_not_end_at_nine(chunks: int) -> None:
+    """All of a row have numbers, smaller ones where they then fit, or none has."""
+    profile = gb.Profile.from_costs([1e-3] * 2, chunks=chunks)
+    ax = plot_timeline(gb.simulate(gb.solve(profile, 2, checkpoint="never")))
+    numbers = [text for text in ax.texts if text.get_text().isdigit()]
+    found = {text.get_text() for text in numbers}
+    assert found == ({str(i) for i in range(chunks)} if chunks < 50 else set())
+    assert all(text.get_size() >= 6 for text in numbers)

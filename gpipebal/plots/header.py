@@ -69,11 +69,12 @@ def _header_texts(
     for j, (width, total) in enumerate(zip(widths, totals, strict=True)):
         names = (f"partition {j}\n{total}", f"{j}\n{total}", str(j))
         texts[j] = next((name for name in names if fits(name, width)), str(j))
-    if any("\n" in text for text in texts.values()):
+    if 2 * sum("\n" in text for text in texts.values()) >= len(texts):
         # What fits its own partition touches nothing; a few narrow partitions stay without. The
         # empty second line keeps a number from standing where others have their total.
         lines = {j: text if "\n" in text else f"{text}\n" for j, text in texts.items()}
         return {j: text for j, text in lines.items() if fits(text, widths[j])}
+    texts = {j: str(j) for j in texts}
     for step in index_steps():
         # Numbers alone may be wider than their partition, but not touch each other.
         ends = [(middles[j] * room, text_width(text) / 2) for j, text in texts.items()]

@@ -46,6 +46,9 @@ _LAYERS = (
 #: Share of a row that stays empty above its limit or its highest peak.
 _GAP = 0.14
 
+#: From how many times the highest peak on a limit is too far away to be drawn.
+_FAR = 5
+
 #: Points of the mark at the right of a row that is above its limit.
 _MARK = 3.0
 
@@ -73,7 +76,7 @@ def plot_memory(
         limit: Bytes that a device may hold, as a number or such as ``'16 GiB'``; one for all, or
             one for each device, None where there is none; drawn as a dashed line in its row.
             Where there are too many rows for that, one limit for all is drawn in the highest row,
-            and rows above it are marked.
+            and rows above it are marked. One far above all peaks is not drawn, but told of.
 
     Raises:
         KindError: what was given is no list of tracks.
@@ -103,7 +106,8 @@ def plot_memory(
     ax.set_xlim(0, end / factor or 1.0)
     ax.set_ylim(n, 0)
     highest = max(track.peak for track in tracks)
-    scale = (1 - _GAP) / max(highest, *(size or 0 for size in limits), 1)
+    near = [size if size is not None and size <= _FAR * highest else None for size in limits]
+    scale = (1 - _GAP) / max(highest, *(size or 0 for size in near), 1)
     colours = partition_colours(n)
     fine = points(ax)[1] / n < FINE
     for j, track in enumerate(tracks):
@@ -118,9 +122,14 @@ def plot_memory(
     title = f"Memory over time: highest peak {format_bytes(highest)}"
     if any(size is not None for size in limits):
         above = [size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True)]
-        entries += _draw_limits(ax, tracks, limits, scale, is_dense=len(shown) < n)
-        # Without sizes nobody knows.
+        entries += _draw_limits(ax, tracks, near, scale, is_dense=len(shown) < n)
         verdict = f"{sum(above)} of {n} above the limit" if any(above) else "all below the limit"
+        if not any(size is not None for size in near):
+            verdict = "all far below the limit"
+            verdict += (
+                f" of {format_bytes(limits[0])}" if len(set(limits)) == 1 and limits[0] else ""
+            )
+        # Without sizes nobody knows.
         title += f", {verdict}" if highest else ""
         if any(above) and len(shown) < n:
             entries.append(_mark_rows(ax, [j for j in range(n) if above[j]]))
@@ -203,6 +212,8 @@ def _draw_limits(
     """Draw a line in each row; of one limit in rows too low for that, in the highest row only."""
     same = len(set(limits)) == 1
     rows = [j for j, size in enumerate(limits) if size is not None]
+    if not rows:
+        return []
     if is_dense and same:
         rows = [_highest_row(tracks)]
     # Thinner lines in lower rows: they must not be all that is seen.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import UsageError
@@ -63,8 +64,8 @@ def plot_timeline(
 ) -> Axes:
     """Draw a timeline, or two on one time axis, with makespan and bubble written above.
 
-    A cell holds the number of its micro-batch where that fits. Both timelines start at their
-    first event.
+    A cell holds the number of its micro-batch where the longest number fits. Both timelines start
+    at their first event.
 
     Args:
         timeline: What to draw.
@@ -268,16 +269,20 @@ def _draw_numbers(
 ) -> None:
     """Write micro-batches into the cells that have room; a hatch would make them unreadable."""
     size = min(FONT_SIZE, 0.7 * row)
-    if size < _SMALLEST:
+    if size < _SMALLEST or events[0].kind == "R":
         return
     per_unit = points(ax)[0] / ax.get_xlim()[1]
+    # Smaller ones, if the longest then fits, and none where it does not: numbers that end at 9 look
+    # as if there were no more.
+    usual = median(duration for _, duration in spans) * per_unit
+    longest = max((str(event.micro_batch) for event in events), key=len)
+    size = next((s for s in (size, 7.5, 7.0, 6.5, _SMALLEST) if fits(longest, usual, s)), size)
     for event, (start, duration) in zip(events, spans, strict=True):
-        text = str(event.micro_batch)
-        if event.kind != "R" and fits(text, duration * per_unit, size):
+        if fits(longest, duration * per_unit, size):
             ax.text(
                 start + duration / 2,
                 middle,
-                text,
+                str(event.micro_batch),
                 ha="center",
                 va="center_baseline",
                 size=size,
