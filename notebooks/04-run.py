@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gpipebal as gb
+from gpipebal.planner import training_step
 from gpipebal.plots import plot_chunks, plot_memory, plot_timeline
 
 torch.manual_seed(0)
@@ -90,7 +91,7 @@ print([f"{loss:.3f}" for loss in losses])
 # mini-batch, between the phases.
 
 # %%
-predicted = gb.simulate(plan, pause=plan.pause_time)
+predicted = training_step(profile, plan)
 by_time = sorted(recorder.timelines[1:], key=lambda timeline: timeline.makespan)
 measured = by_time[len(by_time) // 2]
 plot_timeline(predicted, beside=measured).figure

@@ -16,7 +16,8 @@ from gpipebal.memory.waiting import Waiting
 from gpipebal.planner.assemble import CLOCK_MARGIN
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import order_for, step_timeline
-from gpipebal.schedule import SCHEDULES
+from gpipebal.schedule import SCHEDULES, order_of
+from gpipebal.schedule.actions import B, F
 from gpipebal.simulator import Durations, durations_of, place
 from gpipebal.timeline import Timeline
 
@@ -142,3 +143,33 @@ def test_no_margin_makes_more_wait_than_the_order_lets(
     most = partition_memory(profile, bounds, latest=True, **options)
     for low, peak, high in zip(nominal, late, most, strict=True):
         assert low.total <= peak.total <= high.total
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize(("n", "chunks"), [(1, 3), (2, 2), (3, 5), (5, 3)])
+def test_what_must_have_ended_before_an_action(
+    schedule: str, mode: Any, n: int, chunks: int
+) -> None:
+    """Of every other partition, however far: as following all needs back tells."""
+    order = order_of(schedule, n, chunks, mode)
+    columns = (order.partitions, order.kinds, order.micro_batches)
+    actions = list(zip(*(column.tolist() for column in columns), strict=True))
+    before: dict[tuple[int, int, int], set[tuple[int, int, int]]] = {}
+
+    def all_before(action: tuple[int, int, int]) -> set[tuple[int, int, int]]:
+        if action not in before:
+            j, kind, i = action
+            row = [one for one in actions if one[0] == j]
+            direct = row[: row.index(action)][-1:]
+            direct += [(j - 1, F, i)] if kind == F and j else []
+            direct += [(j + 1, B, i)] if kind == B and j < n - 1 else []
+            before[action] = set(direct).union(*map(all_before, direct))
+        return before[action]
+
+    waiting = Waiting([], order, None)
+    for j in range(n):
+        row = [one for one in actions if one[0] == j]
+        for other in set(range(n)) - {j}:
+            found = waiting._ended_before(j, other).tolist()
+            assert found == [sum(k == other for k, _, _ in all_before(one)) for one in row]

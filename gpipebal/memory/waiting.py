@@ -87,7 +87,6 @@ class Waiting:
         self._places = np.zeros((len(KINDS), *shape), dtype=np.int64)
         self._starts: NDArray[np.float64] | None = None
         self._taken: NDArray[np.float64] | None = None
-        self._ended: NDArray[np.int32] | None = None
         # When an action takes what waits for it if its partition is slower than all others.
         self._taken_late: NDArray[np.float64] | None = None
         lengths = np.diff(order.offsets)
@@ -112,9 +111,8 @@ class Waiting:
                 shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
             if margin:
                 self._taken_late = self._slower(ends, margin)
-        if timeline is None or shortest <= self._late:
-            # Of actions that take no time the clock says less than their order.
-            self._ended = _ended_before(order, self._places)
+        # Of actions that take no time the clock says less than their order.
+        self._goes_by_order = timeline is None or shortest <= self._late
 
     def _slower(self, ends: NDArray[np.float64], margin: float) -> NDArray[np.float64]:
         """Return when actions take what waits for them, each partition by itself being slower.
@@ -180,10 +178,8 @@ class Waiting:
         first, last = self._order.offsets[j : j + 2].tolist()
         until: NDArray[np.int64] = np.full(self._chunks, last - first)
         places = self._places[kind, taker]
-        if self._ended is not None:
-            # How far the taker must have come before each action of the row; it never goes back.
-            ended = self._ended[first:last, taker]
-            until = np.searchsorted(ended, places, side="right")
+        if self._goes_by_order:
+            until = np.searchsorted(self._ended_before(j, taker), places, side="right")
         if self._starts is None or self._taken is None:
             return until
         kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
@@ -206,6 +202,25 @@ class Waiting:
         else:
             late = by_clock  # nobody knows how far others let it lag
         return np.minimum(until, np.maximum(by_clock, late))
+
+    def _ended_before(self, j: int, other: int) -> NDArray[np.int64]:
+        """Tell how many actions of another partition must have ended before each of row j starts.
+
+        An action needs those before it in its row, and its micro-batch next door: a forward in the
+        partition before, a backward in the one behind. So what is needed of partitions before
+        comes with forwards, from one partition to the next, and of those behind with backwards;
+        what comes back on a detour has been there before, since it never gets less along a row.
+        """
+        step, kind = (1, F) if other < j else (-1, B)
+        ended: NDArray[np.int64] | None = None
+        for row in range(other + step, j + step, step):
+            own = slice(*self._order.offsets[row : row + 2].tolist())
+            places = self._places[kind, row - step, self._order.micro_batches[own]]
+            needed = places + 1 if ended is None else ended[places]
+            needed = np.where(self._order.kinds[own] == kind, needed, 0)
+            ended = np.maximum.accumulate(needed)
+        assert ended is not None
+        return ended
 
 
 def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
@@ -263,37 +278,3 @@ def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -
         yield Stream("B", taker, own, own, only_if_recomputed=True, until=until)
         yield Stream("F", taker, others, 0, only_if_recomputed=True, until=until)
         yield Stream("R", taker, 0, others, only_if_recomputed=True, until=until)
-
-
-def _ended_before(order: Order, places: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Tell how many actions of every partition must have ended before each action starts.
-
-    Args:
-        order: An order with one partition on each device.
-        places: Where in its row the action of a kind, partition and micro-batch stands.
-    """
-    n_partitions = order.n_partitions
-    found = np.zeros((order.n_actions, n_partitions), dtype=np.int32)
-    kinds, micro_batches = order.kinds.tolist(), order.micro_batches.tolist()
-    offsets = order.offsets.tolist()
-    position = offsets[:-1]
-    moved = True
-    while moved:
-        moved = False
-        for j in range(n_partitions):
-            while position[j] < offsets[j + 1]:
-                k = position[j]
-                clock = found[k]
-                if k > offsets[j]:
-                    clock[:] = found[k - 1]
-                    clock[j] = k - offsets[j]
-                beside = j + {F: -1, B: 1}.get(kinds[k], 0)
-                if beside != j and 0 <= beside < n_partitions:
-                    place = int(places[kinds[k], beside, micro_batches[k]])
-                    if offsets[beside] + place >= position[beside]:
-                        break
-                    np.maximum(clock, found[offsets[beside] + place], out=clock)
-                    clock[beside] = max(int(clock[beside]), place + 1)
-                position[j] += 1
-                moved = True
-    return found
