@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +25,7 @@ __all__ = [
     "read_any",
     "read_noun",
     "read_record",
-    "text_of",
-    "tuple_of",
     "why_not_writable",
-    "without_header",
     "write_record",
 ]
 
@@ -37,6 +35,8 @@ MAX_FILE_BYTES = 256 * 2**20
 MAX_VALUES = 2**23
 #: No file of ours nests deeper than this; what does is refused before anything walks through it.
 MAX_DEPTH = 32
+#: How JSON writes one of the two halves of a character; most often the other one stands beside it.
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 _Noun = TypeVar("_Noun")
 
@@ -197,6 +197,8 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
             object_pairs_hook=_without_duplicates,
         )
         _check_depth(record)
+        if _HALF_CHARACTER.search(text):
+            _check_characters(record)
     except (ValueError, RecursionError) as error:
         raise _refused(path, f"is not readable JSON: {error}.", "make the file again.") from error
     if not isinstance(record, dict):
@@ -228,36 +230,6 @@ def read_noun(
         raise FileFormatError(f"{Path(path)}: {error}") from error
 
 
-def without_header(record: Mapping[str, Any], kind: str, version: int) -> dict[str, Any]:
-    """Return what stands in a record beside its format and version, which are checked.
-
-    Raises:
-        ValueError: another format, or a version that is not read here.
-    """
-    content = dict(record)
-    found = content.pop("format"), content.pop("version")
-    if found[0] != kind or type(found[1]) is not int or not 1 <= found[1] <= version:
-        raise ValueError(
-            f"format={found[0]!r}, version={found[1]!r} (expected {kind!r}, 1 to {version})"
-        )
-    return content
-
-
-def tuple_of(value: Any, name: str) -> tuple[Any, ...]:
-    """Return a list of a record as a tuple; a text or an object is not taken for one."""
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} is no list: {type(value).__name__}")
-    return tuple(value)
-
-
-def text_of(value: Any, name: str) -> str:
-    """Return a text of a record: one that can be written and printed again."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is no text: {type(value).__name__}")
-    value.encode()  # a half of a surrogate pair is no character
-    return value
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that a profile or a plan may hold")
 
@@ -278,6 +250,15 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"{name[:40]!r} stands twice in one object")
             seen.add(name)
     return found
+
+
+def _check_characters(record: Any) -> None:
+    """Refuse texts with a half of a character, which cannot be printed."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise ValueError(f"a text has a half of a character: {half!r}") from None
 
 
 def _check_depth(record: Any) -> None:

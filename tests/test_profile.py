@@ -156,7 +156,7 @@ def test_impossible_layer_is_refused(changes: dict[str, Any], message: str) -> N
     ("changes", "message"),
     [
         ({"layers": ()}, r"profile has no layers: len\(layers\)=0"),
-        ({"storages": (-1,)}, "impossible value: 0=-1"),
+        ({"storages": (-1,)}, r"impossible value: storages\[0\]=-1"),
         ({"inputs": (5,)}, "inputs names a storage that does not exist: storage=5"),
         ({"without_gradient": (5,)}, "without_gradient names a storage .* storage=5"),
         ({"ties": (TieProfile((0,), 8, 8),)}, r"tied parameters have impossible layers: .*\[0\]"),

@@ -197,7 +197,7 @@ def test_shares_are_kept_and_checked() -> None:
             _profile(replace(shares, **bad))
     old = {**record, "version": 4}
     del old["common_inputs"]
-    with pytest.raises(FileFormatError, match="unknown field: 'side_by_side'"):
+    with pytest.raises(FileFormatError, match=r"unknown field: 'step\.side_by_side'"):
         Profile.from_dict(old)
     newer = ("side_by_side", "turns")
     step = {name: value for name, value in record["step"].items() if name not in newer}

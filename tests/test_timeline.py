@@ -339,8 +339,8 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     ("damage", "message"),
     [
         (lambda record: record["gpipebal"].pop("events"), "is damaged: missing 'events'"),
-        (lambda record: record.pop("gpipebal"), "is damaged: missing 'events'"),
-        (lambda record: record.update(gpipebal=[1]), "is damaged: missing 'events'"),
+        (lambda record: record.pop("gpipebal"), "is damaged: missing 'gpipebal'"),
+        (lambda record: record.update(gpipebal=[1]), r"is damaged: .* gpipebal=\[1\] \(expected"),
         (lambda record: record["gpipebal"].update(colour="red"), "is damaged: .*'colour'"),
         (lambda record: record["gpipebal"].update(n_partitions=1), "is damaged: event 1C0 cannot"),
         (lambda record: record["gpipebal"].update(provenance=3), "is damaged: "),

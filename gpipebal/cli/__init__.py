@@ -32,7 +32,7 @@ from gpipebal.cli.words import (
     with_flags,
     within_reach,
 )
-from gpipebal.errors import GpipebalError, InfeasibleError, ProfileError
+from gpipebal.errors import FileFormatError, GpipebalError, InfeasibleError, ProfileError
 
 __all__ = ["EXIT_STATUS", "main"]
 
@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             is_infeasible = isinstance(error, InfeasibleError)
             text = within_reach(str(error), flags) if is_infeasible else str(error)
-            complain(with_flags(text, flags))
+            # What is wrong in a file is no word of the command line.
+            in_file = isinstance(error, FileFormatError)
+            complain(text if in_file else with_flags(text, flags))
             for note in getattr(error, "__notes__", ()):
                 say(note)
             return NO_PLAN if is_infeasible else BAD_INPUT

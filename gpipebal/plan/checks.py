@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.plan.parts import PeakMemory
-from gpipebal.schedule import check_count, modes_of
+from gpipebal.schedule import ALL_SCHEDULES, check_count, modes_of, partitions_on_each
 
 if TYPE_CHECKING:
     from gpipebal.plan.plan import Plan
@@ -33,6 +33,14 @@ _COUNTS = ("chunks", "rows")
 _OF_ANY_UNIT = ("value", "lower_bound", "equal_split_value")
 #: What has numbers in it and is none.
 _OTHERS = ("sensitivity",)
+#: What can have been minimised.
+_OBJECTIVES = ("makespan", "bottleneck", "peak_memory", "cost")
+_STATUSES = ("optimal", "feasible")
+#: Texts of errors that say what a value can be.
+_COUNT = "a whole number, 1 or more"
+_NUMBER = "a finite number, 0 or more"
+_BYTES = "a whole number of bytes, 0 or more"
+_TEXT = "a text"
 #: Seconds and bytes are at most so many.
 _MOST = 2**63 - 1
 #: A proof is one although sums are rounded, by this fraction of the value.
@@ -48,8 +56,8 @@ def check_chunks(chunks: object) -> int:
     count = check_count("chunks", chunks)
     if count > MOST_CHUNKS:
         raise BalanceError(
-            f"plan has too many micro-batches: chunks={count} (expected at most {MOST_CHUNKS}).\n"
-            "Fix: plan with fewer chunks."
+            f"plan has too many micro-batches: chunks={count!r:.60} (expected at most "
+            f"{MOST_CHUNKS}).\nFix: plan with fewer chunks."
         )
     return count
 
@@ -63,6 +71,8 @@ def check_plan(plan: Plan) -> None:
     """
     check_count("partitions", plan.n_partitions)
     modes_of(plan.checkpoint, plan.n_partitions)
+    if isinstance(plan.chunks, float):  # which is no count in a file
+        raise _bad_value("plan", "chunks", plan.chunks, _COUNT)
     check_chunks(plan.chunks)
     for j, partition in enumerate(plan.partitions):
         check_count(f"layers of partition {j}", len(partition.layers))
@@ -70,40 +80,56 @@ def check_plan(plan: Plan) -> None:
         _check_quantities(f"memory of partition {j}", partition.memory)
         for text in (*partition.layers, *partition.fingerprints):
             if not isinstance(text, str):
-                raise _bad_value(f"partition {j}", "name", text)
+                raise _bad_value(f"partition {j}", "name", text, _TEXT)
     _check_quantities("plan", plan)
     if plan.rows < 1:
         raise ProfileError(
             f"plan has micro-batches without rows: rows={plan.rows} (expected 1 or more).\n"
             "Fix: profile micro-batches of 1 row or more."
         )
-    for name in ("schedule", "objective", "method"):
-        if not isinstance(getattr(plan, name), str):
-            raise _bad_value("plan", name, getattr(plan, name))
-    for name in ("shared_memory", "gradients_exist", "loss_inside", "overlaps"):
-        if not isinstance(getattr(plan, name), bool):
-            raise _bad_value("plan", name, getattr(plan, name))
+    _check_words(plan)
     if plan.lower_bound > plan.value * (1 + _ROUNDING):
-        raise _bad_value("plan", "lower_bound", plan.lower_bound)
-    if plan.status not in ("optimal", "feasible"):
-        raise _bad_value("plan", "status", plan.status)
+        expected = f"at most value={plan.value!r}"
+        raise _bad_value("plan", "lower_bound", plan.lower_bound, expected)
     if plan.status == "optimal" and plan.lower_bound < plan.value * (1 - _ROUNDING):
         raise ProfileError(
             f"plan is not proven optimal: status='optimal', lower_bound={plan.lower_bound!r} "
             f"(expected value={plan.value!r}, or status='feasible').\nFix: solve again."
         )
-    threads = plan.provenance.get("threads") if isinstance(plan.provenance, Mapping) else ""
+    if not isinstance(plan.provenance, Mapping):
+        raise _bad_value("plan", "provenance", plan.provenance, "an object with named values")
+    threads = plan.provenance.get("threads")
     if threads is not None and (type(threads) is not int or threads < 1):
-        raise _bad_value("provenance", "threads", threads)
+        raise _bad_value("provenance", "threads", threads, _COUNT)
     order = plan.device_order
     whole = all(type(k) is int for k in order)
     if order and (not whole or sorted(order) != list(range(plan.n_partitions))):
-        raise _bad_value("plan", "device_order", order)
-    for note in plan.notes:
-        if not isinstance(note, str):
-            raise _bad_value("plan", "notes", note)
+        expected = f"each of 0..{plan.n_partitions - 1} once"
+        raise _bad_value("plan", "device_order", order, expected)
     _check_runs(plan)
     _check_sensitivity(plan)
+
+
+def _check_words(plan: Plan) -> None:
+    """Refuse texts that are none, or name nothing, and what is neither true nor false."""
+    for name, known in (
+        ("schedule", ALL_SCHEDULES),
+        ("objective", _OBJECTIVES),
+        ("status", _STATUSES),
+    ):
+        value = getattr(plan, name)
+        if not isinstance(value, str) or value not in known:
+            raise _bad_value("plan", name, value, f"one of {', '.join(map(repr, known))}")
+    # Interleaved partitions are two on each device.
+    partitions_on_each(plan.schedule, plan.n_partitions)
+    if not isinstance(plan.method, str):
+        raise _bad_value("plan", "method", plan.method, _TEXT)
+    for name in ("shared_memory", "gradients_exist", "loss_inside", "overlaps"):
+        if not isinstance(getattr(plan, name), bool):
+            raise _bad_value("plan", name, getattr(plan, name), "true or false")
+    for k, note in enumerate(plan.notes):
+        if not isinstance(note, str):
+            raise _bad_value("plan", f"notes[{k}]", note, _TEXT)
 
 
 def _check_runs(plan: Plan) -> None:
@@ -113,18 +139,21 @@ def _check_runs(plan: Plan) -> None:
     for run in plan.runs:
         end = next((end for end in ends if run.start < end), 0)
         if run.step != 1 or not before <= run.start < run.stop <= end:
-            raise _bad_value("plan", "runs", plan.runs)
+            expected = "ranges of layers, ascending, each inside of one partition"
+            raise _bad_value("plan", "runs", plan.runs, expected)
         before = run.stop
 
 
 def _check_sensitivity(plan: Plan) -> None:
     moves = plan.sensitivity
     if moves and len(moves) != plan.n_partitions - 1:
-        raise _bad_value("plan", "sensitivity", moves)
-    for pair in moves:
+        expected = f"{plan.n_partitions - 1} pairs, one for each cut, or none"
+        raise _bad_value("plan", "sensitivity", moves, expected)
+    for k, pair in enumerate(moves):
         known = [more for more in pair if more is not None]
         if len(pair) != 2 or not all(_is_number(x, (int, float)) for x in known):
-            raise _bad_value("plan", "sensitivity", pair)
+            expected = "two numbers, or null where there is no plan"
+            raise _bad_value("plan", f"sensitivity[{k}]", pair, expected)
 
 
 def _check_quantities(where: str, noun: Any) -> None:
@@ -139,7 +168,8 @@ def _check_quantities(where: str, noun: Any) -> None:
             continue
         kinds = (int,) if whole else (int, float)
         if not _is_number(value, kinds) or value < 0:
-            raise _bad_value(where, name, value)
+            expected = _COUNT if name in _COUNTS else _BYTES if whole else _NUMBER
+            raise _bad_value(where, name, value, expected)
         if value > _MOST and name not in _OF_ANY_UNIT:
             raise _too_large(where, name, value)
 
@@ -150,17 +180,20 @@ def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
     return good and -most <= value <= most and math.isfinite(value)
 
 
-def _bad_value(where: str, name: str, value: Any) -> ProfileError:
-    return ProfileError(f"{where} has an impossible value: {name}={value!r}.\nFix: solve again.")
+def _bad_value(where: str, name: str, value: Any, expected: str) -> ProfileError:
+    return ProfileError(
+        f"{where} has an impossible value: {name}={value!r:.60} (expected {expected}).\n"
+        "Fix: solve again."
+    )
 
 
 def _too_large(where: str, name: str, value: float) -> ProfileError:
     if name in _COUNTS:
-        return _bad_value(where, name, value)
+        return _bad_value(where, name, value, f"{_COUNT}, and at most {_MOST:.3g}")
     unit, fix = "bytes", "give sizes in bytes"
     if name.endswith(("time", "makespan", "bottleneck")):
         unit, fix = "seconds", "give times in seconds, and speeds of devices near 1"
     return ProfileError(
-        f"{where} has a value that is too large: {name}={value!r} (expected at most {_MOST:.3g} "
-        f"{unit}).\nFix: {fix}."
+        f"{where} has a value that is too large: {name}={value!r:.60} (expected at most "
+        f"{_MOST:.3g} {unit}).\nFix: {fix}."
     )

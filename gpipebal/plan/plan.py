@@ -8,18 +8,17 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.errors import FileFormatError
-from gpipebal.files import read_noun, text_of, tuple_of, without_header, write_record
+from gpipebal.errors import KindError
+from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
 from gpipebal.plan.checks import check_plan
 from gpipebal.plan.parts import PartitionPlan, PeakMemory
 from gpipebal.plan.text import explanation, plan_text
+from gpipebal.records import damaged, fields_of, object_of, place, text_of, tuple_of, without_header
 from gpipebal.schedule import (
-    ALL_SCHEDULES,
     SCHEDULES,
     Checkpoint,
     CheckpointMode,
-    is_checkpointed,
     modes_of,
     partitions_on_each,
     recomputes_of,
@@ -129,9 +128,15 @@ class Plan:
             object.__setattr__(self, "checkpoint", tuple(self.checkpoint))
         for name in ("device_order", "notes"):
             object.__setattr__(self, name, tuple_of(getattr(self, name), name))
-        runs = tuple(run if isinstance(run, range) else _range(run) for run in self.runs)
+        runs = tuple(
+            run if isinstance(run, range) else _range(run, place("runs", k))
+            for k, run in enumerate(tuple_of(self.runs, "runs"))
+        )
         object.__setattr__(self, "runs", runs)
-        moves = tuple(tuple_of(pair, "sensitivity") for pair in self.sensitivity)
+        moves = tuple(
+            tuple_of(pair, place("sensitivity", k))
+            for k, pair in enumerate(tuple_of(self.sensitivity, "sensitivity"))
+        )
         object.__setattr__(self, "sensitivity", moves)
         check_plan(self)
 
@@ -177,17 +182,12 @@ class Plan:
 
         It is the schedule that says so: ``'1f1b'`` leaves some recomputes out.
         """
-        if self.schedule in ALL_SCHEDULES:
-            return recomputes_of(
-                self.schedule,
-                self.n_devices,
-                self.chunks,
-                self.checkpoint,
-                partitions_per_device=self.n_partitions // self.n_devices,
-            )
-        return tuple(
-            sum(is_checkpointed(mode, i, self.chunks) for i in range(self.chunks))
-            for mode in self.modes
+        return recomputes_of(
+            self.schedule,
+            self.n_devices,
+            self.chunks,
+            self.checkpoint,
+            partitions_per_device=self.n_partitions // self.n_devices,
         )
 
     @property
@@ -293,26 +293,19 @@ class Plan:
             FileFormatError: a field is missing or unknown, or has a value it cannot have.
         """
         try:
-            content = without_header(record, FORMAT, VERSION)
+            content = fields_of(without_header(record, FORMAT, VERSION), "", cls)
+            parts = tuple_of(content["partitions"], "partitions")
             content["partitions"] = tuple(
-                PartitionPlan(
-                    **{
-                        **part,
-                        "layers": _texts(part["layers"], "layers"),
-                        "fingerprints": _texts(part["fingerprints"], "fingerprints"),
-                        "memory": PeakMemory(**part["memory"]),
-                    }
-                )
-                for part in tuple_of(content["partitions"], "partitions")
+                _part(part, place("partitions", j)) for j, part in enumerate(parts)
             )
             for name in ("schedule", "objective", "method"):
                 text_of(content[name], name)
-            return cls(**content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-            raise FileFormatError(
-                f"plan is damaged: {reason.splitlines()[0]}\nFix: solve again."
-            ) from error
+            content["provenance"] = object_of(content.get("provenance", {}), "provenance")
+            plan = cls(**content)
+            plan.micro_batch_time(0)  # raises where there is no such schedule
+            return plan
+        except (TypeError, ValueError) as error:
+            raise damaged("plan", error, "solve again.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, whole or not at all."""
@@ -337,10 +330,23 @@ class Plan:
         return plan_text(self)
 
 
-def _range(ends: Any) -> range:
-    start, stop = tuple_of(ends, "runs")
-    return range(start, stop)
+def _part(record: Any, where: str) -> PartitionPlan:
+    content = fields_of(record, where, PartitionPlan, also=("memory",))
+    for name in ("layers", "fingerprints"):
+        column = place(where, name)
+        content[name] = tuple(
+            text_of(text, place(column, k))
+            for k, text in enumerate(tuple_of(content[name], column))
+        )
+    memory = fields_of(content["memory"], place(where, "memory"), PeakMemory)
+    return PartitionPlan(**{**content, "memory": PeakMemory(**memory)})
 
 
-def _texts(value: Any, name: str) -> tuple[str, ...]:
-    return tuple(text_of(text, name) for text in tuple_of(value, name))
+def _range(ends: Any, where: str) -> range:
+    found = tuple_of(ends, where)
+    if len(found) != 2 or not all(type(end) is int for end in found):
+        raise KindError(
+            f"value is of another kind: {where}={ends!r:.60} (expected two whole numbers, first "
+            "and last).\nFix: give ranges of layers."
+        )
+    return range(*found)

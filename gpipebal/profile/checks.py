@@ -27,6 +27,13 @@ _STEP_TIMES = (
 )
 #: More micro-batches than this are a mistake, and their schedule would fill the memory.
 MOST_CHUNKS = 2**20
+#: An int beyond 63 bits is no number of bytes or seconds, and may be beyond a float too.
+MOST = 2**63 - 1
+#: Texts of errors that say what a value can be.
+_COUNT = "a whole number, 1 or more"
+_WHOLE = "a whole number, 0 or more"
+_BYTES = "a whole number of bytes, 0 or more"
+_NUMBER = "a finite number, 0 or more"
 
 
 def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list[Any] | None]:
@@ -42,7 +49,7 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
     """
     for name, count in (("rows", rows), ("chunks", chunks)):
         if not isinstance(count, Integral) or isinstance(count, bool):
-            raise _bad_value("profile", name, count)
+            raise _bad_value("profile", name, count, _COUNT)
     found: dict[str, list[Any] | None] = {}
     for name, column in columns.items():
         if column is None and name != "forward":
@@ -97,25 +104,22 @@ def check_profile(profile: Profile) -> None:
             "Fix: profile a module with at least one layer."
         )
     for name in ("rows", "mini_batch_rows", "chunks"):
-        least = 0 if name != "chunks" else 1
-        value = getattr(profile, name)
-        if not _is_quantity(value, whole=True) or value < least:
-            raise _bad_value("profile", name, value)
+        _check_count("profile", name, getattr(profile, name))
     if profile.chunks > MOST_CHUNKS:
         raise ProfileError(
-            f"profile has too many micro-batches: chunks={profile.chunks} (expected at most "
+            f"profile has too many micro-batches: chunks={profile.chunks!r:.60} (expected at most "
             f"{MOST_CHUNKS}).\nFix: profile with fewer chunks."
         )
     threads = profile.provenance.get("threads")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise _bad_value("provenance", "threads", threads)
+    if threads is not None:
+        _check_count("provenance", "threads", threads)
     n_storages = len(profile.storages)
     for index, n_bytes in enumerate(profile.storages):
         if not _is_quantity(n_bytes, whole=True):
-            raise _bad_value("storage", str(index), n_bytes)
+            raise _bad_value("profile", f"storages[{index}]", n_bytes, _BYTES)
     for layer in profile.layers:
         _check_layer(layer, f"layer {layer.name!r}", n_storages)
-    for name in ("inputs", "without_gradient"):
+    for name in ("inputs", "common_inputs", "without_gradient"):
         for storage in getattr(profile, name):
             _check_storage(storage, n_storages, name)
     if not set(profile.common_inputs) <= set(profile.inputs):
@@ -155,7 +159,7 @@ def _check_tie(tie: TieProfile, n_layers: int) -> None:
         )
     for name in ("parameter_bytes", "gradient_bytes"):
         if not _is_quantity(getattr(tie, name), whole=True):
-            raise _bad_value("tied parameters", name, getattr(tie, name))
+            raise _bad_value("tied parameters", name, getattr(tie, name), _BYTES)
 
 
 def _check_shares(profile: Profile) -> None:
@@ -196,9 +200,10 @@ def _check_step(profile: Profile, n_storages: int) -> None:
     for name in _STEP_TIMES:
         value = getattr(step, name)
         if value is not None and not _is_quantity(value, whole=False):
-            raise _bad_value("step", name, value)
+            raise _bad_value("step", name, value, _NUMBER)
     if not isinstance(step.optimizer_together, bool):
-        raise _bad_value("step", "optimizer_together", step.optimizer_together)
+        value = step.optimizer_together
+        raise _bad_value("step", "optimizer_together", value, "true or false")
     if step.side_by_side is not None:
         _check_side_by_side(step.side_by_side)
     if step.turns is not None:
@@ -245,7 +250,8 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
     for name, value in _quantities(layer):
         whole = name == "flops" or name.endswith("_bytes")
         if not _is_quantity(value, whole=whole):
-            raise _bad_value(where, name, value)
+            expected = _BYTES if name.endswith("_bytes") else _WHOLE if whole else _NUMBER
+            raise _bad_value(where, name, value, expected)
     for name in STORAGE_FIELDS:
         for storage in getattr(layer, name):
             _check_storage(storage, n_storages, where)
@@ -260,21 +266,29 @@ def _quantities(layer: LayerProfile) -> list[tuple[str, Any]]:
 def _is_quantity(value: Any, *, whole: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int,) if whole else (int, float)):
         return False
-    # An int beyond 63 bits is no number of bytes or seconds, and may be beyond a float too.
-    return 0 <= value < 2**63 and math.isfinite(value)
+    return 0 <= value <= MOST and math.isfinite(value)
+
+
+def _check_count(where: str, name: str, value: Any) -> None:
+    # Of chunks there is a smaller limit than that of all numbers, which is told by itself.
+    known = isinstance(value, int) if name == "chunks" else _is_quantity(value, whole=True)
+    if not known or isinstance(value, bool) or value < 1:
+        raise _bad_value(where, name, value, _COUNT)
 
 
 def _check_storage(storage: Any, n_storages: int, where: str) -> None:
     if type(storage) is not int or not 0 <= storage < n_storages:
         raise ProfileError(
-            f"{where} names a storage that does not exist: storage={storage!r} "
+            f"{where} names a storage that does not exist: storage={storage!r:.60} "
             f"(expected 0..{n_storages - 1}).\nFix: profile the model again."
         )
 
 
-def _bad_value(where: str, name: str, value: Any) -> ProfileError:
-    kind = "a whole number of bytes" if name.endswith("_bytes") else "a finite number"
+def _bad_value(where: str, name: str, value: Any, expected: str) -> ProfileError:
+    most = ""
+    if isinstance(value, (int, float)) and value > MOST:
+        most = f", at most {MOST:.3g}"
     return ProfileError(
-        f"{where} has an impossible value: {name}={value!r} (expected {kind}, 0 or more).\n"
+        f"{where} has an impossible value: {name}={value!r:.60} (expected {expected}{most}).\n"
         "Fix: correct the value, or profile the model again."
     )

@@ -11,13 +11,12 @@ everything between layers is taken to have a gradient, each storage one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpipebal.errors import FileFormatError
-from gpipebal.files import text_of, tuple_of, without_header
-from gpipebal.profile.checks import TEXT_FIELDS
+from gpipebal.errors import FileFormatError, ProfileError
+from gpipebal.profile.checks import STORAGE_FIELDS, TEXT_FIELDS
 from gpipebal.profile.layer import (
     LayerProfile,
     SideBySide,
@@ -25,6 +24,17 @@ from gpipebal.profile.layer import (
     StepTerms,
     TieProfile,
     TurnTimes,
+)
+from gpipebal.records import (
+    check_missing,
+    check_unknown,
+    damaged,
+    fields_of,
+    object_of,
+    place,
+    text_of,
+    tuple_of,
+    without_header,
 )
 
 if TYPE_CHECKING:
@@ -35,25 +45,24 @@ __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 FORMAT = "gpipebal-profile"
 VERSION = 9
 
-_FIELDS = frozenset(
-    {
-        "chunks",
-        "common_inputs",
-        "inputs",
-        "layers",
-        "mini_batch_rows",
-        "other_sizes",
-        "provenance",
-        "rows",
-        "skips",
-        "step",
-        "storages",
-        "ties",
-        "without_gradient",
-    }
-)
+_FIELDS = {
+    "chunks": "a whole number",
+    "common_inputs": "a list",
+    "inputs": "a list",
+    "layers": "a list",
+    "mini_batch_rows": "a whole number",
+    "other_sizes": "a list",
+    "provenance": "an object",
+    "rows": "a whole number",
+    "skips": "a list",
+    "step": "an object",
+    "storages": "a list",
+    "ties": "a list",
+    "without_gradient": "a list",
+}
 
 _Profile = TypeVar("_Profile", bound="Profile")
+_Part = TypeVar("_Part")
 
 
 def record_of(profile: Profile) -> dict[str, Any]:
@@ -77,100 +86,120 @@ def record_of(profile: Profile) -> dict[str, Any]:
     }
 
 
-def parts_of(record: Mapping[str, Any], kind: type[_Profile], depth: int = 0) -> _Profile:
+def parts_of(record: Mapping[str, Any], kind: type[_Profile]) -> _Profile:
     """Make a profile of what `record_of` returned.
 
     Raises:
         FileFormatError: a field is missing or unknown, or has a value it cannot have.
     """
     try:
-        content = without_header(record, FORMAT, VERSION)
-        if record.get("version") == 1:
-            content = _of_version_1(content)
-        if record.get("version") in (1, 2):
-            content = _of_version_2(content)
-        if record.get("version") in (1, 2, 3):
-            content = _of_version_3(content)
-        if record.get("version") in (1, 2, 3, 4):
-            content = _of_version_4(content)
-        if record.get("version") in (1, 2, 3, 4, 5, 6):
-            content = _of_version_6(content)
-        if record.get("version") in (1, 2, 3, 4, 5, 6, 7):
-            content = _of_version_7(content)
-        if record.get("version") == 8:
-            content = _of_version_8(content)
-        _check_fields("a profile", content, _FIELDS)
-        step = _fields_of(content["step"], "step")
-        _check_fields("step", step, frozenset(StepTerms.__dataclass_fields__))
-        for name in ("loss", "whole_loss"):
-            if step[name] is not None:
-                step[name] = _layer(step[name])
-        if step["side_by_side"] is not None:
-            step["side_by_side"] = SideBySide(**_fields_of(step["side_by_side"], "side_by_side"))
-        if step["turns"] is not None:
-            turns = _fields_of(step["turns"], "turns")
-            _check_fields("turns", turns, frozenset(TurnTimes.__dataclass_fields__))
-            step["turns"] = TurnTimes(**turns)
-        step["gathered"] = tuple_of(step["gathered"], "gathered")
-        others = tuple_of(content["other_sizes"], "other_sizes")
-        if depth and others:
-            raise TypeError("a profile at another number of rows has other sizes itself")
-        return kind(
-            layers=tuple(_layer(layer) for layer in tuple_of(content["layers"], "layers")),
-            storages=tuple_of(content["storages"], "storages"),
-            inputs=tuple_of(content["inputs"], "inputs"),
-            common_inputs=tuple_of(content["common_inputs"], "common_inputs"),
-            without_gradient=tuple_of(content["without_gradient"], "without_gradient"),
-            rows=content["rows"],
-            mini_batch_rows=content["mini_batch_rows"],
-            chunks=content["chunks"],
-            step=StepTerms(**step),
-            skips=tuple(_skip(skip) for skip in tuple_of(content["skips"], "skips")),
-            ties=tuple(_tie(tie) for tie in tuple_of(content["ties"], "ties")),
-            other_sizes=tuple(parts_of(other, kind, depth + 1) for other in others),
-            provenance=_fields_of(content["provenance"], "provenance"),
+        return _profile(record, kind)
+    except (TypeError, ValueError) as error:
+        raise damaged("profile", error, "profile the model again.") from error
+
+
+def _profile(record: Any, kind: type[_Profile], *, has_others: bool = True) -> _Profile:
+    content = _up_to_date(without_header(record, FORMAT, VERSION), record["version"])
+    check_missing(content, "", _FIELDS)
+    check_unknown(content, "", _FIELDS)
+    others = tuple_of(content["other_sizes"], "other_sizes")
+    if others and not has_others:
+        raise ProfileError(
+            "a profile at another number of rows has other sizes itself: "
+            f"len(other_sizes)={len(others)} (expected 0)."
         )
-    except FileFormatError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-        raise FileFormatError(
-            f"profile is damaged: {reason.splitlines()[0]}\nFix: profile the model again."
-        ) from error
+    numbers = {
+        name: tuple_of(content[name], name)
+        for name in ("storages", "inputs", "common_inputs", "without_gradient")
+    }
+    return kind(
+        **numbers,
+        layers=_each(_layer, content["layers"], "layers"),
+        rows=content["rows"],
+        mini_batch_rows=content["mini_batch_rows"],
+        chunks=content["chunks"],
+        step=_step(content["step"]),
+        skips=_each(_skip, content["skips"], "skips"),
+        ties=_each(_tie, content["ties"], "ties"),
+        other_sizes=tuple(_other(other, kind, k) for k, other in enumerate(others)),
+        provenance=object_of(content["provenance"], "provenance"),
+    )
 
 
-def _check_fields(where: str, found: Mapping[str, Any], expected: frozenset[str]) -> None:
-    for name in sorted(expected - set(found)):
-        raise KeyError(name)
-    for name in sorted(set(found) - expected):
-        raise TypeError(f"{where} has an unknown field: {name!r}")
+def _other(record: Any, kind: type[_Profile], number: int) -> _Profile:
+    """Make a profile at another number of rows."""
+    try:
+        return _profile(record, kind, has_others=False)
+    except (TypeError, ValueError) as error:
+        raise FileFormatError(f"{place('other_sizes', number)}: {error}") from error
 
 
-def _fields_of(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is no object of named values: {type(value).__name__}")
-    return dict(value)
+def _each(make: Callable[[Any, str], _Part], records: Any, where: str) -> tuple[_Part, ...]:
+    """Make parts of a profile of a list of records."""
+    return tuple(make(one, place(where, k)) for k, one in enumerate(tuple_of(records, where)))
 
 
-def _layer(record: Any) -> LayerProfile:
-    content = _fields_of(record, "a layer")
-    for name in ("saved", "outputs"):
-        content[name] = tuple_of(content[name], name)
-    content["handed_through"] = tuple_of(content.get("handed_through", ()), "handed_through")
+def _step(record: Any) -> StepTerms:
+    content = fields_of(record, "step", StepTerms, also=StepTerms.__dataclass_fields__)
+    for name, make in (
+        ("loss", _layer),
+        ("whole_loss", _layer),
+        ("side_by_side", _side_by_side),
+        ("turns", _turns),
+    ):
+        if content[name] is not None:
+            content[name] = make(content[name], place("step", name))
+    content["gathered"] = tuple_of(content["gathered"], "step.gathered")
+    return StepTerms(**content)
+
+
+def _side_by_side(record: Any, where: str) -> SideBySide:
+    return SideBySide(**fields_of(record, where, SideBySide))
+
+
+def _turns(record: Any, where: str) -> TurnTimes:
+    return TurnTimes(**fields_of(record, where, TurnTimes, also=TurnTimes.__dataclass_fields__))
+
+
+def _layer(record: Any, where: str) -> LayerProfile:
+    content = fields_of(record, where, LayerProfile, also=("saved", "outputs"))
+    for name in STORAGE_FIELDS:
+        content[name] = tuple_of(content.get(name, ()), place(where, name))
     for name in TEXT_FIELDS:
-        text_of(content.get(name, ""), name)
+        text_of(content.get(name, ""), place(where, name))
     return LayerProfile(**content)
 
 
-def _skip(record: Any) -> SkipProfile:
-    content = _fields_of(record, "a skip connection")
-    text_of(content["name"], "name")
-    return SkipProfile(**{**content, "storages": tuple_of(content["storages"], "storages")})
+def _skip(record: Any, where: str) -> SkipProfile:
+    content = fields_of(record, where, SkipProfile, also=("storages",))
+    text_of(content["name"], place(where, "name"))
+    content["storages"] = tuple_of(content["storages"], place(where, "storages"))
+    return SkipProfile(**content)
 
 
-def _tie(record: Any) -> TieProfile:
-    content = _fields_of(record, "tied parameters")
-    return TieProfile(**{**content, "layers": tuple_of(content["layers"], "layers")})
+def _tie(record: Any, where: str) -> TieProfile:
+    content = fields_of(record, where, TieProfile)
+    return TieProfile(**{**content, "layers": tuple_of(content["layers"], place(where, "layers"))})
+
+
+def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
+    """Bring a record of an earlier version up to date.
+
+    Raises:
+        FileFormatError: it lacks what has to be changed, or has what only later versions have.
+    """
+    check_missing(content, "", {"step": _FIELDS["step"]})
+    for last, bring in (
+        (1, _of_version_1),
+        (2, _of_version_2),
+        (3, _of_version_3),
+        (4, _of_version_4),
+        (6, _of_version_6),
+        (7, _of_version_7),
+    ):
+        if version <= last:
+            content = bring(content)
+    return _of_version_8(content) if version == 8 else content
 
 
 def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
@@ -178,11 +207,18 @@ def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
 
     Its loss was one time and one peak, over the mini-batch, forward and backward together.
     """
-    step = _fields_of(content["step"], "step")
+    step = object_of(content["step"], "step")
+    own = {"loss_time": "a number or null", "loss_bytes": "a whole number or null"}
+    check_missing(step, "step", own)
     loss_time, loss_bytes = step.pop("loss_time"), step.pop("loss_bytes")
     loss = None
     if loss_time is not None:
-        half = float(loss_time) / 2
+        if type(loss_time) not in (int, float) or not 0 <= loss_time < 2**63:
+            raise ProfileError(
+                f"step has an impossible value: loss_time={loss_time!r:.60} (expected a finite "
+                "number, 0 or more)."
+            )
+        half = loss_time / 2
         peak = 0 if loss_bytes is None else loss_bytes
         loss = asdict(LayerProfile("loss", "loss", half, half, 0.0, backward_peak_bytes=peak))
     step = {**step, "loss": None, "whole_loss": loss, "gathered": ()}
@@ -193,10 +229,10 @@ def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
     """Bring a record of version 2 up to date: no trial was run."""
     later = StepTerms()
     names = ("optimizer_together", "overhead_time", "inside_overhead_time", "cell_overhead_time")
-    step = _fields_of(content["step"], "step")
+    step = object_of(content["step"], "step")
     for name in names:
         if name in step:
-            raise TypeError(f"step has an unknown field: {name!r}")
+            raise _too_early("step", name)
     return {**content, "step": {**step, **{name: getattr(later, name) for name in names}}}
 
 
@@ -204,41 +240,47 @@ def _of_version_3(content: dict[str, Any]) -> dict[str, Any]:
     """Bring a record of version 3 up to date: all has a gradient, and no parameters are tied."""
     for name in ("without_gradient", "ties"):
         if name in content:
-            raise TypeError(f"a profile has an unknown field: {name!r}")
+            raise _too_early("", name)
     return {**content, "without_gradient": (), "ties": ()}
 
 
 def _of_version_4(content: dict[str, Any]) -> dict[str, Any]:
     """Bring a record of version 4 up to date: partitions do nothing to each other."""
-    step = _fields_of(content["step"], "step")
+    step = object_of(content["step"], "step")
     if "side_by_side" in step:
-        raise TypeError("step has an unknown field: 'side_by_side'")
+        raise _too_early("step", "side_by_side")
     return {**content, "step": {**step, "side_by_side": None}}
 
 
 def _of_version_6(content: dict[str, Any]) -> dict[str, Any]:
     """Bring a record of version 6 up to date: every micro-batch has inputs of its own."""
     if "common_inputs" in content:
-        raise TypeError("a profile has an unknown field: 'common_inputs'")
+        raise _too_early("", "common_inputs")
     return {**content, "common_inputs": ()}
 
 
 def _of_version_7(content: dict[str, Any]) -> dict[str, Any]:
     """Bring a record of version 7 up to date: what turns cost is not known."""
-    step = _fields_of(content["step"], "step")
+    step = object_of(content["step"], "step")
     if "turns" in step:
-        raise TypeError("step has an unknown field: 'turns'")
+        raise _too_early("step", "turns")
     return {**content, "step": {**step, "turns": None}}
 
 
 def _of_version_8(content: dict[str, Any]) -> dict[str, Any]:
     """Bring a record of version 8 up to date: its turns are those of the first cells of a step."""
-    step = _fields_of(content["step"], "step")
-    if step["turns"] is None:
+    step = object_of(content["step"], "step")
+    if step.get("turns") is None:
         return content
-    turns = _fields_of(step["turns"], "turns")
+    turns = object_of(step["turns"], "step.turns")
     for name in ("forward", "no_grad_forward", "backward"):
         if f"first_{name}" in turns:
-            raise TypeError(f"turns has an unknown field: 'first_{name}'")
+            raise _too_early("step.turns", f"first_{name}")
         turns[f"first_{name}"] = turns.get(name, 0.0)
     return {**content, "step": {**step, "turns": turns}}
+
+
+def _too_early(where: str, name: str) -> FileFormatError:
+    return FileFormatError(
+        f"unknown field: {place(where, name)!r} (expected none that its version does not have)."
+    )

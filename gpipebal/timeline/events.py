@@ -111,7 +111,7 @@ def _check_event(event: Event, n_partitions: int) -> None:
     wrong = None
     if type(partition) is not int or not 0 <= partition < n_partitions:
         wrong = f"partition={partition!r} (expected 0..{n_partitions - 1})"
-    elif kind not in KIND_NAMES:
+    elif not isinstance(kind, str) or kind not in KIND_NAMES:
         wrong = f"kind={kind!r} (expected one of {', '.join(KIND_NAMES)})"
     elif type(micro_batch) is not int or not 0 <= micro_batch <= MOST_MICRO_BATCHES:
         wrong = f"micro_batch={micro_batch!r} (expected an int of 0 or more)"

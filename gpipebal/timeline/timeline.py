@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gpipebal.errors import FileFormatError, ProfileError
-from gpipebal.files import read_record, write_record
+from gpipebal.errors import KindError, ProfileError
+from gpipebal.files import read_noun, write_record
 from gpipebal.html import timeline_html
+from gpipebal.records import check_missing, damaged, fields_of, object_of, place, tuple_of
 from gpipebal.timeline.chrome import Held, trace_events
 from gpipebal.timeline.events import Event, check_events
 from gpipebal.timeline.table import EventTable
@@ -28,6 +29,9 @@ FORMAT = "gpipebal-timeline"
 #: More partitions are no pipeline, and a list of them would fill the memory.
 MOST_PARTITIONS = 2**16
 VERSION = 1
+#: Where the exact record stands in a trace.
+_RECORD = "gpipebal"
+_FIX = "simulate or measure again."
 
 Source = Literal["simulated", "measured"]
 
@@ -200,17 +204,18 @@ class Timeline:
             FileFormatError: a field is missing or unknown, or has a value it cannot have.
         """
         try:
-            content = {k: v for k, v in record.items() if k not in ("format", "version")}
-            content["events"] = tuple(Event(*event) for event in content["events"])
-            content["provenance"] = dict(content["provenance"])
+            # The version is that of the file around it.
+            content = object_of(record, "record")
+            content = {k: v for k, v in content.items() if k not in ("format", "version")}
+            content = fields_of(content, "", cls, also=("provenance",))
+            events = tuple_of(content["events"], "events")
+            content["events"] = tuple(_event(event, k) for k, event in enumerate(events))
+            content["provenance"] = object_of(content["provenance"], "provenance")
             if content.get("devices") is not None:
-                content["devices"] = tuple(content["devices"])
+                content["devices"] = tuple_of(content["devices"], "devices")
             return cls(**content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-            raise FileFormatError(
-                f"timeline is damaged: {reason.splitlines()[0]}\nFix: simulate or measure again."
-            ) from error
+        except (TypeError, ValueError) as error:
+            raise damaged("timeline", error, _FIX) from error
 
     def save(
         self,
@@ -242,7 +247,7 @@ class Timeline:
                 memory=memory[process - 1] if process <= len(memory) else (),
                 numbered=timeline.tells_micro_batches,
             )
-        content = {"displayTimeUnit": "ms", "traceEvents": trace, "gpipebal": self.to_dict()}
+        content = {"displayTimeUnit": "ms", "traceEvents": trace, _RECORD: self.to_dict()}
         write_record(path, {"format": FORMAT, "version": VERSION, **content})
 
     @classmethod
@@ -252,8 +257,7 @@ class Timeline:
         Raises:
             FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
         """
-        record = read_record(path, FORMAT, VERSION).get("gpipebal")
-        return cls.from_dict(record if isinstance(record, dict) else {})
+        return read_noun(path, FORMAT, VERSION, lambda trace: cls.from_dict(_exact(trace)))
 
     def text_gantt(self, width: int = 100) -> str:
         """Draw one line of text per device, time from left to right, below a headline.
@@ -307,3 +311,24 @@ class Timeline:
 
     def __str__(self) -> str:
         return self.text_gantt()
+
+
+def _exact(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the exact record of a trace."""
+    try:
+        check_missing(trace, "", {_RECORD: "an object"})
+        return object_of(trace[_RECORD], _RECORD)
+    except (TypeError, ValueError) as error:
+        raise damaged("timeline", error, _FIX) from error
+
+
+def _event(values: Any, number: int) -> Event:
+    """Make an event of the list of its values, which are checked later."""
+    where = place("events", number)
+    found = tuple_of(values, where)
+    if len(found) != len(Event._fields):
+        raise KindError(
+            f"value is of another kind: {where}={values!r:.60} (expected {len(Event._fields)} "
+            f"values: {', '.join(Event._fields)}).\nFix: give all of them."
+        )
+    return Event(*found)

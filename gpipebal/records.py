@@ -1,0 +1,193 @@
+"""Records: what a file holds, as JSON values, looked at before a noun is made of it.
+
+Whatever is refused is named by where it stands: ``layers[3].name`` is a field of the fourth layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any
+
+from gpipebal.errors import FileFormatError, KindError
+
+__all__ = [
+    "check_missing",
+    "check_unknown",
+    "damaged",
+    "fields_of",
+    "object_of",
+    "place",
+    "text_of",
+    "tuple_of",
+    "without_header",
+]
+
+#: How annotations begin, and what JSON has for them; all else is an object.
+_IN_JSON = {
+    "tuple": "a list",
+    "Sequence": "a list",
+    "str": "a text",
+    "Source": "a text",
+    "Checkpoint": "a text, or a list of them",
+    "float": "a number",
+    "int": "a whole number",
+    "bool": "true or false",
+}
+
+
+def place(where: str, name: str | int) -> str:
+    """Say where a field stands.
+
+    Example:
+        >>> place("layers", 3), place("layers[3]", "name"), place("", "layers")
+        ('layers[3]', 'layers[3].name', 'layers')
+    """
+    if isinstance(name, int):
+        return f"{where}[{name}]"
+    return f"{where}.{name}" if where else name
+
+
+def without_header(record: Any, kind: str, version: int) -> dict[str, Any]:
+    """Return what stands in a record beside its format and version, which are checked.
+
+    Raises:
+        KindError: it is no object.
+        FileFormatError: another format, or a version that is not read here.
+    """
+    content = object_of(record, "record")
+    found, number = content.pop("format", None), content.pop("version", None)
+    if found != kind or type(number) is not int or not 1 <= number <= version:
+        raise FileFormatError(
+            f"it is of another format: format={found!r:.60}, version={number!r:.60} (expected "
+            f"{kind!r}, 1 to {version})."
+        )
+    return content
+
+
+def object_of(value: Any, where: str) -> dict[str, Any]:
+    """Return an object of a record as a dict.
+
+    Raises:
+        KindError: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise _another_kind(where, value, "an object with named values")
+    return dict(value)
+
+
+def fields_of(value: Any, where: str, kind: type, also: Collection[str] = ()) -> dict[str, Any]:
+    """Return an object that has the fields of a dataclass and no others, as a dict.
+
+    Args:
+        value: The object.
+        where: Where it stands.
+        kind: The dataclass; what it has a default for may be missing.
+        also: Fields that must be there all the same.
+
+    Raises:
+        KindError: it is no object.
+        FileFormatError: a field is missing or unknown.
+    """
+    content = object_of(value, where)
+    known = {item.name: _in_json(str(item.type)) for item in fields(kind)}
+    required = [
+        item.name
+        for item in fields(kind)
+        if item.name in also or item.default is item.default_factory is MISSING
+    ]
+    check_missing(content, where, {name: known[name] for name in required})
+    check_unknown(content, where, known)
+    return content
+
+
+def check_missing(content: Mapping[str, Any], where: str, required: Mapping[str, str]) -> None:
+    """Refuse an object that lacks a field.
+
+    Args:
+        content: The object.
+        where: Where it stands.
+        required: What the fields can be, by their names.
+
+    Raises:
+        FileFormatError: it lacks one.
+
+    Example:
+        >>> check_missing({"row": 3}, "layers[3]", {"rows": "a whole number"})
+        Traceback (most recent call last):
+        gpipebal.errors.FileFormatError: missing 'layers[3].rows' (expected a whole number).
+    """
+    for name, expected in required.items():
+        if name not in content:
+            raise FileFormatError(f"missing {place(where, name)!r} (expected {expected}).")
+
+
+def check_unknown(content: Mapping[str, Any], where: str, known: Collection[str]) -> None:
+    """Refuse an object that has other fields than those known.
+
+    Raises:
+        FileFormatError: it has one.
+
+    Example:
+        >>> check_unknown({"row": 3}, "layers[3]", ["name", "rows"])
+        Traceback (most recent call last):
+        gpipebal.errors.FileFormatError: unknown field: 'layers[3].row' (expected such as 'rows').
+    """
+    for name in content:
+        if name not in known:
+            near = get_close_matches(name, known, 1) or list(known)[:3]
+            raise FileFormatError(
+                f"unknown field: {place(where, name)!r:.100} (expected such as "
+                f"{', '.join(map(repr, near))})."
+            )
+
+
+def tuple_of(value: Any, where: str) -> tuple[Any, ...]:
+    """Return a list of a record as a tuple; a text or an object is not taken for one.
+
+    Raises:
+        KindError: it is none.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise _another_kind(where, value, "a list")
+    return tuple(value)
+
+
+def text_of(value: Any, where: str) -> str:
+    """Return a text of a record: one that can be written and printed again.
+
+    Raises:
+        KindError: it is none.
+    """
+    if not isinstance(value, str):
+        raise _another_kind(where, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a half of a surrogate pair is no character
+        raise _another_kind(where, value, "a text of whole characters") from None
+    return value
+
+
+def damaged(noun: str, error: Exception, fix: str) -> FileFormatError:
+    """Say that a record is damaged, by the first line of what was found.
+
+    Args:
+        noun: What it should have become.
+        error: What was raised on the way.
+        fix: What to do about it.
+    """
+    return FileFormatError(f"{noun} is damaged: {str(error).splitlines()[0]}\nFix: {fix}")
+
+
+def _another_kind(where: str, value: Any, expected: str) -> KindError:
+    return KindError(
+        f"value is of another kind: {where}={value!r:.60} (expected {expected}).\n"
+        f"Fix: give {expected}."
+    )
+
+
+def _in_json(annotation: str) -> str:
+    """Say what an annotation is in JSON."""
+    words = next((w for kind, w in _IN_JSON.items() if annotation.startswith(kind)), "an object")
+    return f"{words} or null" if annotation.endswith("| None") else words
