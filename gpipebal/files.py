@@ -22,6 +22,7 @@ from gpipebal.kinds import check_path
 
 __all__ = [
     "atomic_path",
+    "noun_of",
     "read_any",
     "read_noun",
     "read_record",
@@ -137,6 +138,13 @@ def read_record(path: str | os.PathLike[str], kind: str, version: int) -> dict[s
             another kind, or was written by a newer gpipebal.
     """
     record = read_any(path, kind)
+    _check_header(path, record, kind, version)
+    return record
+
+
+def _check_header(
+    path: str | os.PathLike[str], record: Mapping[str, Any], kind: str, version: int
+) -> None:
     if record.get("format") != kind:
         raise _refused(
             path, f"is not a {kind} file: format={record.get('format')!r}.", f"give a {kind} file."
@@ -150,7 +158,6 @@ def read_record(path: str | os.PathLike[str], kind: str, version: int) -> dict[s
             f"has a newer format: version={found} (this gpipebal reads up to {version}).",
             "upgrade gpipebal, or make the file again with this one.",
         )
-    return record
 
 
 def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, Any]:
@@ -167,17 +174,7 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
     source = check_path(path)
     fix = f"give the path of a {kind} file."
     try:
-        about = source.stat()
-        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
-            # Reading a pipe or a device might never end.
-            raise _refused(path, "cannot be read: it is no ordinary file.", fix)
-        if about.st_size > MAX_FILE_BYTES:
-            raise _refused(
-                path,
-                f"is too large: {about.st_size} bytes (expected at most {MAX_FILE_BYTES}).",
-                f"give a {kind} file.",
-            )
-        text = source.read_text(encoding="utf-8")
+        text = _bytes_of(source, fix).decode("utf-8")
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}.", fix) from error
     except UnicodeDecodeError as error:
@@ -208,6 +205,36 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
     return record
 
 
+def _bytes_of(path: Path, fix: str) -> bytes:
+    """Read a file, or what comes out of a pipe or a device, such as standard input.
+
+    Raises:
+        FileFormatError: there is too much of it, or a pipe that nobody writes to.
+        OSError: it is a folder, or cannot be read.
+    """
+    about = path.stat()
+    is_pipe = stat.S_ISFIFO(about.st_mode)
+    size = about.st_size
+    if size <= MAX_FILE_BYTES:
+        # Opening a pipe would wait for somebody who writes to it, perhaps for ever.
+        with open(path, "rb", opener=_open_at_once if is_pipe else None) as file:
+            found = file.read(MAX_FILE_BYTES + 1)
+        size = len(found)
+    if size > MAX_FILE_BYTES:
+        raise _refused(
+            path, f"is too large: {size} bytes (expected at most {MAX_FILE_BYTES}).", fix
+        )
+    if is_pipe and not found:
+        raise _refused(path, "cannot be read: nobody writes to this pipe.", fix)
+    return found
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(handle, True)
+    return handle
+
+
 def _refused(path: str | os.PathLike[str], what: str, fix: str) -> FileFormatError:
     return FileFormatError(f"{Path(path)} {what}\nFix: {fix}")
 
@@ -223,7 +250,22 @@ def read_noun(
     Raises:
         FileFormatError: as for `read_record`, or `make` refused the record; the file is named.
     """
-    record = read_record(path, kind, version)
+    return noun_of(path, read_any(path, kind), kind, version, make)
+
+
+def noun_of(
+    path: str | os.PathLike[str],
+    record: Mapping[str, Any],
+    kind: str,
+    version: int,
+    make: Callable[[Mapping[str, Any]], _Noun],
+) -> _Noun:
+    """Make what `read_noun` does of the record of a file that has been read: a pipe is read once.
+
+    Raises:
+        FileFormatError: as for `read_noun`.
+    """
+    _check_header(path, record, kind, version)
     try:
         return make(record)
     except FileFormatError as error:

@@ -17,6 +17,7 @@ from gpipebal.planner import solve
 from gpipebal.profile import Profile
 from gpipebal.simulator import simulate
 from gpipebal.tables import profile_table
+from gpipebal.timeline import Timeline
 
 PROFILE = Profile.from_costs([1.0, 3.0, 2.0], names=["a", "b", "c"], rows=4, chunks=2)
 
@@ -169,6 +170,36 @@ def test_pictures_are_said_to_be_written(
     assert capsys.readouterr().out.endswith(f"Written to {picture}\n")
     assert main([*words, "--json"]) == 0
     json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["profile", "plan", "timeline"])
+def test_files_may_come_out_of_pipes(kind: str, files: dict[str, Path]) -> None:
+    """They are read once, which is all that a pipe allows."""
+    done = subprocess.run(
+        _command("show", "--json", "/dev/stdin"),
+        input=files[kind].read_bytes(),
+        capture_output=True,
+        env=_environment(),
+        timeout=WATCHDOG,
+        check=True,
+    )
+    noun = {"profile": Profile, "plan": Plan, "timeline": Timeline}[kind]
+    assert json.loads(done.stdout) == json.loads(json.dumps(noun.load(files[kind]).to_dict()))  # type: ignore[attr-defined]
+
+
+def test_what_is_no_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder, nothing, and what never ends, each with an error of its own."""
+    monkeypatch.setattr("gpipebal.files.MAX_FILE_BYTES", 1000)
+    for path, message in (
+        (tmp_path, "cannot be read: Is a directory"),
+        ("/dev/null", "is not readable JSON"),
+        ("/dev/zero", "is too large"),
+    ):
+        assert main(["show", str(path)]) == 2
+        first, second = capsys.readouterr().err.splitlines()
+        assert f"{path} {message}" in first and second.startswith("Fix: ")
 
 
 def test_show_needs_no_torch(files: dict[str, Path]) -> None:

@@ -189,8 +189,8 @@ def test_hostile_files_are_refused(
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """Reading from a pipe that nobody writes to would never end: it is refused."""
+    """Opening a pipe that nobody writes to would never end: it is refused."""
     path = tmp_path / "pipe.json"
     os.mkfifo(path)
-    with pytest.raises(FileFormatError, match="it is no ordinary file"):
+    with pytest.raises(FileFormatError, match="nobody writes to this pipe"):
         gb.Profile.load(path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gpipebal.cli.words import check_output
 from gpipebal.errors import FileFormatError, UsageError
-from gpipebal.files import read_any
+from gpipebal.files import noun_of, read_any
 
 if TYPE_CHECKING:
     import argparse
@@ -31,14 +32,15 @@ def load_noun(path: str, *kinds: str) -> Noun:
     Raises:
         FileFormatError: the file cannot be read, is damaged, or holds something else.
     """
-    from gpipebal.plan import Plan
+    from gpipebal.plan import Plan, plan
     from gpipebal.profile import Profile
-    from gpipebal.timeline import Timeline
+    from gpipebal.profile import record as profile
+    from gpipebal.timeline import Timeline, timeline
 
-    known: dict[str, type[Profile | Plan | Timeline]] = {
-        "profile": Profile,
-        "plan": Plan,
-        "timeline": Timeline,
+    known: dict[str, tuple[int, Callable[[Mapping[str, Any]], Noun]]] = {
+        "profile": (profile.VERSION, Profile.from_dict),
+        "plan": (plan.VERSION, Plan.from_dict),
+        "timeline": (timeline.VERSION, Timeline.from_dict),
     }
     record = read_any(path)
     # A timeline is a Chrome trace, with the exact record under a key of its own.
@@ -52,7 +54,7 @@ def load_noun(path: str, *kinds: str) -> Noun:
             + (f" (it is a {name})" if name in known else "")
             + f".\nFix: name a file that {' or '.join(_MAKERS[kind] for kind in wanted)} wrote."
         )
-    return known[name].load(path)
+    return noun_of(path, record, found, *known[name])
 
 
 #: Which commands write what.

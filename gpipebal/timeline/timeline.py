@@ -31,7 +31,6 @@ MOST_PARTITIONS = 2**16
 VERSION = 1
 #: Where the exact record stands in a trace.
 _RECORD = "gpipebal"
-_FIX = "simulate or measure again."
 
 Source = Literal["simulated", "measured"]
 
@@ -198,14 +197,16 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Timeline:
-        """Read what `to_dict` returned.
+        """Read what `to_dict` returned, or the whole trace that `save` wrote.
 
         Raises:
             FileFormatError: a field is missing or unknown, or has a value it cannot have.
         """
         try:
-            # The version is that of the file around it.
             content = object_of(record, "record")
+            if _RECORD in content or "traceEvents" in content:
+                check_missing(content, "", {_RECORD: "an object"})
+                content = object_of(content[_RECORD], _RECORD)
             content = {k: v for k, v in content.items() if k not in ("format", "version")}
             content = fields_of(content, "", cls, also=("provenance",))
             events = tuple_of(content["events"], "events")
@@ -215,7 +216,7 @@ class Timeline:
                 content["devices"] = tuple_of(content["devices"], "devices")
             return cls(**content)
         except (TypeError, ValueError) as error:
-            raise damaged("timeline", error, _FIX) from error
+            raise damaged("timeline", error, "simulate or measure again.") from error
 
     def save(
         self,
@@ -257,7 +258,7 @@ class Timeline:
         Raises:
             FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
         """
-        return read_noun(path, FORMAT, VERSION, lambda trace: cls.from_dict(_exact(trace)))
+        return read_noun(path, FORMAT, VERSION, cls.from_dict)
 
     def text_gantt(self, width: int = 100) -> str:
         """Draw one line of text per device, time from left to right, below a headline.
@@ -311,15 +312,6 @@ class Timeline:
 
     def __str__(self) -> str:
         return self.text_gantt()
-
-
-def _exact(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the exact record of a trace."""
-    try:
-        check_missing(trace, "", {_RECORD: "an object"})
-        return object_of(trace[_RECORD], _RECORD)
-    except (TypeError, ValueError) as error:
-        raise damaged("timeline", error, _FIX) from error
 
 
 def _event(values: Any, number: int) -> Event:
