@@ -191,7 +191,7 @@ def test_what_is_no_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder, nothing, and what never ends, each with an error of its own."""
-    monkeypatch.setattr("gpipebal.files.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("gpipebal.files.MAX_FILE_BYTES", 2**20)
     for path, message in (
         (tmp_path, "cannot be read: Is a directory"),
         ("/dev/null", "is not readable JSON"),
