@@ -121,6 +121,7 @@ _MODULES = (
     "profile",
     "profiler",
     "rates",
+    "records",
     "report",
     "run",
     "schedule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -228,6 +229,12 @@ def test_help_into_a_closed_pipe_is_no_error(words: list[str]) -> None:
         ("checkpoint=('never', 'always')", "--checkpoint never,always"),
         ("sum(balance)=3", "sum(balance)=3"),
         ("chunks='' is none", "--chunks '' is none"),
+        ("balance[0]=0 is none", "--balance 0 at position 1 is none"),
+        ("balance[0] and balance[2].", "--balance at position 1 and --balance at position 3."),
+        ("balance[0].chunks=3", "balance[0].chunks=3"),
+        ("time_limit is no time: time_limit=-1.0.", "--time-limit is no time: --time-limit -1."),
+        ("len(balance)=3 (expected", "3 in --balance (expected"),
+        ("'time_limit' and my.time_limit(3)", "'time_limit' and my.time_limit(3)"),
     ],
 )
 def test_errors_speak_of_options(text: str, words: str) -> None:
@@ -236,6 +243,50 @@ def test_errors_speak_of_options(text: str, words: str) -> None:
     flags = {name: f"--{name.replace('_', '-')}" for name in names}
     assert with_flags(text, {**flags, "n_partitions": "--partitions"}) == words
     assert with_flags(text, {}) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--memory-limit", "10 MiB"], "--memory-limit 10MiB "),
+        (["--memory-limit", "10485760"], "--memory-limit 10485760 "),
+        (["--memory-limit", "40MiB", "--reserve", "10MB"], "--memory-limit 42534KiB."),
+        (["--pin", "first=1"], "--pin first=1 (expected"),
+        (["--pin", "0=1"], "--pin 0=1 (expected"),
+        (["--pin", "first=7"], "layer 'first' is pinned to"),
+        (["--pin", "first=0", "--pin", "first=1"], "--pin first=1 beside --pin first=0 (expected"),
+        (["--speeds", "0,1"], "--speeds 0 at position 1 (expected its speed"),
+        (["--speeds", "1,1,1"], "3 in --speeds (expected --partitions 2)"),
+        (["--balance", "0,4"], "--balance 0 at position 1 (expected 1 or more)"),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, list) else "",
+)
+def test_errors_say_what_was_typed(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes with their units, layers by their names, and no names of Python."""
+    costs = {"parameter_bytes": [2**23] * 4, "names": ["first", "a", "b", "last"]}
+    path = tmp_path / "profile.json"
+    Profile.from_costs([1.0] * 4, **costs, chunks=2).save(path)  # type: ignore[arg-type]
+    partitions = [] if "--balance" in words else ["-n", "2"]
+    assert main(["solve", str(path), *partitions, *words]) in (BAD_INPUT, NO_PLAN)
+    assert expected in capsys.readouterr().err
+
+
+def test_sizes_in_advice_can_be_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are rounded to where it still fits."""
+    path = tmp_path / "profile.json"
+    Profile.from_costs([1.0] * 4, parameter_bytes=[2**27 + 1] * 4, chunks=2).save(path)
+    words = ["solve", str(path), "-n", "2", "--memory-limit"]
+    assert main([*words, "600MiB", "--reserve", "100MiB"]) == NO_PLAN
+    fix = capsys.readouterr().err.splitlines()[1]
+    (reserve,) = re.findall(r"--reserve (\w+)", fix)
+    (limit,) = re.findall(r"--memory-limit (\w+)", fix)
+    assert (reserve, limit) == ("90111KiB", "613MiB")
+    assert main([*words, "600MiB", "--reserve", reserve]) == 0
+    assert main([*words, limit, "--reserve", "100MiB"]) == 0
 
 
 def test_command_does_the_whole_job(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_advice_about_sizes_can_be_followed(
         ("no_cut=[2, 'b']", "--no-cut 2 --no-cut b"),
         ("keep_together=[('a', 'b'), (2, 3)].", "--keep-together a,b --keep-together 2,3."),
         ("memory_limit=1930.", "--memory-limit 1930B."),
-        ("memory_limit=[10, 2000000]", "--memory-limit 10B,2000000"),
+        ("memory_limit=[10, 2000000]", "--memory-limit 10B,2MB"),
         ("reserve=0", "--reserve 0"),
         ("see profile.names lists all layers;", "see gpipebal show lists the layers;"),
         ("a layer 'pin' that keeps together", "a layer 'pin' that keeps together"),

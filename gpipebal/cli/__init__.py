@@ -3,7 +3,7 @@
 torch is imported only once a command runs that needs it, so that help, errors in the words, and
 the commands that need no model come at once. One command a file; `words` is what they share,
 `nouns` how files are read and pictures written, `question` how a plan is asked for, `layer_words`
-how layers are named.
+how layers are named, `typed` how errors say what was typed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gpipebal.cli.run import add_run
 from gpipebal.cli.show import add_show
 from gpipebal.cli.simulate import add_simulate
 from gpipebal.cli.solve import add_solve
+from gpipebal.cli.typed import Typed
 from gpipebal.cli.words import (
     BAD_INPUT,
     NO_PLAN,
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         >>> main(["run", "resnet101", "--chunks", "0"])
         2
     """
-    flags: Mapping[str, str] = {}
+    options = argparse.Namespace(flags={})
     if sys.stderr is None:
         # Progress bars would write to None, and messages would go to standard output.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
@@ -80,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             try:
                 options = _parser().parse_args(arguments)
-                flags = options.flags
                 options.command(options)
             finally:
                 # Here and not at the exit of Python, where nobody can catch it; help, too, ends
@@ -102,10 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if _is_users_own(error):
                 raise
             is_infeasible = isinstance(error, InfeasibleError)
+            flags: Mapping[str, str] = options.flags
             text = within_reach(str(error), flags) if is_infeasible else str(error)
             # What is wrong in a file is no word of the command line.
             in_file = isinstance(error, FileFormatError)
-            complain(text if in_file else with_flags(text, flags))
+            complain(text if in_file else with_flags(text, flags, Typed.of(options)))
             for note in getattr(error, "__notes__", ()):
                 say(note)
             return NO_PLAN if is_infeasible else BAD_INPUT

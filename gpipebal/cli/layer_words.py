@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import UsageError
@@ -9,7 +10,7 @@ from gpipebal.errors import UsageError
 if TYPE_CHECKING:
     from gpipebal.profile import Profile
 
-__all__ = ["read_layer", "read_pin"]
+__all__ = ["read_layer", "read_pins"]
 
 
 def read_layer(profile: Profile, rule: str, word: str) -> int | str:
@@ -46,7 +47,25 @@ def read_layer(profile: Profile, rule: str, word: str) -> int | str:
     )
 
 
-def read_pin(profile: Profile, text: str) -> tuple[int | str, int]:
+def read_pins(profile: Profile, words: Sequence[str]) -> dict[int | str, int]:
+    """Read layers and the partitions that they are pinned to.
+
+    Raises:
+        UsageError: one is no ``LAYER=PARTITION``, a layer can be several ones, or is pinned to
+            several partitions.
+    """
+    pins: dict[int | str, int] = {}
+    for word in words:
+        layer, partition = _read_pin(profile, word)
+        if pins.setdefault(layer, partition) != partition:
+            raise UsageError(
+                f"layer is pinned to several partitions: --pin {word} beside --pin "
+                f"{layer}={pins[layer]} (expected one of them).\nFix: leave one out."
+            )
+    return pins
+
+
+def _read_pin(profile: Profile, text: str) -> tuple[int | str, int]:
     """Read a layer and the partition that it is pinned to.
 
     Raises:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from gpipebal.cli.layer_words import read_layer, read_pin
-from gpipebal.cli.words import LEAST_BYTES
+from gpipebal.cli.layer_words import read_layer, read_pins
+from gpipebal.cli.typed import LEAST_BYTES
 from gpipebal.errors import UsageError
 from gpipebal.units import parse_bytes
 
@@ -189,7 +189,7 @@ def question_of(profile: Profile, options: argparse.Namespace) -> dict[str, Any]
         if name in given:
             question[name] = True
     if "pin" in given:
-        question["pin"] = dict(read_pin(profile, text) for text in options.pin)
+        question["pin"] = read_pins(profile, options.pin)
     if "no_cut" in given:
         question["no_cut"] = [read_layer(profile, "no_cut", word) for word in options.no_cut]
     if "keep_together" in given:
@@ -197,6 +197,10 @@ def question_of(profile: Profile, options: argparse.Namespace) -> dict[str, Any]
             tuple(read_layer(profile, "keep_together", word) for word in pair)
             for pair in options.keep_together
         ]
+    # Errors know layers by their index: this is how to say them in the words that were typed.
+    typed = {*question.get("pin", ()), *question.get("no_cut", ())}
+    typed.update(*question.get("keep_together", ()))
+    options.typed_layers = {k: name for k, name in enumerate(profile.names) if name in typed}
     if "bandwidth" in given or "latency" in given:
         from math import inf
 

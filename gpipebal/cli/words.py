@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias
 
+from gpipebal.cli.typed import NOTHING, SIZES, Typed, size_word
 from gpipebal.errors import UsageError
 from gpipebal.files import why_not_writable
 from gpipebal.models.catalogue import CATALOGUE
 
 __all__ = [
     "BAD_INPUT",
-    "LEAST_BYTES",
     "MAKE_MODEL",
     "NO_PLAN",
     "Commands",
@@ -39,9 +39,6 @@ BAD_INPUT = 2
 #: Exit status when the question is a good one and has no answer: no plan meets the limits.
 NO_PLAN = 3
 
-#: No device has so little memory: fewer bytes without a unit are a slip.
-LEAST_BYTES = 2**20
-
 #: Columns of the texts of help.
 WIDTH = 80
 
@@ -50,6 +47,14 @@ _OTHER_NAMES = {"n_partitions": "partitions", "n_devices": "partitions", "rates"
 
 #: Rules about layers, which errors name without a value too.
 _RULES = ("no_cut", "keep_together", "pin", "max_layers")
+
+#: What errors say that only Python can do, and what is there for it on the command line.
+_ONLY_IN_PYTHON = {
+    "profile.names lists all layers": "gpipebal show lists the layers",
+    "a Device, a Profile, or its speed as a number above 0": "its speed, a number above 0",
+    "one limit per device, None for no limit; or": "one limit per device, or",
+    "devices=[...] * 2, the": "--speeds with the",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,26 +120,65 @@ def options_of(command: argparse.ArgumentParser) -> dict[str, str]:
     return {**flags, **{name: flags[own] for name, own in _OTHER_NAMES.items() if own in flags}}
 
 
-def with_flags(text: str, flags: Mapping[str, str]) -> str:
+def with_flags(text: str, flags: Mapping[str, str], typed: Typed = NOTHING) -> str:
     """Say in an error which option it is about, instead of an argument in Python.
+
+    Args:
+        text: The error.
+        flags: Options by the names that Python calls them.
+        typed: What was typed, so that it is said in the same words.
 
     Example:
         >>> with_flags("it is too small: chunks=0 (expected 1 or more).", {"chunks": "--chunks"})
         'it is too small: --chunks 0 (expected 1 or more).'
+        >>> with_flags("it is none: devices[1]=-2.0 (expected more).", {"devices": "--speeds"})
+        'it is none: --speeds -2 at position 2 (expected more).'
     """
     if not flags:
         return text
+    for python, words in _ONLY_IN_PYTHON.items():
+        text = text.replace(python, words)
     names = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    alone = rf"(?<![\w.\-])({names})"
     value = r"'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}|[^\s,;()]*[^\s,;().:]"
     text = re.sub(
-        rf"(?<![\w.\-])({names})=({value})", lambda m: _as_words(m[1], flags[m[1]], m[2]), text
+        rf"{alone}\[(\d+)\](?!\.\w)(?:=({value}))?",
+        lambda m: _at_position(
+            flags[m[1]], int(m[2]), m[3] and _word(m[1], m[3].strip("'"), typed)
+        ),
+        text,
     )
+    text = re.sub(rf"{alone}=({value})", lambda m: _as_words(m[1], flags[m[1]], m[2], typed), text)
     rules = "|".join(name for name in _RULES if name in flags)
     if rules:
         left_out = rf"(?:(?<=\bwithout )|(?<=\band ))(?:{rules})\b"
         subject = rf"(?<![\w.\-])(?:{rules})(?= has )"
         text = re.sub(f"{left_out}|{subject}", lambda m: flags[m[0]], text)
-    return text.replace("profile.names lists all layers", "gpipebal show lists the layers")
+    return _in_passing(text, flags, typed)
+
+
+def _in_passing(text: str, flags: Mapping[str, str], typed: Typed) -> str:
+    """Say in the words of the command line what an error names without a value."""
+    names = "|".join(map(re.escape, flags))
+    text = re.sub(rf"\blen\(({names})\)=(\d+)", lambda m: f"{m[2]} in {flags[m[1]]}", text)
+    names = "|".join(re.escape(name) for name in flags if "_" in name)
+    if names:
+        alone = rf"(?<![\w.\-'\"(])({names})(?![\w=\[(]|\.\w)"
+        text = re.sub(
+            rf"{alone}(?: of (\d+))?",
+            lambda m: flags[m[1]] + (f" of {_word(m[1], m[2], typed)}" if m[2] else ""),
+            text,
+        )
+    return re.sub(
+        r"\blayer (\d+)\b(?!\.\d)",
+        lambda m: f"layer {typed.layers[int(m[1])]!r}" if int(m[1]) in typed.layers else m[0],
+        text,
+    )
+
+
+def _at_position(flag: str, index: int, value: str | None) -> str:
+    """Name one of several values of an option."""
+    return f"{flag}{'' if value is None else f' {value}'} at position {index + 1}"
 
 
 def within_reach(text: str, flags: Mapping[str, str]) -> str:
@@ -153,36 +197,41 @@ def within_reach(text: str, flags: Mapping[str, str]) -> str:
     return f"{what}{fix}{'; or '.join(kept)}."
 
 
-def _as_words(name: str, flag: str, value: str) -> str:
+def _as_words(name: str, flag: str, value: str, typed: Typed) -> str:
     if value in ("None", "False"):
         return f"no {flag}"
     if value == "True":
         return flag
     if name in _RULES and value[0] in "[({":
-        return _rule_as_words(flag, value)
+        return _rule_as_words(flag, value, typed)
     if value[0] in "[(":
         # A list is written without spaces, so that it is one word.
         items = re.sub(r"[\s'\"]", "", value[1:-1]).rstrip(",").split(",")
-        return f"{flag} {','.join(_with_unit(name, item) for item in items)}"
-    word = _with_unit(name, value.strip("'"))
+        return f"{flag} {','.join(_word(name, item, typed) for item in items)}"
+    word = _word(name, value.strip("'"), typed)
     return f"{flag} {word!r}" if not word or " " in word else f"{flag} {word}"
 
 
-def _with_unit(name: str, word: str) -> str:
-    """Write a size so that it can be read again: few bytes without a unit are refused."""
-    few = name in ("memory_limit", "reserve") and word.isdecimal() and 0 < int(word) < LEAST_BYTES
-    return f"{word}B" if few else word
+def _word(name: str, value: str, typed: Typed) -> str:
+    """Write a value as it would be typed."""
+    if name in SIZES and value.isdecimal():
+        return size_word(name, int(value), typed)
+    # Numbers are read as floats, which nobody types for a whole one.
+    return value[:-2] if re.fullmatch(r"-?\d+\.0", value) else value
 
 
-def _rule_as_words(flag: str, value: str) -> str:
+def _rule_as_words(flag: str, value: str, typed: Typed) -> str:
     """Write a rule about several layers with the option once for each."""
+    names = typed.layers
     try:
         items = ast.literal_eval(value)
         if isinstance(items, dict):
-            words = [f"{layer}={partition}" for layer, partition in items.items()]
+            words = [f"{names.get(layer, layer)}={place}" for layer, place in items.items()]
         else:
             words = [
-                ",".join(map(str, one)) if isinstance(one, (list, tuple)) else str(one)
+                ",".join(str(names.get(layer, layer)) for layer in one)
+                if isinstance(one, (list, tuple))
+                else str(names.get(one, one))
                 for one in items
             ]
     except (SyntaxError, TypeError, ValueError):
