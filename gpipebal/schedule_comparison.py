@@ -32,6 +32,7 @@ from gpipebal.simulator import (
 )
 from gpipebal.simulator.comparison import run_by
 from gpipebal.solvers import split
+from gpipebal.units import count
 
 __all__ = ["compare_schedules"]
 
@@ -154,7 +155,10 @@ def compare_schedules(
             imbalance=None,
             peak_bytes=None,
             run_by=run_by("interleaved_1f1b"),
-            refusal=f"the chain has {profile.n_layers} layers for {each * n_devices} partitions.",
+            refusal=(
+                f"the chain has {count(profile.n_layers, 'layer')} for "
+                f"{count(each * n_devices, 'partition')}."
+            ),
         )
         for each in too_many
         if "interleaved_1f1b" in schedules

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gpipebal as gb
 from gpipebal.errors import UsageError
 from gpipebal.units import format_bytes, format_percent, format_seconds, parse_bytes
 
@@ -117,3 +118,18 @@ def test_suggested_fix_for_a_size_works() -> None:
         parse_bytes("much")
     for text in re.findall(r"'([^']+)'", str(caught.value).split("Fix:")[1]):
         assert parse_bytes(text) > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        str(gb.compare_schedules(gb.Profile.from_costs([1.0]), 1)),
+        str(gb.solve_grid(gb.Profile.from_costs([1.0]), 1)),
+        str(gb.solve(gb.Profile.from_costs([1.0]), 1)),
+        str(gb.Profile.from_costs([1.0])),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_one_is_no_plural(text: str) -> None:
+    """Tables of one device, one layer, one row and one micro-batch say so."""
+    assert not re.search(r"\b1 (devices|layers|rows|micro-batches|partitions)\b", text)

@@ -41,6 +41,7 @@ from gpipebal.pipeline.parting import (
     same_structure,
     spread_dims,
 )
+from gpipebal.units import count
 
 __all__ = ["attach_outputs"]
 
@@ -79,7 +80,8 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
             if rows and size % rows and len(packets) > 1:
                 raise ModelError(
                     f"output does not go by rows: {name_of_leaf(structure, k)} has {size} along "
-                    f"dim {dims[k]} for a micro-batch of {rows} rows, so the micro-batches cannot "
+                    f"dim {dims[k]} for a micro-batch of {count(rows, 'row')}, so the "
+                    "micro-batches cannot "
                     "be joined.\n"
                     "Fix: let the last layer return tensors with the rows along dim 0, or name "
                     "their dimension in out_dims (None: stack the micro-batches' tensors)."

@@ -255,7 +255,7 @@ def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
     while k < min(len(planned), len(names)) and planned[k] == names[k]:
         k += 1
     raise BalanceError(
-        f"the plan is for another model: it has {len(planned)} layers, the module has "
+        f"the plan is for another model: it has {count(len(planned), 'layer')}, the module has "
         f"{len(names)}; layer {k} is {_name_at(planned, k)} in the plan and "
         f"{_name_at(names, k)} in the module.\n"
         "Fix: profile this module and solve again."
@@ -317,7 +317,7 @@ def plan_warnings(
     profiled = plan.provenance.get("threads")
     if profiled is not None and profiled != threads_per_partition:
         yield (
-            f"partitions have {threads_per_partition} threads each, but their layers were "
+            f"partitions have {count(threads_per_partition, 'thread')} each, but their layers were "
             f"profiled with {profiled}: the plan's times may be wrong. Fix: "
             f"threads_per_partition={profiled}, or profile_model(..., "
             f"threads={threads_per_partition})."

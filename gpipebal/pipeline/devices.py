@@ -11,6 +11,7 @@ from torch import nn
 from gpipebal.errors import BalanceError, DeviceError
 from gpipebal.pipeline.container import Container
 from gpipebal.schedule import check_count
+from gpipebal.units import count
 
 __all__ = [
     "Place",
@@ -102,8 +103,8 @@ def choose_devices(
         DeviceError: a device does not exist, or there are too few.
     """
     if devices is None:
-        count = torch.cuda.device_count()
-        devices = [f"cuda:{k}" for k in range(count)] if count else ["cpu"] * n_partitions
+        n_cuda = torch.cuda.device_count()
+        devices = [f"cuda:{k}" for k in range(n_cuda)] if n_cuda else ["cpu"] * n_partitions
     elif isinstance(devices, (str, int, torch.device, torch.cuda.Stream)):
         device = devices.device if isinstance(devices, torch.cuda.Stream) else devices
         raise DeviceError(
@@ -120,7 +121,7 @@ def choose_devices(
     ]
     if len(parsed) < n_partitions:
         raise DeviceError(
-            f"there are too few devices: {len(parsed)} for {n_partitions} partitions.\n"
+            f"there are too few devices: {len(parsed)} for {count(n_partitions, 'partition')}.\n"
             "Fix: give one device per partition (one device may be named several times), or a "
             "balance with fewer partitions."
         )

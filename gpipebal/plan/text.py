@@ -143,7 +143,7 @@ def _what(plan: Plan) -> str:
         for j, part in enumerate(plan.partitions[:8])
     ]
     more = plan.n_partitions - len(runs)
-    runs += [f"and {more} more partitions the rest"] if more > 0 else []
+    runs += [f"and {count(more, 'more partition')} the rest"] if more > 0 else []
     layers, partitions = count(plan.n_layers, "layer"), count(plan.n_partitions, "partition")
     chunks, rows = count(plan.chunks, "micro-batch"), count(plan.rows, "row")
     return (

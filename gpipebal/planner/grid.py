@@ -30,7 +30,7 @@ from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
 from gpipebal.text import aligned
-from gpipebal.units import format_bytes, format_percent, format_seconds
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -155,14 +155,16 @@ class GridTable:
             lines.append(
                 [
                     *counts,
-                    f"{plan.chunks} of {plan.rows} rows",
+                    f"{plan.chunks} of {count(plan.rows, 'row')}",
                     format_seconds(row.time),
                     format_seconds(row.all_reduce_time),
                     format_percent(plan.bubble_fraction),
                     format_bytes(_peak(plan)),
                 ]
             )
-        title = f"{self.n_devices} devices, mini-batch of {self.mini_batch_rows} rows"
+        title = (
+            f"{count(self.n_devices, 'device')}, mini-batch of {count(self.mini_batch_rows, 'row')}"
+        )
         return "\n".join([title, *aligned(lines, left=()), *notes])
 
 
@@ -233,7 +235,8 @@ def solve_grid(
     if n_devices > most:
         raise BalanceError(
             f"devices are more than the mini-batch can use: n_devices={n_devices} (expected at "
-            f"most {most}: {profile.n_layers} layers for each of {profile.mini_batch_rows} rows).\n"
+            f"most {most}: {count(profile.n_layers, 'layer')} for each of "
+            f"{count(profile.mini_batch_rows, 'row')}).\n"
             f"Fix: n_devices={most} or fewer."
         )
     errors: list[tuple[int, GpipebalError]] = []
@@ -296,10 +299,16 @@ def _best(
 ) -> GridRow:
     """Find the fastest plan of one number of replicas; add what `solve` refuses to `errors`."""
     if replicas > profile.mini_batch_rows:
-        why = f"the mini-batch has {profile.mini_batch_rows} rows for {replicas} replicas."
+        why = (
+            f"the mini-batch has {count(profile.mini_batch_rows, 'row')} for "
+            f"{count(replicas, 'replica')}."
+        )
         return GridRow(replicas, partitions, refusal=why)
     if partitions > profile.n_layers:
-        why = f"the chain has {profile.n_layers} layers for {partitions} partitions."
+        why = (
+            f"the chain has {count(profile.n_layers, 'layer')} for "
+            f"{count(partitions, 'partition')}."
+        )
         return GridRow(replicas, partitions, refusal=why)
     share = -(-profile.mini_batch_rows // replicas)
     rest: Options = {**options, "chunks": None}

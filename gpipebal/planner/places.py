@@ -11,6 +11,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.problem import Device
 from gpipebal.profile import Profile
+from gpipebal.units import count
 
 __all__ = ["Place", "check_interleaved", "devices_asked"]
 
@@ -34,7 +35,7 @@ def devices_asked(
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise BalanceError(
             f"devices are no list: devices={devices!r:.60} (expected one for each of "
-            f"{n_partitions} partitions: a Device, a Profile, or its speed).\n"
+            f"{count(n_partitions, 'partition')}: a Device, a Profile, or its speed).\n"
             f"Fix: devices=[1] * {n_partitions}, all as fast as the profile's; or devices=None."
         )
     devices = tuple(devices)  # alive as long as their identities count
@@ -45,7 +46,8 @@ def devices_asked(
             if device.names != profile.names:
                 raise BalanceError(
                     f"profile of a device is of another chain: devices[{j}] has "
-                    f"{device.n_layers} layers (expected the same {profile.n_layers} layers).\n"
+                    f"{count(device.n_layers, 'layer')} (expected the same "
+                    f"{count(profile.n_layers, 'layer')}).\n"
                     "Fix: profile the same model on each type of device."
                 )
             at = device if quantile is None else at_quantile(device, quantile)

@@ -40,8 +40,9 @@ def posed_again(
     prints = tuple(one for part in plan.partitions for one in part.fingerprints)
     if names != profile.names or prints != tuple(layer.fingerprint for layer in profile.layers):
         raise BalanceError(
-            f"plan is of another chain than the profile: it has {len(names)} layers (expected the "
-            f"same {profile.n_layers} layers).\nFix: give the profile that the plan was made from."
+            f"plan is of another chain than the profile: it has {count(len(names), 'layer')} "
+            f"(expected the same {count(profile.n_layers, 'layer')}).\n"
+            "Fix: give the profile that the plan was made from."
         )
     if plan.runs:
         raise BalanceError(

@@ -120,7 +120,8 @@ class RuleTable:
                 ]
             )
         title = (
-            f"objective {self.objective}, {self.chunks} micro-batches, schedule {self.schedule!r}"
+            f"objective {self.objective}, {count(self.chunks, 'micro-batch')}, schedule "
+            f"{self.schedule!r}"
         )
         return "\n".join([title, *aligned(lines, left=(0, len(header))), *notes])
 

@@ -17,6 +17,7 @@ from gpipebal.problem.checks import check_times, largest_denominator, scaled
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
 from gpipebal.solvers import split
+from gpipebal.units import count
 
 __all__ = ["block_split", "equal_parameters"]
 
@@ -103,7 +104,8 @@ def block_split(
         if time.monotonic() > until:
             raise BalanceError(
                 f"rule did not end: not within {time_limit:g} s (expected an end; "
-                f"{n_layers} layers, {n_partitions} partitions).\nFix: a larger time_limit."
+                f"{count(n_layers, 'layer')}, {count(n_partitions, 'partition')}).\n"
+                "Fix: a larger time_limit."
             )
         q = sizes.index(smallest)
         # The neighbour towards the largest partition hands over the layer at the border.

@@ -62,8 +62,8 @@ def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str,
         return profile, ()
     if not profile.other_sizes:
         note = (
-            f"The profile knows micro-batches of {profile.rows} rows only, so each of the {chunks} "
-            f"has as many, and the mini-batch {chunks * profile.rows}."
+            f"The profile knows micro-batches of {count(profile.rows, 'row')} only, so each of "
+            f"the {chunks} has as many, and the mini-batch {chunks * profile.rows}."
         )
         return profile, (note,) if profile.mini_batch_rows != chunks * profile.rows else ()
     if chunks > profile.mini_batch_rows:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
 from gpipebal.profile.layer import LayerProfile, SideBySide, TieProfile, TurnTimes
+from gpipebal.units import count
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -47,9 +48,9 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
     Raises:
         ProfileError: one is no list, or has something else in it.
     """
-    for name, count in (("rows", rows), ("chunks", chunks)):
-        if not isinstance(count, Integral) or isinstance(count, bool):
-            raise _bad_value("profile", name, count, _COUNT)
+    for name, given in (("rows", rows), ("chunks", chunks)):
+        if not isinstance(given, Integral) or isinstance(given, bool):
+            raise _bad_value("profile", name, given, _COUNT)
     found: dict[str, list[Any] | None] = {}
     for name, column in columns.items():
         if column is None and name != "forward":
@@ -190,7 +191,7 @@ def _check_other_sizes(profile: Profile) -> None:
         if other.names != profile.names or other.other_sizes:
             raise ProfileError(
                 f"a profile at another size is of another chain: rows={other.rows} (expected the "
-                f"same {profile.n_layers} layers, and no other sizes of its own).\n"
+                f"same {count(profile.n_layers, 'layer')}, and no other sizes of its own).\n"
                 "Fix: profile the model again."
             )
 

@@ -60,7 +60,10 @@ class ProfileMatch:
         ]
         if not lines:
             doubt = f", {len(self.unknown)} of them by name only" if self.unknown else ""
-            lines = [f"all {self.n_layers} layers match{doubt}"]
+            all_of = (
+                f"all {self.n_layers} layers match" if self.n_layers > 1 else "the layer matches"
+            )
+            lines = [f"{all_of}{doubt}"]
         return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from gpipebal.profiler.failures import memory_for
 from gpipebal.profiler.numbers import Arrived
 from gpipebal.profiler.outputs import Outputs
 from gpipebal.profiler.value import Value
+from gpipebal.units import count
 
 __all__ = ["Data"]
 
@@ -45,7 +46,7 @@ class Data:
 
     def start_of(self, rows: int, device: torch.device) -> Value:
         """Return what goes into the chain with a micro-batch of so many rows."""
-        with memory_for(f"a micro-batch of {rows} rows"):
+        with memory_for(f"a micro-batch of {count(rows, 'row')}"):
             return Value.of(self.sample.first(rows).copied_to(device).value)
 
     def of_sizes(self, sizes: Sequence[int], device: torch.device) -> Data:

@@ -22,6 +22,7 @@ from gpipebal.profiler.rounds import Times
 from gpipebal.profiler.settle import Settled, settle_launches, settle_rounds, whole_again
 from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
+from gpipebal.units import count
 
 __all__ = [
     "OptimizerMemory",
@@ -87,15 +88,17 @@ def describe_times(rows: int, settled: dict[str, Settled]) -> dict[str, Any]:
     flags = []
     rounds = settled["forward"].rounds
     if rounds < FEW_ROUNDS:
-        flags.append(f"sparse: {rounds} rounds at {rows} rows; give more timeout")
+        flags.append(f"sparse: {count(rounds, 'round')} at {count(rows, 'row')}; give more timeout")
     for name in ("forward", "backward"):
         result = settled[name]
         if result.whole > 0 and result.whole_spread > WIDE_SPREAD * result.whole:
             share = result.whole_spread / result.whole
-            flags.append(f"wide: the {name}s at {rows} rows spread over {share:.0%} of the median")
+            flags.append(
+                f"wide: the {name}s at {count(rows, 'row')} spread over {share:.0%} of the median"
+            )
         if result.misses:
             flags.append(
-                f"settled: the {name}s of the layers at {rows} rows add up to "
+                f"settled: the {name}s of the layers at {count(rows, 'row')} add up to "
                 f"{result.measured / max(result.whole, 1e-12):.2f} of the whole chain's"
             )
     return {

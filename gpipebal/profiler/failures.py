@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import ProfileError
+from gpipebal.units import count
 
 __all__ = [
     "alone_already",
@@ -56,7 +57,7 @@ def forbids_hooks(error: BaseException) -> bool:
 
 def left_out(rows: int, error: Exception) -> str:
     """Say why a size of micro-batch is not measured."""
-    return f"not measured at {rows} rows: {str(error).splitlines()[0]}"
+    return f"not measured at {count(rows, 'row')}: {str(error).splitlines()[0]}"
 
 
 @contextmanager

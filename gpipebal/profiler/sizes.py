@@ -40,6 +40,7 @@ from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_l
 from gpipebal.profiler.training import Training
 from gpipebal.profiler.trial import Setting
 from gpipebal.profiler.value import Value
+from gpipebal.units import count
 
 __all__ = ["Study"]
 
@@ -136,7 +137,7 @@ class Study:
                 )
         for size, times in zip(self._sizes, results, strict=True):
             if times is None:
-                self.notes.append(f"not measured at {size.rows} rows: not enough memory")
+                self.notes.append(f"not measured at {count(size.rows, 'row')}: not enough memory")
             else:
                 size.times = times
         kept = zip(self._sizes, results, strict=True)
@@ -286,7 +287,7 @@ class Study:
             size.loss = survey_loss(self._loss_fn, target, size.found, self.device)
         except GpipebalError as error:
             why = str(error).splitlines()[0]
-            self.notes.append(f"the loss is not measured at {size.rows} rows: {why}")
+            self.notes.append(f"the loss is not measured at {count(size.rows, 'row')}: {why}")
 
     def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
         loss = None
@@ -350,7 +351,9 @@ class Study:
         if self._is_alone:
             terms = scaled_gathered(*given, loss, most_bytes(self.modules, size.found.memory))
         if terms is not None:
-            self.notes.append(f"the gathered output at {size.rows} rows is scaled, not measured")
+            self.notes.append(
+                f"the gathered output at {count(size.rows, 'row')} is scaled, not measured"
+            )
         else:
             try:
                 terms = measure_gathered(*given, self._loss_fn, self._data.target_of(sizes))
@@ -361,7 +364,8 @@ class Study:
                     raise
                 why = "did not fit the device" if is_memory else str(error).splitlines()[0]
                 self.notes.append(
-                    f"not measured at {size.rows} rows: the gathered output and its loss: {why}"
+                    f"not measured at {count(size.rows, 'row')}: the gathered output and its "
+                    f"loss: {why}"
                 )
         gather_time, whole_loss, gathered = terms or (None, None, ())
         if whole_loss is not None:

@@ -175,11 +175,13 @@ class _Job:
     def do(self) -> RunReport:
         workload, n_partitions = self.workload, len(self.places)
         n_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
-        self.echo(f"{workload.name}: {len(workload.model)} layers, {n_parameters:,} parameters")
+        self.echo(
+            f"{workload.name}: {count(len(workload.model), 'layer')}, {n_parameters:,} parameters"
+        )
         self.echo(describe_places(self.places, self.threads))
         # Both trainings start from the same values; the pipeline trains the model itself.
         plain_model = deep_copy(workload.model, {})
-        self.echo(f"Profiling {len(workload.model)} layers")
+        self.echo(f"Profiling {count(len(workload.model), 'layer')}")
         profile = profile_model(
             workload.model,
             workload.sample,
@@ -281,14 +283,14 @@ class _Job:
         notes = []
         if plan.chunks < self.chunks:
             notes.append(
-                f"{self.chunks} micro-batches were asked for, but the mini-batch has only "
-                f"{plan.chunks} rows."
+                f"{count(self.chunks, 'micro-batch')} were asked for, but the mini-batch has only "
+                f"{count(plan.chunks, 'row')}."
             )
         cores = visible_cores()
         if self.threads is not None and self.threads * len(self.places) > cores:
             notes.append(
-                f"{len(self.places)} partitions with {self.threads} threads each share {cores} "
-                "cores: the prediction takes each partition's cores as its own."
+                f"{count(len(self.places), 'partition')} with {count(self.threads, 'thread')} "
+                f"each share {cores} cores: the prediction takes each partition's cores as its own."
             )
         if shares_places(self.places):
             notes.append("Partitions share devices: the prediction takes each device as its own.")

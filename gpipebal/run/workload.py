@@ -25,6 +25,7 @@ from gpipebal.pipeline.loss import call_loss
 from gpipebal.pipeline.parting import chunk_sizes
 from gpipebal.profiler.batch import Batch
 from gpipebal.schedule import check_count
+from gpipebal.units import count
 
 __all__ = ["Workload", "default_optimizer", "load_workload"]
 
@@ -172,7 +173,8 @@ def load_workload(
     one_row = entry.image_size_of_one_row
     if size is not None and size < one_row and min(chunk_sizes(n_rows, chunks)) < 2:
         raise UsageError(
-            f"micro-batch is too small to normalise: rows={n_rows} in {chunks} micro-batches of "
+            f"micro-batch is too small to normalise: rows={n_rows} in "
+            f"{count(chunks, 'micro-batch')} of "
             f"images of {size} pixels (expected 2 rows in each, or {one_row} "
             f"pixels).\nFix: --image-size {one_row}, or --rows {2 * chunks}."
         )

@@ -14,6 +14,7 @@ from gpipebal.schedule.executed import SCHEDULES
 from gpipebal.schedule.names import spelled
 from gpipebal.schedule.order import Order
 from gpipebal.schedule.studied import STUDIED, study_schedule
+from gpipebal.units import count
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,8 +70,8 @@ def partitions_on_each(schedule: str, n_partitions: int) -> int:
         return 1
     if n_partitions % 2:
         raise BalanceError(
-            f"partitions cannot be dealt out evenly: {n_partitions} partitions, two on each "
-            "device with schedule='interleaved_1f1b' (expected an even number).\n"
+            f"partitions cannot be dealt out evenly: {count(n_partitions, 'partition')}, two on "
+            "each device with schedule='interleaved_1f1b' (expected an even number).\n"
             f"Fix: {n_partitions + 1} partitions, or schedule='1f1b'."
         )
     return 2

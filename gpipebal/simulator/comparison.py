@@ -21,7 +21,7 @@ from gpipebal.simulator.held import HeldBytes
 from gpipebal.simulator.place import place
 from gpipebal.simulator.tracks import memory_over_time
 from gpipebal.text import aligned
-from gpipebal.units import format_bytes, format_percent, format_seconds
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,7 +116,8 @@ class ScheduleTable:
                 )
             )
         title = (
-            f"{self.n_devices} devices, {self.chunks} micro-batches, checkpoint {self.checkpoint!r}"
+            f"{count(self.n_devices, 'device')}, {count(self.chunks, 'micro-batch')}, "
+            f"checkpoint {self.checkpoint!r}"
         )
         return "\n".join([title, *aligned(lines, left=(0, len(lines[0]) - 1)), *notes])
 
@@ -163,8 +164,9 @@ def compare_durations(
     for each, times in durations.items():
         if times.n_partitions != each * n_devices:
             raise BalanceError(
-                f"partitions cannot be dealt out evenly: {times.n_partitions} partitions with "
-                f"{each} on every device (expected {each * n_devices} on {n_devices} devices).\n"
+                f"partitions cannot be dealt out evenly: {count(times.n_partitions, 'partition')} "
+                f"with {each} on every device (expected {each * n_devices} on "
+                f"{count(n_devices, 'device')}).\n"
                 "Fix: give the durations of as many partitions."
             )
     check_checkpoint(checkpoint)

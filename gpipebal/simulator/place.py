@@ -18,6 +18,7 @@ from gpipebal.simulator.refusals import check_phases, check_rows, refuse
 from gpipebal.simulator.wavefront import can_sweep, sweep
 from gpipebal.simulator.work import Work, work_of
 from gpipebal.timeline import ALL_KINDS, COPY_KIND, LAUNCH_KIND, EventTable, Timeline
+from gpipebal.units import count
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,7 +79,7 @@ def place(
         raise BalanceError(
             f"schedule and durations differ: schedule.n_partitions={schedule.n_partitions} "
             f"(expected {durations.n_partitions}, as many as durations).\n"
-            f"Fix: make a schedule of {durations.n_partitions} partitions."
+            f"Fix: make a schedule of {count(durations.n_partitions, 'partition')}."
         )
     if pause is not None:
         number = plain_number(pause)

@@ -17,6 +17,7 @@ from gpipebal.schedule import (
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.place import place
 from gpipebal.timeline import Timeline, outline
+from gpipebal.units import count
 
 __all__ = ["simulate"]
 
@@ -127,7 +128,7 @@ def _order_of_plan(plan: Plan, name: str, devices: int | None) -> Order:
         fits = [count for count in range(1, n + 1) if n % count == 0]
         raise BalanceError(
             f"partitions cannot be dealt out evenly: devices={n_devices} (expected one of "
-            f"{', '.join(map(str, fits))}, which part the plan's {n} partitions).\n"
+            f"{', '.join(map(str, fits))}, which part the plan's {count(n, 'partition')}).\n"
             f"Fix: devices={fits[-1]}."
         )
     return order_of(

@@ -18,7 +18,7 @@ from gpipebal.timeline.chrome import Held, trace_events
 from gpipebal.timeline.events import Event, check_events
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.text import draw_launches, draw_rows, legend
-from gpipebal.units import format_percent, format_seconds
+from gpipebal.units import count, format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,7 +171,7 @@ class Timeline:
         ):
             raise ProfileError(
                 f"timeline has impossible devices: devices={devices!r:.60} (expected one for each "
-                f"of {self.n_partitions} partitions, numbered from 0 without gaps).\n"
+                f"of {count(self.n_partitions, 'partition')}, numbered from 0 without gaps).\n"
                 "Fix: devices=None, or the device of each partition."
             )
 

@@ -30,6 +30,7 @@ from gpipebal.profiler.training import Training
 from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates, find_rates
 from gpipebal.schedule import check_count
+from gpipebal.units import count
 
 __all__ = ["DEFAULT_RATES", "estimate_profile", "estimate_training"]
 
@@ -208,7 +209,9 @@ def _flags(reasons: Mapping[str, Sequence[str]], left_out: Mapping[str, str]) ->
     """Say what is doubtful."""
     flags = ["estimated: times are lower bounds from peak rates, nothing was measured"]
     if reasons:
-        flags.append(f"approximate: the memory of {len(reasons)} layers, see 'approximate'")
+        flags.append(
+            f"approximate: the memory of {count(len(reasons), 'layer')}, see 'approximate'"
+        )
     flags += [f"left out: {rows} rows, {why}" for rows, why in left_out.items()]
     return flags
 
