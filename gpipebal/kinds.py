@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from operator import index
 from pathlib import Path
+from typing import Any
 
-from gpipebal.errors import KindError
+from gpipebal.errors import KindError, UsageError
 
-__all__ = ["check_kind", "check_options", "check_path", "whole_number"]
+__all__ = [
+    "check_index",
+    "check_kind",
+    "check_list",
+    "check_mapping",
+    "check_options",
+    "check_path",
+    "check_whole",
+    "whole_number",
+]
 
 #: Every noun with the verb that makes it of the one before; the first is made of a model.
 _MADE_BY = {
@@ -47,6 +57,81 @@ def check_kind(name: str, value: object, kind: type, fix: str | None = None) -> 
             f"{name} is no {wanted}: type({name})={given} (expected {wanted}).\n"
             f"Fix: {fix or _way(name, value, wanted)}."
         )
+
+
+def check_list(
+    name: str, value: object, kind: type | None = None, fix: str | None = None
+) -> tuple[Any, ...]:
+    """Return what can be gone through as a tuple; a text, a mapping or a single thing is refused.
+
+    Args:
+        name: Name of the argument.
+        value: What was given.
+        kind: What everything in it has to be; None: anything.
+        fix: As for `check_kind`.
+
+    Raises:
+        KindError: it is no list, or has something else in it.
+
+    Example:
+        >>> check_list("storages", range(2)), check_list("storages", [])
+        ((0, 1), ())
+    """
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise KindError(
+            f"{name} is no list: type({name})={type(value).__name__} (expected a list"
+            f"{f' of {kind.__name__}' if kind else ''}).\nFix: {fix or f'{name}=[...]'}."
+        )
+    found = tuple(value)
+    if kind is not None:
+        for k, one in enumerate(found):
+            check_kind(f"{name}[{k}]", one, kind, fix)
+    return found
+
+
+def check_mapping(name: str, value: object, fix: str) -> Mapping[Any, Any]:
+    """Return a mapping, or refuse what is none.
+
+    Raises:
+        KindError: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise KindError(
+            f"{name} is no mapping: type({name})={type(value).__name__} (expected a dict).\n"
+            f"Fix: {fix}."
+        )
+    return value
+
+
+def check_whole(name: str, value: object) -> int:
+    """Return a whole number of any kind as Python's, or refuse what is none.
+
+    Raises:
+        KindError: it is none.
+    """
+    number = whole_number(value)
+    if number is None:
+        raise KindError(
+            f"{name} is no whole number: {name}={value!r:.60} (expected an int).\n"
+            f"Fix: {name}=1, say."
+        )
+    return number
+
+
+def check_index(name: str, value: object, count: int) -> int:
+    """Return the index of one of several things, from 0; of the last ones from -1 down, too.
+
+    Raises:
+        KindError: it is no whole number.
+        UsageError: there are not so many.
+    """
+    number = check_whole(name, value)
+    if not -count <= number < count:
+        raise UsageError(
+            f"{name} does not exist: {name}={number} (expected 0..{count - 1}).\n"
+            f"Fix: {name}=0, say."
+        )
+    return number % count
 
 
 def whole_number(value: object) -> int | None:
@@ -108,6 +193,8 @@ def _way(name: str, value: object, wanted: str) -> str:
         return f"{name} = {wanted}.load({os.fspath(value)!r})"
     nouns = list(_MADE_BY)
     given = type(value).__name__
+    if wanted not in nouns:
+        return f"give a {wanted}"
     last = nouns.index(wanted)
     first = nouns.index(given) + 1 if given in nouns else 0
     if first > last:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
+from gpipebal.kinds import check_kind, check_list
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.times import with_turns
 from gpipebal.problem import Link, Problem, links_of
@@ -101,7 +101,7 @@ def compare_schedules(
             f"{profile.n_layers}).\nFix: n_devices={profile.n_layers}."
         )
     overlap = check_flag("overlap", overlap)
-    schedules = (schedules,) if isinstance(schedules, str) else tuple(schedules)
+    schedules = (schedules,) if isinstance(schedules, str) else check_list("schedules", schedules)
     schedules = tuple(map(check_known_schedule, schedules))
     if not schedules:
         raise BalanceError(

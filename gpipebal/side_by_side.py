@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import UsageError
+from gpipebal.kinds import check_kind, check_mapping
 from gpipebal.plan import Plan
 from gpipebal.planner import training_step
 from gpipebal.profile import Profile
@@ -173,6 +174,9 @@ def set_side_by_side(
         >>> [(row.name, row.makespan) for row in set_side_by_side(both).rows]
         [('[1, 2]', 39.0), ('[2, 1]', 30.0)]
     """
+    for name, noun in check_mapping("nouns", nouns, "nouns={'a': plan, 'b': timeline}").items():
+        if not isinstance(noun, Plan):
+            check_kind(f"nouns[{name!r}]", noun, Timeline)
     if len(nouns) < 2:
         raise UsageError(
             f"there is nothing to compare with: {len(nouns)} of plans and timelines (expected 2 or "

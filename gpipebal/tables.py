@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpipebal.kinds import check_kind, check_whole
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.text import aligned
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
@@ -34,6 +35,8 @@ parameters 0 B
             0  a     Layer   1.00 s    2.00 s  25.0 %         0 B     0 B    0 B
             1  b     Layer   3.00 s    6.00 s  75.0 %         0 B     0 B    0 B
     """
+    check_kind("profile", profile, Profile)
+    n_layers = check_whole("n_layers", n_layers)
     total = sum(layer.time for layer in profile.layers)
     by_time = sorted(range(profile.n_layers), key=lambda k: -profile.layers[k].time)
     shown = sorted(by_time[: max(0, n_layers)])

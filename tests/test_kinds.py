@@ -12,8 +12,11 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import KindError
 from gpipebal.kinds import check_kind
+from gpipebal.memory import partition_memory
 from gpipebal.pipeline import measure_memory
+from gpipebal.planner import at_quantile
 from gpipebal.plots import (
+    partition_colours,
     plot_balance,
     plot_chunks,
     plot_memory,
@@ -23,12 +26,23 @@ from gpipebal.plots import (
     plot_schedules,
     plot_timeline,
     plot_timelines,
+    save_figure,
 )
+from gpipebal.problem import links_of, to_bounds
+from gpipebal.schedule import gpipe_schedule, read_torch_csv, with_recomputes, write_torch_csv
+from gpipebal.side_by_side import set_side_by_side
+from gpipebal.simulator import Durations, durations_of, held_of, memory_over_time, place
+from gpipebal.tables import profile_table
+from gpipebal.timeline import outline
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 PROFILE = gb.Profile.from_costs([1.0, 2.0], chunks=2)
 PLAN = gb.solve(PROFILE, 2)
 TIMELINE = gb.simulate(PLAN)
+PIPE = gb.GPipe(MODEL, [1, 1], devices=["cpu", "cpu"])
+TIMES = Durations((1.0,), (1.0,), (1.0,))
+
+TRACKS = memory_over_time(TIMELINE, held_of(PROFILE, PLAN))
 
 #: Calls with a wrong argument, and the name of what is wrong.
 WRONG: dict[str, Any] = {
@@ -60,9 +74,93 @@ WRONG: dict[str, Any] = {
     "pipe of trace": lambda: gb.trace(MODEL).__enter__(),  # type: ignore[arg-type]
     "pipe of measure_memory": lambda: measure_memory(MODEL).__enter__(),  # type: ignore[arg-type]
     "plan of from_plan": lambda: gb.GPipe.from_plan(MODEL, PROFILE),  # type: ignore[arg-type]
+    "profile of held_of": lambda: held_of(PLAN, PLAN),  # type: ignore[arg-type]
+    "plan of held_of": lambda: held_of(PROFILE, 3),  # type: ignore[arg-type]
+    "timeline of memory_over_time": lambda: memory_over_time(PLAN, []),  # type: ignore[arg-type]
+    "sizes of memory_over_time": lambda: memory_over_time(TIMELINE, 3),  # type: ignore[arg-type]
+    "sizes[0] of memory_over_time": lambda: memory_over_time(TIMELINE, [1, 2]),  # type: ignore[list-item]
+    "profile of partition_memory": lambda: partition_memory(
+        PLAN,  # type: ignore[arg-type]
+        (0, 1),
+        chunks=1,
+        checkpoint="never",
+    ),
+    "profile of durations_of": lambda: durations_of(PLAN, (0, 1)),  # type: ignore[arg-type]
+    "schedule of place": lambda: place(PLAN, TIMES),  # type: ignore[arg-type]
+    "durations of place": lambda: place(gpipe_schedule(1, 1), PLAN),  # type: ignore[arg-type]
+    "forward of Durations": lambda: Durations(3, 4, 5),  # type: ignore[arg-type]
+    "timeline of outline": lambda: outline(PLAN),  # type: ignore[arg-type]
+    "schedule of with_recomputes": lambda: with_recomputes(PLAN, "never"),  # type: ignore[arg-type]
+    "schedule of write_torch_csv": lambda: write_torch_csv("gpipe"),  # type: ignore[arg-type]
+    "path of read_torch_csv": lambda: read_torch_csv(3),  # type: ignore[arg-type]
+    "profile of at_quantile": lambda: at_quantile(PLAN, 0.9),  # type: ignore[arg-type]
+    "profile of links_of": lambda: links_of(PLAN, gb.Link(1.0)),  # type: ignore[arg-type]
+    "link of links_of": lambda: links_of(PROFILE, 1.0),  # type: ignore[arg-type]
+    "balance of to_bounds": lambda: to_bounds(3),  # type: ignore[arg-type]
+    "profile of profile_table": lambda: profile_table(PLAN),  # type: ignore[arg-type]
+    "n_layers of profile_table": lambda: profile_table(PROFILE, "x"),  # type: ignore[arg-type]
+    "nouns of set_side_by_side": lambda: set_side_by_side([PLAN]),  # type: ignore[arg-type]
+    "nouns['a'] of set_side_by_side": lambda: set_side_by_side({"a": 3}),  # type: ignore[dict-item]
+    "schedules of compare_schedules": lambda: gb.compare_schedules(PROFILE, 1, schedules=3),  # type: ignore[arg-type]
+    "keywords of verify": lambda: gb.verify(MODEL, PIPE, torch.ones(2, 4), keywords=3),  # type: ignore[arg-type]
+    "loss_fn of verify": lambda: gb.verify(MODEL, PIPE, torch.ones(2, 4), loss_fn=3),  # type: ignore[arg-type]
+    "devices of GPipe": lambda: gb.GPipe(MODEL, [1, 1], devices=1.5),  # type: ignore[arg-type]
+    "step of with_step": lambda: PROFILE.with_step(3),  # type: ignore[arg-type]
+    "layers of Profile": lambda: gb.Profile(3),  # type: ignore[arg-type]
+    "chunks of input_bytes": lambda: PROFILE.input_bytes("x"),  # type: ignore[arg-type]
+    "lower_bound of with_bound": lambda: PLAN.with_bound("x"),  # type: ignore[arg-type]
+    "partition of micro_batch_time": lambda: PLAN.micro_batch_time("x"),  # type: ignore[arg-type]
+    "partition of busy_time": lambda: TIMELINE.busy_time(None),  # type: ignore[arg-type]
+    "width of text_gantt": lambda: TIMELINE.text_gantt("x"),  # type: ignore[arg-type]
+    "beside of Timeline.save": lambda: TIMELINE.save("t.json", beside=PLAN),  # type: ignore[arg-type]
+    "memory[0] of Timeline.save": lambda: TIMELINE.save("t.json", memory=[3]),  # type: ignore[list-item]
+    "events of Timeline": lambda: gb.Timeline(3, 1),  # type: ignore[arg-type]
+    "events[0] of Timeline": lambda: gb.Timeline(["x"], 1),  # type: ignore[list-item]
+    "provenance of Timeline": lambda: gb.Timeline((), 1, provenance=3),  # type: ignore[arg-type]
+    "measured of plot_run": lambda: plot_run(PROFILE, PLAN, TIMELINE, 3),  # type: ignore[arg-type]
+    "n_partitions of partition_colours": lambda: partition_colours("x"),  # type: ignore[arg-type]
+    "path of save_figure": lambda: save_figure(plot_profile(PROFILE), 3),  # type: ignore[arg-type]
     "path of Plan.load": lambda: gb.Plan.load(None),  # type: ignore[arg-type]
     "path of Plan.save": lambda: PLAN.save(3),  # type: ignore[arg-type]
 }
+
+
+#: Every function that draws on axes, with what it draws.
+DRAWN: dict[str, Any] = {
+    "plot_profile": lambda ax: plot_profile(PROFILE, ax=ax),
+    "plot_balance": lambda ax: plot_balance(PROFILE, PLAN, ax=ax),
+    "plot_partitions": lambda ax: plot_partitions(PLAN, ax=ax),
+    "plot_timeline": lambda ax: plot_timeline(TIMELINE, ax=ax),
+    "plot_timelines": lambda ax: plot_timelines({"a": TIMELINE}, ax=ax),
+    "plot_memory": lambda ax: plot_memory(
+        memory_over_time(TIMELINE, held_of(PROFILE, PLAN)), ax=ax
+    ),
+    "plot_chunks": lambda ax: plot_chunks([PLAN], ax=ax),
+    "plot_schedules": lambda ax: plot_schedules(gb.compare_schedules(PROFILE, 1), ax=ax),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("ax", ["x", 3, [], PLAN])
+def test_what_is_no_axes_is_refused(name: str, ax: object) -> None:
+    """With one error, before anything is drawn."""
+    with pytest.raises(KindError, match=r"ax is no Axes: .*\nFix: ax="):
+        DRAWN[name](ax)
+
+
+def test_what_does_not_exist_is_refused() -> None:
+    """A partition, a storage, a split that the noun does not have."""
+    for call in (
+        lambda: PLAN.micro_batch_time(2),
+        lambda: TIMELINE.busy_time(2),
+        lambda: PROFILE.bytes_of([99]),
+        lambda: durations_of(PROFILE, (0, 1)),
+        lambda: held_of(PROFILE, (0, 5)),
+        lambda: durations_of(PROFILE, (0, 1, 2), devices=[]),
+    ):
+        with pytest.raises(gb.GpipebalError, match=r"\(expected .*\nFix: "):
+            call()
+    assert TIMELINE.busy_time(-1) == TIMELINE.busy_time(1)
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -120,6 +120,8 @@ def test_recomputes_are_those_of_the_schedule() -> None:
     assert plan.bubble_fraction * 40.0 + 4 * (3.0 + 1.5) + 4 * 0.5 == pytest.approx(40.0)
     alone = _plan(checkpoint="always", schedule="1f1b", chunks=1)
     assert not alone.recomputes
+    # Of a schedule that is not known here, the modes are all there is to go by.
+    assert _plan(checkpoint="always", schedule="zigzag").recomputed == (4, 4)
 
 
 def test_gap_is_relative_to_the_value() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gpipebal.kinds import check_kind, check_list
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.loss import AroundLoss, around_loss, loss_of_micro_batch
@@ -82,6 +83,10 @@ def partition_memory(
         [800, 800]
         [200, 100]
     """
+    check_kind("profile", profile, Profile)
+    bounds = check_list("bounds", bounds)
+    if timeline is not None:
+        check_kind("timeline", timeline, Timeline)
     order = order_of(check_schedule(schedule), len(bounds) - 1, chunks, checkpoint)
     inside = schedule != "gpipe" if loss_inside is None else loss_inside
     cells = cells_of(profile, bounds, inside, shared_memory)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpipebal.errors import BalanceError, DeviceError
+from gpipebal.kinds import check_list
 from gpipebal.pipeline.container import Container
 from gpipebal.schedule import check_count
 from gpipebal.units import count
@@ -111,7 +112,7 @@ def choose_devices(
             f"devices is not a list: devices={devices!r} (expected one device per partition).\n"
             f"Fix: devices=[{str(parse_device(device))!r}] * {n_partitions}."
         )
-    given = list(devices)
+    given = list(check_list("devices", devices, fix=f"devices=['cpu'] * {n_partitions}, say"))
     if len(given) >= n_partitions:
         given = given[:n_partitions]  # what is not used need not exist
     streams = [place if isinstance(place, torch.cuda.Stream) else None for place in given]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.plan.parts import PeakMemory
-from gpipebal.schedule import ALL_SCHEDULES, check_count, modes_of, partitions_on_each
+from gpipebal.schedule import ALL_SCHEDULES, check_count, modes_of
 
 if TYPE_CHECKING:
     from gpipebal.plan.plan import Plan
 
-__all__ = ["check_chunks", "check_plan"]
+__all__ = ["check_chunks", "check_plan", "check_schedule_known"]
 
 #: More micro-batches than this are a mistake, and their schedule would fill the memory.
 MOST_CHUNKS = 2**20
@@ -110,20 +110,28 @@ def check_plan(plan: Plan) -> None:
     _check_sensitivity(plan)
 
 
+def check_schedule_known(plan: Plan) -> None:
+    """Refuse a schedule that can be neither run nor simulated, as a file may not name it.
+
+    Raises:
+        BalanceError: its partitions cannot have it.
+        ProfileError: there is none of this name.
+    """
+    if plan.schedule not in ALL_SCHEDULES:
+        expected = f"one of {', '.join(map(repr, ALL_SCHEDULES))}"
+        raise _bad_value("plan", "schedule", plan.schedule, expected)
+    plan.micro_batch_time(0)  # counts the recomputes, for which it has to be made
+
+
 def _check_words(plan: Plan) -> None:
     """Refuse texts that are none, or name nothing, and what is neither true nor false."""
-    for name, known in (
-        ("schedule", ALL_SCHEDULES),
-        ("objective", _OBJECTIVES),
-        ("status", _STATUSES),
-    ):
+    for name, known in (("objective", _OBJECTIVES), ("status", _STATUSES)):
         value = getattr(plan, name)
         if not isinstance(value, str) or value not in known:
             raise _bad_value("plan", name, value, f"one of {', '.join(map(repr, known))}")
-    # Interleaved partitions are two on each device.
-    partitions_on_each(plan.schedule, plan.n_partitions)
-    if not isinstance(plan.method, str):
-        raise _bad_value("plan", "method", plan.method, _TEXT)
+    for name in ("schedule", "method"):
+        if not isinstance(getattr(plan, name), str):
+            raise _bad_value("plan", name, getattr(plan, name), _TEXT)
     for name in ("shared_memory", "gradients_exist", "loss_inside", "overlaps"):
         if not isinstance(getattr(plan, name), bool):
             raise _bad_value("plan", name, getattr(plan, name), "true or false")

@@ -6,19 +6,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
-from gpipebal.plan.checks import check_plan
+from gpipebal.kinds import check_index, check_kind
+from gpipebal.plan.checks import check_plan, check_schedule_known
 from gpipebal.plan.parts import PartitionPlan, PeakMemory
 from gpipebal.plan.text import explanation, plan_text
 from gpipebal.records import damaged, fields_of, object_of, place, text_of, tuple_of, without_header
 from gpipebal.schedule import (
+    ALL_SCHEDULES,
     SCHEDULES,
     Checkpoint,
     CheckpointMode,
+    is_checkpointed,
     modes_of,
     partitions_on_each,
     recomputes_of,
@@ -182,12 +186,17 @@ class Plan:
 
         It is the schedule that says so: ``'1f1b'`` leaves some recomputes out.
         """
-        return recomputes_of(
-            self.schedule,
-            self.n_devices,
-            self.chunks,
-            self.checkpoint,
-            partitions_per_device=self.n_partitions // self.n_devices,
+        if self.schedule in ALL_SCHEDULES:
+            return recomputes_of(
+                self.schedule,
+                self.n_devices,
+                self.chunks,
+                self.checkpoint,
+                partitions_per_device=self.n_partitions // self.n_devices,
+            )
+        return tuple(
+            sum(is_checkpointed(mode, i, self.chunks) for i in range(self.chunks))
+            for mode in self.modes
         )
 
     @property
@@ -197,12 +206,14 @@ class Plan:
 
     def with_bound(self, lower_bound: float) -> Plan:
         """Return the same plan where it is known that none has a smaller value than this."""
+        check_kind("lower_bound", lower_bound, Real, "lower_bound=0.0, say")
         bound = min(lower_bound, self.value)
         status = "optimal" if bound >= self.value else "feasible"
         return replace(self, lower_bound=bound, status=status)
 
     def micro_batch_time(self, partition: int) -> float:
         """Seconds that a partition works for one micro-batch under its mode."""
+        partition = check_index("partition", partition, self.n_partitions)
         part = self.partitions[partition]
         recompute_time = part.recompute_time if self.recomputed[partition] else 0.0
         return part.forward_time + recompute_time + part.backward_time
@@ -302,7 +313,7 @@ class Plan:
                 text_of(content[name], name)
             content["provenance"] = object_of(content.get("provenance", {}), "provenance")
             plan = cls(**content)
-            plan.micro_batch_time(0)  # raises where there is no such schedule
+            check_schedule_known(plan)
             return plan
         except (TypeError, ValueError) as error:
             raise damaged("plan", error, "solve again.") from error

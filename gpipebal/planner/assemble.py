@@ -17,6 +17,7 @@ from gpipebal.planner.times import (
     time_beside,
 )
 from gpipebal.profile import Profile
+from gpipebal.schedule import check_count
 from gpipebal.simulator import durations_of
 from gpipebal.timeline import Timeline
 
@@ -31,10 +32,17 @@ CLOCK_MARGIN = 0.3
 def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
     """Return the bounds of a split into equally many layers; earlier partitions take the rest.
 
+    Raises:
+        BalanceError: a number that is no count.
+
     Example:
         >>> equal_split(7, 3)
         (0, 3, 5, 7)
     """
+    n_layers, n_partitions = (
+        check_count("n_layers", n_layers),
+        check_count("n_partitions", n_partitions),
+    )
     small, n_large = divmod(n_layers, n_partitions)
     return tuple(j * small + min(j, n_large) for j in range(n_partitions + 1))
 

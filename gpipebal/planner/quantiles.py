@@ -8,6 +8,7 @@ from statistics import NormalDist
 from types import MappingProxyType
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
 from gpipebal.problem.checks import plain_number
 from gpipebal.profile import LayerProfile, Profile
 
@@ -46,6 +47,7 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
         >>> at_quantile(shaky, 0.75).layers[0].forward_time
         1.1
     """
+    check_kind("profile", profile, Profile)
     number = plain_number(quantile)
     if not 0.5 <= number < 1:
         raise BalanceError(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.kinds import check_kind
 from gpipebal.plots.glyphs import families, font_settings, pieces
 from gpipebal.plots.style import NEUTRAL
 
@@ -20,6 +21,7 @@ __all__ = [
     "FONT_SIZE",
     "LINE_HEIGHT",
     "add_headline",
+    "axes_or_new",
     "dashed",
     "fits",
     "index_step",
@@ -49,6 +51,20 @@ def new_axes(width: float, height: float) -> Axes:
     ax = figure.add_subplot()
     # Gives the axes nearly its final size, from which follows what fits.
     figure.draw_without_rendering()
+    return ax
+
+
+def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
+    """Return the axes that were given, or new ones of a size in inches.
+
+    Raises:
+        KindError: what was given is none.
+    """
+    from matplotlib.axes import Axes
+
+    if ax is None:
+        return new_axes(width, height)
+    check_kind("ax", ax, Axes, "ax=figure.add_subplot(), or leave it out")
     return ax
 
 

@@ -13,8 +13,8 @@ from gpipebal.plots.axes import (
     CAPTION_SIZE,
     FONT_SIZE,
     add_headline,
+    axes_or_new,
     index_step,
-    new_axes,
     note,
     points,
     text_width,
@@ -67,7 +67,7 @@ def plot_chunks(
     plans = sorted(plans, key=lambda plan: plan.chunks)
     room = None if limit is None else parse_bytes(limit)
     n = len(plans)
-    ax = new_axes(min(12.0, max(5.5, 2.5 + 0.6 * n)), 4.0) if ax is None else ax
+    ax = axes_or_new(ax, min(12.0, max(5.5, 2.5 + 0.6 * n)), 4.0)
     steps = [plan.step_time for plan in plans if plan.step_time is not None]
     times = steps if len(steps) == n else [plan.makespan for plan in plans]
     peaks = [plan.peak_bytes or 0 for plan in plans]

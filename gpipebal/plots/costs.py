@@ -13,11 +13,11 @@ from gpipebal.plots.axes import (
     FONT_SIZE,
     LINE_HEIGHT,
     add_headline,
+    axes_or_new,
     dashed,
     fits,
     label_indices,
     label_layers,
-    new_axes,
     note,
     points,
 )
@@ -73,7 +73,7 @@ def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "ti
     """
     check_kind("profile", profile, Profile)
     own = ax is None
-    ax = new_axes(9.0, 3.6) if ax is None else ax
+    ax = axes_or_new(ax, 9.0, 3.6)
     kinds = _layer_costs(profile, by, recomputes=False)
     colours = partition_colours(1) * profile.n_layers
     entries = _draw_bars(ax, kinds, colours, by)
@@ -121,7 +121,7 @@ def plot_balance(
     check_kind("plan", plan, Plan)
     _check_same_layers(profile, plan)
     own = ax is None
-    ax = new_axes(10.0, 4.0) if ax is None else ax
+    ax = axes_or_new(ax, 10.0, 4.0)
     hues = partition_colours(plan.n_partitions)
     colours = [hues[j] for j, n_layers in enumerate(plan.balance) for _ in range(n_layers)]
     with suppress(ProfileError):  # one that knows no other rows was planned with at its own
@@ -190,7 +190,7 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     """
     check_kind("plan", plan, Plan)
     n = plan.n_partitions
-    ax = new_axes(min(12.0, max(4.5, 1.5 + 0.5 * n)), 3.6) if ax is None else ax
+    ax = axes_or_new(ax, min(12.0, max(4.5, 1.5 + 0.5 * n)), 3.6)
     kinds = {"F": [part.forward_time for part in plan.partitions]}
     if plan.recomputes:
         kinds["R"] = [

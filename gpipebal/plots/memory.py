@@ -13,9 +13,9 @@ from gpipebal.plots.axes import (
     FONT_SIZE,
     LINE_HEIGHT,
     add_headline,
+    axes_or_new,
     dashed,
     index_step,
-    new_axes,
     note,
     points,
 )
@@ -100,7 +100,7 @@ def plot_memory(
     for j, track in enumerate(tracks):
         check_kind(f"tracks[{j}]", track, MemoryTrack, make)
     limits = _limits(limit, n)
-    ax = new_axes(11.0, min(_MAX_HEIGHT, 1.3 + _ROW * n)) if ax is None else ax
+    ax = axes_or_new(ax, 11.0, min(_MAX_HEIGHT, 1.3 + _ROW * n))
     end = max(float(track.times[-1]) for track in tracks)
     factor, unit = scale_seconds(end)
     ax.set_xlim(0, end / factor or 1.0)

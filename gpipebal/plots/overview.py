@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import UsageError
 from gpipebal.files import atomic_path
-from gpipebal.kinds import check_kind
+from gpipebal.kinds import check_kind, check_path
 from gpipebal.plan import Plan
 from gpipebal.plots.costs import plot_balance, plot_partitions
 from gpipebal.plots.timelines import plot_timeline, timeline_height
@@ -57,6 +56,8 @@ def plot_run(
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
     check_kind("predicted", predicted, Timeline)
+    if measured is not None:
+        check_kind("measured", measured, Timeline)
     timelines = [predicted] if measured is None else [predicted, measured]
     height = timeline_height(*timelines)
     figure = Figure(figsize=(13.0, _BARS_HEIGHT + height + 0.4), layout="constrained")
@@ -111,7 +112,7 @@ def save_figure(figure: Figure | Axes, path: str | os.PathLike[str]) -> None:
     whole = figure.get_figure(root=True) if isinstance(figure, Axes) else figure
     check_kind("figure", whole, Figure, "figure=plot_balance(profile, plan)")
     assert isinstance(whole, Figure)
-    suffix = Path(path).suffix.removeprefix(".").lower()
+    suffix = check_path(path).suffix.removeprefix(".").lower()
     known = whole.canvas.get_supported_filetypes()
     if suffix not in known:
         raise UsageError(

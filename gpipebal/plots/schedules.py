@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpipebal.kinds import check_kind
-from gpipebal.plots.axes import FONT_SIZE, add_headline, fits, new_axes, note, points, text_width
+from gpipebal.plots.axes import FONT_SIZE, add_headline, axes_or_new, fits, note, points, text_width
 from gpipebal.plots.glyphs import families, written
 from gpipebal.plots.style import IDLE, NEUTRAL, idle_patch, partition_colours, scale_seconds
 from gpipebal.simulator import ScheduleRow, ScheduleTable
@@ -42,7 +42,7 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
     """
     check_kind("table", table, ScheduleTable, "table = compare_schedules(profile, n_devices)")
     rows = table.rows
-    ax = new_axes(9.0, 1.3 + _ROW * len(rows)) if ax is None else ax
+    ax = axes_or_new(ax, 9.0, 1.3 + _ROW * len(rows))
     longest = max((row.makespan or 0.0 for row in rows), default=0.0)
     factor, unit = scale_seconds(longest)
     names = [_name(row) for row in rows]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.kinds import check_whole
 from gpipebal.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def partition_colours(n_partitions: int) -> list[Colour]:
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
+    n_partitions = check_whole("n_partitions", n_partitions)
     if n_partitions <= len(_OKABE_ITO):
         return [to_rgb(name) for name in _OKABE_ITO[:n_partitions]]
     # The last tenth of the map is yellow, which is weak on white.

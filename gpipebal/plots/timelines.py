@@ -14,9 +14,9 @@ from gpipebal.plots.axes import (
     FONT_SIZE,
     LINE_HEIGHT,
     add_headline,
+    axes_or_new,
     fits,
     index_step,
-    new_axes,
     note,
     points,
 )
@@ -124,7 +124,7 @@ def plot_timelines(timelines: Mapping[str, Timeline], *, ax: Axes | None = None)
 
 def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
     shown = [timeline for _, timeline in named]
-    ax = new_axes(11.0, timeline_height(*shown)) if ax is None else ax
+    ax = axes_or_new(ax, 11.0, timeline_height(*shown))
     makespan = max(item.makespan for item in shown)
     factor, unit = scale_seconds(makespan)
     # The margin keeps the line at the end of the makespan inside.

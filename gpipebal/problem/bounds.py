@@ -5,7 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["to_balance", "to_bounds"]
+from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_list, check_whole, whole_number
+
+__all__ = ["check_bounds", "to_balance", "to_bounds"]
+
+
+def check_bounds(name: str, bounds: object, n_layers: int | None = None) -> tuple[int, ...]:
+    """Return bounds of runs as a tuple: whole numbers that grow, from 0 to the number of layers.
+
+    Raises:
+        KindError: it is no list.
+        BalanceError: it has other numbers.
+
+    Example:
+        >>> check_bounds("bounds", [0, 2, 5], 5)
+        (0, 2, 5)
+    """
+    found = tuple(map(whole_number, check_list(name, bounds, fix=f"{name}=(0, 2, 5), say")))
+    known = tuple(number for number in found if number is not None)
+    good = len(known) == len(found) > 1 and known[0] == 0
+    grows = good and all(start < end for start, end in pairwise(known))
+    if not grows or known[-1] != (known[-1] if n_layers is None else n_layers):
+        last = "the number of layers" if n_layers is None else n_layers
+        raise BalanceError(
+            f"bounds of partitions are none: {name}={bounds!r:.60} (expected whole numbers that "
+            f"grow, from 0 to {last}).\nFix: {name}=to_bounds(balance)."
+        )
+    return known
 
 
 def to_balance(bounds: Sequence[int]) -> tuple[int, ...]:
@@ -15,7 +42,8 @@ def to_balance(bounds: Sequence[int]) -> tuple[int, ...]:
         >>> to_balance((0, 2, 5))
         (2, 3)
     """
-    return tuple(end - start for start, end in pairwise(bounds))
+    ends = [check_whole("bounds", end) for end in check_list("bounds", bounds)]
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 def to_bounds(balance: Iterable[int]) -> tuple[int, ...]:
@@ -25,4 +53,5 @@ def to_bounds(balance: Iterable[int]) -> tuple[int, ...]:
         >>> to_bounds([2, 3])
         (0, 2, 5)
     """
-    return tuple(accumulate(balance, initial=0))
+    balance = check_list("balance", balance)
+    return tuple(accumulate((check_whole("balance", layers) for layers in balance), initial=0))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
 from gpipebal.problem.checks import plain_number
 from gpipebal.problem.parts import Links
 from gpipebal.profile import Profile
@@ -84,6 +85,8 @@ def links_of(profile: Profile, link: Link) -> Links:
         >>> links_of(profile, Link(bandwidth=50.0)).forward
         (2.0,)
     """
+    check_kind("profile", profile, Profile)
+    check_kind("link", link, Link, "link=Link(bandwidth=16e9)")
     layers = profile.layers
     trained = list(accumulate((bool(layer.gradient_bytes) for layer in layers), max, initial=False))
     # Costs that were only given do not tell what can be trained.

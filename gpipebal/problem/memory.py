@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_list
 from gpipebal.problem.checks import check_bytes
 from gpipebal.schedule import CheckpointMode, check_count
 
@@ -151,7 +152,8 @@ def layer_memory(
         (array([405, 450]), array([129, 144]))
     """
     columns = {"fixed": fixed, "saved": saved, "inputs": inputs}
-    columns["transient"] = [0] * len(fixed) if transient is None else transient
+    columns["transient"] = [0] * len(check_list("fixed", fixed)) if transient is None else transient
+    columns = {name: check_list(name, column) for name, column in columns.items()}
     n_layers, chunks = len(fixed), check_count("chunks", chunks)
     for name, column in columns.items():
         if len(column) != n_layers:

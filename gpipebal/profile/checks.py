@@ -9,7 +9,15 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
-from gpipebal.profile.layer import LayerProfile, SideBySide, TieProfile, TurnTimes
+from gpipebal.kinds import check_kind, check_list, check_mapping
+from gpipebal.profile.layer import (
+    LayerProfile,
+    SideBySide,
+    SkipProfile,
+    StepTerms,
+    TieProfile,
+    TurnTimes,
+)
 from gpipebal.units import count
 
 if TYPE_CHECKING:
@@ -96,14 +104,25 @@ def check_profile(profile: Profile) -> None:
     """Verify the invariants of a profile.
 
     Raises:
+        KindError: something is of another kind.
         ProfileError: no layers, a count below 1, a time or size that is negative or not finite, a
             storage or layer that does not exist, or another size that does not fit.
     """
-    if not profile.layers:
+    if not check_list("layers", profile.layers):
         raise ProfileError(
             "profile has no layers: len(layers)=0 (expected 1 or more).\n"
             "Fix: profile a module with at least one layer."
         )
+    for name, kind in (
+        ("layers", LayerProfile),
+        ("skips", SkipProfile),
+        ("ties", TieProfile),
+    ):
+        check_list(name, getattr(profile, name), kind)
+    for name in ("storages", "inputs", "common_inputs", "without_gradient"):
+        check_list(name, getattr(profile, name))
+    check_kind("step", profile.step, StepTerms, "step=StepTerms()")
+    check_mapping("provenance", profile.provenance, "provenance={}")
     for name in ("rows", "mini_batch_rows", "chunks"):
         _check_count("profile", name, getattr(profile, name))
     if profile.chunks > MOST_CHUNKS:

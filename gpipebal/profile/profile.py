@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gpipebal.errors import ProfileError
+from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
+from gpipebal.kinds import check_list, check_whole
 from gpipebal.profile.checks import STORAGE_FIELDS, check_profile, read_columns
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
@@ -80,6 +81,7 @@ class Profile:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_list("other_sizes", self.other_sizes, Profile)
         check_profile(self)
 
     @property
@@ -213,11 +215,17 @@ class Profile:
 
     def bytes_of(self, storages: Iterable[int]) -> int:
         """Add up the bytes of storages, each counted once."""
-        return sum(self.storages[index] for index in set(storages))
+        try:
+            return sum(self.storages[index] for index in set(storages))
+        except (TypeError, IndexError) as error:
+            raise KindError(
+                f"storages are none of the profile's: storages={storages!r:.60} (expected indices, "
+                f"0..{len(self.storages) - 1}).\nFix: storages=layer.saved, say."
+            ) from error
 
     def input_bytes(self, chunks: int) -> int:
         """Add up the inputs of all micro-batches of a mini-batch."""
-        common = self.bytes_of(self.common_inputs)
+        common, chunks = self.bytes_of(self.common_inputs), check_whole("chunks", chunks)
         return chunks * (self.bytes_of(self.inputs) - common) + common
 
     def gradient_bytes_of(self, storages: Iterable[int]) -> int:

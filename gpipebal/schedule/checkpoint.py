@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind, check_whole
 from gpipebal.schedule.actions import Action, Schedule
 
 __all__ = [
@@ -51,6 +52,7 @@ def modes_of(checkpoint: Checkpoint, n_partitions: int) -> tuple[CheckpointMode,
         (('never', 'never'), ('always', 'never'))
     """
     check_checkpoint(checkpoint)
+    n_partitions = check_whole("n_partitions", n_partitions)
     if isinstance(checkpoint, str):
         return (checkpoint,) * n_partitions
     if len(checkpoint) != n_partitions:
@@ -81,6 +83,7 @@ def with_recomputes(schedule: Schedule, checkpoint: Checkpoint) -> Schedule:
         >>> print(with_recomputes(Schedule("mine", rows), "always"))
         0F0 0F1 0R0 0B0 0R1 0B1
     """
+    check_kind("schedule", schedule, Schedule, "schedule=make_schedule('gpipe', 2, 4)")
     modes = modes_of(checkpoint, schedule.n_partitions)
     chunks = schedule.chunks
     rows = []

@@ -178,6 +178,7 @@ def recomputes_of(
         >>> recomputes_of("gpipe", 2, 3, "except_last"), recomputes_of("1f1b", 2, 3, "always")
         ((2, 2), (3, 0))
     """
+    name = check_known_schedule(name)
     if name in SCHEDULES and partitions_per_device in (None, 1):
         chunks = check_count("chunks", chunks)
         of_mode = {"never": 0, "except_last": chunks - 1, "always": chunks}

@@ -252,7 +252,7 @@ def study_schedule(
         >>> study_schedule("interleaved_1f1b", 4, 8).n_partitions
         8
     """
-    if name not in STUDIED:
+    if not isinstance(name, str) or name not in STUDIED:
         raise UnsupportedPlanError(
             f"schedule does not exist: schedule={name!r} (expected one of "
             f"{', '.join(map(repr, STUDIED))}).\nFix: schedule='zb_h1'."

@@ -14,10 +14,10 @@ import io
 import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import cast
 
 from gpipebal.errors import FileFormatError, UnsupportedPlanError
+from gpipebal.kinds import check_kind, check_path
 from gpipebal.schedule.actions import Action, Kind, Schedule
 
 __all__ = ["read_torch_csv", "write_torch_csv"]
@@ -114,6 +114,7 @@ def write_torch_csv(
         >>> write_torch_csv(Schedule("mine", (row,)), late=True)
         '0F0,0B0\n'
     """
+    check_kind("schedule", schedule, Schedule, "schedule=make_schedule('gpipe', 2, 4, 'never')")
     rows = schedule.rows if not late else schedule.phase("FBIW")
     for row in rows:
         for action in row:
@@ -125,7 +126,7 @@ def write_torch_csv(
                 )
     text = "".join(",".join(map(str, row)) + "\n" for row in rows)
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        check_path(path).write_text(text, encoding="utf-8")
     return text
 
 
@@ -133,7 +134,7 @@ def _text_of(source: str | os.PathLike[str], name: str | None) -> tuple[str, str
     """Return the text and the name of the schedule."""
     if isinstance(source, str) and re.search(r"[,\n]", source):
         return source, name or "csv"
-    path = Path(source)
+    path = check_path(source)
     try:
         return path.read_text(encoding="utf-8"), name or path.stem
     except (OSError, UnicodeDecodeError) as error:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from gpipebal.errors import BalanceError
+from gpipebal.errors import BalanceError, KindError
+from gpipebal.kinds import check_kind, check_list, check_mapping
 from gpipebal.schedule import (
     ALL_SCHEDULES,
     RUN_BY_TORCH,
@@ -160,6 +161,16 @@ def compare_durations(
     """
     if isinstance(durations, Durations):
         durations = {1: durations}
+    for times in check_mapping("durations", durations, "durations={1: durations}").values():
+        check_kind("durations", times, Durations, "durations=durations_of(profile, bounds)")
+    if not durations:
+        raise KindError(
+            "durations are none: len(durations)=0 (expected Durations, or some by how many every "
+            "device has).\nFix: durations={1: durations}."
+        )
+    if held is not None:
+        check_mapping("held", held, "held={1: held_of(profile, plan)}")
+    schedules = check_list("schedules", schedules, str)
     n_devices = min(times.n_partitions // each for each, times in durations.items())
     for each, times in durations.items():
         if times.n_partitions != each * n_devices:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from gpipebal.errors import ProfileError
+from gpipebal.kinds import check_list
 from gpipebal.plan import Plan
 from gpipebal.problem.checks import plain_number
 
@@ -95,7 +96,7 @@ class Durations:
             if times is None and item.default is None:
                 continue
             # Numpy's arrays and numbers, too.
-            times = tuple(times)
+            times = check_list(name, times)
             plain = tuple(map(plain_number, times))
             object.__setattr__(self, name, plain)
             if len(times) != len(self.forward):

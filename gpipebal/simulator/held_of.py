@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from gpipebal.kinds import check_kind
 from gpipebal.memory.cell import Cell, Moment
 from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.layer_runs import with_runs
@@ -12,9 +13,10 @@ from gpipebal.memory.loss import around_loss
 from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.waiting import streams_of
 from gpipebal.plan import Plan
+from gpipebal.problem.bounds import check_bounds
 from gpipebal.problem.chunking import as_planned
 from gpipebal.profile import Profile
-from gpipebal.schedule import Checkpoint, is_checkpointed, modes_of
+from gpipebal.schedule import Checkpoint, check_count, is_checkpointed, modes_of
 from gpipebal.simulator.held import CellBytes, HeldBytes
 
 __all__ = ["held_of"]
@@ -48,6 +50,7 @@ def held_of(
         shared_memory: Whether all partitions live in one memory; None: as the plan has it, or not.
 
     Raises:
+        KindError: `profile` is no Profile, or `plan` neither a Plan nor bounds.
         BalanceError: not one checkpoint mode per partition, or an unknown one.
         ProfileError: the profile does not tell the costs at the rows of the plan.
 
@@ -56,6 +59,7 @@ def held_of(
         >>> [size.recorded.graph for size in held_of(profile, (0, 1, 2))]
         [10, 21]
     """
+    check_kind("profile", profile, Profile)
     if isinstance(plan, Plan):
         profile = with_runs(as_planned(profile, plan), plan.runs)
         bounds: Sequence[int] = tuple(accumulate(plan.balance, initial=0))
@@ -64,8 +68,8 @@ def held_of(
         loss_inside = plan.loss_inside if loss_inside is None else loss_inside
         shared_memory = plan.shared_memory if shared_memory is None else shared_memory
     else:
-        bounds = plan
-    m = profile.chunks if chunks is None else chunks
+        bounds = check_bounds("plan", plan, profile.n_layers)
+    m = profile.chunks if chunks is None else check_count("chunks", chunks)
     mode = modes_of(checkpoint or "never", len(bounds) - 1)[-1]
     cells = cells_of(profile, bounds, bool(loss_inside), bool(shared_memory))
     n_recomputed = sum(is_checkpointed(mode, i, m) for i in range(m))

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import mul
 
+from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind, check_list
 from gpipebal.problem import Device, Links
+from gpipebal.problem.bounds import check_bounds
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.simulator.durations import Durations
 
@@ -43,6 +46,17 @@ def durations_of(
         >>> times.forward, times.weight_gradient, times.forward_transfer
         ((3.0, 3.0), (3.0, 3.0), (0.0, 2.0))
     """
+    check_kind("profile", profile, Profile)
+    bounds = check_bounds("bounds", bounds, profile.n_layers)
+    if devices is not None and len(check_list("devices", devices, Device)) != len(bounds) - 1:
+        raise BalanceError(
+            f"devices and partitions differ in number: len(devices)={len(devices)} (expected "
+            f"{len(bounds) - 1}).\nFix: one device per partition."
+        )
+    if links is not None:
+        check_kind("links", links, Links, "links=links_of(profile, link)")
+    if loss is not None:
+        check_kind("loss", loss, LayerProfile, "loss=profile.step.loss")
     runs = list(pairwise(bounds))
     behind = [() for _ in runs[1:]] + [() if loss is None else (loss,)]
 
@@ -98,6 +112,7 @@ def weight_shares(profile: Profile) -> list[float]:
         >>> weight_shares(Profile.from_costs([1.0, 2.0]))
         [0.5, 0.5]
     """
+    check_kind("profile", profile, Profile)
 
     def learns(layer: LayerProfile) -> bool:
         return bool(layer.gradient_bytes) or layer.kind == "Layer"

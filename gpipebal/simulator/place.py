@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind, check_mapping
 from gpipebal.problem.checks import plain_number
 from gpipebal.schedule import Order, Schedule
 from gpipebal.schedule.actions import F
@@ -75,6 +76,11 @@ def place(
         >>> place(gpipe_schedule(2, 2, "never"), durations).makespan
         10.0
     """
+    if not isinstance(schedule, Order):
+        check_kind("schedule", schedule, Schedule, "schedule=make_schedule('gpipe', 2, 4)")
+    check_kind("durations", durations, Durations, "durations=durations_of(profile, bounds)")
+    if provenance is not None:
+        check_mapping("provenance", provenance, "provenance={}")
     if durations.n_partitions != schedule.n_partitions:
         raise BalanceError(
             f"schedule and durations differ: schedule.n_partitions={schedule.n_partitions} "

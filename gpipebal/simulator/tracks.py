@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpipebal.errors import ProfileError
+from gpipebal.kinds import check_kind, check_list
 from gpipebal.memory.loss import AroundLoss
 from gpipebal.memory.waiting import AT_ONCE, Stream
 from gpipebal.simulator.held import HeldBytes
@@ -131,6 +132,7 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
         One track per device.
 
     Raises:
+        KindError: `timeline` is no Timeline, or `sizes` are no HeldBytes.
         ProfileError: not one size per partition, or a timeline that does not tell every action.
 
     Complexity:
@@ -145,7 +147,9 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
         >>> [track.peak for track in memory_over_time(timeline, sizes)]
         [20, 7]
     """
+    check_kind("timeline", timeline, Timeline)
     n = timeline.n_partitions
+    sizes = check_list("sizes", sizes, HeldBytes, "sizes=held_of(profile, plan)")
     if len(sizes) != n:
         raise ProfileError(
             f"sizes and partitions differ: len(sizes)={len(sizes)} (expected {n}, one "

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from gpipebal.kinds import check_kind
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.timeline import Timeline
 
@@ -39,6 +40,7 @@ def outline(timeline: Timeline) -> Timeline:
         >>> [str(event) for event in outline(Timeline(events, 1)).events]
         ['0F1', '0B1']
     """
+    check_kind("timeline", timeline, Timeline)
     provenance = {**timeline.provenance, "detail": False}
     whole, computes = timeline.table, timeline.table.computes
     table = whole.pick(computes)

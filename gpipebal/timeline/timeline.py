@@ -13,6 +13,7 @@ import numpy as np
 from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import timeline_html
+from gpipebal.kinds import check_index, check_list, check_mapping, check_whole
 from gpipebal.records import check_missing, damaged, fields_of, object_of, place, tuple_of
 from gpipebal.timeline.chrome import Held, trace_events
 from gpipebal.timeline.events import Event, check_events
@@ -115,7 +116,7 @@ class Timeline:
 
     def busy_time(self, partition: int) -> float:
         """Return the seconds that a partition computes; copies do not count."""
-        return self._busy_times[partition]
+        return self._busy_times[check_index("partition", partition, self.n_partitions)]
 
     @cached_property
     def _busy_times(self) -> list[float]:
@@ -139,6 +140,7 @@ class Timeline:
         """Verify the invariants of a timeline.
 
         Raises:
+            KindError: something is of another kind.
             ProfileError: no partitions, an unknown source, a device without partitions, an event
                 outside of the partitions, of an unknown kind or with impossible times, or two
                 actions of one device at the same time.
@@ -155,8 +157,15 @@ class Timeline:
                 f"(expected one of {', '.join(map(repr, SOURCES))}).\nFix: source='measured'."
             )
         self._check_devices()
+        check_mapping("provenance", self.provenance, "provenance={}")
         # A table is what the simulator makes, which places one action after the other.
         if not isinstance(self.events, EventTable):
+            for k, event in enumerate(check_list("events", self.events)):
+                if not isinstance(event, tuple) or len(event) != len(Event._fields):
+                    raise KindError(
+                        f"events[{k}] is no Event: events[{k}]={event!r:.60} (expected "
+                        f"{', '.join(Event._fields)}).\nFix: Event(0, 'F', 0, 0.0, 1.0), say."
+                    )
             check_events(self.events, self.placement)
 
     def _check_devices(self) -> None:
@@ -237,6 +246,16 @@ class Timeline:
             memory: What the devices hold over time, for this timeline and each one beside it:
                 what `gpipebal.simulator.memory_over_time` returns. Drawn as counters.
         """
+        beside = check_list("beside", beside, Timeline)
+        memory = check_list("memory", memory)
+        for k, tracks in enumerate(memory):
+            for track in check_list(f"memory[{k}]", tracks):
+                if not all(hasattr(track, name) for name in ("device", "times", "total")):
+                    raise KindError(
+                        f"memory[{k}] has no tracks: it has a {type(track).__name__} (expected "
+                        "what a device holds over time).\n"
+                        "Fix: memory=[memory_over_time(timeline, held)]."
+                    )
         trace = []
         for process, timeline in enumerate((self, *beside), start=1):
             trace += trace_events(
@@ -286,7 +305,7 @@ class Timeline:
         rows = draw_rows(
             self.table,
             self.n_devices,
-            max(1, width),
+            max(1, check_whole("width", width)),
             self.placement,
             numbered=self.tells_micro_batches,
         )

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import BalanceError, ModelError, VerificationError
-from gpipebal.kinds import whole_number
+from gpipebal.errors import BalanceError, KindError, ModelError, VerificationError
+from gpipebal.kinds import check_mapping, whole_number
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.inputs import part_inputs
 from gpipebal.pipeline.loss import Reduction
@@ -99,6 +99,18 @@ def verify(
         raise ModelError(
             f"pipe is no pipeline: type(pipe)={type(pipe).__name__} (expected GPipe).\n"
             "Fix: verify(module, GPipe(module, balance), sample)."
+        )
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"module is no model: type(module)={type(module).__name__} (expected nn.Sequential).\n"
+            "Fix: give the chain that the pipeline was made of."
+        )
+    if keywords is not None:
+        check_mapping("keywords", keywords, "keywords={'mask': mask}, say")
+    if loss_fn is not None and not callable(loss_fn):
+        raise KindError(
+            f"loss_fn is no function: type(loss_fn)={type(loss_fn).__name__} (expected one of "
+            "output and target).\nFix: loss_fn=nn.MSELoss(), say."
         )
     if target is not None and loss_fn is None:
         raise ModelError(
