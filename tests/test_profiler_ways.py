@@ -208,7 +208,7 @@ def test_batch_normalisation_on_one_row() -> None:
     for way in ({}, {"one_at_a_time": True}):
         result = profile(model, torch.randn(8, 4), chunks=4, **way)
         assert [other.rows for other in result.other_sizes] == [4]
-        assert any("not measured at 1 rows: layer '1'" in x for x in result.provenance["flags"])
+        assert any("not measured at 1 row: layer '1'" in x for x in result.provenance["flags"])
         with pytest.raises(ProfileError, match="layer '1'"):
             profile(model, torch.randn(8, 4), chunks=4, rows=(1,), **way)
     # With a picture of several values per channel one row is no obstacle.

@@ -72,7 +72,7 @@ def check_plan(plan: Plan) -> None:
     check_count("partitions", plan.n_partitions)
     modes_of(plan.checkpoint, plan.n_partitions)
     if isinstance(plan.chunks, float):  # which is no count in a file
-        raise _bad_value("plan", "chunks", plan.chunks, _COUNT)
+        raise _bad_value("plan", "chunks", plan.chunks, f"a whole number, 1 to {MOST_CHUNKS}")
     check_chunks(plan.chunks)
     for j, partition in enumerate(plan.partitions):
         check_count(f"layers of partition {j}", len(partition.layers))

@@ -293,7 +293,8 @@ def _check_count(where: str, name: str, value: Any) -> None:
     # Of chunks there is a smaller limit than that of all numbers, which is told by itself.
     known = isinstance(value, int) if name == "chunks" else _is_quantity(value, whole=True)
     if not known or isinstance(value, bool) or value < 1:
-        raise _bad_value(where, name, value, _COUNT)
+        expected = f"a whole number, 1 to {MOST_CHUNKS}" if name == "chunks" else _COUNT
+        raise _bad_value(where, name, value, expected)
 
 
 def _check_storage(storage: Any, n_storages: int, where: str) -> None:
@@ -306,7 +307,7 @@ def _check_storage(storage: Any, n_storages: int, where: str) -> None:
 
 def _bad_value(where: str, name: str, value: Any, expected: str) -> ProfileError:
     most = ""
-    if isinstance(value, (int, float)) and value > MOST:
+    if isinstance(value, (int, float)) and value > MOST and expected.endswith("or more"):
         most = f", at most {MOST:.3g}"
     return ProfileError(
         f"{where} has an impossible value: {name}={value!r:.60} (expected {expected}{most}).\n"
