@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpipebal as gb
 from gpipebal.errors import BalanceError, FileFormatError, ProfileError
 from gpipebal.plan import PartitionPlan, PeakMemory, Plan
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
@@ -247,6 +249,22 @@ def test_what_a_plan_can_say_survives_a_file(tmp_path: Path) -> None:
     assert (plan.devices, plan.gain) == ((1, 0), pytest.approx(0.2))
     text = str(plan)
     assert all(word in text for word in ("device", "transfers", "750 ms", "limit", "Note: Said."))
+
+
+def test_the_rows_of_the_mini_batch_are_known() -> None:
+    """Those of the profile, if it was parted so, and else those of full micro-batches."""
+    profile = gb.Profile.from_costs([1.0, 2.0], rows=4, chunks=8)
+    uneven = replace(profile, mini_batch_rows=30)
+    assert gb.solve(uneven, 2).mini_batch_rows == 30
+    assert gb.solve(uneven, 2, chunks=4).mini_batch_rows == 16
+    plan = gb.solve(uneven, 2)
+    record = plan.to_dict()
+    assert Plan.from_dict(record) == plan
+    del record["mini_batch_rows"]
+    assert Plan.from_dict({**record, "version": 6}).mini_batch_rows is None
+    for rows in (0, 33, 2.0, "30"):
+        with pytest.raises(FileFormatError, match="mini_batch_rows"):
+            Plan.from_dict({**record, "mini_batch_rows": rows})
 
 
 def test_a_file_of_version_2_is_still_read() -> None:

@@ -24,11 +24,12 @@ MOST_CHUNKS = 2**20
 #: Quantities that may be unknown.
 _OPTIONAL = (
     *("optimizer", "step_time", "pause_time", "equal_split_value", "memory_limit", "weight_time"),
+    "mini_batch_rows",
 )
 #: Quantities that are whole numbers, beside those of `PeakMemory`.
-_WHOLE = ("chunks", "rows", "memory_limit")
+_WHOLE = ("chunks", "rows", "mini_batch_rows", "memory_limit")
 #: Those of them that are no bytes.
-_COUNTS = ("chunks", "rows")
+_COUNTS = ("chunks", "rows", "mini_batch_rows")
 #: Values of what is minimised, which may be a function of the caller's.
 _OF_ANY_UNIT = ("value", "lower_bound", "equal_split_value")
 #: What has numbers in it and is none.
@@ -132,6 +133,10 @@ def _check_words(plan: Plan) -> None:
     for name in ("schedule", "method"):
         if not isinstance(getattr(plan, name), str):
             raise _bad_value("plan", name, getattr(plan, name), _TEXT)
+    rows, most = plan.mini_batch_rows, plan.chunks * plan.rows
+    if rows is not None and not 1 <= rows <= most:
+        expected = f"1 to {most}: chunks={plan.chunks} of rows={plan.rows}"
+        raise _bad_value("plan", "mini_batch_rows", rows, expected)
     for name in ("shared_memory", "gradients_exist", "loss_inside", "overlaps"):
         if not isinstance(getattr(plan, name), bool):
             raise _bad_value("plan", name, getattr(plan, name), "true or false")

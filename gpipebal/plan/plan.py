@@ -36,8 +36,8 @@ __all__ = ["Plan"]
 FORMAT = "gpipebal-plan"
 #: Versions 1 and 2, which knew no links, limits, orders of devices and notes, are still read; and
 #: version 3, which knew no parts of backwards; version 4, whose steps begin without gradients; and
-#: version 5, which has no runs.
-VERSION = 6
+#: version 5, which has no runs; and version 6, which does not know the rows of mini-batches.
+VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Plan:
         partitions: One `PartitionPlan` per partition.
         chunks: Micro-batches per mini-batch.
         rows: Rows of the largest micro-batch.
+        mini_batch_rows: Rows of the mini-batch, as many as `chunks` full micro-batches have, or
+            fewer; None: not known.
         checkpoint: Which micro-batches are recomputed: one mode, or a tuple with one for each
             partition; see `modes`.
         schedule: Name of the schedule, such as ``'gpipe'``.
@@ -125,6 +127,7 @@ class Plan:
     sensitivity: tuple[tuple[float | None, float | None], ...] = ()
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    mini_batch_rows: int | None = None
 
     def __post_init__(self) -> None:
         # As a file has them. The only way to normalise fields of a frozen dataclass.

@@ -94,6 +94,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         overlaps=execution.overlaps,
         notes=notes,
         provenance=dict(profile.provenance),
+        mini_batch_rows=posed.mini_batch_rows,
     )
 
 

@@ -65,6 +65,11 @@ class Posed:
         )
 
     @property
+    def mini_batch_rows(self) -> int:
+        """Rows of the mini-batch: the profile's if it knows such micro-batches, or full ones."""
+        return _mini_batch_rows(self.profile, self.chunks)
+
+    @property
     def is_open(self) -> bool:
         """Whether the same cuts can be run in several ways: modes or the order are open."""
         return self.question.checkpoint == "auto" or self.question.any_order
@@ -126,12 +131,18 @@ def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: b
     )
 
 
-def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: bool) -> list[str]:
-    notes = []
+def _mini_batch_rows(profile: Profile, chunks: int) -> int:
+    """Return the rows of a mini-batch whose micro-batches have at most those of a profile."""
     rows = profile.mini_batch_rows
     # With other numbers than the profile's own, all of its one size are full: see `at_chunks`.
-    is_parted = profile.chunks == chunks
-    if is_parted and rows % chunks and -(-rows // chunks) == profile.rows:
+    is_parted = profile.chunks == chunks and -(-rows // chunks) == profile.rows
+    return rows if is_parted else chunks * profile.rows
+
+
+def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: bool) -> list[str]:
+    notes = []
+    rows = _mini_batch_rows(profile, chunks)
+    if rows % chunks:
         notes.append(
             f"The mini-batch of {rows} rows has micro-batches of {profile.rows} and of "
             f"{rows // chunks} rows; times and memory are those of {profile.rows} for all."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -101,7 +100,8 @@ def plot_chunks(
         entries += _draw_memory(ax, peaks, room, memory_colour)
     fits = [k for k in range(n) if room is None or peaks[k] <= room]
     best = min(fits, key=times.__getitem__, default=None)
-    rows = sorted(map(_mini_batch_rows, plans))
+    # Of older files without them: those of full micro-batches.
+    rows = sorted(plan.mini_batch_rows or plan.rows * plan.chunks for plan in plans)
     if rows[0] < rows[-1]:
         title = f"Mini-batches of {rows[0]:,} to {rows[-1]:,} rows"
     elif best is None:
@@ -113,12 +113,6 @@ def plot_chunks(
         )
     add_headline(ax, title, entries)
     return ax
-
-
-def _mini_batch_rows(plan: Plan) -> int:
-    """Return the rows of a plan's mini-batch: a note tells them if some micro-batch is not full."""
-    told = (re.match(r"The mini-batch of (\d+) rows has micro-batches of", n) for n in plan.notes)
-    return next((int(found.group(1)) for found in told if found), plan.rows * plan.chunks)
 
 
 def _label_chunks(ax: Axes, plans: Sequence[Plan]) -> None:

@@ -32,7 +32,7 @@ def as_planned(profile: Profile, plan: Plan) -> Profile:
     if plan.chunks <= profile.mini_batch_rows or not profile.other_sizes:
         found = at_chunks(profile, plan.chunks)[0]
     if found is None or found.rows != plan.rows:
-        share = plan.rows * plan.chunks
+        share = plan.mini_batch_rows or plan.rows * plan.chunks
         found = replace(profile.at_rows(plan.rows, mini_batch_rows=share), chunks=plan.chunks)
     return replace(found, other_sizes=())
 
