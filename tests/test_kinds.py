@@ -32,6 +32,7 @@ from gpipebal.problem import links_of, to_bounds
 from gpipebal.schedule import gpipe_schedule, read_torch_csv, with_recomputes, write_torch_csv
 from gpipebal.side_by_side import set_side_by_side
 from gpipebal.simulator import Durations, durations_of, held_of, memory_over_time, place
+from gpipebal.solvers import iter_best_splits, select_method, split
 from gpipebal.tables import profile_table
 from gpipebal.timeline import outline
 
@@ -120,6 +121,9 @@ WRONG: dict[str, Any] = {
     "measured of plot_run": lambda: plot_run(PROFILE, PLAN, TIMELINE, 3),  # type: ignore[arg-type]
     "n_partitions of partition_colours": lambda: partition_colours("x"),  # type: ignore[arg-type]
     "path of save_figure": lambda: save_figure(plot_profile(PROFILE), 3),  # type: ignore[arg-type]
+    "problem of split": lambda: split([1, 2]),  # type: ignore[arg-type]
+    "problem of iter_best_splits": lambda: list(iter_best_splits([1])),  # type: ignore[arg-type]
+    "problem of select_method": lambda: select_method(PROFILE),  # type: ignore[arg-type]
     "path of Plan.load": lambda: gb.Plan.load(None),  # type: ignore[arg-type]
     "path of Plan.save": lambda: PLAN.save(3),  # type: ignore[arg-type]
 }

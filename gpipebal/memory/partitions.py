@@ -71,7 +71,7 @@ def partition_memory(
 
     Complexity:
         O(n s + k m log m) for n layers that save s storages each, k partitions and m
-        micro-batches; with `latest` O(n s + k m (k + m)).
+        micro-batches; with `latest` O(k m) more for every cut that a skip connection goes past.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 100], chunks=8)

@@ -145,7 +145,7 @@ def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: boo
     if rows % chunks:
         notes.append(
             f"The mini-batch of {rows} rows has micro-batches of {profile.rows} and of "
-            f"{rows // chunks} rows; times and memory are those of {profile.rows} for all."
+            f"{count(rows // chunks, 'row')}; times and memory are those of {profile.rows} for all."
         )
     if question.schedule == "zb_h1":
         notes.append(

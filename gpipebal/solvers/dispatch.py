@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from gpipebal.errors import BalanceError
+from gpipebal.kinds import check_kind
 from gpipebal.problem import Problem, to_balance
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.always import solve_makespan_always
@@ -267,6 +268,7 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
         >>> select_method(Problem.from_costs([1, 2, 3], 2), "bottleneck")
         'bisection'
     """
+    check_kind("problem", problem, Problem, "problem = Problem(forward, backward, recompute, n)")
     check_objective(objective)
     if objective == "peak_memory":
         if problem.memory is None:

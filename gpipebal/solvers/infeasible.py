@@ -9,7 +9,7 @@ from gpipebal.problem import Problem
 from gpipebal.solvers.levels import Levels, in_order_if_large
 from gpipebal.solvers.peak import least_shortage, worst_lack
 from gpipebal.solvers.reachability import Search
-from gpipebal.units import format_bytes
+from gpipebal.units import count, format_bytes
 
 __all__ = ["explain_infeasible", "no_split_by_rules"]
 
@@ -67,7 +67,7 @@ def no_split_by_rules(problem: Problem) -> str:
     if rules is not None and rules.max_layers is not None:
         what.append(f"max_layers={rules.max_layers}")
     return (
-        f"rules leave no split into {problem.n_partitions} partitions: {', '.join(what)} "
+        f"rules leave no split into {count(problem.n_partitions, 'partition')}: {', '.join(what)} "
         f"(expected a split of {problem.n_layers} layers that keeps them)."
     )
 
