@@ -4,15 +4,15 @@ The table of what each layer's backward needs is one for all ends, as if every r
 a run ends, some of it is not there: gradients of skip connections that go past the end are among
 those that the backward starts from, and so on. What is taken off has two kinds. Some stays the
 same for many ends in a row: that of the same skip connections past all of them, of the same uses
-of tied parameters. It is taken off once for all of these ends. The rest belongs to one end, and
-begins a few layers before it.
+of tied parameters. It is taken off once for all of these ends, and where it changes, only from
+there on. The rest belongs to one end, and begins a few layers before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,19 @@ if TYPE_CHECKING:
     Less = tuple[int, Table]
 
 __all__ = ["RunEnds"]
+
+
+class _Lasting(NamedTuple):
+    """Something that is taken off for several ends.
+
+    Attributes:
+        first: The first layer from which on it is.
+        columns: Called as ``columns(low, stop)``, with `low` no less than `first`; returns what is
+            taken off layers `low` to ``stop - 1``, as a table or a row for all.
+    """
+
+    first: int
+    columns: Callable[[int, int], Table]
 
 
 class RunEnds:
@@ -64,14 +77,13 @@ class RunEnds:
             exist: Whether gradients exist when it begins.
 
         Complexity:
-            O(n) for each variant of a run, once for the chain of n layers, and as much as it is
-            long for each skip connection and each use of a tied parameter.
+            For each variant of a run O(n), once for the chain of n layers; what it is long for
+            each skip connection; and n for each use of a tied parameter.
         """
+        needs = _Needs(inner, highest)
         for _, group in groupby(range(2, self._n + 1), key=self._lasting_key):
             ends = list(group)
-            needs = _Needs(inner, highest)
-            lasting = list(self._lasting(ends[-1], again, exist))
-            needs.take_off(lasting, self._last(ends[-1]))
+            needs.take_off(dict(self._lasting(ends[-1], again, exist)), self._last(ends[-1]))
             for end in ends:
                 last = self._last(end)
                 own = [less for less in self._own(end, again, exist) if less[0] < last]
@@ -95,14 +107,19 @@ class RunEnds:
         past = tuple(k for k in self._chain.crossing[end] if self._source(k) < end - 1)
         return past, self._ties.uses_before(end), tuple(self._handed_from_before(end))
 
-    def _lasting(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
-        last = self._last(end)
-        yield from self._ties.less(end, last, exist)
+    def _lasting(self, end: int, again: bool, exist: bool) -> Iterator[tuple[Hashable, _Lasting]]:
+        """Yield what is taken off for this end and others, by names that stay the same."""
+        for t, n_uses in enumerate(self._ties.uses_before(end)):
+            if n_uses > 1:
+                first, amounts = self._ties.less(t, n_uses, exist)
+                yield ("tie", t, n_uses), _Lasting(first, _padded(first, amounts))
         if self._goes_on(end):
-            yield from self._skip_gradients(end, last, exist)
-        if end < self._n and self._chain.shared_memory:
-            for storage, handing in self._handed_from_before(end):
-                yield from self._less_handed(end, storage, handing, again)
+            yield from self._skip_gradients(end, exist)
+        for storage, handing in self._handed_from_before(end) if end < self._n else ():
+            comes_in = self._handed_comes_in(storage, handing, again)
+            held = self._held(storage, comes_in)
+            first = max(int(comes_in.min(initial=self._tables.n_columns + 1)) - 1, 0)
+            yield ("handed", storage, handing), _Lasting(first, held)
 
     def _own(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
         last = self._last(end)
@@ -111,7 +128,10 @@ class RunEnds:
         if end < self._n and self._chain.shared_memory:
             for storage, handing in self._chain.handed_at[end].items():
                 if handing == end - 1:
-                    yield from self._less_handed(end, storage, handing, again)
+                    comes_in = self._handed_comes_in(storage, handing, again)
+                    first = max(int(comes_in.min(initial=self._tables.n_columns + 1)) - 1, 0)
+                    if first < last:
+                        yield first, self._held(storage, comes_in)(first, last)
         if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
             yield from self._kept_by_caller(last)
 
@@ -122,7 +142,7 @@ class RunEnds:
         """Return the layers before the last whose skip connections go past an end."""
         return {k for k in map(self._source, self._chain.crossing[end]) if k < end - 1}
 
-    def _skip_gradients(self, end: int, last: int, exist: bool) -> Iterator[Less]:
+    def _skip_gradients(self, end: int, exist: bool) -> Iterator[tuple[Hashable, _Lasting]]:
         """Yield gradients of skip connections that go past the end.
 
         They are among those that the backward starts from, and do not wait.
@@ -130,12 +150,12 @@ class RunEnds:
         for k in self._chain.crossing[end]:
             source = self._source(k)
             if source < end - 1:
-                n_bytes = self._chain.skip_gradient_bytes[k]
-                yield source, self._row([n_bytes] * (last - source))
+                n_bytes = self._row([self._chain.skip_gradient_bytes[k]])
+                yield ("skip", k), _Lasting(source, _everywhere(n_bytes))
         for source in self._skip_sources(end):
             # The backward started from those, and does not free them.
-            n_bytes = -freed(self._profile.layers[source], exist)
-            yield source, self._row([n_bytes] + [0] * (last - source - 1))
+            n_bytes = self._row([-freed(self._profile.layers[source], exist)])
+            yield ("source", source), _Lasting(source, _padded(source, n_bytes))
 
     def _through(self, end: int, last: int, exist: bool) -> Iterator[Less]:
         """Yield gradients of what is handed through to the end: they do not come anew."""
@@ -169,10 +189,10 @@ class RunEnds:
         handed = self._chain.handed_at[end]
         return [(storage, last) for storage, last in handed.items() if last < end - 1]
 
-    def _less_handed(self, end: int, storage: int, handing: int, again: bool) -> Iterator[Less]:
-        """Yield what the runs hand on, though an earlier layer than their last holds it.
+    def _handed_comes_in(self, storage: int, handing: int, again: bool) -> Table:
+        """Return from which end on runs hold what they hand on; behind all others: never.
 
-        Where they are run `again`, only what they have received.
+        Where they are run `again`, only if they have received it.
         """
         tables = self._tables
         comes_in = tables.comes_in(storage)
@@ -181,11 +201,14 @@ class RunEnds:
             mine &= self._firsts > 0
         if again:
             mine &= tables.is_received(storage)
-        comes_in = np.where(mine, comes_in, tables.n_columns + 1)
-        first = max(int(comes_in.min(initial=tables.n_columns + 1)) - 1, 0)
-        if first < end - 1:
-            held = comes_in[:, None] <= np.arange(first + 1, end)[None, :]
-            yield first, held * tables.bytes[storage]
+        return np.where(mine, comes_in, tables.n_columns + 1)
+
+    def _held(self, storage: int, comes_in: Table) -> Callable[[int, int], Table]:
+        """Return what tells the bytes of a storage at layers, from where it comes in."""
+        n_bytes = self._tables.bytes[storage]
+        return lambda low, stop: (
+            (comes_in[:, None] <= np.arange(low + 1, stop + 1)[None, :]) * n_bytes
+        )
 
     def _kept_by_caller(self, last: int) -> Iterator[Less]:
         """Yield what the caller keeps of the last run's graph, as less than nothing."""
@@ -212,34 +235,66 @@ class _Needs:
     def __init__(self, inner: Table, highest: Table) -> None:
         self._inner, self._highest = inner, highest
         self.start = inner.shape[1]
-        self._changed = self._running = inner[:, :0]
+        self._changed, self._running = inner, highest
+        self._lasting: Mapping[Hashable, _Lasting] = {}
+        self._stop = 0
 
-    def take_off(self, amounts: Sequence[Less], stop: int) -> None:
-        """Take amounts off the columns before `stop`; called once."""
-        amounts = [less for less in amounts if less[0] < stop]
-        if not amounts:
+    def take_off(self, lasting: Mapping[Hashable, _Lasting], stop: int) -> None:
+        """Take amounts off the columns before `stop`, and no others; what was, stays."""
+        differs = self._lasting.keys() ^ lasting.keys()
+        both = {**self._lasting, **lasting}
+        low = min([self._stop, *(both[key].first for key in differs)])
+        self._lasting, self._stop = lasting, stop
+        self.start = start = min((one.first for one in lasting.values()), default=stop)
+        low = max(low, start)
+        if low >= stop:
             return
-        self.start = start = min(first for first, _ in amounts)
-        self._changed = _less(self._inner[:, start:stop], start, amounts)
-        self._running = np.maximum.accumulate(self._changed, axis=1)
-        if start:
-            np.maximum(self._running, self._highest[:, start - 1 : start], out=self._running)
+        if self._changed is self._inner:
+            self._changed, self._running = self._inner.copy(), self._highest.copy()
+        changed = self._inner[:, low:stop].copy()
+        for one in lasting.values():
+            if (first := max(one.first, low)) < stop:
+                changed[:, first - low :] -= one.columns(first, stop)
+        running = np.maximum.accumulate(changed, axis=1)
+        if low:
+            before = self._highest if low == start else self._running
+            np.maximum(running, before[:, low - 1 : low], out=running)
+        self._changed[:, low:stop], self._running[:, low:stop] = changed, running
 
     def highest_before(self, column: int) -> Table:
         """Return the highest of each row in the columns before one that is not the first."""
         if column <= self.start:
             return self._highest[:, column - 1]
-        return self._running[:, column - 1 - self.start]
+        return self._running[:, column - 1]
 
     def highest_less(self, amounts: Sequence[Less], stop: int) -> Table:
         """Return the highest of each row in the columns before `stop`, less further amounts."""
         low, start = min(first for first, _ in amounts), self.start
-        parts = [
-            self._inner[:, low : min(start, stop)],
-            self._changed[:, max(low - start, 0) : max(stop - start, 0)],
-        ]
-        found: Table = _less(np.concatenate(parts, axis=1), low, amounts).max(axis=1)
+        columns = self._changed[:, max(low, start) : stop]
+        if low < start:
+            columns = np.concatenate([self._inner[:, low : min(start, stop)], columns], axis=1)
+        found: Table = _less(columns, low, amounts).max(axis=1)
         return np.maximum(found, self.highest_before(low)) if low else found
+
+
+def _everywhere(amount: Table) -> Callable[[int, int], Table]:
+    """Return what tells the same amount at all layers."""
+    return lambda low, stop: amount
+
+
+def _padded(first: int, amounts: Table) -> Callable[[int, int], Table]:
+    """Return what tells amounts at layers, with nothing behind those that are there.
+
+    Example:
+        >>> _padded(3, np.array([[7, 8]]))(4, 7)
+        array([[8, 0, 0]])
+    """
+
+    def columns(low: int, stop: int) -> Table:
+        found = amounts[:, low - first : stop - first]
+        return np.pad(found, ((0, 0), (0, stop - low - found.shape[1])))
+
+    return columns
 
 
 def _less(table: Table, low: int, amounts: Sequence[Less]) -> Table:

@@ -5,7 +5,6 @@ Rows are variants of runs, columns ends or layers, as in `gpipebal.planner.stora
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,38 +61,34 @@ class TieTables:
         """Count the layers before an end that use each of them; `less` depends on no more."""
         return tuple(int(np.searchsorted(tie.layers, end)) for tie in self._ties)
 
-    def less(self, end: int, n_columns: int, gradients_exist: bool) -> Iterator[tuple[int, Table]]:
-        """Yield what to take off the backward of layers of the runs to an end.
+    def less(self, tie: int, n_uses: int, gradients_exist: bool) -> tuple[int, Table]:
+        """Return what to take off the backward of layers of the runs that end behind some uses.
 
         Args:
-            end: The end.
-            n_columns: How many layers from the chain's first on the tables have.
+            tie: Number of the parameters.
+            n_uses: How many of the layers with them come before the end: two or more.
             gradients_exist: Whether the parameters have gradients when the backward begins.
 
-        Yields:
+        Returns:
             The first layer from which on something is taken off, and a table, or a row of it,
-            that begins there.
+            that begins there and ends where nothing more is.
         """
-        layers = np.arange(n_columns)
-        for tie, n_uses in zip(self._ties, self.uses_before(end), strict=True):
-            if n_uses < 2:
-                continue
-            if not gradients_exist:
-                behind = n_uses - np.searchsorted(tie.layers, layers + 1)
-                again: Table = np.maximum(behind - 1, 0).astype(self._kind)
-                yield 0, again[None, :] * tie.gradient_bytes
-                continue
-            # What waits to be added up, and the sum.
-            rows, columns = self._first_uses(tie)
-            several = self._before(tie)[rows] + 1 < n_uses
-            rows, columns = rows[several], columns[several]
-            more: Table = np.zeros((len(self._firsts), n_columns), dtype=self._kind)
-            waits = (layers >= columns[:, None]) & (layers < tie.layers[n_uses - 1])
-            more[rows] += waits.astype(self._kind)
-            at = columns < n_columns
-            more[rows[at], columns[at]] += 1
-            first = tie.layers[0]
-            yield first, -more[:, first:] * tie.gradient_bytes
+        tied = self._ties[tie]
+        last = tied.layers[n_uses - 1]
+        layers = np.arange(last)
+        if not gradients_exist:
+            behind = n_uses - np.searchsorted(tied.layers, layers + 1)
+            again: Table = np.maximum(behind - 1, 0).astype(self._kind)
+            return 0, again[None, :] * tied.gradient_bytes
+        # What waits to be added up, and the sum.
+        rows, columns = self._first_uses(tied)
+        several = self._before(tied)[rows] + 1 < n_uses
+        rows, columns = rows[several], columns[several]
+        more: Table = np.zeros((len(self._firsts), last), dtype=self._kind)
+        more[rows] += (layers >= columns[:, None]).astype(self._kind)
+        more[rows, columns] += 1
+        first = tied.layers[0]
+        return first, -more[:, first:] * tied.gradient_bytes
 
     def _before(self, tie: TieProfile) -> Table:
         """Return how many layers with the parameters come before each variant's first."""
