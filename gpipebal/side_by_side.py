@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.errors import UsageError
+from gpipebal.errors import BalanceError, UsageError
 from gpipebal.kinds import check_kind, check_mapping
 from gpipebal.plan import Plan
 from gpipebal.planner import training_step
@@ -14,7 +14,7 @@ from gpipebal.profile import Profile
 from gpipebal.simulator import simulate
 from gpipebal.text import aligned
 from gpipebal.timeline import COMPUTE_KINDS, KIND_NAMES, Timeline
-from gpipebal.units import format_bytes, format_percent, format_seconds
+from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -106,6 +106,8 @@ class SideBySide:
         return {
             "rows": [asdict(row) for row in self.rows],
             "cells": [asdict(cell) for cell in self.cells],
+            "why_no_cells": self.why_no_cells,
+            "by_profile": self.by_profile,
         }
 
     def __str__(self) -> str:
@@ -183,6 +185,15 @@ def set_side_by_side(
             "more).\nFix: name another plan or timeline of the same model."
         )
     layers = {name: sum(balance) for name, noun in nouns.items() if (balance := _balance(noun))}
+    if profile is not None:
+        check_kind("profile", profile, Profile)
+        layers["the profile"] = profile.n_layers
+        if not any(isinstance(noun, Plan) for noun in nouns.values()):
+            raise UsageError(
+                "a profile tells what plans predict, and there is none: "
+                f"{count(len(nouns), 'timeline')} (expected a plan beside a profile).\n"
+                "Fix: name a plan too, or leave the profile out."
+            )
     if len(set(layers.values())) > 1:
         sizes = ", ".join(f"{name}: {n}" for name, n in layers.items())
         raise UsageError(
@@ -191,7 +202,7 @@ def set_side_by_side(
         )
     has_pause = any(isinstance(noun, Timeline) and _has_pause(noun) for noun in nouns.values())
     timelines = {
-        name: noun if isinstance(noun, Timeline) else _predicted(noun, profile, has_pause)
+        name: noun if isinstance(noun, Timeline) else _predicted(name, noun, profile, has_pause)
         for name, noun in nouns.items()
     }
     rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
@@ -205,10 +216,14 @@ def set_side_by_side(
     return SideBySide(rows, cells, timelines, why, by_profile=profile is not None)
 
 
-def _predicted(plan: Plan, profile: Profile | None, has_pause: bool) -> Timeline:
-    if profile is not None:
+def _predicted(name: str, plan: Plan, profile: Profile | None, has_pause: bool) -> Timeline:
+    if profile is None:
+        return simulate(plan, pause=plan.pause_time if has_pause else None)
+    try:
         return training_step(profile, plan)
-    return simulate(plan, pause=plan.pause_time if has_pause else None)
+    except BalanceError as error:
+        what = str(error).splitlines()[0]
+        raise BalanceError(f"{name}: {what}\nFix: leave the profile out, or that plan.") from error
 
 
 def _has_pause(timeline: Timeline) -> bool:

@@ -19,8 +19,11 @@ from gpipebal.memory import partition_memory
 from gpipebal.planner import run_memory
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.moments import moments_of
+from gpipebal.planner.posing import pose
+from gpipebal.planner.question import ask as ask_planner
 from gpipebal.planner.run_memory import KnownMemory, memory_of
 from gpipebal.planner.times import step_timeline
+from gpipebal.problem import Memory
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.schedule import gpipe_schedule
 
@@ -237,15 +240,64 @@ def test_long_chains_with_skips_across_each_other_are_equal_to_the_byte(
             assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
 
 
+def test_what_runs_without_a_gradient_hold_for_others_is_bounded() -> None:
+    """Their input is no part of a graph of theirs, and earlier partitions keep it all the same."""
+    outputs: tuple[tuple[int, ...], ...] = ((0,), (0,), (1,), (), ())
+    layers = [
+        LayerProfile(str(k), "Layer", 1.0, 1.0, 1.0, outputs=each) for k, each in enumerate(outputs)
+    ]
+    profile = gb.Profile(tuple(layers), storages=(1000, 0), without_gradient=(1,))
+    given: Any = {"chunks": 2, "loss_inside": True, "shared_memory": True}
+    bounds = (0, 1, 2, 3, 5)
+    for mode in MODES:
+        latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)
+        most = memory_of(profile, **given, waiting="most")
+        for j, (start, end) in enumerate(pairwise(bounds)):
+            assert latest[j].total <= int(most.rows(start, j, mode)[end - start - 1])
+
+
+def test_large_storages_of_one_memory_stay_exact() -> None:
+    """What is taken off where runs end is counted beyond 64 bits, too."""
+    handed = (0,)
+    layers = [
+        LayerProfile(str(k), "Layer", 1.0, 1.0, 1.0, outputs=handed, saved=handed) for k in range(4)
+    ]
+    profile = gb.Profile(tuple(layers), storages=(2**61,))
+    given: Any = {"chunks": 8, "loss_inside": True, "shared_memory": True}
+    memory = memory_of(profile, **given)
+    for mode in MODES:
+        for bounds in all_bounds(4, 2):
+            exact = partition_memory(profile, bounds, checkpoint=mode, **given)
+            for j, (start, end) in enumerate(pairwise(bounds)):
+                assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
+
+
 def test_what_is_known_of_memory_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the questions about one chain those asked for last are kept, and no more than fit."""
     profile = gb.Profile.from_costs([1.0] * 4, saved_bytes=[1] * 4)
     known = KnownMemory()
-    asked: Any = {"loss_inside": True, "shared_memory": False}
-    first = known.of(profile, chunks=2, **asked)
-    assert known.of(profile, chunks=3, **asked) is not first
-    assert known.of(profile, chunks=2, **asked) is first
-    monkeypatch.setattr(run_memory, "_MOST_KNOWN", 1)
-    other = known.of(profile, chunks=3, **asked)
-    assert known.of(profile, chunks=3, **asked) is other
-    assert known.of(profile, chunks=2, **asked) is not first
+
+    def ask(chunks: int) -> Memory:
+        found = known.of(profile, chunks=chunks, loss_inside=True, shared_memory=False)
+        found.rows(0, 0, "never")
+        return found
+
+    first, second = ask(2), ask(3)
+    assert ask(2) is first and ask(3) is second
+    # Room for two: that which was asked for longest ago goes.
+    monkeypatch.setattr(run_memory, "_MOST_KNOWN", 2 * 8 * (4 + 3 + 2 + 1))
+    assert ask(2) is first
+    third = ask(4)
+    assert ask(2) is first and ask(4) is third and ask(3) is not second
+    # Only the newest has the tables that more peaks would be made of.
+    kept = [runs for _, runs in known._known.values()]
+    assert [runs._tables is not None for runs in kept] == [False] * (len(kept) - 1) + [True]
+
+
+def test_all_numbers_of_partitions_share_what_is_known() -> None:
+    """Under GPipe the memory of a run does not depend on how many others there are."""
+    profile = gb.Profile.from_costs([1.0] * 6, parameter_bytes=[100] * 6, chunks=4)
+    question = ask_planner(profile, 2, {"memory_limit": 10_000})
+    for n, schedule, is_same in ((3, "gpipe", True), (3, "1f1b", False)):
+        other = pose(replace(question, n_partitions=n, schedule=schedule))
+        assert (other.problem.memory is pose(question).problem.memory) == is_same

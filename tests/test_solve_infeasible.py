@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_solve_chunks import sized
 
 import gpipebal as gb
 from gpipebal.errors import InfeasibleError
+from gpipebal.planner import advice as planner_advice
 from gpipebal.planner import solve, top_plans
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -64,15 +66,33 @@ def test_all_kinds_of_advice_are_given_and_work() -> None:
     assert any(re.fullmatch(r"memory_limit=\d+", advice) for advice in pieces)
 
 
-def test_advice_is_looked_for_no_longer_than_the_time_limit() -> None:
-    """What is left out for lack of time is said; with enough of it all is found."""
+@pytest.mark.parametrize("n_asked", range(8))
+def test_advice_is_looked_for_no_longer_than_the_time_limit(
+    n_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found by then is said, and that there may be more; with enough time all is found."""
     plain = gb.Profile.from_costs([1.0] * 6, parameter_bytes=[100] * 6)
-    options: dict[str, Any] = {"partitions": 2, "memory_limit": 500}
+    options: dict[str, Any] = {"partitions": 2, "memory_limit": 750, "reserve": 200}
+    everything = follow_all(plain, {**options, "time_limit": 60})
+    assert everything == ["partitions=3", "reserve=150", "memory_limit=800"]
+    # A clock that stands still until so many changes have been asked about.
+    calls = iter([0.0] * (1 + n_asked) + [61.0] * 100)
+    monkeypatch.setattr(planner_advice, "time", SimpleNamespace(monotonic=lambda: next(calls)))
     with pytest.raises(InfeasibleError) as raised:
-        solve(plain, time_limit=0, **options)
-    assert advice_of(raised.value) == ["more time to see what else helps (time_limit=0 was given)"]
-    pieces = follow_all(plain, {**options, "time_limit": 60})
-    assert pieces == ["partitions=3", "memory_limit=600"]
+        solve(plain, time_limit=60, **options)
+    *found, late = advice_of(raised.value)
+    assert late == f"more time to see what {'else ' * bool(found)}helps (time_limit=60 was given)"
+    assert set(found) <= set(everything) and (found or n_asked < 1)
+
+
+def test_rules_that_leave_nothing_keep_the_time_limit_too() -> None:
+    """Fewer partitions are looked for one after the other."""
+    profile = gb.Profile.from_costs([1.0] * 30)
+    options: dict[str, Any] = {"partitions": 20, "no_cut": range(1, 30)}
+    assert follow_all(profile, {**options, "time_limit": 60}) == ["without no_cut", "partitions=1"]
+    with pytest.raises(InfeasibleError) as raised:
+        solve(profile, time_limit=0, **options)
+    assert advice_of(raised.value) == ["more time to see what helps (time_limit=0 was given)"]
 
 
 def test_large_outputs_need_not_exist_together() -> None:

@@ -63,14 +63,23 @@ def test_plans_of_other_costs_are_refused() -> None:
     profile = profiled()
     plan = gb.solve(profile, 2)
     other = gb.Profile.from_costs([1.0, 2.0, 3.0, 2.5], chunks=4)
+    renamed = gb.Profile.from_costs([1.0, 2.0, 3.0, 2.0], names=list("abcd"), chunks=4)
+    # Times of the same length, but of devices that do not press on each other.
+    itself = gb.Device(**profile.layer_times)
     for wrong, text in (
         (gb.solve(gb.Profile.from_costs([1.0] * 3), 2), "it has 3 layers"),
+        (gb.solve(renamed, 2), "it has 4 layers"),
         (gb.solve(other, 2), "partition 1 has a forward time"),
         (gb.solve(profile, 2, devices=[2, 1]), "partition 0 has a forward time"),
+        (gb.solve(profile, 2, devices=[profile, profile]), "its training step takes"),
+        (gb.solve(profile, 2, devices=[itself, itself]), "its training step takes"),
         (gb.solve(profile, 2, link=Link(8.0)), "partition 0 has a transfer time"),
+        (gb.solve(profile, 1, link=Link(8.0)), "its training step takes"),
     ):
         with pytest.raises(BalanceError, match=rf"{text}[^$]*Fix: the profile that the plan"):
             training_step(profile, wrong)
+    alike = gb.solve(profile, 2, devices=[1, gb.Device(memory_limit=10**9)])
+    assert training_step(profile, alike) == training_step(profile, plan)
     for arguments in ((profile, [2, 2]), (plan, plan), (None, plan)):
         with pytest.raises(KindError):
             training_step(*arguments)  # type: ignore[arg-type]  # what is wrong
@@ -96,12 +105,22 @@ def test_a_profile_beside_plans_and_timelines(
     plan.save("plan.json")
     measured.save("timeline.json")
     assert main(["compare", "profile.json", "plan.json", "timeline.json", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    record = json.loads(capsys.readouterr().out)
+    rows = record["rows"]
+    assert record["by_profile"] and not record["why_no_cells"]
     assert [row["name"] for row in rows] == ["plan", "timeline"]
     assert rows[0]["makespan"] == pytest.approx(rows[1]["makespan"])
     gb.solve(gb.Profile.from_costs([1.0] * 4), 2).save("other.json")
     assert main(["compare", "other.json", "profile.json", "timeline.json"]) != 0
-    assert "was not made from this profile" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "was not made from" in said and "leave the profile out, or that plan" in said
+    gb.Profile.from_costs([1.0] * 5).save("five.json")
+    for files, text in (
+        (["five.json", "plan.json", "timeline.json"], "the profile: 5"),
+        (["profile.json", "timeline.json", "timeline.json"], "a profile tells what plans predict"),
+    ):
+        assert main(["compare", *files]) != 0
+        assert text in capsys.readouterr().err
 
 
 def test_a_step_below_its_makespan_says_why() -> None:

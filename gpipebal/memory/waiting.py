@@ -113,6 +113,8 @@ class Waiting:
                 self._taken_late = self._slower(ends, margin)
         # Of actions that take no time the clock says less than their order.
         self._goes_by_order = timeline is None or shortest <= self._late
+        # How many actions of others must have ended before those of the row that is asked about.
+        self._ended: dict[int, NDArray[np.int64]] = {}
 
     def _slower(self, ends: NDArray[np.float64], margin: float) -> NDArray[np.float64]:
         """Return when actions take what waits for them, each partition by itself being slower.
@@ -141,6 +143,7 @@ class Waiting:
         kinds = self._order.kinds[first:last]
         micro_batches = self._order.micro_batches[first:last]
         streams = streams_of(self._cells, j)
+        self._ended.clear()
         most = sum(max(stream.n_bytes, stream.n_bytes_again) for stream in streams)
         waits: NDArray[Any] = np.zeros(last - first, dtype=number_type(most * self._chunks))
         for stream in streams:
@@ -179,7 +182,9 @@ class Waiting:
         until: NDArray[np.int64] = np.full(self._chunks, last - first)
         places = self._places[kind, taker]
         if self._goes_by_order:
-            until = np.searchsorted(self._ended_before(j, taker), places, side="right")
+            if taker not in self._ended:
+                self._ended[taker] = self._ended_before(j, taker)
+            until = np.searchsorted(self._ended[taker], places, side="right")
         if self._starts is None or self._taken is None:
             return until
         kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]

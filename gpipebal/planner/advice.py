@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
@@ -41,13 +41,15 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
 
     Returns:
         An error whose text names the partition that lacks most, in the split that lacks least,
-        and changes of the arguments of `solve` with which it has been seen to find a plan. These
-        are looked for no longer than the question's time limit.
+        and changes of the arguments of `solve` with which it has been seen to find a plan. When
+        the question's time limit has passed once more, no further one is tried.
 
     Complexity:
         That of the least shortage, and a search for each thing that might help.
     """
     question = all_posed[0].question
+    limit = question.time_limit
+    question = replace(question, until=None if limit is None else time.monotonic() + limit)
     if question.cost is not None:
         return InfeasibleError(
             "no split is allowed: cost is None or infinite for a partition of every split, or "
@@ -57,7 +59,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     shortages = [(_shortage(posed), k) for k, posed in enumerate(all_posed)]
     known = [(short[0], k, short[1]) for short, k in shortages if short is not None]
     if not known:
-        return _without_shortage(all_posed[0])
+        return _without_shortage(all_posed[0], question)
     lack, k, path = min(known, key=lambda one: one[:2])
     posed = all_posed[k]
     j, device, limit, peak, start, end = worst_lack(_to_explain(posed), path)
@@ -76,23 +78,43 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
 
 
 def _helps(question: Question, lack: int) -> list[str]:
-    """List changes that help, as far as the question's time limit lets them be found."""
-    limit = question.time_limit
-    question = replace(question, until=None if limit is None else time.monotonic() + limit)
-    found = list[tuple[int, str]]()
+    """List changes that help against a lack of memory."""
     ways = (_other_modes, _loss_by_micro_batch, _more_chunks, _more_partitions)
     # More memory first: what has to be known for that is known.
-    order = [(4, _more_memory(question, lack)), *((k, way(question)) for k, way in enumerate(ways))]
+    groups = [
+        (4, _more_memory(question, lack)),
+        *((k, way(question)) for k, way in enumerate(ways)),
+    ]
+    found = _tried([*groups, (5, _looser(question))], question)
+    return found or ["a smaller model, or fewer rows in a mini-batch"]
+
+
+def _tried(
+    groups: Iterable[tuple[int, Iterator[tuple[str, Question]]]], question: Question
+) -> list[str]:
+    """List the changes that help, as far as there is time to try them.
+
+    Args:
+        groups: Changes in the order in which they are tried, with their place among all.
+        question: The question, which knows until when.
+    """
+    found = list[tuple[int, str]]()
     is_late = False
     try:
-        for place, changes in [*order, (5, _looser(question))]:
-            found += [(place, text) for text, other in changes if _has_plan(other)]
+        for place, changes in groups:
+            for text, other in changes:
+                if _has_plan(other):
+                    found.append((place, text))
     except _OutOfTimeError:
         is_late = True
     helps = [text for _, text in sorted(found, key=lambda one: one[0])]
     if is_late:
-        helps.append(f"more time to see what else helps (time_limit={limit:g} was given)")
-    return helps or ["a smaller model, or fewer rows in a mini-batch"]
+        helps.append(_more_time(question, "what else helps" if helps else "what helps"))
+    return helps
+
+
+def _more_time(question: Question, what: str) -> str:
+    return f"more time to see {what} (time_limit={question.time_limit:g} was given)"
 
 
 def _about_waiting(posed: Posed, lack: int) -> str:
@@ -127,18 +149,20 @@ def _given(question: Question, device: int, limit: int) -> int:
     return of_device
 
 
-def _without_shortage(posed: Posed) -> InfeasibleError:
+def _without_shortage(posed: Posed, question: Question) -> InfeasibleError:
     """Say which rules leave no split, in the words of `solve`."""
-    question = posed.question
     what = no_split_by_rules(posed.problem)
-    changes = [*_looser(question), *_fewer_partitions(question)]
-    helps = [text for text, other in changes if _has_plan(other)] or [_without_rules(posed)]
+    helps = _tried([(0, _looser(question)), (1, _fewer_partitions(question))], question)
+    if not helps:
+        try:
+            helps = [_without_rules(posed, question)]
+        except _OutOfTimeError:
+            helps = [_more_time(question, "what helps")]
     return InfeasibleError(f"{what}\nFix: {'; or '.join(helps)}.")
 
 
-def _without_rules(posed: Posed) -> str:
+def _without_rules(posed: Posed, question: Question) -> str:
     """Say what helps where no rule is the only obstacle."""
-    question = posed.question
     rules = question.rules
     assert rules is not None
     names = ("no_cut", "keep_together", "pin", "max_layers")

@@ -21,7 +21,7 @@ from gpipebal.schedule import check_count
 from gpipebal.simulator import durations_of
 from gpipebal.timeline import Timeline
 
-__all__ = ["CLOCK_MARGIN", "assemble", "equal_split", "peaks_in_time"]
+__all__ = ["CLOCK_MARGIN", "assemble", "equal_split", "peaks_in_time", "step_time"]
 
 #: How much longer than predicted any one partition may take, as a fraction, as far as memory goes.
 #: Single cells vary so much on a machine with other work, and what others have made for the one
@@ -110,10 +110,10 @@ def assemble(
                 weight_time=times.weight_gradients[j],
             )
         )
-    return tuple(partitions), _step_time(profile, execution, timeline)
+    return tuple(partitions), step_time(profile, execution, timeline)
 
 
-def _step_time(profile: Profile, execution: Execution, timeline: Timeline) -> float | None:
+def step_time(profile: Profile, execution: Execution, timeline: Timeline) -> float | None:
     """Add to the schedule what a step takes beside it; None if something was not measured."""
     if execution.loss_inside:
         is_known = profile.step.loss is not None or profile.step.whole_loss is not None

@@ -78,7 +78,8 @@ class RunEnds:
 
         Complexity:
             For each variant of a run O(n), once for the chain of n layers; what it is long for
-            each skip connection; and n for each use of a tied parameter.
+            each skip connection; n for each use of a tied parameter; and for each end as far back
+            as what it hands on has been handed through.
         """
         needs = _Needs(inner, highest)
         for _, group in groupby(range(2, self._n + 1), key=self._lasting_key):
@@ -118,7 +119,7 @@ class RunEnds:
         for storage, handing in self._handed_from_before(end) if end < self._n else ():
             comes_in = self._handed_comes_in(storage, handing, again)
             held = self._held(storage, comes_in)
-            first = max(int(comes_in.min(initial=self._tables.n_columns + 1)) - 1, 0)
+            first = int(comes_in.min(initial=self._tables.n_columns + 1)) - 1
             yield ("handed", storage, handing), _Lasting(first, held)
 
     def _own(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
@@ -129,7 +130,7 @@ class RunEnds:
             for storage, handing in self._chain.handed_at[end].items():
                 if handing == end - 1:
                     comes_in = self._handed_comes_in(storage, handing, again)
-                    first = max(int(comes_in.min(initial=self._tables.n_columns + 1)) - 1, 0)
+                    first = int(comes_in.min(initial=self._tables.n_columns + 1)) - 1
                     if first < last:
                         yield first, self._held(storage, comes_in)(first, last)
         if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
@@ -162,25 +163,29 @@ class RunEnds:
         profile, sources = self._profile, self._skip_sources(end)
         through = set(profile.layers[end - 1].outputs)
         further = profile.further_gradients(end - 1)
+        amounts: list[int] = []  # from the last layer but one to the first
+        at_begin: dict[int, int] = {}
         for k in range(end - 2, -1, -1):
             through &= set(profile.layers[k + 1].handed_through)
             if not through:
-                return
+                break
             n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
             # Further gradients too, as far as every layer behind has as many.
             further = min(further, profile.further_gradients(k))
             n_bytes += further
             # What the backward started from is not freed.
             layer = profile.layers[k]
-            n_bytes -= 0 if k in sources else freed(layer, exist)
-            if through.isdisjoint(layer.handed_through):
-                yield k, self._row([n_bytes] + [0] * (last - k - 1))
-                continue
-            less: Table = np.zeros((len(self._firsts), last - k), dtype=self._tables.kind)
-            less[:, 0] = n_bytes
-            # Copied when the backward of the run begins.
-            less[self._firsts == k] -= copied(layer, exist)
-            yield k, less
+            amounts.append(n_bytes - (0 if k in sources else freed(layer, exist)))
+            if not through.isdisjoint(layer.handed_through) and copied(layer, exist):
+                at_begin[k] = copied(layer, exist)
+        if not amounts:
+            return
+        first = end - 1 - len(amounts)
+        yield first, self._row(amounts[::-1])
+        if at_begin:
+            # Copied when the backward of a run begins that begins with the layer.
+            copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]
+            yield first, -self._row(copies).T
 
     def _handed_from_before(self, end: int) -> Sequence[tuple[int, int]]:
         """Return what runs to an end hand on from layers before their last, and which do."""
@@ -205,10 +210,13 @@ class RunEnds:
 
     def _held(self, storage: int, comes_in: Table) -> Callable[[int, int], Table]:
         """Return what tells the bytes of a storage at layers, from where it comes in."""
-        n_bytes = self._tables.bytes[storage]
-        return lambda low, stop: (
-            (comes_in[:, None] <= np.arange(low + 1, stop + 1)[None, :]) * n_bytes
-        )
+        kind, n_bytes = self._tables.kind, self._tables.bytes[storage]
+
+        def columns(low: int, stop: int) -> Table:
+            is_held: Table = comes_in[:, None] <= np.arange(low + 1, stop + 1)[None, :]
+            return is_held.astype(kind) * n_bytes
+
+        return columns
 
     def _kept_by_caller(self, last: int) -> Iterator[Less]:
         """Yield what the caller keeps of the last run's graph, as less than nothing."""

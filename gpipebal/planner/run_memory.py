@@ -36,8 +36,8 @@ __all__ = ["KnownMemory", "RunMemory", "memory_of"]
 #: Most entries of one table: longer chains are done in several pieces.
 _MOST_ENTRIES = 2**20
 
-#: Most entries of the tables that are kept for further questions.
-_MOST_KNOWN = 2**26
+#: Most bytes of peaks that are kept for further questions.
+_MOST_KNOWN = 2**29
 
 
 def memory_of(
@@ -72,9 +72,11 @@ def memory_of(
         UnsupportedPlanError: another schedule.
 
     Complexity:
-        O(N^2) in numpy for N layers and each mode, and for every skip connection as much again
-        as it is long. Where partitions share a memory, O(N^2) for every cut that hands on a
-        storage which a layer before the last one saves. Under ``'1f1b'`` for every partition.
+        O(N^2) in numpy for N layers and each mode; for every skip connection as much again as it
+        is long, for every use of a tied parameter as much again, and for every cut as far back as
+        what it hands on has been handed through. Where partitions share a memory, O(N^2) for every
+        cut that hands on a storage which a layer before the last one saves. Under ``'1f1b'`` for
+        every partition.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 10], output_bytes=[8, 2])
@@ -82,12 +84,35 @@ def memory_of(
         >>> memory.rows(0, 0, "never").tolist(), memory.rows(0, 0, "except_last").tolist()
         ([408, 456], [108, 120])
     """
+    return _memory_of(
+        profile,
+        chunks=chunks,
+        loss_inside=loss_inside,
+        shared_memory=shared_memory,
+        waiting=waiting,
+        schedule=schedule,
+        n_partitions=n_partitions,
+        gradients_exist=gradients_exist,
+    )[0]
+
+
+def _memory_of(
+    profile: Profile,
+    *,
+    chunks: int,
+    loss_inside: bool,
+    shared_memory: bool,
+    waiting: Literal["none", "most"] = "none",
+    schedule: str = "gpipe",
+    n_partitions: int = 1,
+    gradients_exist: bool = False,
+) -> tuple[Memory, RunMemory]:
     make_schedule(schedule, 1, 1, "never")  # refuses what GPipe does not run
     ahead = None
     if schedule == "1f1b":
         ahead = tuple(min(chunks, n_partitions - 1 - j) for j in range(n_partitions))
     runs = RunMemory(profile, chunks, loss_inside, shared_memory, waiting, ahead, gradients_exist)
-    return Memory(runs.rows, alike="all" if ahead is None else ahead)
+    return Memory(runs.rows, alike="all" if ahead is None else ahead), runs
 
 
 class KnownMemory:
@@ -97,7 +122,7 @@ class KnownMemory:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Memory] = {}
+        self._known: dict[tuple[object, ...], tuple[Memory, RunMemory]] = {}
 
     def of(self, profile: Profile, **asked: Any) -> Memory:
         """Do what `memory_of` does, or return what it has returned.
@@ -113,13 +138,16 @@ class KnownMemory:
             True
         """
         key = (profile.rows, *sorted(asked.items()))
-        found = self._known.pop(key, None)
-        self._known[key] = memory_of(profile, **asked) if found is None else found
-        # Of each there are tables for up to three modes, of one entry for each run.
-        most = max(1, _MOST_KNOWN // (3 * profile.n_layers**2 // 2 + 1))
-        for oldest in list(self._known)[:-most]:
-            del self._known[oldest]
-        return self._known[key]
+        found = self._known.pop(key, None) or _memory_of(profile, **asked)
+        for _, runs in self._known.values():
+            runs.forget_tables()
+        self._known[key] = found
+        total = sum(runs.n_bytes for _, runs in self._known.values())
+        for oldest in list(self._known)[:-1]:
+            if total <= _MOST_KNOWN:
+                break
+            total -= self._known.pop(oldest)[1].n_bytes
+        return found[0]
 
 
 class RunMemory:
@@ -147,6 +175,15 @@ class RunMemory:
         self._kind = self._number_type()
         self._tables: RunPeaks | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the peaks that are known."""
+        return sum(row.nbytes for rows in self._peaks.values() for row in rows)
+
+    def forget_tables(self) -> None:
+        """Keep the peaks that are known, and not what others would be made of."""
+        self._tables = None
 
     def rows(self, first: int, partition: int, mode: CheckpointMode) -> Any:
         """Return the peaks of the runs from a layer on; see `gpipebal.problem.Memory`."""

@@ -64,8 +64,8 @@ class RunPeaks:
         self._started = tables.stashed_gradients[:, self._ends].copy()
         self._started[:, :-1] += self._column(self._flowing[: self._n - 1])
         self._returned = self._returned_bytes()
-        self._passed = self._passed_bytes()
         self._idle = self._idle_runs()
+        self._passed = self._passed_bytes()
         self._run_ends = RunEnds(tables, self._ties, self._idle[:, -1], chunks)
         kept = self._column([0, *(la.kept_buffer_bytes for la in self._profile.layers)]).cumsum()
         ends = np.arange(1, self._n + 1)
@@ -119,17 +119,20 @@ class RunPeaks:
         return self._column(found)[:, None]
 
     def _passed_bytes(self) -> Table:
-        """Bound what the partitions before keep of each input, where the run itself does not."""
-        chain = self._chain
-        found = []
+        """Bound what the partitions before keep of each input, where the run itself does not.
+
+        A run that no gradient comes to keeps nothing of it, and else all that has a gradient.
+        """
+        chain, profile = self._chain, self._profile
+        whole, not_kept = [], []
         for one in self.variants:
-            not_kept = [
-                storage
-                for storage in one.received
-                if self._shared and one.first and not chain.is_kept(storage, one.first)
-            ]
-            found.append(sum(map(chain.bytes.__getitem__, not_kept)))
-        return self._column(found)[:, None]
+            is_handed = self._shared and one.first > 0
+            outputs = profile.layers[one.first - 1].outputs if is_handed else ()
+            # What comes as the value and as a skip connection counts twice.
+            whole.append(profile.bytes_of(outputs) + one.popped if is_handed else 0)
+            lacks = [k for k in one.received if not chain.is_kept(k, one.first)]
+            not_kept.append(sum(chain.bytes[k] for k in lacks) if is_handed else 0)
+        return np.where(self._idle, self._column(whole)[:, None], self._column(not_kept)[:, None])
 
     def _idle_runs(self) -> Table:
         """Return the runs that no gradient comes to."""

@@ -10,6 +10,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.memory.layer_runs import with_runs
 from gpipebal.plan import Plan
+from gpipebal.planner.assemble import step_time
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import step_timeline
 from gpipebal.problem.chunking import as_planned
@@ -32,7 +33,7 @@ def training_step(profile: Profile, plan: Plan) -> Timeline:
 
     Args:
         profile: The profile that the plan was made from.
-        plan: The plan; on devices as the profile's, with links that take no time.
+        plan: The plan; of no devices and links of its own, as those have their own times.
 
     Returns:
         A Timeline with source ``'simulated'``.
@@ -52,12 +53,14 @@ def training_step(profile: Profile, plan: Plan) -> Timeline:
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
-    if profile.n_layers != plan.n_layers:
-        raise BalanceError(
-            f"plan was not made from this profile: it has {count(plan.n_layers, 'layer')} "
-            f"(expected {profile.n_layers}).\n{_FIX}"
+    names = tuple(name for part in plan.partitions for name in part.layers)
+    prints = tuple(one for part in plan.partitions for one in part.fingerprints)
+    if names != profile.names or prints != tuple(layer.fingerprint for layer in profile.layers):
+        raise _of_others(
+            f"it has {count(len(names), 'layer')} (expected the same "
+            f"{count(profile.n_layers, 'layer')})"
         )
-    profile = with_runs(as_planned(profile, plan), plan.runs)
+    profile, execution = with_runs(as_planned(profile, plan), plan.runs), Execution.of(plan)
     bounds = tuple(accumulate(plan.balance, initial=0))
     times = durations_of(profile, bounds)
     for kind in ("forward", "recompute", "backward"):
@@ -65,20 +68,31 @@ def training_step(profile: Profile, plan: Plan) -> Timeline:
         _check_alike(kind, getattr(times, kind), planned)
     transfers = [part.receive_time + part.return_time for part in plan.partitions]
     _check_alike("transfer", [0.0] * len(transfers), transfers)
-    return step_timeline(profile, bounds, Execution.of(plan))
+    timeline = step_timeline(profile, bounds, execution)
+    mine, theirs = step_time(profile, execution, timeline), plan.step_time
+    if mine is not None and theirs is not None and not _are_alike(mine, theirs):
+        raise _of_others(
+            f"its training step takes {format_seconds(theirs)} (expected {format_seconds(mine)})"
+        )
+    return timeline
 
 
-_FIX = (
-    "Fix: the profile that the plan was made from, or a plan of this one: "
-    "evaluate(profile, balance)."
-)
+def _of_others(what: str) -> BalanceError:
+    return BalanceError(
+        f"plan was not made from this profile alone: {what}; other costs, devices, links or a "
+        "quantile make others.\nFix: the profile that the plan was made from, on its own devices, "
+        "or a plan of this one: evaluate(profile, balance)."
+    )
+
+
+def _are_alike(mine: float, theirs: float) -> bool:
+    return math.isclose(mine, theirs, rel_tol=1e-6)
 
 
 def _check_alike(kind: str, of_profile: Iterable[float], of_plan: Iterable[float]) -> None:
     for j, (mine, theirs) in enumerate(zip(of_profile, of_plan, strict=True)):
-        if not math.isclose(mine, theirs, rel_tol=1e-6):
-            raise BalanceError(
-                f"plan was not made from this profile alone: partition {j} has a {kind} time of "
-                f"{format_seconds(theirs)} (expected {format_seconds(mine)}: other costs, devices, "
-                f"links or a quantile make others).\n{_FIX}"
+        if not _are_alike(mine, theirs):
+            raise _of_others(
+                f"partition {j} has a {kind} time of {format_seconds(theirs)} (expected "
+                f"{format_seconds(mine)})"
             )
