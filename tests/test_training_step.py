@@ -68,7 +68,7 @@ def test_plans_of_other_costs_are_refused() -> None:
     itself = gb.Device(**profile.layer_times)
     for wrong, text in (
         (gb.solve(gb.Profile.from_costs([1.0] * 3), 2), "it has 3 layers"),
-        (gb.solve(renamed, 2), "it has 4 layers"),
+        (gb.solve(renamed, 2), "its layer 0 is 'a'"),
         (gb.solve(other, 2), "partition 1 has a forward time"),
         (gb.solve(profile, 2, devices=[2, 1]), "partition 0 has a forward time"),
         (gb.solve(profile, 2, devices=[profile, profile]), "its training step takes"),
@@ -76,7 +76,7 @@ def test_plans_of_other_costs_are_refused() -> None:
         (gb.solve(profile, 2, link=Link(8.0)), "partition 0 has a transfer time"),
         (gb.solve(profile, 1, link=Link(8.0)), "its training step takes"),
     ):
-        with pytest.raises(BalanceError, match=rf"{text}[^$]*Fix: the profile that the plan"):
+        with pytest.raises(BalanceError, match=rf"{text}[^$]*Fix: (give )?the profile that"):
             training_step(profile, wrong)
     alike = gb.solve(profile, 2, devices=[1, gb.Device(memory_limit=10**9)])
     assert training_step(profile, alike) == training_step(profile, plan)

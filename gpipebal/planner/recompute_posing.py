@@ -11,7 +11,7 @@ from gpipebal.plan import Plan
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Place, Size, ask
 from gpipebal.problem import Link
-from gpipebal.problem.chunking import as_planned
+from gpipebal.problem.chunking import as_planned, check_planned
 from gpipebal.profile import Profile
 from gpipebal.units import count
 
@@ -36,14 +36,7 @@ def posed_again(
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
-    names = tuple(name for part in plan.partitions for name in part.layers)
-    prints = tuple(one for part in plan.partitions for one in part.fingerprints)
-    if names != profile.names or prints != tuple(layer.fingerprint for layer in profile.layers):
-        raise BalanceError(
-            f"plan is of another chain than the profile: it has {count(len(names), 'layer')} "
-            f"(expected the same {count(profile.n_layers, 'layer')}).\n"
-            "Fix: give the profile that the plan was made from."
-        )
+    check_planned(profile, plan)
     if plan.runs:
         raise BalanceError(
             "layers of the plan are recomputed by themselves already: "

@@ -84,35 +84,16 @@ def memory_of(
         >>> memory.rows(0, 0, "never").tolist(), memory.rows(0, 0, "except_last").tolist()
         ([408, 456], [108, 120])
     """
-    return _memory_of(
+    return RunMemory(
         profile,
-        chunks=chunks,
-        loss_inside=loss_inside,
-        shared_memory=shared_memory,
-        waiting=waiting,
-        schedule=schedule,
-        n_partitions=n_partitions,
-        gradients_exist=gradients_exist,
-    )[0]
-
-
-def _memory_of(
-    profile: Profile,
-    *,
-    chunks: int,
-    loss_inside: bool,
-    shared_memory: bool,
-    waiting: Literal["none", "most"] = "none",
-    schedule: str = "gpipe",
-    n_partitions: int = 1,
-    gradients_exist: bool = False,
-) -> tuple[Memory, RunMemory]:
-    make_schedule(schedule, 1, 1, "never")  # refuses what GPipe does not run
-    ahead = None
-    if schedule == "1f1b":
-        ahead = tuple(min(chunks, n_partitions - 1 - j) for j in range(n_partitions))
-    runs = RunMemory(profile, chunks, loss_inside, shared_memory, waiting, ahead, gradients_exist)
-    return Memory(runs.rows, alike="all" if ahead is None else ahead), runs
+        chunks,
+        loss_inside,
+        shared_memory,
+        waiting,
+        schedule,
+        n_partitions,
+        gradients_exist,
+    ).as_memory()
 
 
 class KnownMemory:
@@ -138,9 +119,12 @@ class KnownMemory:
             True
         """
         key = (profile.rows, *sorted(asked.items()))
-        found = self._known.pop(key, None) or _memory_of(profile, **asked)
+        found = self._known.pop(key, None)
         for _, runs in self._known.values():
             runs.forget_tables()
+        if found is None:
+            runs = RunMemory(profile, **asked)
+            found = runs.as_memory(), runs
         self._known[key] = found
         total = sum(runs.n_bytes for _, runs in self._known.values())
         for oldest in list(self._known)[:-1]:
@@ -151,10 +135,7 @@ class KnownMemory:
 
 
 class RunMemory:
-    """Peaks of all runs; see `memory_of`.
-
-    `ahead` tells, for each partition, how many forwards it runs before it alternates; None: all.
-    """
+    """Peaks of all runs; the arguments are those of `memory_of`."""
 
     def __init__(
         self,
@@ -162,19 +143,28 @@ class RunMemory:
         chunks: int,
         loss_inside: bool,
         shared_memory: bool,
-        waiting: Literal["none", "most"],
-        ahead: tuple[int, ...] | None,
-        gradients_exist: bool,
+        waiting: Literal["none", "most"] = "none",
+        schedule: str = "gpipe",
+        n_partitions: int = 1,
+        gradients_exist: bool = False,
     ) -> None:
+        make_schedule(schedule, 1, 1, "never")  # refuses what GPipe does not run
         self._profile, self._chunks = profile, chunks
         self._waiting = waiting == "most"
-        self._ahead = ahead
+        # How many forwards each partition runs before it alternates; None: all.
+        self._ahead: tuple[int, ...] | None = None
+        if schedule == "1f1b":
+            self._ahead = tuple(min(chunks, n_partitions - 1 - j) for j in range(n_partitions))
         self._gradients_exist = gradients_exist
         loss = loss_of_micro_batch(profile) if loss_inside else None
         self._chain = LayerChain(profile, loss, shared_memory)
         self._kind = self._number_type()
         self._tables: RunPeaks | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
+
+    def as_memory(self) -> Memory:
+        """Return the peaks as solvers ask for them."""
+        return Memory(self.rows, alike="all" if self._ahead is None else self._ahead)
 
     @property
     def n_bytes(self) -> int:

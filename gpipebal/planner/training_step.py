@@ -13,11 +13,11 @@ from gpipebal.plan import Plan
 from gpipebal.planner.assemble import step_time
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import step_timeline
-from gpipebal.problem.chunking import as_planned
+from gpipebal.problem.chunking import as_planned, check_planned
 from gpipebal.profile import Profile
 from gpipebal.simulator import durations_of
 from gpipebal.timeline import Timeline
-from gpipebal.units import count, format_seconds
+from gpipebal.units import format_seconds
 
 __all__ = ["training_step"]
 
@@ -53,13 +53,7 @@ def training_step(profile: Profile, plan: Plan) -> Timeline:
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
-    names = tuple(name for part in plan.partitions for name in part.layers)
-    prints = tuple(one for part in plan.partitions for one in part.fingerprints)
-    if names != profile.names or prints != tuple(layer.fingerprint for layer in profile.layers):
-        raise _of_others(
-            f"it has {count(len(names), 'layer')} (expected the same "
-            f"{count(profile.n_layers, 'layer')})"
-        )
+    check_planned(profile, plan)
     profile, execution = with_runs(as_planned(profile, plan), plan.runs), Execution.of(plan)
     bounds = tuple(accumulate(plan.balance, initial=0))
     times = durations_of(profile, bounds)

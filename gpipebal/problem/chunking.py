@@ -9,7 +9,7 @@ from gpipebal.plan import Plan
 from gpipebal.profile import Profile
 from gpipebal.units import count
 
-__all__ = ["as_planned", "at_chunks", "chunk_candidates"]
+__all__ = ["as_planned", "at_chunks", "check_planned", "chunk_candidates"]
 
 
 def as_planned(profile: Profile, plan: Plan) -> Profile:
@@ -35,6 +35,38 @@ def as_planned(profile: Profile, plan: Plan) -> Profile:
         share = plan.mini_batch_rows or plan.rows * plan.chunks
         found = replace(profile.at_rows(plan.rows, mini_batch_rows=share), chunks=plan.chunks)
     return replace(found, other_sizes=())
+
+
+def check_planned(profile: Profile, plan: Plan) -> None:
+    """Refuse a plan of other layers than a profile's.
+
+    Raises:
+        BalanceError: it has others, or layers that have changed.
+
+    Example:
+        >>> from gpipebal.planner import solve
+        >>> one, other = (Profile.from_costs([3.0], names=[name]) for name in "ab")
+        >>> check_planned(one, solve(other, 1))
+        Traceback (most recent call last):
+        gpipebal.errors.BalanceError: plan is of another chain: its layer 0 is 'b' (expected 'a').
+        Fix: give the profile that the plan was made from.
+    """
+    names = tuple(name for part in plan.partitions for name in part.layers)
+    prints = tuple(one for part in plan.partitions for one in part.fingerprints)
+    known = tuple(layer.fingerprint for layer in profile.layers)
+    if names == profile.names and prints == known:
+        return
+    if len(names) != profile.n_layers:
+        what = f"it has {count(len(names), 'layer')} (expected {profile.n_layers})"
+    elif names != profile.names:
+        k = next(k for k, name in enumerate(names) if name != profile.names[k])
+        what = f"its layer {k} is {names[k]!r} (expected {profile.names[k]!r})"
+    else:
+        k = next(k for k, one in enumerate(known) if prints[k : k + 1] != (one,))
+        what = f"its layer {k}, {names[k]!r}, has another fingerprint than the profile's"
+    raise BalanceError(
+        f"plan is of another chain: {what}.\nFix: give the profile that the plan was made from."
+    )
 
 
 def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str, ...]]:
