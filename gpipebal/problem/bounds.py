@@ -26,7 +26,7 @@ def check_bounds(name: str, bounds: object, n_layers: int | None = None) -> tupl
     known = tuple(number for number in found if number is not None)
     good = len(known) == len(found) > 1 and known[0] == 0
     grows = good and all(start < end for start, end in pairwise(known))
-    if not grows or known[-1] != (known[-1] if n_layers is None else n_layers):
+    if not grows or n_layers not in (None, known[-1]):
         last = "the number of layers" if n_layers is None else n_layers
         raise BalanceError(
             f"bounds of partitions are none: {name}={bounds!r:.60} (expected whole numbers that "
