@@ -6,6 +6,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -288,3 +289,10 @@ def test_impossible_rows_are_refused_and_the_fix_works(rows: Any) -> None:
         size(4).at_rows(rows)
     assert str(caught.value).endswith("Fix: rows=1, or more.")
     assert size(4).at_rows(1).rows == 1
+
+
+def test_numpy_numbers_are_rows() -> None:
+    """What comes out of a table is a number of rows like any other."""
+    found = size(4).at_rows(np.int64(3), mini_batch_rows=np.int32(12))
+    assert found == size(4).at_rows(3, mini_batch_rows=12)
+    assert type(found.rows) is type(found.mini_batch_rows) is int

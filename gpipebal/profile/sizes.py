@@ -29,6 +29,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import ProfileError
+from gpipebal.kinds import whole_number
 from gpipebal.profile.fit import count_at, time_at
 from gpipebal.profile.layer import LayerProfile, StepTerms
 
@@ -79,10 +80,9 @@ _Size = tuple[int, LayerProfile]
 
 def at_rows(profile: Profile, rows: int, mini_batch_rows: int | None = None) -> Profile:
     """Say what the chain costs at another number of rows; see `Profile.at_rows`."""
-    check_rows("rows", rows)
-    of_mini_batch = profile.mini_batch_rows if mini_batch_rows is None else mini_batch_rows
+    rows, of_mini_batch = _rows("rows", rows), profile.mini_batch_rows
     if mini_batch_rows is not None:
-        check_rows("mini_batch_rows", mini_batch_rows)
+        of_mini_batch = _rows("mini_batch_rows", mini_batch_rows)
     if rows == profile.rows and of_mini_batch == profile.mini_batch_rows:
         return profile
     sizes = sorted((profile, *profile.other_sizes), key=lambda size: size.rows)
@@ -278,10 +278,12 @@ def _sets_of(layer: LayerProfile | None) -> Iterable[int]:
     return () if layer is None else (*layer.outputs, *layer.saved)
 
 
-def check_rows(name: str, rows: object) -> None:
-    """Refuse what is no number of rows."""
-    if type(rows) is not int or not 1 <= rows < 2**31:
+def _rows(name: str, rows: object) -> int:
+    """Return a number of rows as Python's own, or refuse what is none."""
+    number = whole_number(rows)
+    if number is None or not 1 <= number < 2**31:
         raise ProfileError(
             f"number of rows is none: {name}={rows!r} (expected an int of 1 or more).\n"
             f"Fix: {name}=1, or more."
         )
+    return number

@@ -6,7 +6,9 @@ converges towards the answer. So every probe is made to teach more than yes or n
 was found has some largest cost, often below the limit that was tried: that becomes the new upper
 end. A probe that failed would take the very same path with every limit up to the cheapest
 extension that it had to refuse: that becomes the new lower end. Both ends are now costs of actual
-runs of layers, and when they meet, the value is exact and its proof is complete.
+runs of layers, and when they meet, the value is exact and its proof is complete. And the last
+partition tells how far off the limit was, by what it lacked or had left: the next probe is where
+that would be nothing, and in the middle only if such guesses stay on one side.
 """
 
 from __future__ import annotations
@@ -19,10 +21,22 @@ from typing import NamedTuple
 
 from gpipebal.solvers.chain import Limit
 
-__all__ = ["Smallest", "fill", "floor", "largest_layer", "refusals", "smallest_limit"]
+__all__ = [
+    "Smallest",
+    "fill",
+    "floor",
+    "largest_layer",
+    "largest_partition",
+    "refusals",
+    "smallest_limit",
+]
 
 #: With up to so many layers for each partition, looking at each takes no longer than a probe.
 _FEW_LAYERS = 8
+
+#: After so many guesses in a row on one side of the answer, the interval is halved; and a guess is
+#: not closer to an end of it than this part of it.
+_MOST_ALIKE, _CLOSEST = 2, 8
 
 
 class Smallest(NamedTuple):
@@ -63,6 +77,16 @@ def floor(sums: Sequence[int], n_partitions: int) -> int:
     return max(share, largest_layer(sums, sums), min(map(sub, sums[several:], sums)))
 
 
+def largest_partition(ends: Sequence[int], starts: Sequence[int], bounds: Sequence[int]) -> int:
+    """Return the largest cost of a partition.
+
+    Example:
+        >>> largest_partition([0, 2, 3, 6], [0, 2, 3, 6], [0, 2, 3])
+        3
+    """
+    return max([ends[end] - starts[start] for start, end in pairwise(bounds)])
+
+
 def smallest_limit(
     ends: Sequence[int],
     starts: Sequence[int],
@@ -71,6 +95,7 @@ def smallest_limit(
     at_least: int,
     at_most: int | None = None,
     limits: Sequence[Limit] = (),
+    filled: Sequence[int] | None = None,
 ) -> Smallest:
     """Find the smallest limit that some split keeps with all of its partitions.
 
@@ -84,6 +109,8 @@ def smallest_limit(
         at_least: A known lower bound.
         at_most: Give up as soon as the smallest limit is proven to exceed this.
         limits: Further limits. Some split must keep them.
+        filled: Bounds of a split that keeps them, in which partitions are filled as far as they, or
+            looser ones, allow with some limit. None: none is known.
 
     Returns:
         The value (equal to its lower bound) and the split that fills partitions from the left;
@@ -110,6 +137,13 @@ def smallest_limit(
     lower, upper = at_least, None
     best: list[int] = []
     trial, step = at_least, at_least // (16 * n_partitions) + 1
+    # The limits of the last probe that failed and of the last that did not, with what was lacking
+    # or left in the last partition; and how many probes in a row ended alike.
+    failed, kept, n_alike = (trial, 0), (trial, 0), 0
+    if filled is not None:
+        highs, best = filled[1:-1], list(filled)
+        upper = largest_partition(ends, starts, best)
+        kept = upper, upper - (ends[n_layers] - starts[best[-2]])
     while lower <= highest and (upper is None or lower < upper):
         cuts = fill([Limit(ends, starts, trial), *limits], lows, highs)
         last = cuts[-1]
@@ -117,19 +151,26 @@ def smallest_limit(
         if lacking <= 0 and all(limit.allows(last, n_layers) for limit in limits):
             highs = cuts[1:]
             best = [*cuts, n_layers]
-            upper = max([ends[end] - starts[start] for start, end in pairwise(best)])
+            upper = largest_partition(ends, starts, best)
+            kept, n_alike = (trial, -lacking), max(n_alike, 0) + 1
         else:
             lows = cuts[1:]
             step *= 4
+            failed, n_alike = (trial, max(lacking, 0)), min(n_alike, 0) - 1
             if last in cuts[-2:-1]:
                 # No partition can begin here with a limit below the cost of this layer.
                 lower = ends[last + 1] - starts[last]
             else:
                 lower = min(refusals(ends, starts, cuts, trial, limits))
                 step = max(step, lacking // n_partitions)
-        # Steps as long as what was lacking, longer ones if that was not enough; then halving.
-        rise = min(max(lower, trial + step), highest)
-        trial = rise if upper is None else (lower + upper) // 2
+        if upper is None:
+            # Steps as long as what was lacking, longer ones if that was not enough.
+            trial = min(max(lower, trial + step), highest)
+        elif abs(n_alike) > _MOST_ALIKE:
+            trial = (lower + upper) // 2
+        else:
+            away = (upper - lower) // _CLOSEST
+            trial = min(max(_in_proportion(failed, kept), lower + away), upper - max(away, 1))
     if upper is None:
         return Smallest(lower, lower, None)
     return Smallest(upper, lower, tuple(best))
@@ -194,3 +235,9 @@ def refusals(
     else:
         costs = list(map(sub, [ends[end] for end in refused], [starts[cut] for cut in cuts]))
     return [cost for cost in costs if cost > trial]
+
+
+def _in_proportion(failed: tuple[int, int], kept: tuple[int, int]) -> int:
+    """Guess the limit at which nothing is lacking and nothing left."""
+    (low, lacking), (high, left) = failed, kept
+    return low + (high - low) * lacking // max(lacking + left, 1)

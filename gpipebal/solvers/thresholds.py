@@ -15,10 +15,15 @@ sum, the fewer steps are left, so behind the first of them a few places far apar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-from gpipebal.solvers.bisection import fill, floor, refusals, smallest_limit
+from gpipebal.solvers.bisection import (
+    fill,
+    floor,
+    largest_partition,
+    refusals,
+    smallest_limit,
+)
 from gpipebal.solvers.chain import Limit
 
 __all__ = ["SmallestSum", "smallest_sum"]
@@ -81,26 +86,34 @@ def smallest_sum(
     assert quick.bounds is not None
     least_first, least_second = floor(first, n_partitions), floor(second, n_partitions)
 
-    def corner(most_first: int) -> tuple[int, int]:
-        """Return the smallest second for a limit of the first, and the smallest first for that."""
-        two = smallest_limit(
+    def least_of_second(most_first: int, filled: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Return the smallest second for a limit of the first, and a split that has it."""
+        found = smallest_limit(
             second,
             second,
             n_partitions,
             at_least=max(least_second, quick.value - most_first),
             limits=[Limit(first, first, most_first), *limits],
-        ).value
-        one = smallest_limit(
+            filled=filled,
+        )
+        assert found.bounds is not None
+        return found.value, found.bounds
+
+    def least_of_first(most_second: int, filled: Sequence[int]) -> int:
+        """Return the smallest first for a limit of the second."""
+        return smallest_limit(
             first,
             first,
             n_partitions,
-            at_least=max(least_first, quick.value - two),
-            at_most=most_first,
-            limits=[Limit(second, second, two), *limits],
+            at_least=max(least_first, quick.value - most_second),
+            limits=[Limit(second, second, most_second), *limits],
+            filled=filled,
         ).value
-        return one, two
 
-    best = _most(first, quick.bounds) + _most(second, quick.bounds)
+    def total_of(bounds: Sequence[int]) -> int:
+        return sum(largest_partition(sums, sums, bounds) for sums in (first, second))
+
+    best = total_of(quick.bounds)
     n_layers = len(first) - 1
     anywhere = [0] * (n_partitions - 1), range(n_layers - n_partitions + 1, n_layers)
 
@@ -110,6 +123,14 @@ def smallest_sum(
         cuts = fill(kept, *anywhere)
         return cuts, kept, all(limit.allows(cuts[-1], n_layers) for limit in kept)
 
+    def smaller_sum(most_first: int, best: int) -> int:
+        """Return the sum of a good split with a limit of the first; `best` if it is not smaller."""
+        cuts, _, is_kept = probe(most_first, best - most_first)
+        if not is_kept:
+            return best
+        _, bounds = least_of_second(most_first, (*cuts, n_layers))
+        return min(total_of(bounds), best)
+
     pairs: list[tuple[int, int]] = []
     # Splits that are still to be looked at have a first cost of at most `most_first` and a second
     # of at least `least_second`: all that were left out have a larger sum than `best`.
@@ -118,12 +139,12 @@ def smallest_sum(
     while most_first >= least_first:
         cuts, (trial, *others), is_kept = probe(most_first, best - most_first + leap)
         if is_kept:
-            bounds = (*cuts, n_layers)
-            total = _most(first, bounds) + _most(second, bounds)
+            total = total_of((*cuts, n_layers))
             if total > best:
-                leap, too_far = leap // 2, leap
+                leap, too_far = leap // 4, leap
                 continue
-            needed, found = corner(most_first)
+            found, bounds = least_of_second(most_first, (*cuts, n_layers))
+            needed = least_of_first(found, bounds)
             if needed + found < best:
                 best = needed + found
                 pairs.clear()
@@ -133,11 +154,10 @@ def smallest_sum(
             for quarters in far_apart:
                 room = min(most_first, best - least_second) - least_first
                 there = least_first + quarters * room // 4
-                if room > 0 and probe(there, best - there)[-1]:
-                    total = sum(corner(there))
-                    if total < best:
-                        best = total
-                        pairs.clear()
+                total = smaller_sum(there, best) if room > 0 else best
+                if total < best:
+                    best = total
+                    pairs.clear()
             far_apart = ()
         else:
             refused = refusals(second, second, cuts, trial.most, others)
@@ -152,8 +172,3 @@ def smallest_sum(
             too_far += (too_far + more) // 4
         most_first = min(most_first, best - least_second)
     return SmallestSum(best, best, tuple(pairs))
-
-
-def _most(sums: Sequence[int], bounds: Sequence[int]) -> int:
-    """Return the largest cost of a partition."""
-    return max([sums[end] - sums[start] for start, end in pairwise(bounds)])

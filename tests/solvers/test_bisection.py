@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +87,47 @@ def test_further_limits_are_kept(costs: list[tuple[int, int]], data: st.DataObje
     if found.value > least:
         within = reach_within(first, first, found.value - 1)
         assert windows_of(meet(reach, within), n_partitions) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**40) | st.integers(0, 3), st.integers(0, 9)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.data(),
+)
+def test_what_is_known_changes_nothing(costs: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Begun from a filled split, within the same limits or looser ones, it ends at the same one."""
+    n_partitions = data.draw(st.integers(1, len(costs)))
+    first, second = (list(accumulate(column, initial=0)) for column in zip(*costs, strict=True))
+    room = smallest_limit(second, second, n_partitions, at_least=0).value
+    most = room + data.draw(st.integers(0, 5))
+    alone = smallest_limit(
+        first, first, n_partitions, at_least=0, limits=[Limit(second, second, most)]
+    )
+    # Filled with a looser limit of the first cost, and with one of the second that is kept.
+    loose = data.draw(st.integers(alone.value, 2 * alone.value + 3))
+    limits = [Limit(first, first, loose), Limit(second, second, most)]
+    n_layers = len(costs)
+    anywhere = [0] * (n_partitions - 1), range(n_layers - n_partitions + 1, n_layers)
+    filled = [*fill(limits, *anywhere), n_layers]
+    kept = max(second[end] - second[start] for start, end in pairwise(filled))
+    for limit in (most, kept):
+        known = smallest_limit(
+            first,
+            first,
+            n_partitions,
+            at_least=0,
+            limits=[Limit(second, second, limit)],
+            filled=filled,
+        )
+        again = smallest_limit(
+            first, first, n_partitions, at_least=0, limits=[Limit(second, second, limit)]
+        )
+        assert known == again
+    assert known.value >= alone.value
 
 
 def test_windows_hold_the_cuts_of_all_valid_splits() -> None:
