@@ -204,10 +204,14 @@ def fill(limits: Sequence[Limit], lows: Iterable[int], highs: Iterable[int]) -> 
             start = bisect_right(ends, starts[start] + most, low, high + 1) - 1
             cuts.append(start)
         return cuts
-    for low, end in zip(lows, highs, strict=True):
+    (ends, starts, most), *others = limits
+    for low, high in zip(lows, highs, strict=True):
         low = low if low > start else start + 1
-        for ends, starts, most in limits:
-            end = bisect_right(ends, starts[start] + most, low, end + 1) - 1
+        end = bisect_right(ends, starts[start] + most, low, high + 1) - 1
+        for tails, heads, limit in others:
+            room = heads[start] + limit
+            if tails[end] > room:
+                end = bisect_right(tails, room, low, end + 1) - 1
         start = end
         cuts.append(start)
     return cuts

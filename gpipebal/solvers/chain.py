@@ -124,7 +124,9 @@ def windows(
     for end in highs[1:]:
         start = last[-1]
         for ends, starts, most in limits:
-            end = bisect_right(ends, starts[start] + most, start + 1, end + 1) - 1
+            room = starts[start] + most
+            if ends[end] > room:
+                end = bisect_right(ends, room, start + 1, end + 1) - 1
         last.append(end)
     if any(map(gt, lows, last)):
         return None
@@ -132,7 +134,9 @@ def windows(
     for start in lows[-2:0:-1]:
         end = first[-1]
         for ends, starts, most in limits:
-            start = bisect_left(starts, ends[end] - most, start, end)
+            least = ends[end] - most
+            if starts[start] < least:
+                start = bisect_left(starts, least, start, end)
         first.append(start)
     first.append(0)
     return first[::-1], last
