@@ -18,6 +18,7 @@ from gpipebal.planner import solve
 from gpipebal.planner.run_sizes import sizes_of
 from gpipebal.problem import Problem
 from gpipebal.problem.checks import plain_number
+from gpipebal.problem.fits import check_enough_layers
 from gpipebal.profiler import profile_model
 from gpipebal.schedule import check_count
 from gpipebal.solvers import split
@@ -211,11 +212,6 @@ def _partitions_for(partitions: int | None, module: nn.Module) -> int:
 def _checked(partitions: int, n_layers: int) -> int:
     """Refuse a number of partitions that cannot be, under the name that the caller knows."""
     n_partitions = check_count("partitions", partitions)
-    # A chain without layers is refused for that.
-    if n_partitions > n_layers > 0:
-        raise BalanceError(
-            f"chain has fewer layers than partitions: partitions={n_partitions} (expected 1 <= "
-            f"partitions <= {n_layers}, the number of layers).\n"
-            f"Fix: partitions={n_layers}, or more layers: gpipebal.flatten(model)."
-        )
+    if n_layers:  # a chain without layers is refused for that
+        check_enough_layers("partitions", n_partitions, n_layers)
     return n_partitions

@@ -49,6 +49,9 @@ class Compared:
     peak_bytes: int | None = None
 
 
+#: Partitions of a balance that are written out.
+_MOST_SHOWN = 8
+
 #: Where the figures of a plan are others than in the plan's own text: by its own times, or by those
 #: of a profile.
 _BY_PLANS = (
@@ -302,7 +305,7 @@ def _change(before: float, after: float) -> str:
     return ("+" if change >= 0 else "") + format_percent(change)
 
 
-def _short(balance: tuple[int, ...], most: int = 8) -> str:
+def _short(balance: tuple[int, ...]) -> str:
     """Write a balance; of many partitions the first ones."""
-    shown = ",".join(map(str, balance[:most]))
-    return f"[{shown}]" if len(balance) <= most else f"[{shown},...]"
+    shown = ",".join(map(str, balance[:_MOST_SHOWN]))
+    return f"[{shown}]" if len(balance) <= _MOST_SHOWN else f"[{shown},...]"

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, is_recomputing, random_ops, randomness
-from gpipebal.pipeline.randomness import OwnRandomness, draw_seed
+from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.pipeline.seeds import draw_seed
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)

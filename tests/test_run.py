@@ -27,11 +27,12 @@ from gpipebal.pipeline.devices import visible_cores
 from gpipebal.plan import Plan
 from gpipebal.planner import solve
 from gpipebal.profile import Profile
+from gpipebal.profiler.setting import threads_set
 from gpipebal.report import RunReport
 from gpipebal.run import FILES, Workload, attempts, comparison, job, load_workload, run
 from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places
-from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads
+from gpipebal.run.training import PipelineTrainer, PlainTrainer
 from gpipebal.timeline import Timeline
 
 
@@ -473,7 +474,7 @@ def test_pipeline_and_plain_model_do_the_same_training(target: str, checkpoint: 
 def test_cpu_threads_are_given_back() -> None:
     """The caller's number of threads is restored, also when the block raises."""
     before = torch.get_num_threads()
-    with pytest.raises(ZeroDivisionError), cpu_threads(before + 1):
+    with pytest.raises(ZeroDivisionError), threads_set(before + 1):
         assert torch.get_num_threads() == before + 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == before

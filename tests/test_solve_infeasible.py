@@ -219,7 +219,7 @@ def test_what_fits_in_its_own_timeline_is_found(
     with pytest.raises(InfeasibleError) as raised:
         solve(profile, memory_limit=limit - 1, **options)
     text = str(raised.value)
-    assert "counting all that can wait for busy neighbours: without that" in text
+    assert "counting what may wait for busy neighbours: without that" in text
     assert "some fit, but none does with what waits by its clock" in text or "it would be" in text
 
 

@@ -259,3 +259,34 @@ def test_parameters_that_are_tied_on_one_side_only_are_found() -> None:
     pipe[3].weight = nn.Parameter(pipe[3].weight.detach().clone())
     with pytest.raises(VerificationError, match=r"'3.weight' is in the pipeline only, or shared"):
         gb.verify(model, pipe, rows(4, 3))
+
+
+class Totals(nn.Module):
+    """Add up over the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0)
+
+
+class Few(nn.Module):
+    """Take no more than a few rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) < 5
+        return x * 1
+
+
+def test_what_is_taken_over_the_rows_cannot_be_joined() -> None:
+    """Its size is a multiple of a micro-batch's rows, so that nothing else tells."""
+    model, sample = nn.Sequential(nn.Linear(3, 8), Totals()), torch.randn(12, 3)
+    with pytest.raises(VerificationError, match=r"joined .* has shape \(24,\) \(expected \(8,\),"):
+        gb.verify(model, GPipe(model, [1, 1], chunks=3), sample)
+    assert gb.verify(model, GPipe(model, [1, 1], chunks=3, out_dims=None), sample).outputs.count
+    assert gb.verify(model, GPipe(model, [1, 1], chunks=1), sample).outputs.count == 1
+
+
+def test_a_model_that_cannot_have_the_mini_batch_in_one_piece() -> None:
+    """Is compared micro-batch by micro-batch all the same."""
+    model = nn.Sequential(nn.Linear(3, 8), Few())
+    report = gb.verify(model, GPipe(model, [1, 1], chunks=3), torch.randn(12, 3))
+    assert report.outputs.count == 1 and report.gradients.count == 2

@@ -98,7 +98,8 @@ def partition_memory(
         own = slice(*order.offsets[j : j + 2].tolist())
         row = order.kinds[own], order.micro_batches[own]
         waits = None if waiting is None else waiting.of_row(j)
-        highest = _highest(cell, *row, waits, chunks, gradients_exist)
+        moments = _Row(cell, *row, waits, chunks, gradients_exist).moments()
+        highest = max(moments, key=height)
         peaks.append(
             replace(
                 fixed_memory(cell.own_layers),
@@ -137,15 +138,10 @@ class _Way(NamedTuple):
     gradients_exist: bool
 
 
-def _highest(
-    cell: Cell,
-    kinds: NDArray[np.integer],
-    micro_batches: NDArray[np.integer],
-    waits: Sequence[int] | None,
-    chunks: int,
-    gradients_exist: bool,
-) -> Moment:
-    """Walk through a row of the schedule, and return the moment with the most memory.
+class _Row:
+    """What a partition holds and needs in each of its actions.
+
+    Cells are alike, so one of each way is walked through.
 
     Args:
         cell: What its cells hold and need.
@@ -154,15 +150,6 @@ def _highest(
         waits: What waits while each of them runs; None: nothing.
         chunks: Micro-batches of a mini-batch.
         gradients_exist: Whether the parameters have gradients before the step.
-    """
-    row = _Row(cell, kinds, micro_batches, waits, chunks, gradients_exist)
-    return max(row.moments(), key=height)
-
-
-class _Row:
-    """What a partition holds and needs in each of its actions.
-
-    Cells are alike, so one of each way is walked through. Args are those of `_highest`.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline import engine_state
+from gpipebal.pipeline.caller import whole_call
 from gpipebal.pipeline.microbatch import (
     copied,
     find_overlaps,
@@ -175,6 +176,7 @@ class _Launch(torch.autograd.Function):
         return _token()
 
     @staticmethod
+    @whole_call
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         crossing: _Crossing = ctx.crossing
         # Taken away, so that they are gone before gradients are joined.
@@ -203,6 +205,7 @@ class _Attach(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
+    @whole_call
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise PipelineError(

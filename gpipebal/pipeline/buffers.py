@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.modules import Modules
-from gpipebal.pipeline.tensors import are_equal, bytes_of, parts_of, version_of
+from gpipebal.pipeline.tensors import are_equal, bytes_of, copy_of, parts_of, version_of
 
 __all__ = ["BufferSlot", "Buffers", "BuffersOfRun", "Copies", "Kept", "is_always_copied"]
 
@@ -77,7 +77,7 @@ class _Copied:
     def of(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor."""
         if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, tensor.detach().clone()
+            self._made[id(tensor)] = tensor, copy_of(tensor.detach())
         return self._made[id(tensor)][1]
 
 

@@ -10,17 +10,19 @@ out again; also of what torch has once for the whole process (`process_wide`).
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._device import DeviceContext
 
 from gpipebal.pipeline.process_wide import Settings, current_settings, settings_entered
 
-__all__ = ["CallerState"]
+__all__ = ["CallerState", "whole_call"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,38 @@ class CallerState:
         """
         for kind, dtype, _ in self.autocast:
             torch.set_autocast_dtype(kind, dtype)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def whole_call(function: _Function) -> _Function:
+    """Make of a function one that a caller of the pipeline sees as one step.
+
+    `torch.compile` around it does not compile it, nor what it calls: the pipeline's own place in
+    autograd's graph would be taken apart. And an interrupt that comes while torch enters or leaves
+    a block without gradients cannot leave the caller in it.
+    """
+    uncompiled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        # Where nobody has compiled anything it is not loaded, which takes a second.
+        if "torch._dynamo" not in sys.modules:
+            run: Callable[..., Any] = function
+        else:
+            if not uncompiled:
+                uncompiled.append(torch.compiler.disable(function))
+            run = uncompiled[0]
+        grad = torch.is_grad_enabled()
+        try:
+            return run(*arguments, **keywords)
+        except BaseException:
+            if torch.is_grad_enabled() != grad:
+                torch.set_grad_enabled(grad)
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 def _default_device() -> torch.device | None:

@@ -28,7 +28,8 @@ from gpipebal.pipeline.checkpoint import phase
 from gpipebal.pipeline.facts import kind_of
 from gpipebal.pipeline.microbatch import Packet, check_nothing_hidden, detached, find_overlaps
 from gpipebal.pipeline.partition import Partition, Pass, Tail
-from gpipebal.pipeline.randomness import MiniBatchSeed, OwnRandomness, States
+from gpipebal.pipeline.randomness import OwnRandomness, States
+from gpipebal.pipeline.seeds import MiniBatchSeed
 from gpipebal.pipeline.tensors import has_storage, version_of
 
 __all__ = ["Cell"]

@@ -21,6 +21,7 @@ from gpipebal.schedule import check_count, check_schedule
 from gpipebal.units import count
 
 __all__ = [
+    "NO_INPUT",
     "check_balance",
     "check_keyword_dims",
     "check_keywords",
@@ -29,10 +30,22 @@ __all__ = [
     "check_plan_names",
     "check_plan_schedule",
     "check_runs",
+    "check_step_input",
     "layers_of",
+    "name_at",
     "plan_warnings",
     "with_runs_of",
 ]
+
+
+class _NoInput:
+    """Stands for an input that was not given."""
+
+    def __repr__(self) -> str:
+        return "NO_INPUT"
+
+
+NO_INPUT: Any = _NoInput()
 
 
 def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
@@ -93,6 +106,10 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
                 f"balance has an impossible entry: balance={sizes} (expected whole numbers of 1 "
                 f"or more).\n{advice}"
             ) from None
+    if not n_layers and sizes:
+        raise BalanceError(
+            f"module has no layers: balance={sizes} (expected []).\nFix: give it layers."
+        )
     if sum(sizes) != n_layers:
         raise BalanceError(
             f"balance does not fit the module: sum({sizes})={sum(sizes)} (expected {n_layers}, "
@@ -115,31 +132,50 @@ def check_number(n_layers: int, balance: list[int]) -> None:
         )
 
 
-def check_one_input(others: Sequence[object], *, in_step: bool = False) -> None:
-    """Refuse arguments beside the input that are given without a name.
+def check_one_input(input: Any, others: Sequence[object], keywords: dict[str, Any]) -> Any:
+    """Return the input of a call; one that was given by name is taken out of the keywords.
 
     Args:
-        others: What was given behind the input.
-        in_step: Whether it was `GPipe.step` that was called.
+        input: What was given first; `NO_INPUT`: nothing was.
+        others: What was given behind it, without a name.
+        keywords: What was given with a name, which the first layer gets.
+
+    Raises:
+        ModelError: there is none, or are several.
+    """
+    if input is NO_INPUT:
+        if "input" in keywords:
+            return keywords.pop("input")
+        raise ModelError(
+            "a pipeline takes one input: none was given, but "
+            f"{', '.join(keywords) or 'nothing'} by name (expected one without a name; what has "
+            "one goes to the first layer beside it).\n"
+            "Fix: pipe(x), or pipe(x, mask=mask); pipe({'x': x, 'mask': mask}) if the first layer "
+            "takes a dict."
+        )
+    if others:
+        raise ModelError(
+            f"a pipeline takes one input: {1 + len(others)} were given one after the other "
+            "(expected one, as nn.Sequential).\n"
+            "Fix: pipe((x, y)) if the first layer takes a tuple; pipe(x, name=y) if y is its "
+            "keyword argument `name`."
+        )
+    return input
+
+
+def check_step_input(others: Sequence[object]) -> None:
+    """Refuse arguments of `GPipe.step` beside the input that are given without a name.
 
     Raises:
         ModelError: there is one.
     """
-    if not others:
-        return
-    if in_step:
+    if others:
         raise ModelError(
             f"step takes target and loss by name: {1 + len(others)} arguments were given without "
             "(expected one, the input).\n"
             "Fix: pipe.step(x, target=y, loss_fn=loss_fn); several inputs are one tuple, "
             "pipe.step((x, z), ...)."
         )
-    raise ModelError(
-        f"a pipeline takes one input: {1 + len(others)} were given one after the other (expected "
-        "one, as nn.Sequential).\n"
-        "Fix: pipe((x, y)) if the first layer takes a tuple; pipe(x, name=y) if y is its keyword "
-        "argument `name`."
-    )
 
 
 def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
@@ -238,7 +274,8 @@ def _keywords_of(layer: nn.Module) -> list[str] | None:
     return [p.name for p in parameters[1:] if p.kind != p.POSITIONAL_ONLY]
 
 
-def _name_at(names: Sequence[str], index: int) -> str:
+def name_at(names: Sequence[str], index: int) -> str:
+    """Write the name of a layer, or that there is none."""
     return repr(names[index]) if index < len(names) else "missing"
 
 
@@ -256,8 +293,8 @@ def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
         k += 1
     raise BalanceError(
         f"the plan is for another model: it has {count(len(planned), 'layer')}, the module has "
-        f"{len(names)}; layer {k} is {_name_at(planned, k)} in the plan and "
-        f"{_name_at(names, k)} in the module.\n"
+        f"{len(names)}; layer {k} is {name_at(planned, k)} in the plan and "
+        f"{name_at(names, k)} in the module.\n"
         "Fix: profile this module and solve again."
     )
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.bridge import attach_outputs
+from gpipebal.pipeline.caller import whole_call
 from gpipebal.pipeline.chain import (
+    NO_INPUT,
     check_balance,
     check_keyword_dims,
     check_number,
@@ -20,6 +22,7 @@ from gpipebal.pipeline.chain import (
     check_plan_names,
     check_plan_schedule,
     check_runs,
+    check_step_input,
     layers_of,
     plan_warnings,
     with_runs_of,
@@ -231,7 +234,8 @@ class GPipe(Container):
             warnings.warn(warning, stacklevel=2)
         return pipe
 
-    def forward(self, input: Any, *others: Any, **keywords: Any) -> Any:
+    @whole_call
+    def forward(self, input: Any = NO_INPUT, /, *others: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
@@ -252,7 +256,7 @@ class GPipe(Container):
             BaseException: whatever a layer raised, with its own type and traceback, and notes
                 that name partition, phase, micro-batch and layer.
         """
-        check_one_input(others)
+        input = check_one_input(input, others, keywords)
         leaves, inputs = self._parted(input, keywords)
         if not self._modules:
             return input
@@ -260,6 +264,7 @@ class GPipe(Container):
         mini_batch.forward()
         return attach_outputs(mini_batch, leaves, self.out_dims)
 
+    @whole_call
     def step(
         self,
         input: Any,
@@ -323,7 +328,7 @@ class GPipe(Container):
             >>> loss.shape, loss.requires_grad, pipe[0].weight.grad.shape
             (torch.Size([]), False, torch.Size([8, 4]))
         """
-        check_one_input(others, in_step=True)
+        check_step_input(others)
         leaves, inputs = self._parted(input, keywords or {})
         if not self._modules:
             raise PipelineError(

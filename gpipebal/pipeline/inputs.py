@@ -126,7 +126,7 @@ def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
     Raises:
         PipelineError: there is one.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         raise PipelineError(
             "a pipeline cannot be traced: its workers would not be in the trace.\n"
             "Fix: trace, script or export the plain model, whose parameters are the same."

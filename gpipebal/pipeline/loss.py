@@ -142,6 +142,11 @@ def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tens
     Raises:
         ModelError: it cannot.
     """
+    if isinstance(loss_fn, type):
+        raise ModelError(
+            f"loss_fn is a class: loss_fn={loss_fn.__name__} (expected a function of the output, "
+            f"or of output and target).\nFix: loss_fn={loss_fn.__name__}()."
+        )
     if not callable(loss_fn):
         got = "loss_fn=None" if loss_fn is None else f"type(loss_fn)={type(loss_fn).__name__}"
         raise ModelError(

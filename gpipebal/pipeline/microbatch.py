@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.tensors import has_storage, parts_of, storage_key
+from gpipebal.pipeline.tensors import copy_of, has_storage, parts_of, storage_key
 
 __all__ = [
     "Call",
@@ -91,7 +91,7 @@ def detached(leaves: Sequence[Any]) -> list[Any]:
 def copied(leaves: Sequence[Any], which: Collection[int]) -> list[Any]:
     """Return the leaves, of the tensors at some indices copies."""
     return [
-        leaf.clone() if k in which and isinstance(leaf, Tensor) else leaf
+        copy_of(leaf) if k in which and isinstance(leaf, Tensor) else leaf
         for k, leaf in enumerate(leaves)
     ]
 

@@ -41,7 +41,7 @@ from gpipebal.pipeline.lane import caller_events
 from gpipebal.pipeline.loss import MicroBatchLoss
 from gpipebal.pipeline.microbatch import Packet, find_overlaps
 from gpipebal.pipeline.new_gradients import NewGradients
-from gpipebal.pipeline.randomness import MiniBatchSeed
+from gpipebal.pipeline.randomness import new_seed
 from gpipebal.pipeline.routes import Routes
 from gpipebal.pipeline.runtime import Runtime
 from gpipebal.pipeline.tied import drop_gradients
@@ -96,7 +96,7 @@ class MiniBatch:
         )
         self._tied = runtime.tied.sums(grad=self.grad)
         self._spent = not self.grad
-        seed = MiniBatchSeed()
+        self._seed = new_seed()
         recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
         # What goes to every micro-batch is read again after one of them has run, and a partition
         # may hand it on to the next.
@@ -107,7 +107,7 @@ class MiniBatch:
                     partition,
                     mode,
                     micro_batch=i,
-                    seed=seed,
+                    seed=self._seed,
                     grad=self.grad,
                     protect=protect,
                     checkpointed=self.grad and (partition.index, i) in recomputed,
@@ -137,8 +137,7 @@ class MiniBatch:
         """Run all forwards; the outputs stand in `outputs`, in the order of micro-batches.
 
         Raises:
-            BaseException: whatever a layer raised, noted with partition, layer, micro-batch
-                and phase.
+            BaseException: whatever a layer raised, with notes that say where.
         """
         self._run_forward_phase("F")
         self.outputs = [self._routes.take_output(i) for i in range(self.chunks)]
@@ -209,8 +208,7 @@ class MiniBatch:
             for cell in row:
                 cell.begin_backward(keep=keep, parameters=parameters)
         self._begin_gradients(parameters=parameters)
-        with self.state.process_wide_entered():
-            self._run_phase("RB")
+        self._run_phase("RB")
         received = self._take_input_gradients()
         if self._spent:
             self._release_cells()
@@ -247,8 +245,11 @@ class MiniBatch:
                 )
 
     def _run_phase(self, kinds: str) -> None:
+        with self.state.process_wide_entered(), self._seed.in_phase():
+            self._run_rows(self.schedule.phase(kinds))
+
+    def _run_rows(self, rows: Sequence[Sequence[Action]]) -> None:
         """Let every worker run its row; return when all have, raise when one failed."""
-        rows = self.schedule.phase(kinds)
         pool = self.runtime.pool
         self._ends: list[Any] = [None] * len(rows)
         begun, finished = [False] * len(rows), [Flag() for _ in rows]

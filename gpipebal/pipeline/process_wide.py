@@ -1,10 +1,11 @@
 """Settings that torch has once for the whole process, and that a recompute needs as they were.
 
 They decide which numbers come out: the default dtype, and which kernels an operation may choose
-from, which under dropout draw different masks. A mini-batch's backward runs under those of its
-forward, entered by the caller's thread for all workers. Backwards of several threads may overlap,
-each in its own time; so whoever leaves puts back what another one inside wants, and the last one
-what was there before the first. Only if those inside want different things, one of them is wrong.
+from, which under dropout draw different masks. A mini-batch's forward and backward run under those
+of its forward, entered by the caller's thread for all workers. Mini-batches of several threads may
+overlap, each in its own time; so whoever leaves puts back what another one inside wants, and the
+last one what was there before the first. Only if those inside want different things, one of them
+is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 )
 
 _changing = threading.Lock()
-#: What each backward inside wants, in the order in which they came.
+#: What each phase inside wants, in the order in which they came.
 _inside: list[list[Settings]] = []
 #: What was there before the first of them.
 _outside: Settings = ()
@@ -48,23 +49,32 @@ def current_settings() -> Settings:
 
 @contextmanager
 def settings_entered(wanted: Settings) -> Iterator[None]:
-    """Run a block under some settings; afterwards they are what they were, or what others want."""
+    """Run a block under some settings; afterwards they are what they were, or what others want.
+
+    What a layer has set meanwhile is not put back, but for which kernels may run: layers that
+    choose them for a block, at the same time in several partitions, leave any of their choices.
+    """
     global _outside
     mine = [wanted]  # a list, so that no other is the same
     try:
         with _changing:
+            now = current_settings()
             if not _inside:
-                _outside = current_settings()
+                _outside = now
             _inside.append(mine)
-            for (read, write), value in zip(_SETTINGS, wanted, strict=True):
-                if read() != value:
-                    write(value)
+            if now != wanted:
+                for (_, write), is_now, value in zip(_SETTINGS, now, wanted, strict=True):
+                    if is_now != value:
+                        write(value)
         yield
     finally:
         with _changing:
             _inside[:] = [other for other in _inside if other is not mine]
             after = _inside[-1][0] if _inside else _outside
-            for (read, write), value, then in zip(_SETTINGS, wanted, after, strict=True):
-                # What a layer has set meanwhile is not ours to put back.
-                if value != then and read() == value:
-                    write(then)
+            now = current_settings()
+            if now != after:
+                columns = zip(_SETTINGS, now, wanted, after, strict=True)
+                for (_, write), is_now, value, then in columns:
+                    is_kernel = write is not torch.set_default_dtype and not _inside
+                    if is_now != then and (is_now == value or is_kernel):
+                        write(then)

@@ -4,8 +4,8 @@ torch has one default generator per device for the whole process. Workers that d
 side would get numbers in the order of the clock: another result in every run, and a recompute that
 differs from its forward. So a layer that draws gets numbers from a generator of its own, seeded by
 (mini-batch, layer, micro-batch): the same for forward and recompute, and the same for every
-balance. The mini-batch's seed is drawn from the default generator of the caller, so that
-`torch.manual_seed` rules as usual; a mini-batch that draws nothing leaves it as it was.
+balance. The mini-batch's seed comes from the default generator (`seeds`), so that
+`torch.manual_seed` rules as usual.
 
 The operation gets that generator as an argument, if it or one of its overloads takes one. The few
 that take none (fused attention and recurrent kernels with dropout) read the process's default
@@ -16,10 +16,8 @@ is its own matter in the forward; a recompute draws from copies in the states th
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -28,66 +26,21 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.random_ops import catch_random_operations, current_draw, is_transformed
+from gpipebal.pipeline.seeds import MiniBatchSeed, cell_seed, default_generators
 
 __all__ = [
-    "MiniBatchSeed",
     "OwnRandomness",
     "Repeatable",
     "States",
-    "cell_seed",
     "current_randomness",
-    "draw_seed",
+    "new_seed",
 ]
 
 #: The generators that layers brought along and their states, one for each of their draws in order.
 States = list[tuple[torch.Generator, Tensor]]
 
-# Held while a default generator has our state: nobody must take a seed from it meanwhile.
-_default_generators = threading.Lock()
-
 # A generator that layers of two partitions have: its state is noted and drawn from in one go.
 _given_generators = threading.Lock()
-
-
-def draw_seed() -> int:
-    """Draw a mini-batch's seed from the default CPU generator."""
-
-    def draw() -> int:
-        return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu"))
-
-    with _default_generators:
-        if not is_transformed():
-            return draw()
-        # A layer maps over rows or the like, and a number drawn here would be one for each of them.
-        # Transforms are the thread's; another has none.
-        with ThreadPoolExecutor(1) as another:
-            return another.submit(draw).result()
-
-
-def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:
-    """Mix a mini-batch's seed with a layer and a micro-batch into a seed of 63 bits."""
-    text = f"{seed}/{layer}/{micro_batch}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-class MiniBatchSeed:
-    """The seed of a mini-batch, made when the first of its cells needs it.
-
-    It is drawn; for a mini-batch that a layer of another pipeline begins, it follows from that
-    layer's random numbers, so that a recompute of the layer gives the same.
-    """
-
-    def __init__(self) -> None:
-        self._value: int | None = None
-        self._drawing = threading.Lock()
-        outer = current_randomness()
-        self._make = draw_seed if outer is None else outer.seed_inside()
-
-    def __int__(self) -> int:
-        with self._drawing:
-            if self._value is None:
-                self._value = self._make()
-            return self._value
 
 
 class OwnRandomness:
@@ -277,6 +230,12 @@ def current_randomness() -> OwnRandomness | None:
     return owner if isinstance(owner, OwnRandomness) else None
 
 
+def new_seed() -> MiniBatchSeed:
+    """Return the seed of a mini-batch that this thread begins, perhaps inside of a layer."""
+    outer = current_randomness()
+    return MiniBatchSeed(None if outer is None else outer.seed_inside())
+
+
 class _Way(NamedTuple):
     """How a random operation is given a generator.
 
@@ -386,7 +345,7 @@ def _run_with_default(generator: torch.Generator, operation: Any, args: Any, kwa
         if device.type == "cuda"
         else torch.default_generator
     )
-    with _default_generators:
+    with default_generators:
         before = default.get_state()
         default.set_state(generator.get_state())
         try:

@@ -30,7 +30,7 @@ from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.microbatch import find_overlaps
 from gpipebal.pipeline.proxy import Proxy
 from gpipebal.pipeline.randomness import Repeatable, current_randomness
-from gpipebal.pipeline.tensors import has_storage, version_of
+from gpipebal.pipeline.tensors import copy_of, version_of
 from gpipebal.skip.skippable import is_skippable
 
 __all__ = ["Recomputed", "with_recompute"]
@@ -254,7 +254,7 @@ class _Once:
         places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
         self._first_place = [places[id(leaf)] for leaf in leaves]
         self.kept = self._copies(
-            leaves, lambda leaf: _with_strides(leaf.detach()).requires_grad_(leaf.requires_grad)
+            leaves, lambda leaf: copy_of(leaf.detach()).requires_grad_(leaf.requires_grad)
         )
         self._given: list[Any] | None = leaves
 
@@ -262,7 +262,7 @@ class _Once:
         given, self._given = self._given, None
         if given is None:
             # Copies of the copies: a graph that is retained is gone through again.
-            return self._go(self._copies(kept, _with_strides))
+            return self._go(self._copies(kept, copy_of))
         versions = [*map(version_of, given)]
         result = self._go(given)
         written = {i for i, leaf in enumerate(given) if version_of(leaf) != versions[i]}
@@ -315,18 +315,6 @@ class _Once:
                 "Fix: let its first layers write to their input always or never."
             )
         place._written.setdefault(self._mode, frozenset(written))
-
-
-def _with_strides(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides, which decide how layers go on."""
-    if not has_storage(tensor):
-        return tensor.clone()
-    if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        return tensor.view_as(tensor)  # expanded: nothing can write to it
-    empty = torch.empty_strided(
-        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return empty.copy_(tensor)
 
 
 class _Again(AbstractContextManager[None]):

@@ -35,7 +35,7 @@ from gpipebal.pipeline.parting import (
     scatter_leaves,
     spread_dims,
 )
-from gpipebal.pipeline.tensors import version_of
+from gpipebal.pipeline.tensors import copy_of, version_of
 
 __all__ = ["Target"]
 
@@ -101,7 +101,7 @@ class Target:
                 protected.add(k)
                 # A tensor of inference mode counts no versions, so it is always copied.
                 if self._written is None or k in self._written or leaf.is_inference():
-                    lent[k] = lent[k].clone()
+                    lent[k] = copy_of(lent[k])
         if any(self._wanted):
             # Of several times the last counts: the recompute's, if there is one.
             self._lent[i] = roots

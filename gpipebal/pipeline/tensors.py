@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 __all__ = [
     "are_equal",
     "bytes_of",
+    "copy_of",
     "has_storage",
     "is_shared",
     "parts_of",
@@ -59,6 +61,48 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor, of a sparse one those of what it is made of."""
     return sum([part.nbytes for part in parts_of(tensor)])
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Copy a tensor, differentiably, with its strides.
+
+    They decide how layers go on: whether `contiguous()` copies, say, and so what a write behind it
+    writes to. A clone has them only where elements lie side by side; one of an expanded tensor
+    would also have memory for what is one element.
+    """
+    if not has_storage(tensor) or type(tensor) not in (Tensor, Parameter) or not tensor.numel():
+        return tensor.clone()
+    reach, has_gaps = 1, False
+    for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1:
+            if 0 < step < reach:  # elements lie across each other, as in a window that slides
+                return tensor.clone()
+            has_gaps = has_gaps or step != reach
+            reach += (n - 1) * step
+    copy: Tensor = _WithStrides.apply(tensor) if has_gaps else tensor.clone()
+    return copy
+
+
+class _WithStrides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        copy = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        _once_each(copy).copy_(_once_each(tensor))
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _once_each(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that has each element in memory once."""
+    for dim, step in enumerate(tensor.stride()):
+        if not step:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def are_equal(left: Tensor, right: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gpipebal.text import aligned
@@ -58,7 +58,7 @@ def _table(plan: Plan) -> str:
     header += ["share"]
     rows = [header]
     for j, part in enumerate(plan.partitions):
-        row = [str(j), str(len(part.layers)), _layer_range(part.layers)]
+        row = [str(j), str(len(part.layers)), layer_range(part.layers)]
         row += [str(plan.devices[j])] if moved else []
         row += [plan.modes[j]] if mixed else []
         row += [format_seconds(part.forward_time), format_seconds(part.backward_time)]
@@ -109,7 +109,8 @@ def _knows_optimizer(plan: Plan) -> bool:
     return not any(p.memory.parameters and p.memory.optimizer is None for p in plan.partitions)
 
 
-def _layer_range(names: tuple[str, ...]) -> str:
+def layer_range(names: Sequence[str]) -> str:
+    """Name the first and the last layer of a run."""
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
@@ -127,7 +128,7 @@ def _runs(plan: Plan) -> Iterator[str]:
     """Say which layers are recomputed by themselves."""
     if plan.runs:
         names = [name for part in plan.partitions for name in part.layers]
-        named = [_layer_range(tuple(names[k] for k in run)) for run in plan.runs[:4]]
+        named = [layer_range([names[k] for k in run]) for run in plan.runs[:4]]
         more = len(plan.runs) - len(named)
         named += [f"and {more} more"] if more else []
         n_layers = sum(map(len, plan.runs))
@@ -139,7 +140,7 @@ def _runs(plan: Plan) -> Iterator[str]:
 
 def _what(plan: Plan) -> str:
     runs = [
-        f"partition {j} runs {count(len(part.layers), 'layer')}, {_layer_range(part.layers)}"
+        f"partition {j} runs {count(len(part.layers), 'layer')}, {layer_range(part.layers)}"
         for j, part in enumerate(plan.partitions[:8])
     ]
     more = plan.n_partitions - len(runs)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
+from gpipebal.plan.text import layer_range
 from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.best import MOST_WAYS
 from gpipebal.planner.places import Place
@@ -63,10 +64,9 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     lack, k, path = min(known, key=lambda one: one[:2])
     posed = all_posed[k]
     j, device, limit, peak, start, end = worst_lack(_to_explain(posed), path)
-    names = posed.profile.names
-    run = names[start] if end - start == 1 else f"{names[start]} .. {names[end - 1]}"
+    run = layer_range(posed.profile.names[start:end])
     helps = _helps(question, lack)
-    waits = _about_waiting(posed, lack)
+    waits = "" if _is_late(question) else _about_waiting(posed, lack)
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
         f"(expected {format_bytes(lack)} more, in the split that lacks least: layers {start} to "
@@ -122,7 +122,7 @@ def _about_waiting(posed: Posed, lack: int) -> str:
     without = least_shortage(in_order_if_large(posed.problem))
     if without is None or without[0] >= lack:
         return ""
-    text = ", counting all that can wait for busy neighbours: without that "
+    text = ", counting what may wait for busy neighbours: without that "
     if without[0] > 0:
         return f"{text}it would be {format_bytes(without[0])} more"
     # What waits depends on the clock, and many plans are not all tried that might fit by it.
@@ -182,10 +182,14 @@ class _OutOfTimeError(Exception):
     """No more advice is looked for."""
 
 
+def _is_late(question: Question) -> bool:
+    return question.until is not None and time.monotonic() > question.until
+
+
 def _has_plan(question: Question) -> bool:
     """Whether a changed question has a plan, whatever waits for busy neighbours."""
     for chunks in question.chunks or (None,):
-        if question.until is not None and time.monotonic() > question.until:
+        if _is_late(question):
             raise _OutOfTimeError
         try:
             posed = pose(question, chunks)

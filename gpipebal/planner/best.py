@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
@@ -91,34 +92,32 @@ def best_of(posed: Posed) -> Best:
     best plan is.
     """
     question = posed.question
-    found = solved(posed, posed.problem)
+    clock = _Clock(question.time_limit)
+    found = solved(posed, posed.problem, question.time_limit)
     if found is None:
         return Best(None, math.inf)
     if question.cost is None and found.lower_bound < found.value:
         # Out of time a solver may know less than can be seen at once.
-        bound = min(found.value, max(found.lower_bound, _quick_bound(posed)))
-        proven = bound >= found.value
-        status: Literal["optimal", "feasible"] = "optimal" if proven else "feasible"
-        found = replace(found, lower_bound=bound, status=status)
+        found = found.with_bound(max(found.lower_bound, _quick_bound(posed)))
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
-        plan = _least_waiting(posed, plan)
+        plan = _least_waiting(posed, plan, clock)
         ways = all_ways(posed, _MOST_FOR_PEAKS) if plan.gap else None
         if ways is not None:
-            return _best_way(posed, ways, found.method)
+            return _best_way(posed, ways, found.method, clock)
     if fits(plan):
         return Best(plan, plan.lower_bound)
     ways = all_ways(posed, MOST_WAYS)
     if ways is not None:
-        return _best_way(posed, ways, found.method)
+        return _best_way(posed, ways, found.method, clock)
     bound = found.lower_bound
-    careful = solved(posed, posed.cautious)
+    careful = solved(posed, posed.cautious, clock.left)
     tried = [roomier(posed, found, plan)]
     tried += [] if careful is None else [plan_of_split(posed, careful)]
     best = _least([one for one in tried if fits(one)])
     n_places = posed.problem.n_layers * posed.problem.n_partitions
     if best is None or (best.value > bound and n_places <= _FEW):
-        best, bound = _among_next(posed, best, bound)
+        best, bound = _among_next(posed, best, bound, clock)
     if best is None:
         best = _with_most_room(posed)
     if best is None:
@@ -133,7 +132,19 @@ def best_of(posed: Posed) -> Best:
     return Best(best, bound)
 
 
-def _best_way(posed: Posed, ways: Sequence[Split], method: str) -> Best:
+class _Clock:
+    """How much is left of a time limit, which begins to run now; None: no limit."""
+
+    def __init__(self, time_limit: float | None) -> None:
+        self._until = None if time_limit is None else time.monotonic() + time_limit
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left, 0 if none are; None: no limit."""
+        return None if self._until is None else max(self._until - time.monotonic(), 0.0)
+
+
+def _best_way(posed: Posed, ways: Sequence[Split], method: str, clock: _Clock) -> Best:
     """Return the best of all ways that keeps its limits by its own clock."""
 
     def rank(way: Split, value: float) -> tuple[float, ...]:
@@ -145,6 +156,9 @@ def _best_way(posed: Posed, ways: Sequence[Split], method: str) -> Best:
     valued = [(value_of(posed, way.bounds, way.modes, way.order), way) for way in ways]
     known = [(rank(way, value), way) for value, way in valued if value is not None]
     for (value, *_), way in sorted(known, key=lambda one: one[0]):
+        if clock.left == 0:
+            best = _with_most_room(posed)
+            return Best(None if best is None else best.with_bound(value), value)
         way = replace(way, value=value, lower_bound=value, status="optimal", method=method)
         plan = plan_of_split(posed, way)
         if fits(plan):
@@ -178,8 +192,10 @@ def _with_most_room(posed: Posed) -> Plan | None:
     return None
 
 
-def _among_next(posed: Posed, best: Plan | None, bound: float) -> tuple[Plan | None, float]:
-    """Try the next best splits; return the best plan that fits, and a bound on all."""
+def _among_next(
+    posed: Posed, best: Plan | None, bound: float, clock: _Clock
+) -> tuple[Plan | None, float]:
+    """Try the next best splits while there is time; return the best that fits, and a bound."""
     # Then one split is one plan, and what comes behind a split in the ranking is no better.
     is_given = not posed.is_open
     n_tried = 0
@@ -187,7 +203,7 @@ def _among_next(posed: Posed, best: Plan | None, bound: float) -> tuple[Plan | N
     for other in _next_best(posed, most):
         if is_given:
             bound = max(bound, other.lower_bound)
-        if best is not None and other.lower_bound >= best.value:
+        if clock.left == 0 or (best is not None and other.lower_bound >= best.value):
             return best, bound
         n_tried += 1
         plan = roomier(posed, other, plan_of_split(posed, other))
@@ -246,7 +262,7 @@ def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
     return plan.modes
 
 
-def _least_waiting(posed: Posed, plan: Plan) -> Plan:
+def _least_waiting(posed: Posed, plan: Plan, clock: _Clock) -> Plan:
     """Return the plan with the lowest peak of a few that are found in other ways.
 
     One expects the most to wait. What waits depends on what else is open, and is not in the
@@ -264,7 +280,7 @@ def _least_waiting(posed: Posed, plan: Plan) -> Plan:
         narrower = []
     for one in (posed, *(pose(each, posed.chunks) for each in narrower)):
         for problem in (one.cautious,) if one is posed else (one.problem, one.cautious):
-            found = solved(one, problem)
+            found = solved(one, problem, clock.left)
             if found is not None:
                 other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))
                 plan = min(plan, other, key=lambda each: (not fits(each), each.value))

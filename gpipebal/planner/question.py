@@ -18,6 +18,7 @@ from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
 from gpipebal.problem.chunking import chunk_candidates
+from gpipebal.problem.fits import check_enough_layers, check_places
 from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
@@ -163,12 +164,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     check_kind("profile", profile, Profile)
     check_options(options, Options.__annotations__, "solve")
     n_partitions = check_count("partitions", partitions)
-    if n_partitions > profile.n_layers:
-        raise BalanceError(
-            f"chain has fewer layers than partitions: partitions={n_partitions} (expected 1 <= "
-            f"partitions <= {profile.n_layers}, the number of layers).\n"
-            f"Fix: partitions={profile.n_layers}, or more layers: gpipebal.flatten(model)."
-        )
+    check_enough_layers("partitions", n_partitions, profile.n_layers)
     notes: list[str] = []
     quantile = options.get("quantile")
     if quantile is not None:
@@ -195,11 +191,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     limited = own_limits or options.get("memory_limit") is not None
     _check_memory_known(schedule, limited=limited or objective == "peak_memory")
     any_order = check_flag("any_order", options.get("any_order") or False)
-    if any_order and devices is None:
-        raise BalanceError(
-            "devices may change places, but there are none: devices=None (expected one per "
-            "partition where any_order=True).\nFix: any_order=False, or give devices."
-        )
+    check_places(any_order, devices)
     if schedule == "interleaved_1f1b" and devices is not None:
         check_interleaved(devices, any_order=any_order)
     cost = check_cost(options.get("cost"))
@@ -265,8 +257,11 @@ def _check_method(question: Question) -> None:
 
 
 def _time_limit(seconds: Any) -> float | None:
-    if seconds is None or plain_number(seconds) >= 0:
-        return None if seconds is None else plain_number(seconds)
+    if seconds is None:
+        return None
+    number = plain_number(seconds)
+    if number >= 0:
+        return number
     raise BalanceError(
         f"time_limit is not a time: time_limit={seconds!r} (expected seconds, 0 or more).\n"
         "Fix: time_limit=60, or time_limit=None for as long as it takes."

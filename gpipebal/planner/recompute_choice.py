@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpipebal.plan import Plan
+from gpipebal.plan.text import layer_range
 from gpipebal.text import aligned
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
@@ -104,11 +105,8 @@ class LayerRecompute:
 
     def _words(self, partition: int) -> str:
         names = [name for part in self.plan.partitions for name in part.layers]
-        ends = [
-            names[run.start] if len(run) == 1 else f"{names[run.start]} .. {names[run[-1]]}"
-            for run in self.runs_of(partition)
-        ]
-        return ", ".join(ends)
+        runs = self.runs_of(partition)
+        return ", ".join(layer_range(names[run.start : run.stop]) for run in runs)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))

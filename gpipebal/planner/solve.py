@@ -107,8 +107,9 @@ def solve(
             has found, with the gap; for each number of micro-batches. One way to cut is always
             tried, and at the end a plan is made of the best, which with very many micro-batches
             takes a few seconds; what runs of layers need is worked out before, where there are
-            limits, which takes some seconds for thousands of layers. Where nothing fits, changes
-            that would help are tried until as much time has passed again.
+            limits, which takes some seconds for thousands of layers. Where nothing fits, how much
+            is lacking is found out, and then changes that would help are tried until as much time
+            has passed again.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller that of the mini-batch; None: the caller with schedule
             ``'gpipe'``, else the last partition. Its memory counts; its time is no part of the

@@ -22,23 +22,28 @@ __all__ = ["solved"]
 _MOST_ORDERS = 24
 
 
-def solved(posed: Posed, problem: Problem) -> Split | None:
-    """Run the solver that the question asks for; None if nothing fits."""
+def solved(posed: Posed, problem: Problem, time_limit: float | None) -> Split | None:
+    """Run the solver that the question asks for; None if nothing fits.
+
+    Args:
+        posed: The question.
+        problem: Its problem, or the one with the most that can wait.
+        time_limit: Seconds after which a search without an end of its own returns.
+    """
     question = posed.question
     if question.is_searched:
-        return _searched(posed, problem)
+        return _searched(posed, problem, time_limit)
     if question.cost is None:
-        return find(problem, question.objective, question.method, time_limit=question.time_limit)
+        return find(problem, question.objective, question.method, time_limit=time_limit)
     return _any_cost(posed, problem)
 
 
-def _searched(posed: Posed, problem: Problem) -> Split | None:
+def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | None:
     """Search under the schedule, in each order of the devices that is open, if they are few."""
     question, n = posed.question, problem.n_partitions
     orders = device_orders(posed, _MOST_ORDERS)
     # If they are many: the order with the least bottleneck, and the one that was given.
     ways = [None, tuple(range(n))] if orders is None else orders
-    limit = question.time_limit
     found: list[Split] = []
     for order in ways:
         one = problem

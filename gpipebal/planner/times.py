@@ -111,18 +111,16 @@ def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpo
         UnsupportedPlanError: an unknown schedule.
         BalanceError: partitions that cannot be dealt out evenly.
     """
-    each = partitions_on_each(schedule, n_partitions)
-    n_devices = n_partitions // each
-    return order_of(schedule, n_devices, chunks, checkpoint, partitions_per_device=each)
+    n_devices = n_partitions // partitions_on_each(schedule, n_partitions)
+    return order_of(schedule, n_devices, chunks, checkpoint)
 
 
 def recomputes_for(
     schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint
 ) -> tuple[int, ...]:
     """Count the micro-batches that each partition recomputes in the order of `order_for`."""
-    each = partitions_on_each(schedule, n_partitions)
-    n_devices = n_partitions // each
-    return recomputes_of(schedule, n_devices, chunks, checkpoint, partitions_per_device=each)
+    n_devices = n_partitions // partitions_on_each(schedule, n_partitions)
+    return recomputes_of(schedule, n_devices, chunks, checkpoint)
 
 
 def runnable(chunks: Sequence[int], schedule: str, n_partitions: int) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import accumulate
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
@@ -13,6 +12,7 @@ from gpipebal.plan import Plan
 from gpipebal.planner.assemble import step_time
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import step_timeline
+from gpipebal.problem.bounds import to_bounds
 from gpipebal.problem.chunking import as_planned, check_planned
 from gpipebal.profile import Profile
 from gpipebal.simulator import durations_of
@@ -55,7 +55,7 @@ def training_step(profile: Profile, plan: Plan) -> Timeline:
     check_kind("plan", plan, Plan)
     check_planned(profile, plan)
     profile, execution = with_runs(as_planned(profile, plan), plan.runs), Execution.of(plan)
-    bounds = tuple(accumulate(plan.balance, initial=0))
+    bounds = to_bounds(plan.balance)
     times = durations_of(profile, bounds)
     for kind in ("forward", "recompute", "backward"):
         planned = [getattr(part, f"{kind}_time") for part in plan.partitions]

@@ -11,7 +11,13 @@ from gpipebal.errors import BalanceError
 if TYPE_CHECKING:
     from gpipebal.problem.problem import Problem
 
-__all__ = ["check_lengths", "check_parts", "check_total"]
+__all__ = [
+    "check_enough_layers",
+    "check_lengths",
+    "check_parts",
+    "check_places",
+    "check_total",
+]
 
 
 def check_lengths(problem: Problem) -> None:
@@ -33,11 +39,38 @@ def check_lengths(problem: Problem) -> None:
                 f"{len(getattr(problem, name))} (expected len(forward)={n_layers}).\n"
                 f"Fix: give {n_layers} {name} times, 0 for a layer that has none."
             )
-    if problem.n_partitions > n_layers:
+    check_enough_layers("n_partitions", problem.n_partitions, n_layers)
+
+
+def check_enough_layers(name: str, n_partitions: int, n_layers: int) -> None:
+    """Refuse more partitions than layers.
+
+    Args:
+        name: How the caller knows the number of partitions.
+        n_partitions: The number.
+        n_layers: Number of layers.
+
+    Raises:
+        BalanceError: there are more.
+    """
+    if n_partitions > n_layers:
         raise BalanceError(
-            f"chain has fewer layers than partitions: n_partitions={problem.n_partitions} "
-            f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
-            f"Fix: n_partitions={n_layers}, or more layers: gpipebal.flatten(model)."
+            f"chain has fewer layers than partitions: {name}={n_partitions} (expected 1 <= {name} "
+            f"<= {n_layers}, the number of layers).\n"
+            f"Fix: {name}={n_layers}, or more layers: gpipebal.flatten(model)."
+        )
+
+
+def check_places(any_order: bool, devices: object) -> None:
+    """Refuse to let devices change places where there are none.
+
+    Raises:
+        BalanceError: there are none.
+    """
+    if any_order and devices is None:
+        raise BalanceError(
+            "devices may change places, but there are none: devices=None (expected one per "
+            "partition where any_order=True).\nFix: any_order=False, or give devices."
         )
 
 
@@ -66,11 +99,7 @@ def check_parts(problem: Problem) -> None:
                 f"{problem.devices[limited[0]].memory_limit}).\n"
                 "Fix: memory=layer_memory(...), or no memory_limit."
             )
-    if problem.any_order and problem.devices is None:
-        raise BalanceError(
-            "devices may change places, but there are none: devices=None (expected one per "
-            "partition where any_order=True).\nFix: any_order=False, or give devices."
-        )
+    check_places(problem.any_order, problem.devices)
     if problem.links is not None:
         for name in ("forward", "backward"):
             column = getattr(problem.links, name)

@@ -196,10 +196,11 @@ def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
         (4, _of_version_4),
         (6, _of_version_6),
         (7, _of_version_7),
+        (8, _of_version_8),
     ):
         if version <= last:
             content = bring(content)
-    return _of_version_8(content) if version == 8 else content
+    return content
 
 
 def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:

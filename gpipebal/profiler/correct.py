@@ -9,7 +9,7 @@ from gpipebal.profile import LayerProfile, Profile, SideBySide, TurnTimes
 from gpipebal.profiler.findings import Trial
 from gpipebal.profiler.setting import chunks_that_fit
 from gpipebal.profiler.traces import MOST_FACTOR, sums_of_layers
-from gpipebal.profiler.trial import MOST_CHUNKS, Setting, run_trial
+from gpipebal.profiler.trial import MOST_TRIAL_CHUNKS, Setting, run_trial
 
 __all__ = ["correct", "try_out"]
 
@@ -31,7 +31,7 @@ def try_out(
     Returns:
         The corrected profile; or one that says why there was no trial.
     """
-    fitting = chunks_that_fit(profile, min(chunks, MOST_CHUNKS))
+    fitting = chunks_that_fit(profile, min(chunks, MOST_TRIAL_CHUNKS))
     if not fitting:
         return _with_flag(profile, "not tried as a pipeline: there is not enough memory")
     try:

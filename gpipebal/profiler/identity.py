@@ -14,7 +14,7 @@ from gpipebal.pipeline.tensors import has_storage, parts_of
 
 __all__ = ["identity_of"]
 
-#: Attributes of a module that are compared in another way, or that decide nothing.
+#: Attributes of a module that are compared in another way.
 _LOOKED_AT = ("_parameters", "_buffers", "_modules")
 #: Attributes of attributes are compared so deep; what lies below counts as the same only if it is
 #: the same object.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -30,10 +30,6 @@ class Outputs:
     first: Arrived
     sizes: Sequence[int]
     dims: Any = 0
-
-    def of_few(self, count: int) -> Outputs:
-        """Return those of the first few micro-batches."""
-        return replace(self, sizes=self.sizes[:count])
 
     def joined(self) -> Value:
         """Join stand-ins for all of them, made of the first.

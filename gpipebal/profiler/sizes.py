@@ -183,9 +183,9 @@ class Study:
         size = _Size(walk.rows, walk.survey(self.routes, self.device))
         size.times = join_times(walk.times)
         self._look_at_loss(size)
-        for _ in range(LOSS_ROUNDS if size.loss is not None else 0):
-            assert size.loss is not None
-            size.times.run_loss(size.loss.chain, size.found.outputs.value)
+        if size.loss is not None:
+            for _ in range(LOSS_ROUNDS):
+                size.times.run_loss(size.loss.chain, size.found.outputs.value)
         return size
 
     def profile(self, provenance: Mapping[str, Any]) -> Profile:

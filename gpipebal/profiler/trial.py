@@ -43,7 +43,7 @@ from gpipebal.profiler.value import as_leaves
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import split
 
-__all__ = ["LEAST_TRIAL_SECONDS", "MOST_CHUNKS", "Setting", "run_trial"]
+__all__ = ["LEAST_TRIAL_SECONDS", "MOST_TRIAL_CHUNKS", "Setting", "run_trial"]
 
 #: Rounds, after each way of running has warmed up; more where they take less than these seconds.
 MOST_ROUNDS = 8
@@ -55,7 +55,7 @@ TURN_STEPS = 3
 #: Steps of the pipeline that does next to nothing.
 OVERHEAD_ROUNDS = 6
 #: Micro-batches of a trial at most: more fill the pipeline no more than these.
-MOST_CHUNKS = 8
+MOST_TRIAL_CHUNKS = 8
 #: Modes, which have cells of all kinds between them; and whether the last partition computes the
 #: loss, which needs something to train.
 _HOW: tuple[tuple[CheckpointMode, bool], ...] = (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpipebal.pipeline.microbatch import flatten
 from gpipebal.pipeline.parting import Dim
+from gpipebal.pipeline.tensors import copy_of
 from gpipebal.profiler.failures import memory_for
 from gpipebal.skip.tracker import Key
 
@@ -102,12 +103,12 @@ def random_gradients(outputs: Sequence[Any], dims: Sequence[Dim] = ()) -> list[T
 def cloned(inputs: Sequence[Any], places: Container[int], views: Container[int]) -> list[Any]:
     """Copy the tensors in some places, as for a layer that writes to them; views stay views."""
 
-    def copy_of(i: int, leaf: Tensor) -> Tensor:
-        return leaf.clone().view_as(leaf) if i in views else leaf.clone()
+    def copied(i: int, leaf: Tensor) -> Tensor:
+        return copy_of(leaf).view_as(leaf) if i in views else copy_of(leaf)
 
     with memory_for("a copy of what a layer writes to"):
         return [
-            copy_of(i, leaf) if isinstance(leaf, Tensor) and i in places else leaf
+            copied(i, leaf) if isinstance(leaf, Tensor) and i in places else leaf
             for i, leaf in enumerate(inputs)
         ]
 

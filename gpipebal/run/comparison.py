@@ -16,8 +16,9 @@ from tqdm import tqdm
 from gpipebal.pipeline import GPipe, measure_memory, trace
 from gpipebal.pipeline.devices import visible_cores
 from gpipebal.profiler.failures import is_out_of_memory
+from gpipebal.profiler.setting import threads_set
 from gpipebal.report import PlainTimes
-from gpipebal.run.training import PipelineTrainer, PlainTrainer, cpu_threads, timed
+from gpipebal.run.training import PipelineTrainer, PlainTrainer, timed
 from gpipebal.run.workload import Workload, default_optimizer
 from gpipebal.timeline import Timeline
 from gpipebal.units import count
@@ -105,7 +106,7 @@ def train_in_turns(
             try:
                 for where, threads in ways:
                     plain = plain or PlainTrainer(plain_model, workload, pipe.chunks, place)
-                    with cpu_threads(threads):
+                    with threads_set(threads):
                         times[where].append(timed(plain.step, [place]))
                     bar.update()
             except (RuntimeError, MemoryError) as error:

@@ -11,8 +11,7 @@ checkpointing costs is part of the comparison.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, gather
 from gpipebal.pipeline.parting import chunk_sizes
 from gpipebal.profiler.batch import Batch
+from gpipebal.profiler.clock import synchronize
 from gpipebal.run.workload import Workload
 
-__all__ = ["PipelineTrainer", "PlainTrainer", "cpu_threads", "timed"]
+__all__ = ["PipelineTrainer", "PlainTrainer", "timed"]
 
 
 class PipelineTrainer:
@@ -91,28 +91,16 @@ class PlainTrainer:
 
 def timed(step: Callable[[], None], devices: Sequence[torch.device]) -> float:
     """Run a step and return its seconds, until all its work on the devices has ended."""
-    _synchronize(devices)
+    _wait_for(devices)
     start = time.perf_counter()
     step()
-    _synchronize(devices)
+    _wait_for(devices)
     return time.perf_counter() - start
 
 
-@contextmanager
-def cpu_threads(threads: int | None) -> Iterator[None]:
-    """Give the calling thread's operations this many threads inside a block; None: as they are."""
-    before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _synchronize(devices: Sequence[torch.device]) -> None:
-    for device in {device for device in devices if device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+def _wait_for(devices: Sequence[torch.device]) -> None:
+    for device in set(devices):
+        synchronize(device)
 
 
 def _part_target(target: Batch | None, rows: Sequence[int]) -> list[Any] | None:

@@ -151,7 +151,9 @@ def load_workload(
         return _users_own(name, function(**(arguments or {})))
     if name not in MODELS:
         nearest = difflib.get_close_matches(name, MODELS, n=1)
-        own = f"{name}:make_model, where make_model() returns (model, sample)"
+        module, _, made_by = name.rpartition(".")
+        named, made_by = (module, made_by) if module else (name, "make_model")
+        own = f"{named}:{made_by}, where {made_by}() returns (model, sample)"
         raise UsageError(
             f"model is not known: model={name!r} (expected {', '.join(sorted(MODELS))}, or "
             f"package.module:function).\n"

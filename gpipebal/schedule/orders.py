@@ -13,7 +13,7 @@ from gpipebal.schedule.checkpoint import Checkpoint, CheckpointMode, modes_of
 from gpipebal.schedule.executed import SCHEDULES
 from gpipebal.schedule.names import spelled
 from gpipebal.schedule.order import Order
-from gpipebal.schedule.studied import STUDIED, study_schedule
+from gpipebal.schedule.studied import STUDIED, check_single, study_schedule
 from gpipebal.units import count
 
 if TYPE_CHECKING:
@@ -114,12 +114,8 @@ def order_of(
                 name, n_devices, chunks, checkpoint, partitions_per_device=partitions_per_device
             )
         )
-    if partitions_per_device not in (None, 1):
-        raise BalanceError(
-            f"schedule has one partition per device: schedule={name!r}, "
-            f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
-            "Fix: schedule='interleaved_1f1b', or one partition per device."
-        )
+    if partitions_per_device is not None:
+        check_single(name, partitions_per_device)
     n_devices = check_count("partitions" if name in SCHEDULES else "devices", n_devices)
     chunks = check_count("chunks", chunks)
     modes = modes_of(checkpoint, n_devices)

@@ -62,7 +62,7 @@ def gpipe_in_order_schedule(
         0F0 0F1 0R0 0B0 0R1 0B1
         1F0 1F1 1R0 1B0 1R1 1B1
     """
-    _check_single("gpipe_in_order", partitions_per_device)
+    check_single("gpipe_in_order", partitions_per_device)
     n_devices = check_count("devices", n_devices)
     chunks = check_count("chunks", chunks)
     rows = []
@@ -209,7 +209,12 @@ def _weight(cell: tuple[int, int]) -> Action:
     return Action(partition, "W", micro_batch)
 
 
-def _check_single(name: str, partitions_per_device: int) -> None:
+def check_single(name: str, partitions_per_device: int) -> None:
+    """Refuse several partitions per device.
+
+    Raises:
+        BalanceError: there are.
+    """
     if partitions_per_device != 1:
         raise BalanceError(
             f"schedule has one partition per device: schedule={name!r}, "

@@ -11,7 +11,7 @@ from gpipebal.kinds import check_list
 from gpipebal.plan import Plan
 from gpipebal.problem.checks import plain_number
 
-__all__ = ["Durations", "check_time"]
+__all__ = ["Durations", "check_time", "too_large"]
 
 Times = tuple[float, ...]
 
@@ -250,3 +250,11 @@ def check_time(name: str, time: float) -> None:
 
 def _rest(whole: Times, part: Times) -> Times:
     return tuple(max(0.0, w - p) for w, p in zip(whole, part, strict=True))
+
+
+def too_large() -> ProfileError:
+    """Say that durations are infinite together."""
+    return ProfileError(
+        "times are too large to be added: the sum of all durations is infinite (expected a finite "
+        "one).\nFix: give the times in seconds."
+    )

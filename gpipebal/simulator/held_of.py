@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 from gpipebal.kinds import check_kind
 from gpipebal.memory.cell import Cell, Moment
@@ -13,7 +12,7 @@ from gpipebal.memory.loss import around_loss
 from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.waiting import streams_of
 from gpipebal.plan import Plan
-from gpipebal.problem.bounds import check_bounds
+from gpipebal.problem.bounds import check_bounds, to_bounds
 from gpipebal.problem.chunking import as_planned
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count, is_checkpointed, modes_of
@@ -62,7 +61,7 @@ def held_of(
     check_kind("profile", profile, Profile)
     if isinstance(plan, Plan):
         profile = with_runs(as_planned(profile, plan), plan.runs)
-        bounds: Sequence[int] = tuple(accumulate(plan.balance, initial=0))
+        bounds: Sequence[int] = to_bounds(plan.balance)
         chunks = plan.chunks if chunks is None else chunks
         checkpoint = plan.checkpoint if checkpoint is None else checkpoint
         loss_inside = plan.loss_inside if loss_inside is None else loss_inside

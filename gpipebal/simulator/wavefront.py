@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpipebal.errors import ProfileError
 from gpipebal.schedule import Order
-from gpipebal.simulator.durations import Durations
+from gpipebal.simulator.durations import Durations, too_large
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,11 +77,14 @@ def sweep(order: Order, durations: Durations, pause: float | None) -> tuple[Floa
         else:
             starts, ends, clock = _sweep_gpipe(order, durations, pause)
     if not np.isfinite(clock).all():
-        raise ProfileError(
-            "times are too large to be added: the sum of all durations is infinite (expected a "
-            "finite one).\nFix: give the times in seconds."
-        )
+        raise too_large()
     return starts, ends
+
+
+def _columns(durations: Durations) -> tuple[Floats, ...]:
+    """Return forwards, recomputes and backwards of the partitions."""
+    columns = durations.forward, durations.recompute, durations.backward
+    return tuple(np.array(times, dtype=np.float64) for times in columns)
 
 
 def _sweep_1f1b(order: Order, durations: Durations) -> tuple[Floats, Floats, Floats]:
@@ -90,10 +92,7 @@ def _sweep_1f1b(order: Order, durations: Durations) -> tuple[Floats, Floats, Flo
     assert order.modes is not None
     n, m = order.n_partitions, int(order.micro_batches.max()) + 1
     starts, ends = np.empty(order.n_actions), np.empty(order.n_actions)
-    forward, recompute, backward = (
-        np.array(times, dtype=np.float64)
-        for times in (durations.forward, durations.recompute, durations.backward)
-    )
+    forward, recompute, backward = _columns(durations)
     # The last partition has nothing between a forward and its backward, so it recomputes nothing.
     redoes = np.array([mode != "never" and m > 1 for mode in order.modes])
     redoes[-1] = False
@@ -154,10 +153,7 @@ def _sweep_gpipe(
     first = order.offsets[:-1]
     recomputes = np.array([mode != "never" for mode in order.modes])
     spares = np.array([mode == "except_last" for mode in order.modes])
-    forward, recompute, backward = (
-        np.array(times, dtype=np.float64)
-        for times in (durations.forward, durations.recompute, durations.backward)
-    )
+    forward, recompute, backward = _columns(durations)
     again = forward
     if durations.no_grad_forward is not None:
         again = np.where(recomputes, durations.no_grad_forward, forward)

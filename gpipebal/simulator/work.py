@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpipebal.errors import ProfileError
 from gpipebal.schedule import Order
 from gpipebal.schedule.actions import IN, KINDS, B, F, R, W
-from gpipebal.simulator.durations import Durations
+from gpipebal.simulator.durations import Durations, too_large
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,10 +135,7 @@ def work_of(
     with np.errstate(over="ignore"):
         total = sum(float(times.sum()) for times in parts if times is not None)
     if not np.isfinite(total):
-        raise ProfileError(
-            "times are too large to be added: the sum of all durations is infinite (expected a "
-            "finite one).\nFix: give the times in seconds."
-        )
+        raise too_large()
     return work
 
 

@@ -122,8 +122,9 @@ def split(
             largest number of bytes that a partition needs.
         method: ``'auto'``, or the name of an algorithm: that which `select_method` tells, or a
             more general one that is slower.
-        time_limit: Seconds after which ``'box search'`` and ``'integer program'`` return the best
-            split so far, with the bound so far. The others end by themselves.
+        time_limit: Seconds after which ``'box search'``, ``'set bisection'`` and ``'integer
+            program'`` return the best split so far, with the bound so far, without a look at ties.
+            The others end by themselves.
 
     Returns:
         A Split; its status is ``'optimal'`` unless the time limit or HiGHS' tolerance left a gap.
@@ -344,8 +345,7 @@ def solve_levels(
     if method == "box search":
         return least_makespan(search, repeats, until)
     if method == "set bisection":
-        found = least_bottleneck(search)
-        return None if found is None else BestPath(found[0], *found)
+        return least_bottleneck(search, until)
     found = least_sum(search, repeated=repeats > 0)
     if found is None:
         return None

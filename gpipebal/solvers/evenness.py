@@ -31,6 +31,9 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
     largest possible one has as many as fit, about 2**28, so that sums of squares are whole
     numbers of the machine: in small integers nothing is rounded.
 
+    Raises:
+        TimeIsUpError: the search has no time left.
+
     Complexity:
         O(w l) for windows of w places in all and partitions of up to l layers.
 
@@ -56,6 +59,7 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
     squares: list[dict[int, dict[int, int]]] = [{0: {levels.n_layers: 0}}]
     choices: list[dict[tuple[int, int], tuple[int, Step]]] = []
     for k in range(levels.n_partitions - 1, -1, -1):  # k: partition
+        search.check_time()
         here: dict[int, dict[int, int]] = {}
         chosen: dict[tuple[int, int], tuple[int, Step]] = {}
         for step in levels.steps[k]:

@@ -95,8 +95,8 @@ def solve_integer_program(
     if len(runs) > MOST_RUNS:
         raise BalanceError(
             f"integer program is too large: {len(runs)} runs (expected {MOST_RUNS} or fewer).\n"
-            "Fix: fewer layers (open fewer nested ones), devices of fewer kinds, a smaller "
-            "max_layers, or checkpoint='except_last'."
+            f"Fix: {'any_order=False' if problem.any_order else _BY_ITSELF}; or fewer layers "
+            "(open fewer nested ones), devices of fewer kinds, or a smaller max_layers."
         )
     # Without a split, any scale will do: that of all layers on the slowest device.
     most = [
@@ -124,6 +124,10 @@ def solve_integer_program(
     bound = ceil(dual - Fraction(unit) * _TOLERANCE)
     bound = max(bound, Search(levels).least("load") if objective == "bottleneck" else 0)
     return BestPath(value, min(bound, value), known)
+
+
+#: Without it a more special algorithm runs, which has no such bound.
+_BY_ITSELF = "method='auto'"
 
 
 def _nothing_found(time_limit: float | None, *, failed: bool) -> BalanceError:

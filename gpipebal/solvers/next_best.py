@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 
 from gpipebal.errors import BalanceError
@@ -20,7 +21,6 @@ from gpipebal.solvers.dispatch import (
 )
 from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.ranked import ranked
-from gpipebal.solvers.reachability import Path
 
 __all__ = ["iter_best_splits"]
 
@@ -71,11 +71,7 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
 
 
 def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
-    def solve(levels: Levels) -> tuple[int, Path] | None:
-        found = solve_levels(problem, used, levels)
-        return None if found is None else (found.value, found.path)
-
-    for value, path in ranked(levels, solve):
+    for value, path in ranked(levels, partial(solve_levels, problem, used)):
         bound = problem.to_time(value)
         yield split_of(levels, path, bound, bound, used)
 

@@ -67,7 +67,7 @@ def least_peak(problem: Problem) -> tuple[int, Path, Levels] | None:
     levels = Levels(problem, limits(found), known)
     settled = least_bottleneck(Search(levels))
     assert settled is not None
-    return found, settled[1], levels
+    return found, settled.path, levels
 
 
 def least_shortage(problem: Problem) -> tuple[int, Path] | None:

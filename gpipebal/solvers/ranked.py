@@ -14,12 +14,12 @@ from copy import copy
 from itertools import count
 
 from gpipebal.solvers.levels import Levels
-from gpipebal.solvers.reachability import Path
+from gpipebal.solvers.reachability import BestPath, Path
 
 __all__ = ["ranked"]
 
 #: A solver: value and split, or None if there is no split.
-Solve = Callable[[Levels], "tuple[int, Path] | None"]
+Solve = Callable[[Levels], "BestPath | None"]
 
 
 def ranked(levels: Levels, solve: Solve) -> Iterator[tuple[int, Path]]:
@@ -55,8 +55,8 @@ def ranked(levels: Levels, solve: Solve) -> Iterator[tuple[int, Path]]:
     def push(group: Levels) -> None:
         found = solve(group)
         if found is not None:
-            value, path = found
-            heapq.heappush(heap, (value, path.bounds, next(tickets), path, group))
+            path = found.path
+            heapq.heappush(heap, (found.value, path.bounds, next(tickets), path, group))
 
     push(levels)
     while heap:

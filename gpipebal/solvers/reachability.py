@@ -264,6 +264,7 @@ class Search:
         *,
         at_least: int | None = None,
         at_most: int | None = None,
+        until: float | None = None,
     ) -> Found:
         """Find the smallest limit in a dimension that some split keeps beside other limits.
 
@@ -272,10 +273,11 @@ class Search:
             limits: Limits in other dimensions.
             at_least: A known lower bound; None: none.
             at_most: Give up as soon as the smallest limit is proven to exceed this.
+            until: Moment of the clock after which any split will do.
 
         Returns:
-            The value (equal to its lower bound) and the leftmost split found with it; or no split,
-            if every one exceeds `at_most`, or none keeps `limits`.
+            The value (equal to its lower bound, but for `until`) and the leftmost split found with
+            it; or no split, if every one exceeds `at_most`, or none keeps `limits`.
 
         Complexity:
             About log2(N) probes and some more; see `Search`.
@@ -293,6 +295,10 @@ class Search:
         best = None
         trial, step = lower, max(lower // (4 * self.levels.n_partitions), 1)
         while lower <= highest and (upper is None or lower < upper):
+            if until is not None and time.monotonic() > until:
+                if upper is not None:
+                    break
+                trial = highest
             path = self.probe({**others, dimension: trial})
             if path is not None:
                 best, upper = path, path.most(dimension)

@@ -7,26 +7,32 @@ for each partition, rules about cuts.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from gpipebal.solvers.evenness import most_even
-from gpipebal.solvers.reachability import Path, Search
+from gpipebal.solvers.reachability import BestPath, Path, Search, TimeIsUpError
 
 __all__ = ["least_bottleneck", "least_sum", "settle"]
 
 
-def least_bottleneck(search: Search) -> tuple[int, Path] | None:
+def least_bottleneck(search: Search, until: float | None = None) -> BestPath | None:
     """Make the slowest partition as fast as possible; None if there is no split.
 
-    Ties are broken by the least sum of squared partition times, then by the leftmost cuts.
+    Ties are broken by the least sum of squared partition times, then by the leftmost cuts. Behind
+    a moment of the clock they are not, and what was found is returned with the bound so far.
 
     Complexity:
         That of `Search.smallest` and `most_even`.
     """
-    found = search.smallest("load")
+    found = search.smallest("load", until=until)
     if found.path is None:
         return None
-    path = most_even(search, {"load": found.value})
-    assert path is not None
-    return found.value, path
+    path = found.path
+    search.until = until
+    with suppress(TimeIsUpError):
+        path = most_even(search, {"load": found.value}) or path
+    search.until = None
+    return BestPath(found.value, found.lower_bound, path)
 
 
 def least_sum(search: Search, repeated: bool = True) -> tuple[int, Path] | None:

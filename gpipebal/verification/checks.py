@@ -16,10 +16,17 @@ from gpipebal.kinds import check_mapping, whole_number
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.inputs import part_inputs
 from gpipebal.pipeline.loss import Reduction
+from gpipebal.pipeline.parting import spread_dims
 from gpipebal.schedule import SCHEDULES
 from gpipebal.verification.compare import Comparison, DifferenceError
 from gpipebal.verification.report import Agreement, VerifyReport
-from gpipebal.verification.runs import name_of_run, plain_copy, run_pipe, run_plain
+from gpipebal.verification.runs import (
+    name_of_run,
+    plain_copy,
+    run_pipe,
+    run_plain,
+    shapes_at_once,
+)
 from gpipebal.verification.search import find_layer
 from gpipebal.verification.task import Task
 from gpipebal.verification.tolerance import Tolerance
@@ -45,9 +52,10 @@ def verify(
 
     Runs one mini-batch through the plain model, micro-batch by micro-batch on one device, and
     through the pipeline, with the same random numbers; then compares outputs, gradients and
-    buffers. With a `loss_fn` it also compares `GPipe.step`, under each schedule. Both run with the
-    settings that hold at the call: gradients or none, autocast, training or eval mode (the
-    pipeline's, layer by layer).
+    buffers. The plain model also runs on the mini-batch in one piece, if it can: of that only the
+    shapes are compared, which tell whether micro-batches can be joined. With a `loss_fn` it also
+    compares `GPipe.step`, under each schedule. All run with the settings that hold at the call:
+    gradients or none, autocast, training or eval mode (the pipeline's, layer by layer).
 
     Everything runs on copies (a parameter that `loss_fn` uses by itself is none, and its gradient
     is not compared): parameters, gradients, buffers, inputs and random states stay as
@@ -120,6 +128,7 @@ def verify(
     seed = _check_seed(seed)
     task = Task(sample, keywords or {}, loss_fn, target, target_dims, reduction, seed)
     comparison = Comparison(Tolerance(rtol, atol, _autocast_dtypes(pipe)))
+    parts = part_inputs(sample, task.keywords, pipe.in_dims, pipe.keyword_dims, pipe.chunks)[1]
     # The call, and with a loss a step under each schedule.
     schedules = [None, *(SCHEDULES if loss_fn is not None and len(pipe) else ())]
     with _random_states_kept(pipe), _gradients_kept(module, pipe):
@@ -142,7 +151,13 @@ def verify(
                     module, pipe, task, schedule, comparison.tolerance, trains=trains
                 )
                 raise _error(difference, layer) from None
-    parts = part_inputs(sample, task.keywords, pipe.in_dims, pipe.keyword_dims, pipe.chunks)[1]
+        if len(pipe) and len(parts.rows) > 1:
+            at_once = shapes_at_once(plain_copy(module, pipe), pipe, task)
+            dims = spread_dims(pipe.out_dims, expected.structure, "out_dims")
+            try:
+                comparison.check_shapes(expected, at_once, dims)
+            except DifferenceError as difference:
+                raise _error(difference, "") from None
     agreements = {
         kind: Agreement.of(comparison.found.get(kind, {}))
         for kind in ("outputs", "losses", "gradients", "buffers")

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipebal.pipeline.chain import layers_of
+from gpipebal.pipeline.chain import layers_of, name_at
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.microbatch import name_of_leaf
+from gpipebal.pipeline.parting import Dim
 from gpipebal.verification.task import Outcome, Slot, layers_alone
 from gpipebal.verification.tolerance import (
     Tolerance,
@@ -43,6 +44,10 @@ _SAME_LOSS = (
 _SAME_RECOMPUTE = (
     "let every layer do the same in the recompute as in the forward, whatever is_recomputing() "
     "says, and in any thread; pipe.checkpoint = 'never' tells whether it is the recompute."
+)
+_SAME_ROWS = (
+    "let the last layer's output have the rows along dim 0, or name their dimension in out_dims "
+    "(None: stack the micro-batches' tensors); what is taken over all rows belongs into the loss."
 )
 _SAME_BUFFERS = (
     "let every layer write to its buffers in the forward, whatever the thread, and not only where "
@@ -98,7 +103,7 @@ class Comparison:
         where = "Before any run."
         names, others = list(layers_of(plain)), list(pipe._modules)
         for k in range(max(len(names), len(others))):
-            mine, theirs = _name_at(names, k), _name_at(others, k)
+            mine, theirs = name_at(names, k), name_at(others, k)
             if mine != theirs:
                 at = _At(where, _SAME_LAYERS)
                 at.differ(f"layer {k} of the pipeline is {theirs}", f"{mine}, as in the module")
@@ -122,6 +127,30 @@ class Comparison:
         # Lazy ones have no values yet.
         if not (is_lazy(plain) and is_lazy(found)):
             self._check_tensor(at, "state", label, plain, found, 0.0)
+
+    def check_shapes(self, expected: Outcome, at_once: list[Any], dims: list[Dim]) -> None:
+        """Make sure that the micro-batches' outputs, joined, look like those of the mini-batch.
+
+        Args:
+            expected: What the plain model leaves, micro-batch by micro-batch.
+            at_once: Shapes of its output over the whole mini-batch in one piece; none: not known.
+            dims: Dimension along which each leaf has its rows; None: it has none.
+
+        Raises:
+            DifferenceError: a shape differs.
+        """
+        if len(at_once) != len(expected.outputs):
+            return
+        for k, (leaf, whole, dim) in enumerate(zip(expected.outputs, at_once, dims, strict=True)):
+            if isinstance(leaf, Tensor) and whole is not None and dim is not None:
+                name = name_of_leaf(expected.structure, k)
+                label = "the output" if name == "the tensor" else f"output {name}"
+                if leaf.shape != whole:
+                    at = _At("In the plain model.", _SAME_ROWS)
+                    at.differ(
+                        f"{label}, joined over the micro-batches, has shape {_show(leaf.shape)}",
+                        f"{_show(whole)}, as of the mini-batch in one piece",
+                    )
 
     def check(self, expected: Outcome, found: Outcome, where: str) -> None:
         """Compare what two runs leave, in the order in which a difference would arise.
@@ -211,10 +240,6 @@ def _sizes_around(slots: Mapping[Slot, Tensor | None], *, accumulate: bool) -> d
     if accumulate:
         return dict(zip(sizes, itertools.accumulate(sizes.values(), max), strict=True))
     return sizes
-
-
-def _name_at(names: list[str], k: int) -> str:
-    return repr(names[k]) if k < len(names) else "missing"
 
 
 def _show(value: Any) -> str:

@@ -23,11 +23,21 @@ from gpipebal.pipeline.inputs import Inputs, part_inputs
 from gpipebal.pipeline.microbatch import Call, flatten, name_of_leaf, unflatten
 from gpipebal.pipeline.parting import gather, scatter_leaves
 from gpipebal.pipeline.random_ops import prepare
-from gpipebal.pipeline.randomness import OwnRandomness, draw_seed
+from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.pipeline.seeds import draw_seed
+from gpipebal.pipeline.tensors import copy_of
+from gpipebal.profiler.setting import threads_set
 from gpipebal.skip.tracker import Skips, using
 from gpipebal.verification.task import Outcome, Task, copied, layers_alone, outcome_of
 
-__all__ = ["Watch", "name_of_run", "plain_copy", "run_pipe", "run_plain"]
+__all__ = [
+    "Watch",
+    "name_of_run",
+    "plain_copy",
+    "run_pipe",
+    "run_plain",
+    "shapes_at_once",
+]
 
 #: Is given the index of every layer that has run, and its result.
 Watch = Callable[[int, Any], None]
@@ -75,7 +85,7 @@ def run_plain(plain: nn.Module, pipe: GPipe, task: Task, watch: Watch | None = N
     task = task.fresh()
     leaves, inputs = _parted(pipe, task)
     torch.default_generator.manual_seed(task.seed)
-    with _noting("in the plain model, which verify ran first"), _threads_of(pipe):
+    with _noting("in the plain model, which verify ran first"), threads_set(_threads_of(pipe)):
         if len(pipe):
             outputs = _run_micro_batches(plain, pipe.devices[0], leaves, inputs, watch)
             output = _moved(gather(outputs, pipe.out_dims), pipe.devices[-1])
@@ -83,6 +93,27 @@ def run_plain(plain: nn.Module, pipe: GPipe, task: Task, watch: Watch | None = N
         else:
             output = task.sample
         return outcome_of(output, task).with_state(plain, _input_leaves(leaves, inputs))
+
+
+def shapes_at_once(plain: nn.Module, pipe: GPipe, task: Task) -> list[Any]:
+    """Return the shape of each leaf of the output over the whole mini-batch in one piece.
+
+    Args:
+        plain: A copy of the plain model, for this run alone.
+        pipe: The pipeline.
+        task: What it runs on.
+
+    Returns:
+        None for what is no tensor; nothing if the model fails on so many rows.
+    """
+    task = task.fresh()
+    leaves, inputs = part_inputs(task.sample, task.keywords, pipe.in_dims, pipe.keyword_dims, 1)
+    try:
+        with torch.no_grad():
+            (output,) = _run_micro_batches(plain, pipe.devices[0], leaves, inputs, None)
+    except Exception:  # it may need more memory than there is, or have so many rows fixed
+        return []
+    return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in flatten(output)[0]]
 
 
 def run_pipe(
@@ -144,16 +175,10 @@ def _step(pipe: GPipe, task: Task, schedule: str) -> Tensor:
     )
 
 
-@contextmanager
-def _threads_of(pipe: GPipe) -> Iterator[None]:
-    """Compute with as many threads as a CPU partition: kernels part their sums by threads."""
-    before = torch.get_num_threads()
-    if pipe.devices and pipe.devices[0].type == "cpu":
-        torch.set_num_threads(pipe.threads_per_partition)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads_of(pipe: GPipe) -> int | None:
+    """Return the threads of a CPU partition, because kernels part their sums by threads."""
+    on_cpu = bool(pipe.devices) and pipe.devices[0].type == "cpu"
+    return pipe.threads_per_partition if on_cpu else None
 
 
 @contextmanager
@@ -201,7 +226,7 @@ def _run_micro_batches(
     with _in_places(plain, watch) as now, gathering(statistics):
         for i, part in enumerate(scatter_leaves(leaves, inputs.rows, inputs.dims)):
             # Clones, because torch refuses layers that write to a part of a split tensor.
-            own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in part]
+            own = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part]
             value = _moved(unflatten(own, inputs.structure), device)
             now.randomness = OwnRandomness(seed, i)
             now.keywords = value.keywords if isinstance(value, Call) else {}

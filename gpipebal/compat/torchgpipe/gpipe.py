@@ -23,7 +23,8 @@ import gpipebal.pipeline
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from gpipebal.compat.torchgpipe.partitions import PartitionLayers
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.chain import check_balance, check_one_input, layers_of
+from gpipebal.pipeline.caller import whole_call
+from gpipebal.pipeline.chain import NO_INPUT, check_balance, check_one_input, layers_of
 from gpipebal.pipeline.devices import Place
 from gpipebal.pipeline.runtime import Runtime
 from gpipebal.schedule import CHECKPOINT_MODES
@@ -108,7 +109,8 @@ class GPipe(gpipebal.pipeline.GPipe):
         partitions: nn.ModuleList = self.__dict__["_partitions"]
         return partitions
 
-    def forward(self, input: Any, *others: Any, **keywords: Any) -> Any:
+    @whole_call
+    def forward(self, input: Any = NO_INPUT, /, *others: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
@@ -124,7 +126,7 @@ class GPipe(gpipebal.pipeline.GPipe):
                 inputs (a TypeError).
             BaseException: whatever a layer raised.
         """
-        check_one_input(others)
+        input = check_one_input(input, others, keywords)
         _check_tensors("input", input)
         if not len(self):
             return input

@@ -1,0 +1,115 @@
+"""The seed of a mini-batch, and the default generator of the process, which it comes from.
+
+A mini-batch that draws nothing leaves the generator as it was; one that does takes its seed from
+the state that the caller's thread found when it began, and lets the generator go on by one number
+when the workers have ended. Nothing is read from it in between: layers of several partitions may
+save and restore it side by side, and the last one leaves whatever it had seen. In a backward
+`torch.utils.checkpoint` puts back, for a while, what was there in the forward. If that is still
+there at the end of the phase, what was there at its beginning is put back: else the caller and the
+next mini-batch would get numbers that were drawn already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["MiniBatchSeed", "cell_seed", "default_generators", "draw_seed"]
+
+#: Held while a default generator is read, moved on, or has another state for a moment.
+default_generators = threading.Lock()
+
+#: How many phases are under way that began with a state: each has a seed of its own.
+_under_way: Counter[int] = Counter()
+
+
+def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:
+    """Mix a mini-batch's seed with a layer and a micro-batch into a seed of 63 bits."""
+    return _mixed(f"{seed}/{layer}/{micro_batch}".encode()) >> 1
+
+
+def draw_seed() -> int:
+    """Return the seed of a mini-batch that begins now, and let the default generator go on."""
+    with default_generators:
+        seed = _seed_from(_state(), 0)
+        _go_on()
+        return seed
+
+
+class MiniBatchSeed:
+    """The seed of a mini-batch, made when the first of its cells needs it.
+
+    Args:
+        inside: Makes it for a mini-batch that a layer of another pipeline begins: it follows from
+            that layer's random numbers, so that a recompute of the layer gives the same. None:
+            it comes from the default generator.
+    """
+
+    def __init__(self, inside: Callable[[], int] | None) -> None:
+        self._inside = inside
+        self._value: int | None = None
+        self._making = threading.Lock()
+        # Those that phases of the mini-batch have begun with.
+        self._earlier: set[int] = set()
+        # State of the generator when the phase began, and how many phases had begun with it.
+        self._begun: tuple[bytes, int] | None = None
+
+    def __int__(self) -> int:
+        with self._making:
+            if self._value is None:
+                if self._inside is None:
+                    assert self._begun is not None
+                    self._value = _seed_from(*self._begun)
+                else:
+                    self._value = self._inside()
+            return self._value
+
+    @contextmanager
+    def in_phase(self) -> Iterator[None]:
+        """Run a phase of the mini-batch, in whose block cells may ask for the seed."""
+        if self._inside is not None:
+            yield
+            return
+        is_new = self._value is None
+        with default_generators:
+            before = _state()
+            key = hash(before)
+            self._begun = before, _under_way[key]
+            _under_way[key] += 1
+        try:
+            yield
+        finally:
+            with default_generators:
+                _under_way[key] -= 1
+                if not _under_way[key]:
+                    del _under_way[key]
+                if hash(_state()) in self._earlier - {key}:
+                    old = torch.frombuffer(bytearray(before), dtype=torch.uint8)
+                    torch.default_generator.set_state(old)
+                self._earlier.add(key)
+                if is_new and self._value is not None:
+                    _go_on()
+
+
+def _state() -> bytes:
+    # Read as memory: operations on it would be seen by whoever counts what a step needs.
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _go_on() -> None:
+    torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")
+
+
+def _seed_from(state: bytes, n: int) -> int:
+    return _mixed(state + n.to_bytes(8, "little")) >> 2
+
+
+def _mixed(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

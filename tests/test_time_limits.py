@@ -1,0 +1,80 @@
+"""Plans of searches that have no time: they fit, and their bounds hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpipebal as gb
+from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.planner import best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["bottleneck", "makespan"]))
+def test_devices_in_any_order(seed: int, objective: str) -> None:
+    """With no time at all there is a plan, no better than the best one; its bound is no higher."""
+    rng = random.Random(seed)
+    profile = gb.Profile.from_costs([rng.randint(1, 50) for _ in range(12)], chunks=4)
+    options = {"devices": [1, 2, 1, 3], "any_order": True, "objective": objective}
+    optimum = gb.solve(profile, 4, **options)
+    assert optimum.status == "optimal"
+    found = gb.solve(profile, 4, time_limit=0, **options)
+    assert found.lower_bound <= optimum.value <= found.value
+    assert (found.status == "optimal") == (found.lower_bound == found.value)
+    assert gb.solve(profile, 4, time_limit=1e9, **options).value == optimum.value
+
+
+def tight(seed: int) -> gb.Profile:
+    """Return a chain of which much waits for neighbours."""
+    rng = random.Random(seed)
+    return gb.Profile.from_costs(
+        [rng.randint(1, 9) for _ in range(30)],
+        saved_bytes=[rng.randint(50, 100) for _ in range(30)],
+        output_bytes=[*(rng.randint(20, 90) for _ in range(29)), 0],
+        chunks=16,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_limits_that_what_waits_decides(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of time no next best split is looked at, but for those with most room."""
+    profile = tight(seed)
+    options = {"checkpoint": "auto", "partitions": 6}
+    least = gb.solve(profile, objective="peak_memory", **options).value
+    tried: list[object] = []
+    next_best = best._next_best
+    monkeypatch.setattr(
+        best, "_next_best", lambda *given: (tried.append(one) or one for one in next_best(*given))
+    )
+    for limit in (int(least), int(least * 1.02), int(least * 1.1)):
+        tried.clear()
+        found = gb.solve(profile, memory_limit=limit, time_limit=0, **options)
+        assert len(tried) <= 1
+        assert max(part.memory.total for part in found.partitions) <= limit
+        optimum = gb.solve(profile, memory_limit=limit, **options)
+        assert found.lower_bound <= optimum.value
+        assert found.value >= optimum.lower_bound
+
+
+def test_what_is_lacking_is_told_without_time() -> None:
+    """And what else might be said of it is left out."""
+    with pytest.raises(InfeasibleError, match=r"partition \d does not fit") as caught:
+        gb.solve(tight(0), 6, memory_limit=200, checkpoint="never", time_limit=0)
+    assert "more time to see what helps (time_limit=0 was given)" in str(caught.value)
+    assert "busy neighbours" not in str(caught.value)
+
+
+@pytest.mark.parametrize("checkpoint", ["auto", "except_last", "never"])
+def test_too_many_kinds_of_devices(checkpoint: str) -> None:
+    """The advice that is given works, whatever was asked for."""
+    rng = random.Random(1)
+    profile = gb.Profile.from_costs([rng.randint(1, 9) for _ in range(100)], chunks=8)
+    options = {"devices": [1 + j / 10 for j in range(14)], "checkpoint": checkpoint}
+    with pytest.raises(BalanceError, match="integer program is too large") as caught:
+        gb.solve(profile, 14, any_order=True, time_limit=0.3, **options)
+    assert "Fix: any_order=False; or fewer layers" in str(caught.value)
+    assert gb.solve(profile, 14, time_limit=0.3, **options).n_partitions == 14
