@@ -39,18 +39,20 @@ def at_work(profile: gb.Profile) -> gb.Profile:
 
     def working(layer: LayerProfile) -> LayerProfile:
         back = layer.gradient_bytes + most
-        nothing = layer.no_grad_forward_peak_bytes is None
-        adding = layer.accumulating_peak_bytes is None
+
+        def more(peak: int | None, by: int = back) -> int | None:
+            return None if peak is None else peak + by
+
         return replace(
             layer,
             handed_through=(),
             copied_bytes=0,
             forward_peak_bytes=layer.forward_peak_bytes + most,
-            no_grad_forward_peak_bytes=(
-                None if nothing else (layer.no_grad_forward_peak_bytes or 0) + most
-            ),
+            no_grad_forward_peak_bytes=more(layer.no_grad_forward_peak_bytes, most),
             backward_peak_bytes=layer.backward_peak_bytes + back,
-            accumulating_peak_bytes=None if adding else (layer.accumulating_peak_bytes or 0) + back,
+            accumulating_peak_bytes=more(layer.accumulating_peak_bytes),
+            chained_peak_bytes=more(layer.chained_peak_bytes),
+            chained_accumulating_peak_bytes=more(layer.chained_accumulating_peak_bytes),
         )
 
     step = profile.step
