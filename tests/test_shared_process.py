@@ -219,3 +219,12 @@ def test_a_seed_that_is_set_again_begins_anew() -> None:
         found.append(drawn)
     assert len(set(found[0])) == 3
     assert found[1] == found[0]
+
+
+def test_an_operation_that_hangs_does_not_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has borrowed the default generator, in a worker that was given up, say."""
+    monkeypatch.setattr(seeds, "_PATIENCE", 0.01)
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [1, 1])
+    with seeds.default_generators:
+        pipe(torch.ones(2, 2)).sum().backward()
+    assert not seeds.default_generators.locked() and not seeds._under_way

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.planner import best
+from gpipebal.planner.posing import Posed
+from gpipebal.problem import Problem
+from gpipebal.solvers import Split
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,6 +61,25 @@ def test_limits_that_what_waits_decides(seed: int, monkeypatch: pytest.MonkeyPat
         optimum = gb.solve(profile, memory_limit=limit, **options)
         assert found.lower_bound <= optimum.value
         assert found.value >= optimum.lower_bound
+
+
+def test_a_second_search_without_time_hides_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS, say, which raises where it has found nothing yet."""
+    profile, limits = tight(4), {"checkpoint": "auto", "partitions": 6}
+    least = int(gb.solve(profile, objective="peak_memory", **limits).value * 1.02)
+    asked: list[float | None] = []
+    first = best.solved
+
+    def once(posed: Posed, problem: Problem, time_limit: float | None) -> Split | None:
+        asked.append(time_limit)
+        if len(asked) > 1:
+            raise BalanceError("no split was found in time")
+        return first(posed, problem, time_limit)
+
+    monkeypatch.setattr(best, "solved", once)
+    found = gb.solve(profile, memory_limit=least, time_limit=5, **limits)
+    assert len(asked) == 2
+    assert max(part.memory.total for part in found.partitions) <= least
 
 
 def test_what_is_lacking_is_told_without_time() -> None:

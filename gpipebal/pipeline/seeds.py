@@ -25,6 +25,9 @@ __all__ = ["MiniBatchSeed", "cell_seed", "default_generators", "draw_seed"]
 #: Held while a default generator is read, moved on, or has another state for a moment.
 default_generators = threading.Lock()
 
+#: Seconds to wait for an operation that has it.
+_PATIENCE = 5.0
+
 #: How many phases are under way that began with a state: each has a seed of its own.
 _under_way: Counter[int] = Counter()
 
@@ -77,7 +80,7 @@ class MiniBatchSeed:
             yield
             return
         is_new = self._value is None
-        with default_generators:
+        with _held_for_a_while():
             before = _state()
             key = hash(before)
             self._begun = before, _under_way[key]
@@ -85,7 +88,7 @@ class MiniBatchSeed:
         try:
             yield
         finally:
-            with default_generators:
+            with _held_for_a_while():
                 _under_way[key] -= 1
                 if not _under_way[key]:
                     del _under_way[key]
@@ -95,6 +98,17 @@ class MiniBatchSeed:
                 self._earlier.add(key)
                 if is_new and self._value is not None:
                     _go_on()
+
+
+@contextmanager
+def _held_for_a_while() -> Iterator[None]:
+    """Hold `default_generators`, unless a worker that hangs in an operation has it for ever."""
+    has_it = default_generators.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if has_it:
+            default_generators.release()
 
 
 def _state() -> bytes:

@@ -68,7 +68,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
     They decide how layers go on: whether `contiguous()` copies, say, and so what a write behind it
     writes to. A clone has them only where elements lie side by side; one of an expanded tensor
-    would also have memory for what is one element.
+    would also have memory for what is one element. Subclasses of tensors clone themselves.
     """
     if not has_storage(tensor) or type(tensor) not in (Tensor, Parameter) or not tensor.numel():
         return tensor.clone()

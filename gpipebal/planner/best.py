@@ -111,7 +111,7 @@ def best_of(posed: Posed) -> Best:
     if ways is not None:
         return _best_way(posed, ways, found.method, clock)
     bound = found.lower_bound
-    careful = solved(posed, posed.cautious, clock.left)
+    careful = _solved_again(posed, posed.cautious, clock)
     tried = [roomier(posed, found, plan)]
     tried += [] if careful is None else [plan_of_split(posed, careful)]
     best = _least([one for one in tried if fits(one)])
@@ -142,6 +142,14 @@ class _Clock:
     def left(self) -> float | None:
         """Seconds that are left, 0 if none are; None: no limit."""
         return None if self._until is None else max(self._until - time.monotonic(), 0.0)
+
+
+def _solved_again(posed: Posed, problem: Problem, clock: _Clock) -> Split | None:
+    """Solve a variant of a question that has been answered, in the time that is left."""
+    try:
+        return solved(posed, problem, clock.left)
+    except BalanceError:
+        return None  # HiGHS found nothing in time; there is another answer
 
 
 def _best_way(posed: Posed, ways: Sequence[Split], method: str, clock: _Clock) -> Best:
@@ -280,7 +288,7 @@ def _least_waiting(posed: Posed, plan: Plan, clock: _Clock) -> Plan:
         narrower = []
     for one in (posed, *(pose(each, posed.chunks) for each in narrower)):
         for problem in (one.cautious,) if one is posed else (one.problem, one.cautious):
-            found = solved(one, problem, clock.left)
+            found = _solved_again(one, problem, clock)
             if found is not None:
                 other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))
                 plan = min(plan, other, key=lambda each: (not fits(each), each.value))
