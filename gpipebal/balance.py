@@ -83,7 +83,7 @@ def balance_by_time(
         rows=(),
         partitions=count,
         timeout=timeout,
-        as_pipeline=False,  # a factor for all layers does not change how they compare
+        as_pipeline=False,  # a factor for all layers hardly changes how they compare
         keywords=keywords,
         in_dims=in_dims,
         keyword_dims=keyword_dims,

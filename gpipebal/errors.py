@@ -86,7 +86,7 @@ class FileFormatError(GpipebalError, ValueError):
 
 
 class UnsupportedPlanError(GpipebalError, ValueError):
-    """A plan that this executor cannot run."""
+    """A plan or a schedule that cannot be run, or about which something asked for is not known."""
 
 
 class PipelineError(GpipebalError, RuntimeError):

@@ -20,6 +20,7 @@ __all__ = [
     "check_options",
     "check_path",
     "check_whole",
+    "no_such_row",
     "whole_number",
 ]
 
@@ -203,3 +204,24 @@ def _way(name: str, value: object, wanted: str) -> str:
     for noun in nouns[first : last + 1]:
         text = _MADE_BY[noun].format(text)
     return f"{name} = {text}"
+
+
+def no_such_row(name: str, asked: object, known: Iterable[object]) -> UsageError:
+    """Return the error for a row that a table has not got.
+
+    Args:
+        name: What tells rows apart.
+        asked: The value that was asked for.
+        known: Those of the rows that are there.
+
+    Example:
+        >>> print(no_such_row("replicas", 3, [1, 2]))
+        the table has no such row: replicas=3 (expected 1 or 2).
+        Fix: replicas=1, or another row of these.
+    """
+    values = list(dict.fromkeys(map(repr, known)))
+    there = " or ".join(filter(None, [", ".join(values[:-1]), *values[-1:]]))
+    return UsageError(
+        f"the table has no such row: {name}={asked!r} (expected {there}).\n"
+        f"Fix: {name}={values[0]}, or another row of these."
+    )

@@ -485,8 +485,9 @@ def test_an_output_on_the_host_is_whole_when_it_is_joined(chunks: int) -> None:
     model = nn.Sequential(nn.Linear(256, 256), ToPinned())
     plain = copy.deepcopy(model).to(CUDA)
     x = torch.randn(64, 256, device=CUDA)
-    expected = torch.cat([plain(part) for part in x.chunk(chunks)])
+    parts = [plain(part) for part in x.chunk(chunks)]
     torch.cuda.synchronize()
+    expected = torch.cat(parts)
     pipe = GPipe(model, [1, 1], devices=[CUDA] * 2, chunks=chunks)
     with torch.no_grad():
         for _ in range(3):

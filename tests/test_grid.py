@@ -15,7 +15,7 @@ from plan_oracle import MODES
 from solvers.whole_cases import whole_problems
 
 import gpipebal as gb
-from gpipebal.errors import BalanceError
+from gpipebal.errors import BalanceError, UsageError
 from gpipebal.planner import equal_split, evaluate, solve
 from gpipebal.planner.all_ways import keeps_rules
 from gpipebal.planner.grid import GridRow, solve_grid
@@ -245,7 +245,7 @@ def test_the_table_is_printed_and_a_frame() -> None:
     frame = table.to_frame()
     assert list(frame["replicas"]) == [2, 1]
     assert list(frame["chunks"]) == [4, 8]
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="no such row"):
         table.row(3)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpipebal as gb
-from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.errors import BalanceError, ProfileError, UsageError
 from gpipebal.planner import evaluate, solve
 from gpipebal.planner.rule_comparison import RuleTable, compare_rules
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
@@ -123,7 +123,7 @@ def test_the_table_is_printed_and_a_frame() -> None:
     frame = table.to_frame()
     assert list(frame["rule"]) == [row.rule for row in table.rows]
     assert frame.loc[0, "makespan"] == table.row("plan").makespan
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match=r"rule='magic' \(expected 'plan', "):
         table.row("magic")
 
 

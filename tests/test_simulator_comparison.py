@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.planner import evaluate, solve
 from gpipebal.problem import Link, links_of
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
@@ -57,7 +57,7 @@ def test_the_table_is_its_drawing() -> None:
     assert str(table) == TABLE
     assert table.best.schedule == "zb_h1"
     assert table.row("1f1b").makespan == 15.0
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="no such row"):
         table.row("2f2b")
 
 

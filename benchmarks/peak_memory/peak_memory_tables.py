@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["FORMAT", "GOAL", "VERSION", "blocks", "errors_of", "summary", "within_clock"]
+__all__ = [
+    "FORMAT",
+    "GOAL",
+    "VERSION",
+    "blocks",
+    "errors_of",
+    "errors_of_plan",
+    "summary",
+    "within_clock",
+]
 
 FORMAT = "gpipebal-benchmark-peak-memory"
 VERSION = 3
@@ -21,7 +30,7 @@ def errors_of(row: dict[str, Any]) -> list[float]:
     return [predicted["total"] / counted - 1 for predicted, counted in pairs]
 
 
-def _errors_of_plan(row: dict[str, Any]) -> list[float]:
+def errors_of_plan(row: dict[str, Any]) -> list[float]:
     """Return the same of a plan."""
     pairs = zip(row["planned"], row["counted"], strict=True)
     return [planned / counted - 1 for planned, counted in pairs]
@@ -50,7 +59,7 @@ def summary(record: dict[str, Any]) -> str:
     n_clock = sum(
         abs(error) > GOAL and inside for error, inside in zip(errors, in_range, strict=True)
     )
-    planned = [error for row in rows for error in _errors_of_plan(row)]
+    planned = [error for row in rows for error in errors_of_plan(row)]
     n_under, n_under_plan = (sum(error < -0.01 for error in found) for found in (errors, planned))
     lines = [
         _held("partitions", errors),

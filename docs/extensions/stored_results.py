@@ -97,14 +97,18 @@ def _prediction() -> dict[str, str]:
 
 def _peak_memory() -> dict[str, str]:
     record = _load("peak_memory")
-    from peak_memory_tables import GOAL, errors_of
+    from peak_memory_tables import GOAL, errors_of, errors_of_plan
 
     errors = [error for row in record["rows"] for error in errors_of(row)]
+    planned = [error for row in record["rows"] for error in errors_of_plan(row)]
     return {
         "memory_partitions": str(len(errors)),
         "memory_within": str(sum(abs(error) <= GOAL for error in errors)),
         "memory_goal": percent(GOAL),
         "memory_worst": percent(max(errors, key=abs)),
+        "memory_planned_within": str(sum(abs(error) <= GOAL for error in planned)),
+        "memory_planned_over": signed(max(planned)),
+        "memory_planned_under": signed(min(planned)),
     }
 
 

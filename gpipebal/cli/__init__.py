@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Words of the command line; None: those of the process.
 
+    Raises:
+        SystemExit: with the status, behind help or the version, or if words mean nothing.
+        BaseException: what a user's own code raised.
+
     Example:
         >>> main(["run", "resnet101", "--chunks", "0"])
         2

@@ -35,7 +35,7 @@ def add_run(commands: Commands) -> None:
     add_model(run)
 
     number = partial(run.add_argument, type=int, metavar="N")
-    number("--partitions", help="how many (default: the number of CUDA devices, else 2)")
+    number("--partitions", help="how many (default: one for each device; on a CPU 2)")
     run.add_argument(
         "--checkpoint",
         metavar="MODE",
@@ -54,7 +54,8 @@ def add_run(commands: Commands) -> None:
         "--try",
         dest="attempts",
         default=1,
-        help="run the N best plans for a moment and take the fastest (default: the best one)",
+        help="run the N best plans for a moment and take the fastest (default: the best one; "
+        "not with --checkpoint always)",
     )
     number(
         "--threads-per-partition",

@@ -103,7 +103,7 @@ class GPipe(Container):
 
     Raises:
         ModelError: `module` is not an `nn.Sequential`, or its skips do not pair up (a TypeError).
-        DuplicateLayerError: partitions on different devices share a parameter or buffer.
+        DuplicateLayerError: partitions share a parameter or buffer that they cannot share.
         BalanceError: `balance`, `chunks`, `checkpoint`, `timeout` or a number of threads cannot
             be used (a ValueError).
         DeviceError: a device does not exist, or there are fewer devices than partitions.
@@ -213,6 +213,7 @@ class GPipe(Container):
         Raises:
             UnsupportedPlanError: the plan has a schedule other than ``'gpipe'`` and ``'1f1b'``.
             BalanceError: the plan's layers are not the module's, or the module has other runs.
+            GpipebalError: as for `GPipe`.
         """
         check_plan_schedule(plan)
         check_plan_names(plan, list(layers_of(module)))

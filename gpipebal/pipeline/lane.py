@@ -11,9 +11,10 @@ all of this is nothing at all.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -85,12 +86,18 @@ class Lane:
         """Return a context in which any thread computes where this lane does."""
         return nullcontext()
 
-    def mark(self) -> Any:
-        """Return what others wait for before they use what this lane has computed so far."""
-        return None
+    def mark(self, leaves: Sequence[Any] = ()) -> Any:
+        """Return what others wait for before they use what this lane has computed so far.
+
+        Args:
+            leaves: What they use: a layer of a CPU partition may have put some of it elsewhere.
+        """
+        return caller_events(leaves) or None
 
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
         """Let the caller use tensors of this lane; called in the caller's thread."""
+        for event in _events(ready):  # of what a layer has put on a card
+            torch.cuda.current_stream(event.device).wait_event(event)
 
     def clock(self) -> Any:
         """Return a point in time for a recorder: seconds of `time.perf_counter`."""
@@ -112,6 +119,7 @@ class CudaLane(Lane):
             # workers and the caller that cannot be the stream of everybody who finds a part of it,
             # and autograd lets the streams wait for each other.
             _WARN_OF_STREAMS(False)
+        _settle_attention(device)
         self.compute = torch.cuda.Stream(device) if compute is None else compute
         #: For what comes from other devices.
         self.copy = torch.cuda.Stream(device)
@@ -203,7 +211,7 @@ class CudaLane(Lane):
         """Make the compute stream current in this thread and block."""
         return torch.cuda.stream(self.compute)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self, leaves: Sequence[Any] = ()) -> torch.cuda.Event:
         """Record an event behind the work that the compute stream has so far."""
         return self.compute.record_event()
 
@@ -234,6 +242,19 @@ class CudaLane(Lane):
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+@functools.cache
+def _settle_attention(device: torch.device) -> None:
+    """Let torch choose in which order it tries its attention kernels, before anybody looks.
+
+    It does so when it is first asked for attention on such a device, for the whole process: in a
+    worker, in the middle of a mini-batch, it would change what its backward has to do as well.
+    """
+    query = torch.empty(1, 1, 8, 8, dtype=torch.half, device=device)
+    # Asked without running one. What is not in every torch must not be in the way.
+    with suppress(AttributeError, RuntimeError):
+        torch._fused_sdp_choice(query, query, query)
 
 
 def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:

@@ -166,7 +166,7 @@ class MiniBatch:
             self._begin_gradients(parameters=True)
             self._run_forward_phase("FRB")
             received = self._take_input_gradients()
-        self.lanes[-1].give_to_caller(self.losses, None)
+        self.lanes[-1].give_to_caller(self.losses, self._ends[-1])
         return received
 
     def backward(
@@ -339,7 +339,7 @@ class MiniBatch:
             del packet  # what it shares with the output is the receiver's to free
             self._end(action, started)
             if loss is None:
-                self._routes.put_output(j, i, output._replace(ready=lane.mark()))
+                self._routes.put_output(j, i, output._replace(ready=lane.mark(output.leaves)))
             else:
                 self.losses[i] = loss.take(output)
         elif kind == "R":

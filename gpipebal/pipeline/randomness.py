@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ModelError
+from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline.random_ops import catch_random_operations, current_draw, is_transformed
 from gpipebal.pipeline.seeds import MiniBatchSeed, cell_seed, default_generators
 
@@ -38,6 +38,9 @@ __all__ = [
 
 #: The generators that layers brought along and their states, one for each of their draws in order.
 States = list[tuple[torch.Generator, Tensor]]
+
+#: How often an operation is run that draws from the default generator, if somebody else sets that.
+_TRIES = 10
 
 # A generator that layers of two partitions have: its state is noted and drawn from in one go.
 _given_generators = threading.Lock()
@@ -346,10 +349,25 @@ def _run_with_default(generator: torch.Generator, operation: Any, args: Any, kwa
         else torch.default_generator
     )
     with default_generators:
-        before = default.get_state()
-        default.set_state(generator.get_state())
+        before, ours = default.get_state(), generator.get_state()
         try:
-            return operation(*args, **kwargs)
+            for _ in range(_TRIES):
+                default.set_state(ours)
+                result = operation(*args, **kwargs)
+                after = default.get_state()
+                # A state begins with its seed.
+                if torch.equal(after[:8], ours[:8]):
+                    generator.set_state(after)
+                    return result
+                # Somebody who knows nothing of us has put it to another state meanwhile, as
+                # torch.utils.checkpoint does in a layer of another partition.
+                if operation._schema.is_mutable:
+                    break
         finally:
-            generator.set_state(default.get_state())
             default.set_state(before)
+    raise PipelineError(
+        f"the random numbers of a layer are lost: while {operation} drew, somebody else set the "
+        f"state of the default generator of {device}.\n"
+        "Fix: preserve_rng_state=False where layers use torch.utils.checkpoint by themselves and "
+        "draw nothing; or run the mini-batch again."
+    )

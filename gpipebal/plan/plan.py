@@ -58,7 +58,8 @@ class Plan:
         value: The objective's value of this plan: seconds, bytes, or what the function gave.
         lower_bound: A proven bound that no plan of the same problem can beat, in the same unit.
             If the balance was given, it is part of the problem.
-        status: ``'optimal'`` where `lower_bound` is the value, or ``'feasible'``.
+        status: ``'optimal'`` where a search has proven that `lower_bound` is the value, or
+            ``'feasible'``.
         method: The algorithm that found it, or ``'given'``.
         makespan: Predicted seconds from the first forward to the last backward, without the
             loss.

@@ -1,4 +1,4 @@
-"""Why no plan fits, and what would: every piece of advice is tried before it is given."""
+"""Why no plan fits, and what would: advice that names a value is tried before it is given."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
-from gpipebal.kinds import check_kind
+from gpipebal.kinds import check_kind, no_such_row
 from gpipebal.plan import Plan
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.grid_options import check_applies, checked_options
@@ -110,12 +110,12 @@ class GridTable:
         """Return the row with so many replicas.
 
         Raises:
-            KeyError: there is none.
+            UsageError: there is none.
         """
         for row in self.rows:
             if row.replicas == replicas:
                 return row
-        raise KeyError(replicas)
+        raise no_such_row("replicas", replicas, [row.replicas for row in self.rows])
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per way: counts, seconds, bytes."""

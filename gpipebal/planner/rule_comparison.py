@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError, ProfileError
-from gpipebal.kinds import check_kind, check_options
+from gpipebal.kinds import check_kind, check_options, no_such_row
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.plans import plan_of_balance
@@ -86,12 +86,12 @@ class RuleTable:
         """Return the row of a rule.
 
         Raises:
-            KeyError: there is none.
+            UsageError: there is none.
         """
         for row in self.rows:
             if row.rule == rule:
                 return row
-        raise KeyError(rule)
+        raise no_such_row("rule", rule, [row.rule for row in self.rows])
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per rule: seconds, bytes, fractions."""

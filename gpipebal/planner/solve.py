@@ -59,11 +59,12 @@ def solve(
 
     Minimises `objective` over all splits into exactly `partitions` non-empty runs of consecutive
     layers that fit their devices and keep the rules; and, where they are left open, over the
-    number of micro-batches, checkpoint modes and the order of devices. Among equally good splits
-    the one with the smaller bottleneck is taken, then the one with the smaller sum of squares of
-    the partitions' times, then the one with the leftmost cuts; but where links or devices of
-    different speed decide the makespan, the first that is met (`plan.method` is ``'box search'`` or
-    ``'integer program'``), which is always the same one.
+    number of micro-batches, checkpoint modes and the order of devices (under other schedules than
+    ``'gpipe'`` these are chosen for the bottleneck first). Among equally good splits the one with
+    the smaller bottleneck is taken, then the one with the smaller sum of squares of the partitions'
+    times, then the one with the leftmost cuts; but where `plan.method` is ``'box search'``,
+    ``'integer program'``, ``'schedule search'`` or ``'dense table'``, the first that is met, which
+    is always the same one.
 
     Args:
         profile: Costs of the layers for one micro-batch.
@@ -76,7 +77,7 @@ def solve(
         checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
             ``'auto'``: in each partition the fastest mode that fits its device.
         schedule: ``'gpipe'``; ``'1f1b'``, which `GPipe.step` runs as well; or one that only torch
-            runs: there the makespan is searched for with a simulator, see
+            runs. Under all but ``'gpipe'`` the makespan is searched for with a simulator, see
             `gpipebal.planner.schedules`, and the plan says how far from a proven bound it may be.
         objective: ``'makespan'``, the seconds from the first forward to the last backward of a
             mini-batch; ``'bottleneck'``, the largest time of a partition for one micro-batch; or
@@ -105,11 +106,11 @@ def solve(
             that is more general.
         time_limit: Seconds after which a search without an end of its own returns the best that it
             has found, with the gap; for each number of micro-batches. One way to cut is always
-            tried, and at the end a plan is made of the best, which with very many micro-batches
-            takes a few seconds; what runs of layers need is worked out before, where there are
-            limits, which takes some seconds for thousands of layers. Where nothing fits, how much
-            is lacking is found out, and then changes that would help are tried until as much time
-            has passed again.
+            tried (the integer program may have found none), and at the end a plan is made of the
+            best, which with very many micro-batches takes a few seconds; what runs of layers need
+            is worked out before, where there are limits, which takes some seconds for thousands of
+            layers. Where nothing fits, how much is lacking is found out, and then changes that
+            would help are tried until as much time has passed again.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller that of the mini-batch; None: the caller with schedule
             ``'gpipe'``, else the last partition. Its memory counts; its time is no part of the
@@ -184,7 +185,8 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
         k: How many.
         partitions: As for `solve`.
         options: As for `solve`, but for `cost`, `method` and `time_limit`; the schedule is
-            ``'gpipe'``, the objective makespan or bottleneck.
+            ``'gpipe'``, the objective makespan or bottleneck, and for the makespan no partition's
+            mode is ``'always'``.
 
     Returns:
         Plans, best first; fewer if there are no more, or if what waits for busy neighbours breaks

@@ -63,7 +63,7 @@ def run(
 
     Args:
         model: A built-in model, or ``package.module:function``; see `load_workload`.
-        partitions: Number of partitions; None: as many as CUDA devices, else 2.
+        partitions: Number of partitions; None: one for each device, and 2 on ``'cpu'`` alone.
         chunks: Micro-batches per mini-batch.
         rows: Rows of the mini-batch of a built-in model; None: 32.
         image_size: Pixels of the side of its images; None: the model's own default.
@@ -72,7 +72,8 @@ def run(
         checkpoint: Which micro-batches are recomputed; ``'auto'``: in each partition as few as fit.
         memory_limit: Memory of a device, as `solve` takes it; None: no limit.
         steps: Training steps that are timed, after one that is not.
-        attempts: How many of the best plans to run for a moment; the fastest is taken.
+        attempts: How many of the best plans to run for a moment; the fastest is taken. Only 1
+            with `checkpoint` ``'always'``.
         threads_per_partition: Intra-operation threads of each CPU partition, also while its
             layers are profiled; None: its share of the cores.
         seed: Seed of parameters and data.

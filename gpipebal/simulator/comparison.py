@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError, KindError
-from gpipebal.kinds import check_kind, check_list, check_mapping
+from gpipebal.kinds import check_kind, check_list, check_mapping, no_such_row
 from gpipebal.schedule import (
     ALL_SCHEDULES,
     RUN_BY_TORCH,
@@ -82,13 +82,17 @@ class ScheduleTable:
         """Return the row of a schedule, the faster one if there are several.
 
         Raises:
-            KeyError: there is none.
+            UsageError: there is none.
         """
         for row in self.rows:
             fits = partitions_per_device in (None, row.partitions_per_device)
             if row.schedule == schedule and fits:
                 return row
-        raise KeyError(schedule)
+        known = [(row.schedule, row.partitions_per_device) for row in self.rows]
+        if any(name == schedule for name, _ in known):
+            there = [number for name, number in known if name == schedule]
+            raise no_such_row("partitions_per_device", partitions_per_device, there)
+        raise no_such_row("schedule", schedule, [name for name, _ in known])
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per schedule: seconds, fractions, bytes."""

@@ -127,7 +127,8 @@ def split(
             The others end by themselves.
 
     Returns:
-        A Split; its status is ``'optimal'`` unless the time limit or HiGHS' tolerance left a gap.
+        A Split; its status is ``'optimal'`` unless the time limit, HiGHS' tolerance or a partition
+        that has to wait for its last recompute (see `select_method`) left a gap.
 
     Raises:
         BalanceError: an objective or a method that does not exist or does not apply.

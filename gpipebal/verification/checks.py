@@ -94,6 +94,7 @@ def verify(
         ModelError: `module` is no `nn.Sequential`, `pipe` no `GPipe`, there is a target and no
             `loss_fn`, or the layers cannot be copied.
         BalanceError: a tolerance is no number of 0 or more, or the seed is none of torch's.
+        KindError: `loss_fn` cannot be called.
         BaseException: whatever a layer raised, noted with the run it happened in.
 
     Example:

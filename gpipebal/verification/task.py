@@ -61,6 +61,9 @@ class Task:
         if self.loss_fn is None:
             return None
         torch.default_generator.manual_seed(self.seed)
+        for leaf in flatten((output, self.target))[0]:
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                torch.cuda.default_generators[leaf.device.index].manual_seed(self.seed)
         return call_loss(self.loss_fn, output, self.target)
 
     def projections(self, leaves: Sequence[Tensor]) -> list[Tensor]:
