@@ -27,6 +27,18 @@ Draw = Callable[[Any, Any, dict[str, Any]], Any]
 
 _KEY = "TESTING_ONLY_GenericMode"
 
+#: Those that draw nothing, whatever their tag says: the question which kernel is to run, the kernel
+#: that refuses dropout, and backwards, which are given the forward's numbers.
+NEVER_DRAW = frozenset(
+    {
+        "aten::_fused_sdp_choice",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention_backward",
+        "aten::_scaled_dot_product_cudnn_attention_backward",
+        "aten::_cudnn_attention_backward",
+    }
+)
+
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 _installing = threading.Lock()
@@ -94,7 +106,7 @@ class _CatchAll(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _is_random(func) or _is_traced():
+        if not _is_random(func) or func.name() in NEVER_DRAW or _is_traced():
             return func(*args, **(kwargs or {}))
         return self._draw(func, args, kwargs or {})
 
@@ -119,7 +131,7 @@ class _Catcher:
         libraries: dict[str, torch.library.Library] = {}
         for name in new:
             operation = _operation(name)
-            if operation is None or not _is_random(operation):
+            if operation is None or not _is_random(operation) or name in NEVER_DRAW:
                 continue
             namespace, _, rest = name.partition("::")
             recurrent = namespace == "aten" and rest.partition(".")[0] in _RECURRENT

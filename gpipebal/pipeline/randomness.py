@@ -313,18 +313,22 @@ def _writes_to_first(operation: Any) -> bool:
 _SWITCHES = ("dropout_p", "dropout", "p", "train", "training")
 
 
+@functools.cache
+def _switches_of(operation: Any) -> list[tuple[int, str, Any]]:
+    """Return place, name and default of the arguments that may keep an operation from drawing."""
+    return [
+        (place, argument.name, argument.default_value if argument.has_default_value() else None)
+        for place, argument in enumerate(operation._schema.arguments)
+        if argument.name in _SWITCHES
+    ]
+
+
 def _draws(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Tell whether this call draws: attention and recurrent kernels do only with dropout."""
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.name in _SWITCHES:
-            if place < len(args):
-                value = args[place]
-            else:
-                value = kwargs.get(
-                    argument.name, argument.default_value if argument.has_default_value() else None
-                )
-            if isinstance(value, (bool, int, float)) and not value:
-                return False
+    for place, name, default in _switches_of(operation):
+        value = args[place] if place < len(args) else kwargs.get(name, default)
+        if isinstance(value, (bool, int, float)) and not value:
+            return False
     return True
 
 
