@@ -217,7 +217,8 @@ class Cell:
         for end, gradient in zip(self._ends, gradients, strict=True):
             if end is not None and gradient is not None:
                 roots.append(end[0])
-                seeds.append(gradient.to(end[1]))  # a layer may hand on what is on the host
+                # A layer may hand on what is on the host.
+                seeds.append(gradient if gradient.device == end[1] else gradient.to(end[1]))
         wanted = [leaf for leaf in self._leaves if leaf is not None]
         keep = self._keep and not self.checkpointed
         if roots and (self._parameters or wanted):

@@ -344,29 +344,29 @@ class Partition:
             keys = [route.key for route in self.incoming]
             skips = Skips(dict(zip(keys, arrived, strict=True)))
             del arrived
-        where = "before its first layer"
+        k = -1
         try:
             with randomness.watching(), using(skips) if skips is not None else nullcontext():
                 for k, layer in enumerate(self.layers):
                     if self.is_given_up:
                         raise InboxClosedError
                     self.running = k
-                    where = f"in {self._describe(k)}"
                     marks.append(next_node())
                     randomness.enter_layer(self.first + k)
                     if isinstance(value, Call):
                         value = layer(value.input, **value.keywords)
                     else:
                         value = layer(value)
-                    check_travels(value, self.names[k], cut=False)
+                    if not isinstance(value, Tensor):
+                        check_travels(value, self.names[k], cut=False)
                 if tail is not None:
-                    where, self.running = "in the loss", len(self.layers)
+                    self.running = k = len(self.layers)
                     marks.append(next_node())
-                    randomness.enter_layer(self.first + len(self.layers))
+                    randomness.enter_layer(self.first + k)
                     value = tail(value)
         except BaseException as error:
             with suppress(Exception):  # the error's own class may get in the way
-                error.add_note(where)
+                error.add_note("before its first layer" if k < 0 else f"in {self._describe(k)}")
             raise
         if skips is not None and self.outgoing:
             return [value, *(skips.load(route.key) for route in self.outgoing)]
