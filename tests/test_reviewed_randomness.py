@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gpipebal.errors import ModelError, PipelineError
+from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, is_recomputing, random_ops, randomness
 from gpipebal.pipeline.randomness import OwnRandomness
 from gpipebal.pipeline.seeds import draw_seed
@@ -382,40 +382,3 @@ def test_the_programs_default_device_does_not_matter() -> None:
     # In a process of its own: operations are caught once for all. Refused as on CUDA, where a
     # generator of the host cannot fill a tensor of the default device.
     subprocess.run([sys.executable, "-c", _ELSEWHERE], check=True, timeout=60)
-
-
-def test_an_operation_is_run_again_if_somebody_sets_the_lent_generator_meanwhile() -> None:
-    """As `torch.utils.checkpoint` does in layers of other partitions, at any moment."""
-    states = [torch.Generator().manual_seed(seed).get_state() for seed in range(20)]
-    calls: list[int] = []
-
-    def disturbed(x: Tensor, times: float) -> Tensor:
-        calls.append(len(calls))
-        before = torch.rand_like(x) if len(calls) % 2 else None
-        if len(calls) <= times:
-            torch.default_generator.set_state(states.pop())
-        return torch.rand_like(x) if before is None else before
-
-    library = torch.library.Library("gpipebal_test_lent", "FRAGMENT")
-    library.define(
-        "disturbed(Tensor x, float times) -> Tensor", tags=torch.Tag.nondeterministic_seeded
-    )
-    library.impl("disturbed", disturbed, "CPU")
-    random_ops.prepare()
-
-    def drawn(times: float) -> list[Tensor]:
-        calls.clear()
-        with OwnRandomness(1, 0).watching():
-            first = torch.ops.gpipebal_test_lent.disturbed(torch.zeros(3), times)
-            return [first, torch.ops.gpipebal_test_lent.disturbed(torch.zeros(3), 0.0)]
-
-    torch.manual_seed(0)
-    outside = torch.default_generator.get_state()
-    expected = drawn(0.0)
-    for found, one in zip(drawn(4.0), expected, strict=True):
-        torch.testing.assert_close(found, one, rtol=0, atol=0)
-    assert len(calls) == 6
-    assert torch.equal(torch.default_generator.get_state(), outside)
-    with pytest.raises(PipelineError, match="random numbers of a layer are lost"):
-        drawn(99.0)
-    assert torch.equal(torch.default_generator.get_state(), outside)
