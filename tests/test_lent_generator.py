@@ -1,4 +1,4 @@
-"""Operations that take no generator borrow the process's own; what draws nothing borrows nothing."""
+"""Operations without a generator borrow the process's own; what draws nothing borrows nothing."""
 
 from __future__ import annotations
 
