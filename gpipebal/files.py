@@ -109,10 +109,18 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
     """Write `record` as JSON to `path`, atomically. Floats keep every bit.
 
     Raises:
-        FileFormatError: it has more in it than is read again.
+        FileFormatError: it has more in it than is read again, or what JSON has not got.
     """
     with atomic_path(path) as temporary:
-        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        try:
+            text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+            _check_characters(record)
+        except (TypeError, ValueError) as error:
+            raise _refused(
+                path,
+                f"would not be read again: {error}.",
+                "take that out (of provenance, say); numbers have to be finite, texts whole.",
+            ) from None
         n_values = _count_values(text)
         if n_values > MAX_VALUES or len(text) > MAX_FILE_BYTES:
             raise _refused(

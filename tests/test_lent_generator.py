@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
 from gpipebal.errors import PipelineError
-from gpipebal.pipeline import random_ops
+from gpipebal.pipeline import GPipe, lent, random_ops, seeds
 from gpipebal.pipeline.randomness import OwnRandomness
 
 
 def test_an_operation_is_run_again_if_somebody_sets_the_lent_generator_meanwhile() -> None:
     """As `torch.utils.checkpoint` does in layers of other partitions, at any moment."""
-    states = [torch.Generator().manual_seed(seed).get_state() for seed in range(20)]
+    torch.manual_seed(0)
+    outside = torch.default_generator.get_state()
     calls: list[int] = []
 
     def disturbed(x: Tensor, times: float) -> Tensor:
         calls.append(len(calls))
         before = torch.rand_like(x) if len(calls) % 2 else None
         if len(calls) <= times:
-            torch.default_generator.set_state(states.pop())
+            torch.default_generator.set_state(outside)
         return torch.rand_like(x) if before is None else before
 
     library = torch.library.Library("gpipebal_test_lent", "FRAGMENT")
@@ -36,15 +41,13 @@ def test_an_operation_is_run_again_if_somebody_sets_the_lent_generator_meanwhile
             first = torch.ops.gpipebal_test_lent.disturbed(torch.zeros(3), times)
             return [first, torch.ops.gpipebal_test_lent.disturbed(torch.zeros(3), 0.0)]
 
-    torch.manual_seed(0)
-    outside = torch.default_generator.get_state()
     expected = drawn(0.0)
     for found, one in zip(drawn(4.0), expected, strict=True):
         torch.testing.assert_close(found, one, rtol=0, atol=0)
     assert len(calls) == 6
     assert torch.equal(torch.default_generator.get_state(), outside)
     with pytest.raises(PipelineError, match="random numbers of a layer are lost"):
-        drawn(99.0)
+        drawn(1e9)
     assert torch.equal(torch.default_generator.get_state(), outside)
 
 
@@ -63,3 +66,133 @@ def test_what_is_passed_by_draws_nothing() -> None:
     for name in random_ops.NEVER_DRAW - {"aten::_fused_sdp_choice", flash}:
         schema = random_ops._operation(name)._schema
         assert {"philox_seed", "philox_offset"} <= {each.name for each in schema.arguments}
+
+
+class Kept(nn.Module):
+    """Draws nothing, and saves and restores the default generator in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = checkpoint(self._part, x, use_reentrant=False)
+        return kept
+
+    def _part(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Mapped(nn.Module):
+    """Draws in an operation that takes no generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn: Tensor = torch.vmap(_dropped, randomness="different")(x)
+        return drawn
+
+
+def _dropped(row: Tensor) -> Tensor:
+    return dropout(row.expand(500, 16), 0.3).mean(0)
+
+
+def test_a_lent_state_is_not_left_behind() -> None:
+    """What layers of other partitions save while it is lent, they put back some time."""
+    base = nn.Sequential(Mapped(), *[Kept() for _ in range(6)]).double()
+    x = torch.randn(32, 16, dtype=torch.float64)
+    found = set()
+    for _ in range(8):
+        pipe = GPipe(copy.deepcopy(base), [1, 3, 3], chunks=8, checkpoint="never")
+        torch.manual_seed(1)
+        losses = [
+            pipe.step(x, loss_fn=lambda y: y.square().sum(), schedule="1f1b").item()
+            for _ in range(3)
+        ]
+        found.add((*losses, torch.rand(1).item()))
+        pipe.close()
+    assert len(found) == 1
+
+
+def test_a_lent_state_at_the_end_of_a_phase_is_undone() -> None:
+    """Whoever has saved it leaves it there last; the generator is put back."""
+    torch.manual_seed(3)
+    before = torch.default_generator.get_state()
+    mini_batch = seeds.MiniBatchSeed(None)
+    with mini_batch.in_phase():
+        state = torch.Generator().manual_seed(9).get_state()
+        lent.mark_as_lent(state)
+        torch.default_generator.set_state(state)
+    assert torch.equal(torch.default_generator.get_state(), before)
+
+
+def test_a_state_that_is_saved_in_another_loan_is_noticed() -> None:
+    """Of the same generator, so that only the mark tells that it is of another moment."""
+    saved: list[Tensor] = []
+
+    def draws_two(x: Tensor) -> Tensor:
+        saved.append(torch.default_generator.get_state())
+        first = torch.rand_like(x)
+        if len(saved) == 3:
+            torch.default_generator.set_state(saved[0])
+        return torch.stack([first, torch.rand_like(x)])
+
+    library = torch.library.Library("gpipebal_test_two", "FRAGMENT")
+    library.define("two(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    library.impl("two", draws_two, "CPU")
+    random_ops.prepare()
+    with OwnRandomness(1, 0).watching():
+        found = [torch.ops.gpipebal_test_two.two(torch.zeros(2)) for _ in range(4)]
+    assert len(saved) == 5  # one was run again
+    assert len(torch.stack(found).unique()) == 16
+
+
+def test_an_operation_that_sets_the_generator_itself_draws_what_it_likes() -> None:
+    """It is nobody else's doing, however often it is run."""
+
+    def own(x: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(7)
+        return torch.rand_like(x)
+
+    library = torch.library.Library("gpipebal_test_own", "FRAGMENT")
+    library.define("own(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    library.impl("own", own, "CPU")
+    random_ops.prepare()
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
+    with OwnRandomness(1, 0).watching():
+        found = torch.ops.gpipebal_test_own.own(torch.zeros(3))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["p", "dropout_p", "training"])
+def test_arguments_of_other_libraries_operations_mean_what_they_like(name: str) -> None:
+    """A probability of 0 keeps dropout from drawing; what `p` is elsewhere nobody knows."""
+    library = torch.library.Library(f"gpipebal_test_{name}", "FRAGMENT")
+    schema = f"noise(Tensor x, float {name}) -> Tensor"
+    library.define(schema, tags=torch.Tag.nondeterministic_seeded)
+    library.impl("noise", lambda x, _: torch.rand_like(x), "CPU")
+    random_ops.prepare()
+    noise = getattr(torch.ops, f"gpipebal_test_{name}").noise
+    found = []
+    for _ in range(2):
+        with OwnRandomness(1, 0).watching():
+            found.append(noise(torch.zeros(3), 0.0))
+    assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_dropout_of_nested_tensors(layout: torch.layout) -> None:
+    """It has no overload with a generator; a recompute draws the forward's numbers all the same."""
+
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            parts = torch.nested.as_nested_tensor([x[0, :3], x[0, :5]], layout=layout)
+            return x * torch.nested.to_padded_tensor(dropout(parts, 0.5), 0.0).sum()
+
+    gradients = []
+    for mode in ("never", "always"):
+        x = torch.ones(4, 8, requires_grad=True)
+        torch.manual_seed(4)
+        pipe = GPipe(nn.Sequential(Nested()), [1], chunks=2, checkpoint=mode)
+        pipe(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -114,7 +114,7 @@ def test_no_operation_borrows_the_default_generator_without_need(
     def refuse(*_: Any) -> None:
         raise AssertionError("the default generator is lent")
 
-    monkeypatch.setattr(randomness, "_run_with_default", refuse)
+    monkeypatch.setattr(randomness, "run_with_default", refuse)
     noise = Noise(KINDS[name])
     pipe = GPipe(nn.Sequential(nn.Identity(), noise), [1, 1], chunks=2, checkpoint="always")
     torch.manual_seed(1)
@@ -337,13 +337,13 @@ def test_a_recurrent_operation_that_draws_as_a_whole_borrows_the_default_generat
 ) -> None:
     """Its state is the layer's while the operation runs, and the caller's again afterwards."""
     seen: list[tuple[str, int]] = []
-    run = randomness._run_with_default
+    run = randomness.run_with_default
 
     def note(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:
         seen.append((operation.name(), generator.initial_seed()))
         return run(generator, operation, args, kwargs)
 
-    monkeypatch.setattr(randomness, "_run_with_default", note)
+    monkeypatch.setattr(randomness, "run_with_default", note)
     monkeypatch.setattr(random_ops, "_draws_out_of_sight", lambda args: True)
     layer = Recurrent(nn.LSTM)
     inputs = torch.randn(2, 3, 4, dtype=torch.double)

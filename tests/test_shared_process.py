@@ -14,7 +14,7 @@ from torch.backends import cuda
 from torch.nn.utils import parametrize
 
 from gpipebal import GPipe
-from gpipebal.pipeline import seeds
+from gpipebal.pipeline import lent, seeds
 from gpipebal.pipeline.minibatch import MiniBatch
 from gpipebal.pipeline.seeds import MiniBatchSeed
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
@@ -225,6 +225,6 @@ def test_an_operation_that_hangs_does_not_hold_the_caller(monkeypatch: pytest.Mo
     """One that has borrowed the default generator, in a worker that was given up, say."""
     monkeypatch.setattr(seeds, "_PATIENCE", 0.01)
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [1, 1])
-    with seeds.default_generators:
+    with lent.default_generators:
         pipe(torch.ones(2, 2)).sum().backward()
-    assert not seeds.default_generators.locked() and not seeds._under_way
+    assert not lent.default_generators.locked() and not seeds._under_way

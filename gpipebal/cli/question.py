@@ -214,7 +214,7 @@ def question_of(profile: Profile, options: argparse.Namespace) -> dict[str, Any]
     elif options.no_overlap:
         raise UsageError(
             "there are no transfers that could overlap: --no-overlap without --bandwidth "
-            "(expected both).\nFix: --bandwidth 12GB, say."
+            "or --latency (expected one of them).\nFix: --bandwidth 12GB, say."
         )
     return question
 

@@ -54,7 +54,7 @@ def failed_layers(
     """
     nodes = {node: node._sequence_nr() for node in _graph(roots)}
     numbers = sorted({number for number in nodes.values() if number != _LAST})
-    if not numbers or not any(marks):
+    if not numbers or not marks or _known is None:
         return None
     states = {number: state for node, number in nodes.items() if (state := _has_freed(node))}
     freed = min((n for n, state in states.items() if state == "freed"), default=_LAST)

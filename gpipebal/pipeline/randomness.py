@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ModelError, PipelineError
+from gpipebal.errors import ModelError
+from gpipebal.pipeline.lent import run_with_default
 from gpipebal.pipeline.random_ops import catch_random_operations, current_draw, is_transformed
-from gpipebal.pipeline.seeds import MiniBatchSeed, cell_seed, default_generators
+from gpipebal.pipeline.seeds import MiniBatchSeed, cell_seed
 
 __all__ = [
     "OwnRandomness",
@@ -38,9 +39,6 @@ __all__ = [
 
 #: The generators that layers brought along and their states, one for each of their draws in order.
 States = list[tuple[torch.Generator, Tensor]]
-
-#: How often an operation is run that draws from the default generator, if somebody else sets that.
-_TRIES = 10
 
 # A generator that layers of two partitions have: its state is noted and drawn from in one go.
 _given_generators = threading.Lock()
@@ -171,9 +169,10 @@ class OwnRandomness:
         else:
             self._draws[self._layer] = self._draws.get(self._layer, 0) + 1
             generator = self._generator(device, self._layer)
-        # With a generator an operation cannot be mapped: torch would run it row by row.
-        if way.run is None or is_transformed():
-            return _run_with_default(generator, operation, args, kwargs)
+        # With a generator an operation cannot be mapped: torch would run it row by row. And nested
+        # tensors know none.
+        if way.run is None or is_transformed() or _has_nested(args):
+            return run_with_default(generator, operation, args, kwargs)
         return way.call(generator, args, kwargs)
 
     def _draw_from_given(
@@ -316,6 +315,8 @@ _SWITCHES = ("dropout_p", "dropout", "p", "train", "training")
 @functools.cache
 def _switches_of(operation: Any) -> list[tuple[int, str, Any]]:
     """Return place, name and default of the arguments that may keep an operation from drawing."""
+    if operation.namespace != "aten":
+        return []  # nobody knows what another's arguments mean
     return [
         (place, argument.name, argument.default_value if argument.has_default_value() else None)
         for place, argument in enumerate(operation._schema.arguments)
@@ -332,6 +333,10 @@ def _draws(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return True
 
 
+def _has_nested(args: Any) -> bool:
+    return any(isinstance(argument, Tensor) and argument.is_nested for argument in args)
+
+
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.Tensor):
@@ -342,36 +347,3 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
-
-
-def _run_with_default(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:
-    # The operation reads the process's default generator: lend it our state, then restore.
-    device = generator.device
-    default = (
-        torch.cuda.default_generators[device.index]
-        if device.type == "cuda"
-        else torch.default_generator
-    )
-    with default_generators:
-        before, ours = default.get_state(), generator.get_state()
-        try:
-            for _ in range(_TRIES):
-                default.set_state(ours)
-                result = operation(*args, **kwargs)
-                after = default.get_state()
-                # A state begins with its seed.
-                if torch.equal(after[:8], ours[:8]):
-                    generator.set_state(after)
-                    return result
-                # Somebody who knows nothing of us has put it to another state meanwhile, as
-                # torch.utils.checkpoint does in a layer of another partition.
-                if operation._schema.is_mutable:
-                    break
-        finally:
-            default.set_state(before)
-    raise PipelineError(
-        f"the random numbers of a layer are lost: while {operation} drew, somebody else set the "
-        f"state of the default generator of {device}.\n"
-        "Fix: preserve_rng_state=False where layers use torch.utils.checkpoint by themselves and "
-        "draw nothing; or run the mini-batch again."
-    )

@@ -5,13 +5,13 @@ the state that the caller's thread found when it began, and lets the generator g
 when the workers have ended. Nothing is read from it in between: layers of several partitions may
 save and restore it side by side, and the last one leaves whatever it had seen. In a backward
 `torch.utils.checkpoint` puts back, for a while, what was there in the forward. If that is still
-there at the end of the phase, what was there at its beginning is put back: else the caller and the
-next mini-batch would get numbers that were drawn already.
+there at the end of the phase, or what a layer was lent for an operation, what was there at its
+beginning is put back: else the caller and the next mini-batch would get numbers that were drawn
+already.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import threading
 from collections import Counter
@@ -20,10 +20,9 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["MiniBatchSeed", "cell_seed", "default_generators", "draw_seed"]
+from gpipebal.pipeline.lent import bytes_of_state, default_generators, is_stray, note_home
 
-#: Held while a default generator is read, moved on, or has another state for a moment.
-default_generators = threading.Lock()
+__all__ = ["MiniBatchSeed", "cell_seed", "draw_seed"]
 
 #: Seconds to wait for an operation that has it.
 _PATIENCE = 5.0
@@ -82,6 +81,7 @@ class MiniBatchSeed:
         is_new = self._value is None
         with _held_for_a_while():
             before = _state()
+            note_home(before)
             key = hash(before)
             self._begun = before, _under_way[key]
             _under_way[key] += 1
@@ -92,7 +92,8 @@ class MiniBatchSeed:
                 _under_way[key] -= 1
                 if not _under_way[key]:
                     del _under_way[key]
-                if hash(_state()) in self._earlier - {key}:
+                now = torch.default_generator.get_state()
+                if is_stray(now) or hash(bytes_of_state(now)) in self._earlier - {key}:
                     old = torch.frombuffer(bytearray(before), dtype=torch.uint8)
                     torch.default_generator.set_state(old)
                 self._earlier.add(key)
@@ -112,9 +113,7 @@ def _held_for_a_while() -> Iterator[None]:
 
 
 def _state() -> bytes:
-    # Read as memory: operations on it would be seen by whoever counts what a step needs.
-    state = torch.default_generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+    return bytes_of_state(torch.default_generator.get_state())
 
 
 def _go_on() -> None:

@@ -147,9 +147,10 @@ def _what(plan: Plan) -> str:
     runs += [f"and {count(more, 'more partition')} the rest"] if more > 0 else []
     layers, partitions = count(plan.n_layers, "layer"), count(plan.n_partitions, "partition")
     chunks, rows = count(plan.chunks, "micro-batch"), count(plan.rows, "row")
+    verb = "is" if plan.n_layers == 1 else "are"
     return (
-        f"The {layers} are cut into {partitions}: {'; '.join(runs)}. A mini-batch goes through as "
-        f"{chunks} of at most {rows}."
+        f"The {layers} {verb} cut into {partitions}: {'; '.join(runs)}. A mini-batch goes through "
+        f"as {chunks} of at most {rows}."
     )
 
 
@@ -239,10 +240,19 @@ def _modes(plan: Plan) -> list[str]:
         for count, part in zip(plan.recomputed, plan.partitions, strict=True)
     )
     verbs = ("keeps", "computes") if len(again) == 1 < plan.n_partitions else ("keep", "compute")
+    numbers = sorted({plan.recomputed[j] for j in again})
+    which = "" if numbers == [plan.chunks] else f"{_either(numbers)} of {plan.chunks} "
     return [
-        f"{where} {verbs[0]} only the inputs of micro-batches and {verbs[1]} the rest again to "
-        f"save memory, which takes {format_seconds(cost)} of all devices' time."
+        f"{where} {verbs[0]} only the inputs of {which}micro-batches and {verbs[1]} the rest again "
+        f"to save memory, which takes {format_seconds(cost)} of all devices' time."
     ]
+
+
+def _either(numbers: Sequence[int]) -> str:
+    """Write numbers that are in order; of many the least and the largest."""
+    if len(numbers) > 2:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return " or ".join(map(str, numbers))
 
 
 def _partitions(which: list[int]) -> str:

@@ -179,7 +179,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     if not (isinstance(checkpoint, str) and checkpoint == "auto"):
         to_list = getattr(checkpoint, "tolist", None)  # of numpy
         checkpoint = checkpoint if to_list is None else to_list()
-        check_checkpoint(checkpoint)
+        check_checkpoint(checkpoint, or_auto=True)
         if not isinstance(checkpoint, str):
             checkpoint = modes_of(tuple(checkpoint), n_partitions)
     objective = options.get("objective", "makespan")

@@ -87,7 +87,8 @@ def plot_memory(
         >>> from gpipebal.simulator import held_of, memory_over_time
         >>> profile = gb.Profile.from_costs([1.0, 1.0], saved_bytes=[100, 200], chunks=4)
         >>> plan = gb.solve(profile, 2)
-        >>> plot_memory(memory_over_time(gb.simulate(plan), held_of(profile, plan))).get_xlabel()
+        >>> timeline = gb.simulate(plan, pause=0.0)
+        >>> plot_memory(memory_over_time(timeline, held_of(profile, plan))).get_xlabel()
         'time [s]'
     """
     make = "tracks=memory_over_time(timeline, held_of(profile, plan))"

@@ -1,7 +1,8 @@
 """Caches that layers keep outside of themselves, put back as they were.
 
 A layer may keep a table of positions in a dictionary of its closure, under a global name, in its
-class, as an attribute of a function, as a default of an argument or behind `functools.lru_cache`.
+class, in a module that it calls without having it, as an attribute of a function, as a default of
+an argument or behind `functools.lru_cache`.
 Copies of the layer fill the same one, with tensors of the device that is measured, or without
 values.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +32,7 @@ __all__ = ["caches_kept", "global_names"]
 _DEPTH, _MOST_OBJECTS = 8, 20_000
 #: Packages whose functions keep nothing of a layer.
 _OTHERS = frozenset({"torch", "numpy", "gpipebal", "builtins", "functools", "contextlib", "typing"})
-_PLAIN = (Tensor, nn.Module, str, bytes, int, float, type(None))
+_PLAIN = (Tensor, str, bytes, int, float, type(None))
 _GONE = object()
 
 
@@ -101,6 +103,12 @@ class _Places:
                 self._look_at_all(list(value), depth)
         elif issubclass(kind, (tuple, set, frozenset)):
             self._look_at_all(inside_of(value), depth)
+        elif issubclass(kind, nn.Module):
+            # Copies of layers have it in common with them. Trees of modules are no detour.
+            for module in value.modules():
+                self._seen.add(id(module))
+                self._look_into_names(vars(module), depth)
+                self._look(type(module), depth)
         elif not issubclass(kind, types.ModuleType) and not _is_others(kind):
             self._look_into_names(value.__dict__, depth)
             self._look(kind, depth)
@@ -132,6 +140,9 @@ class _Places:
                 held = cell.cell_contents
                 self.undo.append(functools.partial(_put_back_cell, cell, held))
                 self._look(held, depth)
+        for name in _imported_in(function):
+            if name in sys.modules and not _is_others(sys.modules[name]):
+                self._look_at_spoken(sys.modules[name], function, depth)
         space, named = function.__globals__, global_names(function)
         before = {name: space[name] for name in named if name in space}
         self.undo.append(functools.partial(_put_back_names, space, before, named))
@@ -139,11 +150,14 @@ class _Places:
             if not issubclass(type(value), types.ModuleType):
                 self._look(value, depth)
             elif not _is_others(value):
-                # Of another module of the user's, what the code speaks of.
-                spoken = {name for code in _codes(function) for name in code.co_names}
-                self._look_at_all(
-                    [vars(value)[name] for name in spoken & vars(value).keys()], depth
-                )
+                self._look_at_spoken(value, function, depth)
+
+    def _look_at_spoken(
+        self, module: types.ModuleType, function: types.FunctionType, depth: int
+    ) -> None:
+        """Look at what a function speaks of, of another module of the user's."""
+        spoken = {name for code in _codes(function) for name in code.co_names}
+        self._look_at_all([vars(module)[name] for name in spoken & vars(module).keys()], depth)
 
 
 def _is_others(value: Any) -> bool:
@@ -162,6 +176,18 @@ def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
 def global_names(function: types.FunctionType) -> list[str]:
     """Return the global names that a function reads or sets, also in functions inside of it."""
     return [name for code in _codes(function) for name in _names_in(code)]
+
+
+def _imported_in(function: types.FunctionType) -> Iterator[str]:
+    """Yield the modules that a function imports itself."""
+    for code in _codes(function):
+        yield from _imports_in(code)
+
+
+@functools.lru_cache(4096)
+def _imports_in(code: types.CodeType) -> tuple[str, ...]:
+    steps = dis.get_instructions(code)
+    return tuple(str(step.argval) for step in steps if step.opname == "IMPORT_NAME")
 
 
 @functools.lru_cache(4096)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-__all__ = ["compile_alike", "is_compiled", "runs_as_written"]
+__all__ = ["compile_alike", "compiled_apart", "is_compiled", "runs_as_written"]
+
+#: How often one layer may be compiled for other sizes, threads and copies while it is measured.
+_MOST_COMPILED = 10_000
 
 
 def is_compiled(layer: nn.Module) -> bool:
@@ -17,6 +21,30 @@ def is_compiled(layer: nn.Module) -> bool:
         "_orig_mod" in part._modules or part._compiled_call_impl is not None
         for part in layer.modules()
     )
+
+
+@contextmanager
+def compiled_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let compiled layers be compiled as often as measuring needs, and leave none of that behind.
+
+    torch gives up compiling code that it has compiled a few times, and copies have the code of the
+    caller's layers. Behind the block all that torch has compiled in this process is compiled anew
+    at its next call.
+    """
+    if not any(map(is_compiled, layers)):
+        yield
+        return
+    import torch._dynamo
+    from torch._dynamo import config
+
+    try:
+        with config.patch(
+            recompile_limit=max(_MOST_COMPILED, config.recompile_limit),
+            accumulated_recompile_limit=max(_MOST_COMPILED, config.accumulated_recompile_limit),
+        ):
+            yield
+    finally:
+        torch._dynamo.reset()
 
 
 def compile_alike(layer: nn.Module, copied: nn.Module) -> None:

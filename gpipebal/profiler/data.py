@@ -50,8 +50,8 @@ class Data:
             return Value.of(self.sample.first(rows).copied_to(device).value)
 
     def of_sizes(self, sizes: Sequence[int], device: torch.device) -> Data:
-        """Return a mini-batch of micro-batches of other sizes, on a device; rows are repeated."""
-        sample = self.sample.repeated(sum(sizes), self.rows).to(device)
+        """Return a mini-batch of micro-batches of other sizes, copied to a device; rows repeat."""
+        sample = self.sample.repeated(sum(sizes), self.rows).copied_to(device)
         return replace(self, sample=sample, sizes=sizes, target=self._target_of(sizes))
 
     def target_of(self, sizes: Sequence[int]) -> Any:

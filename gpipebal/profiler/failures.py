@@ -87,8 +87,8 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
         )
     if "more than 1 value per channel" in str(error):
         fix = (
-            "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more: "
-            "batch normalisation cannot train on one value per channel."
+            "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more, "
+            "and no 1 in rows: batch normalisation cannot train on one value per channel."
         )
     if forbids_hooks(error):
         fix = (

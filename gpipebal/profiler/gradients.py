@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpipebal.errors import ProfileError
 from gpipebal.pipeline.tensors import bytes_of, has_storage, storage_key
 
 __all__ = ["begun_inside", "handed_through", "needs_gradient"]
@@ -37,6 +38,13 @@ def begun_inside(outputs: Sequence[Any]) -> tuple[list[tuple[Tensor, Tensor]], i
     wanted = [leaf for leaf in outputs if needs_gradient(leaf)]
     if not wanted:
         return [], 0
+    if any(leaf.is_nested for leaf in wanted):
+        raise ProfileError(
+            "nested tensors between layers cannot be profiled: nobody knows how large their "
+            "gradients are.\n"
+            "Fix: put the layers between which they go into one (an nn.Sequential inside the "
+            "chain), or give costs of your own, gpipebal.Profile.from_costs(forward=[...])."
+        )
     root: Tensor = _Begin.apply(*wanted)
     return [(root, torch.ones_like(root))], sum(bytes_of(leaf) for leaf in wanted)
 

@@ -15,7 +15,7 @@ import os
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -169,20 +169,31 @@ def left_alone(objects: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _tensors_kept(reached: _Reached) -> Iterator[None]:
-    gradients = [(leaf, leaf.grad) for leaf in reached.leaves.values()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in reached.shared.values()
-        for name, buffer in module._buffers.items()
-    ]
-    try:
-        for leaf, _ in gradients:
+    # One that cannot be put back does not keep the others from it.
+    with ExitStack() as behind:
+        for module in reached.shared.values():
+            for name, buffer in module._buffers.items():
+                behind.callback(module._buffers.__setitem__, name, buffer)
+                if buffer is not None:
+                    behind.callback(_put_back, buffer, buffer.detach(), buffer.detach().clone())
+        for leaf in reached.leaves.values():
+            behind.callback(setattr, leaf, "grad", leaf.grad)
             leaf.grad = None
         yield
-    finally:
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
-        for module, name, buffer, values in buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and values is not None:
-                buffer.data.copy_(values)
+
+
+def _put_back(buffer: Tensor, before: Tensor, values: Tensor) -> None:
+    """Give a buffer its memory and its values back.
+
+    Args:
+        buffer: The buffer; it may have been made to lie elsewhere, with other sizes.
+        before: A view of all of it, from before.
+        values: What it held then.
+    """
+    before.copy_(values)
+    if buffer.data_ptr() != before.data_ptr() or _form(buffer) != _form(before):
+        buffer.data = before
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.layout, tensor.is_contiguous()

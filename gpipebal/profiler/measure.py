@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -15,6 +16,7 @@ from gpipebal.pipeline.caller import CallerState
 from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
+from gpipebal.profiler.compiled import compiled_apart
 from gpipebal.profiler.describe import describe_machine
 from gpipebal.profiler.failures import alone_already, is_out_of_memory
 from gpipebal.profiler.harmless import left_alone
@@ -81,7 +83,8 @@ def profile_model(
     in training mode may have parts in evaluation mode (a frozen batch normalisation), and is
     measured so; one that is in evaluation mode itself is measured as if all of it were trained.
     Autocast is that of the caller. Layers that `torch.compile` made are timed compiled; their
-    memory and operations are those of the code as written.
+    memory and operations are those of the code as written. Behind the profile torch compiles them,
+    and whatever else it has compiled in the process, anew at the next call.
 
     Args:
         module: An `nn.Sequential`; its children are the layers.
@@ -204,7 +207,10 @@ def profile_model(
             },
         )
         chosen = DEFAULT_RATES if rates is None else rates
-        return estimate_training(training, rows=rows, rates=chosen, progress=progress)
+        # What layers set of the caller's context is gone behind it.
+        return contextvars.copy_context().run(
+            estimate_training, training, rows=rows, rates=chosen, progress=progress
+        )
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     check_values(training.layers, sample, keywords, target)
     where = device_for(device)
@@ -228,15 +234,16 @@ def profile_model(
         started=started,
         progress=progress,
     )
-    state = CallerState.capture((where.type,))
-    with (
-        left_alone([module, loss_fn]),
-        random_numbers_kept(where),
-        current_device(where),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        return _measure(training, conduct, state)
+    with compiled_apart(training.modules):
+        state = CallerState.capture((where.type,))
+        with (
+            left_alone([module, loss_fn]),
+            random_numbers_kept(where),
+            current_device(where),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            return contextvars.copy_context().run(_measure, training, conduct, state)
 
 
 @dataclass(frozen=True)

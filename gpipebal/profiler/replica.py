@@ -8,7 +8,7 @@ replicas can run side by side.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from gpipebal.pipeline.tensors import bytes_of
 from gpipebal.profiler.compiled import compile_alike
 from gpipebal.profiler.copying import buffer_like, copy_layer, parameter_like
 
-__all__ = ["kept_by", "layer_of_tensors", "own_bytes", "parameter_bytes", "replicate"]
+__all__ = [
+    "kept_by",
+    "layer_of_tensors",
+    "own_bytes",
+    "parameter_bytes",
+    "replicate",
+    "stand_ins",
+]
 
 
 def replicate(
@@ -31,6 +38,7 @@ def replicate(
     *,
     private: Collection[int] = (),
     keep_modes: bool = True,
+    known: Mapping[int, Any] | None = None,
 ) -> list[nn.Module]:
     """Copy layers, with parameters that share the originals' memory.
 
@@ -45,13 +53,17 @@ def replicate(
         device: Where the copies will be.
         private: Layers whose parameters are copied too.
         keep_modes: Whether all parts stay in training or evaluation mode; else all are trained.
+        known: What stands for parameters of other layers, by identity: a layer may have a way to
+            them (a hook that knows the model), and copies of it would have copies of them all.
 
     Raises:
         ProfileError: a layer cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = dict(known or {})
     # Also those that another layer has too.
     own = {id(parameter) for k in private for parameter in layers[k].parameters()}
+    for key in own:
+        memo.pop(key, None)
     for index, layer in enumerate(layers):
         if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
             raise ProfileError(
@@ -81,6 +93,16 @@ def replicate(
         _flatten(replicas[-1])
         compile_alike(layer, replicas[-1])
     return replicas
+
+
+def stand_ins(layers: Sequence[nn.Module], device: torch.device) -> dict[int, nn.Parameter]:
+    """Return parameters that share the memory of those of layers on a device, by identity."""
+    return {
+        id(parameter): parameter_like(parameter, parameter.detach())
+        for layer in layers
+        for parameter in layer.parameters()
+        if parameter.device == device and not is_lazy(parameter) and not parameter.is_inference()
+    }
 
 
 def _flatten(replica: nn.Module) -> None:

@@ -327,7 +327,9 @@ def run_side_by_side(
     lanes = [_MeasuringLane(sizes[0].chain.device) for sizes in subjects]
     pool = WorkerPool(lanes, [n_threads] * len(subjects))
     try:
-        pool.submit([partial(rounds.work, k, state) for k in range(len(subjects))])
+        pool.submit(
+            [partial(state.variables.copy().run, rounds.work, k, state) for k in range(len(lanes))]
+        )
         rounds.wait()
     finally:
         # Also when interrupted: the layers in progress end, then the threads do.

@@ -97,7 +97,7 @@ def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:
         if type(size) is not int or not 1 <= size <= rows:
             raise ProfileError(
                 f"rows cannot be measured: rows={size!r} (expected 1..{rows}, the rows of the "
-                "sample).\nFix: give a larger sample, or leave rows out."
+                "sample).\nFix: rows within these, a larger sample, or leave rows out."
             )
     return sorted({size for size in sizes if size != m})
 

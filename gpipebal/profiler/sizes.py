@@ -295,6 +295,7 @@ class Study:
             loss = size.loss.chain
             if copies:
                 loss = loss_chain(self._loss_fn, loss.loss.target, loss.start, self.device)
+                loss.written = size.loss.chain.written
         return Subject(self._replicated(size.start, replicas), loss)
 
     def _profile_of(

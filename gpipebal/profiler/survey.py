@@ -19,7 +19,7 @@ from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.flops import FlopCounter
 from gpipebal.profiler.loss import LossChain, loss_chain
 from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
-from gpipebal.profiler.replica import replicate
+from gpipebal.profiler.replica import replicate, stand_ins
 from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
 from gpipebal.profiler.value import Routes, Value
 from gpipebal.skip.tracker import Key
@@ -74,12 +74,18 @@ class Scout:
         self._chain = chain
         self._modules = list(chain.layers)
         self._keep_modes = keep_modes
+        self._known = stand_ins(chain.layers, chain.device)
 
     def before(self, k: int, value: Value) -> None:
         """Let the copy of layer k take its place; `value` goes into it."""
         chain, name = self._chain, self._chain.names[k]
         copied = replicate(
-            [name], [self._modules[k]], chain.device, private=(0,), keep_modes=self._keep_modes
+            [name],
+            [self._modules[k]],
+            chain.device,
+            private=(0,),
+            keep_modes=self._keep_modes,
+            known=self._known,
         )[0]
         chain.layers[k] = copied
         if chain.find_written(k, value, copied):
@@ -179,6 +185,7 @@ def survey_loss(
         GpipebalError: the loss cannot be computed over a micro-batch.
     """
     chain = loss_chain(loss_fn, target, found.outputs.value, device)
+    chain.find_written(0, found.outputs.value, chain.loss)
     given = (found.outputs, found.numbers, chain.loss.target_tensors)
     memory, _ = measure_layer_memory(chain, 0, *given)
     return LossSurvey(chain, memory, flops_of(chain, 0, found.outputs.value))

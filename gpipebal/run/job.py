@@ -102,7 +102,7 @@ def run(
     if threads_per_partition is not None:
         check_threads("threads_per_partition", threads_per_partition)
     if checkpoint != "auto":
-        check_checkpoint(checkpoint)
+        check_checkpoint(checkpoint, or_auto=True)
     if checkpoint == "always" and attempts > 1:
         raise UsageError(
             f"the next best plans are not known: attempts={attempts} with checkpoint='always' "

@@ -101,17 +101,22 @@ def with_recomputes(schedule: Schedule, checkpoint: Checkpoint) -> Schedule:
     return Schedule(schedule.name, tuple(rows), schedule.devices)
 
 
-def check_checkpoint(checkpoint: object) -> None:
+def check_checkpoint(checkpoint: object, *, or_auto: bool = False) -> None:
     """Refuse a checkpoint mode, or one in a sequence of modes, that does not exist.
+
+    Args:
+        checkpoint: What was given.
+        or_auto: Whether an error names ``'auto'`` too, which its caller takes.
 
     Raises:
         BalanceError: `checkpoint` is neither one of `CHECKPOINT_MODES` nor a sequence of them.
     """
     several = isinstance(checkpoint, (list, tuple)) and checkpoint
+    known = [*CHECKPOINT_MODES, *(["auto"] if or_auto and not several else [])]
     for mode in several or (checkpoint,):
         if not isinstance(mode, str) or mode not in CHECKPOINT_MODES:
             raise BalanceError(
                 f"checkpoint mode does not exist: checkpoint={mode!r} "
-                f"(expected one of {', '.join(map(repr, CHECKPOINT_MODES))}).\n"
+                f"(expected one of {', '.join(map(repr, known))}).\n"
                 "Fix: checkpoint='except_last'."
             )

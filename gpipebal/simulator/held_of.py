@@ -37,7 +37,9 @@ def held_of(
     works than it leaves behind counts with what it leaves; and a partition to which no gradient
     comes has those of its parameters after its first backward, and not only when the optimizer
     steps. How much waits for busy neighbours goes by the clock, and a plan counts a margin for
-    slow ones: over time there may be less.
+    slow ones: over time there may be less. A plan's memory has recomputes behind the caller's loss,
+    as in ``simulate(plan, pause=0.0)``: without a pause the last ones may begin while outputs of
+    forwards still wait, and there may be more.
 
     Args:
         profile: Costs of the layers for one micro-batch.

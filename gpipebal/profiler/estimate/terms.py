@@ -53,6 +53,7 @@ def estimate_loss(
     layer = chain.loss
     try:
         with without_values("loss"), acting_as_device(rates) as notes:
+            chain.find_written(0, outputs.value, layer)
             costs = find_costs(chain, outputs.value, rates)
             memory, _ = measure_layer_memory(chain, 0, outputs, numbers, layer.target_tensors)
     except ProfileError as error:

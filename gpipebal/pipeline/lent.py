@@ -1,0 +1,152 @@
+"""Lent states: what the default generator has while an operation draws a layer's numbers from it.
+
+Who saves the generator's state meanwhile, such as `torch.utils.checkpoint` in a layer of another
+partition, puts it back some time. So a lent state of the CPU bears a mark, where others have the
+seed that they came from; and states in which an operation has drawn although it was lent another
+one are noted. States are read and written as memory: operations on them would be seen by whoever
+counts what a step needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections import deque
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipebal.errors import PipelineError
+
+__all__ = [
+    "bytes_of_state",
+    "default_generators",
+    "is_stray",
+    "mark_as_lent",
+    "note_home",
+    "run_with_default",
+]
+
+#: How often an operation is run that draws from the default generator, if somebody else sets that;
+#: and after how many runs in a row that have not moved the state on it is taken to draw nothing.
+_TRIES, _NOTHING = 1000, 20
+
+#: Held while a default generator is read, moved on, or has another state for a moment.
+default_generators = threading.Lock()
+
+#: Bytes of the seed that a state begins with; of a mark half of them are the same in all.
+_HEAD = 8
+_MARK = hashlib.blake2b(b"gpipebal: lent", digest_size=_HEAD // 2).digest()
+_n_lent = count()
+#: Hashes of the last states that were noted.
+_strays: deque[int] = deque(maxlen=1000)
+#: What states begin with that the process's generator had when phases of mini-batches began.
+_homes: deque[bytes] = deque(maxlen=100)
+
+
+def bytes_of_state(state: Tensor) -> bytes:
+    """Return the bytes of a generator's state."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _head_of(state: Tensor) -> bytes:
+    """Return what a state begins with: the seed that it came from, or a mark."""
+    return ctypes.string_at(state.data_ptr(), _HEAD)
+
+
+def _set_head(state: Tensor, head: bytes) -> None:
+    """Let a state begin with something else; on a CPU that changes no number that is drawn."""
+    ctypes.memmove(state.data_ptr(), head, _HEAD)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two states are equal."""
+    return bytes_of_state(one) == bytes_of_state(other)
+
+
+def mark_as_lent(state: Tensor) -> None:
+    """Give a state of the CPU's generator a mark that no other one has."""
+    _set_head(state, _MARK + (next(_n_lent) % 2**32).to_bytes(_HEAD // 2, "little"))
+
+
+def _is_lent(state: Tensor) -> bool:
+    """Tell whether a state bears a mark."""
+    return _head_of(state).startswith(_MARK)
+
+
+def note_home(state: bytes) -> None:
+    """Let a state be known that the process's generator has when nobody has borrowed it."""
+    head = state[:_HEAD]
+    if head not in _homes:
+        _homes.append(head)
+
+
+def _is_of_process(state: Tensor) -> bool:
+    """Tell whether a state may be one that somebody had saved, while it was lent or not."""
+    return _is_lent(state) or _head_of(state) in tuple(_homes)
+
+
+def _note_stray(state: Tensor) -> None:
+    """Let a state be known that nobody has drawn from but an operation that is run again."""
+    _strays.append(hash(bytes_of_state(state)))
+
+
+def is_stray(state: Tensor) -> bool:
+    """Tell whether a state was lent, or was noted: whoever put it there had only saved it."""
+    return _is_lent(state) or hash(bytes_of_state(state)) in tuple(_strays)
+
+
+def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation that reads the process's default generator, which is lent a state for it.
+
+    Args:
+        generator: Has the state, and gets the one behind the operation.
+        operation: The operation.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        PipelineError: somebody else has set the generator's state whenever it ran.
+    """
+    device = generator.device
+    default = (
+        torch.cuda.default_generators[device.index]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
+    with default_generators:
+        before, ours = default.get_state(), generator.get_state()
+        seed, n_unmoved = _head_of(ours), 0
+        try:
+            for _ in range(_TRIES):
+                if device.type == "cpu":
+                    mark_as_lent(ours)
+                default.set_state(ours)
+                result = operation(*args, **kwargs)
+                after = default.get_state()
+                is_unmoved = _is_same(after, ours)
+                n_unmoved = n_unmoved + 1 if is_unmoved else 0
+                if _head_of(after) == _head_of(ours) and (not is_unmoved or n_unmoved > _NOTHING):
+                    _set_head(after, seed)
+                    generator.set_state(after)
+                    return result
+                if not (is_unmoved or _head_of(after) == _head_of(before) or _is_of_process(after)):
+                    # Seeded by the operation itself, which draws what it likes.
+                    generator.set_state(after)
+                    return result
+                # Somebody who knows nothing of us has put it back meanwhile, to what it was at some
+                # time, as torch.utils.checkpoint does in a layer of another partition.
+                _note_stray(after)
+                if operation._schema.is_mutable:
+                    break
+        finally:
+            default.set_state(before)
+    raise PipelineError(
+        f"the random numbers of a layer are lost: while {operation} drew, somebody else set the "
+        f"state of the default generator of {device}.\n"
+        "Fix: preserve_rng_state=False where layers use torch.utils.checkpoint by themselves and "
+        "draw nothing; or run the mini-batch again."
+    )
