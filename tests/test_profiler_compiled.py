@@ -157,3 +157,22 @@ def test_code_is_eager_until_the_last_block_ends(calls: Calls) -> None:
 class _Nothing(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def test_a_profile_leaves_compilation_as_it_was() -> None:
+    """Copies have the code of the layers, which torch would soon compile no more."""
+    compiled = [0]
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        compiled[0] += 1
+        return graph.forward
+
+    layers = [torch.compile(Block(), backend=backend) for _ in range(3)]
+    model, x = nn.Sequential(*layers), torch.randn(8, 4)
+    limits = torch._dynamo.config.recompile_limit
+    taken = gb.profile_model(model, x, chunks=2, timeout=0)
+    assert torch._dynamo.config.recompile_limit == limits
+    assert not [flag for flag in taken.provenance["flags"] if "uncompiled" in flag]
+    compiled[0] = 0
+    model(x).sum().backward()
+    assert compiled[0] >= 1
