@@ -105,8 +105,9 @@ class _Places:
             self._look_at_all(inside_of(value), depth)
         elif issubclass(kind, nn.Module):
             # Copies of layers have it in common with them. Trees of modules are no detour.
-            for module in value.modules():
-                self._seen.add(id(module))
+            modules = [value, *(each for each in value.modules() if id(each) not in self._seen)]
+            self._seen.update(map(id, modules))
+            for module in modules:
                 self._look_into_names(vars(module), depth)
                 self._look(type(module), depth)
         elif not issubclass(kind, types.ModuleType) and not _is_others(kind):
