@@ -220,6 +220,8 @@ def no_such_row(name: str, asked: object, known: Iterable[object]) -> UsageError
         Fix: replicas=1, or another row of these.
     """
     values = list(dict.fromkeys(map(repr, known)))
+    if not values:
+        return UsageError(f"the table has no rows: {name}={asked!r}.\nFix: look at table.rows.")
     there = " or ".join(filter(None, [", ".join(values[:-1]), *values[-1:]]))
     return UsageError(
         f"the table has no such row: {name}={asked!r} (expected {there}).\n"

@@ -116,7 +116,9 @@ def test_variables_of_the_callers_context(way: str) -> None:
         LAST.reset(token)
 
 
-def test_a_layer_with_a_way_to_the_whole_model_is_copied_alone() -> None:
+def test_a_layer_with_a_way_to_the_whole_model_is_copied_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Parameters of all other layers are shared by copies of what leads there."""
 
     class Recorder:
@@ -132,7 +134,17 @@ def test_a_layer_with_a_way_to_the_whole_model_is_copied_alone() -> None:
         layer.register_forward_hook(recorder.hook)
     known = stand_ins(list(model), torch.device("cpu"))
     assert {p.data_ptr() for p in known.values()} == {p.data_ptr() for p in model.parameters()}
+    copied = []
+    deepcopy = nn.Parameter.__deepcopy__
+
+    def counted(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copied.append(self)
+        made: nn.Parameter = deepcopy(self, memo)
+        return made
+
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", counted)
     taken = gb.profile_model(model, torch.randn(8, 64), chunks=2, timeout=0, as_pipeline=False)
+    assert not copied
     assert [layer.parameter_bytes for layer in taken.layers] == [4 * (64 * 64 + 64)] * 6
 
 
@@ -180,3 +192,81 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path: Any, value: object)
     with pytest.raises(FileFormatError, match="would not be read again"):
         profile.save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+class Adds(nn.Module):
+    """Has a buffer of any layout, which it does not use."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1
+
+
+@pytest.mark.parametrize("layout", ["sparse", "csr", "expanded"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_buffers_of_any_layout_behind_a_function(layout: str) -> None:
+    """They are left alone, whatever memory they have."""
+    if layout == "expanded":
+        buffer = torch.ones(1).expand(5)
+    else:
+        buffer = torch.eye(3).to_sparse() if layout == "sparse" else torch.eye(3).to_sparse_csr()
+    inner = Adds(buffer)
+    model = nn.Sequential(calling(inner), nn.Linear(4, 2))
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert inner.table is buffer
+
+
+def test_a_graph_of_before_can_still_be_run() -> None:
+    """What is put back unchanged is not written to."""
+
+    class Scales(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.table
+
+    model = nn.Sequential(nn.Linear(4, 4), calling(Scales(torch.full((4,), 2.0))))
+    x = torch.randn(8, 4)
+    loss = model(x).sum()
+    gb.profile_model(model, x, chunks=2, timeout=0, as_pipeline=False)
+    loss.backward()
+
+
+def test_what_identical_layers_read_of_another_is_the_same_for_each() -> None:
+    """A gradient that one has left where it reads is not there for the next."""
+
+    class Reads(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.others = [weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.others[0])
+
+    first = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(first, *[Reads(first.weight) for _ in range(3)])
+    taken = gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert len({layer.backward_peak_bytes for layer in taken.layers[1:]}) == 1
+
+
+def test_compiled_functions_inside_layers_are_compiled_as_before() -> None:
+    """A layer that calls one, or a loss that is one, is no compiled module."""
+    limit = torch._dynamo.config.recompile_limit
+    called: list[int] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.function = torch.compile(doubled, backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            called.append(torch._dynamo.config.recompile_limit)
+            return x + x.detach().sum() * 0
+
+    model = nn.Sequential(nn.Linear(4, 4), Calls())
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert min(called) > limit == torch._dynamo.config.recompile_limit

@@ -98,6 +98,9 @@ class Lane:
         """Let the caller use tensors of this lane; called in the caller's thread."""
         for event in _events(ready):  # of what a layer has put on a card
             torch.cuda.current_stream(event.device).wait_event(event)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                record_stream(leaf, torch.cuda.current_stream(leaf.device))
 
     def clock(self) -> Any:
         """Return a point in time for a recorder: seconds of `time.perf_counter`."""

@@ -32,7 +32,9 @@ __all__ = [
 
 #: How often an operation is run that draws from the default generator, if somebody else sets that;
 #: and after how many runs in a row that have not moved the state on it is taken to draw nothing.
-_TRIES, _NOTHING = 1000, 20
+_TRIES, _NOTHING = 1000, 10
+#: Operations of other libraries that were found to draw nothing: they are run once.
+_without_draws: set[Any] = set()
 
 #: Held while a default generator is read, moved on, or has another state for a moment.
 default_generators = threading.Lock()
@@ -43,6 +45,8 @@ _MARK = hashlib.blake2b(b"gpipebal: lent", digest_size=_HEAD // 2).digest()
 _n_lent = count()
 #: Hashes of the last states that were noted.
 _strays: deque[int] = deque(maxlen=1000)
+#: What the last states of other devices begin with that were lent.
+_heads: deque[bytes] = deque(maxlen=1000)
 #: What states begin with that the process's generator had when phases of mini-batches began.
 _homes: deque[bytes] = deque(maxlen=100)
 
@@ -86,7 +90,13 @@ def note_home(state: bytes) -> None:
 
 def _is_of_process(state: Tensor) -> bool:
     """Tell whether a state may be one that somebody had saved, while it was lent or not."""
-    return _is_lent(state) or _head_of(state) in tuple(_homes)
+    return _is_lent(state) or _head_of(state) in (*_homes, *_heads)
+
+
+def _note_head(state: Tensor) -> None:
+    head = _head_of(state)
+    if head not in tuple(_heads)[-1:]:
+        _heads.append(head)
 
 
 def _note_stray(state: Tensor) -> None:
@@ -124,12 +134,19 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
             for _ in range(_TRIES):
                 if device.type == "cpu":
                     mark_as_lent(ours)
+                else:  # there a seed is more than a mark
+                    _note_head(ours)
+                    note_home(bytes_of_state(before))
                 default.set_state(ours)
                 result = operation(*args, **kwargs)
                 after = default.get_state()
                 is_unmoved = _is_same(after, ours)
                 n_unmoved = n_unmoved + 1 if is_unmoved else 0
-                if _head_of(after) == _head_of(ours) and (not is_unmoved or n_unmoved > _NOTHING):
+                if n_unmoved == _NOTHING and operation.namespace != "aten":
+                    _without_draws.add(operation)
+                draws_nothing = n_unmoved == _NOTHING or operation in _without_draws
+                is_ours = _head_of(after) == _head_of(ours)
+                if is_ours and (not is_unmoved or draws_nothing or operation._schema.is_mutable):
                     _set_head(after, seed)
                     generator.set_state(after)
                     return result

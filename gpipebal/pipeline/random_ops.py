@@ -28,9 +28,11 @@ Draw = Callable[[Any, Any, dict[str, Any]], Any]
 _KEY = "TESTING_ONLY_GenericMode"
 
 #: Those that draw nothing, whatever their tag says: the question which kernel is to run, the kernel
-#: that refuses dropout, and backwards, which are given the forward's numbers.
+#: that refuses dropout, backwards, which are given the forward's numbers, and the like.
 NEVER_DRAW = frozenset(
     {
+        "aten::_nested_tensor_softmax_with_shape",
+        "rngprims::philox_rand",
         "aten::_fused_sdp_choice",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention_backward",

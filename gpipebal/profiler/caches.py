@@ -20,6 +20,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import resolve_name
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ _DEPTH, _MOST_OBJECTS = 8, 20_000
 _OTHERS = frozenset({"torch", "numpy", "gpipebal", "builtins", "functools", "contextlib", "typing"})
 _PLAIN = (Tensor, str, bytes, int, float, type(None))
 _GONE = object()
+#: Attributes that every module has.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Places:
@@ -50,8 +53,12 @@ class _Places:
         self._seen: set[int] = set()
         # What is only looked at for a moment must not leave its identity to another.
         self._alive: list[Any] = []
+        # Modules outside of layers, with all that they have: looked at last, as they may be many.
+        self._outside: list[tuple[nn.Module, int]] = []
         for each in objects:
             self._look_at_own(each)
+        while self._outside:
+            self._look_into_module(*self._outside.pop(0))
 
     def _look_at_own(self, value: Any) -> None:
         """Look at what copies have too: only its functions lead elsewhere."""
@@ -104,12 +111,7 @@ class _Places:
         elif issubclass(kind, (tuple, set, frozenset)):
             self._look_at_all(inside_of(value), depth)
         elif issubclass(kind, nn.Module):
-            # Copies of layers have it in common with them. Trees of modules are no detour.
-            modules = [value, *(each for each in value.modules() if id(each) not in self._seen)]
-            self._seen.update(map(id, modules))
-            for module in modules:
-                self._look_into_names(vars(module), depth)
-                self._look(type(module), depth)
+            self._outside.append((value, depth))
         elif not issubclass(kind, types.ModuleType) and not _is_others(kind):
             self._look_into_names(value.__dict__, depth)
             self._look(kind, depth)
@@ -132,6 +134,24 @@ class _Places:
                 self.undo.append(functools.partial(_put_back_class, each, before))
                 self._look_at_all(before.values(), depth)
 
+    def _look_into_module(self, value: nn.Module, depth: int) -> None:
+        """Look into a module that copies of layers have in common with them."""
+        # Trees of modules are no detour.
+        modules = [value, *(each for each in value.modules() if id(each) not in self._seen)]
+        self._seen.update(map(id, modules))
+        for module in modules:
+            before = dict(vars(module))
+            self.undo.append(functools.partial(_put_back_names, vars(module), before))
+            for name, each in before.items():
+                # Torch's own are mostly empty, and nobody else fills them.
+                if name not in _OF_EVERY_MODULE or (each and name != "_modules"):
+                    self._look(each, depth)
+            for name in ("_parameters", "_buffers"):
+                names = vars(module).get(name)
+                if isinstance(names, dict):
+                    self.undo.append(functools.partial(_put_back_names, names, dict(names)))
+            self._look(type(module), depth)
+
     def _look_into_function(self, function: types.FunctionType, depth: int) -> None:
         self._look_into_names(vars(function), depth)
         self._look_at_all(function.__defaults__ or (), depth)
@@ -141,9 +161,9 @@ class _Places:
                 held = cell.cell_contents
                 self.undo.append(functools.partial(_put_back_cell, cell, held))
                 self._look(held, depth)
-        for name in _imported_in(function):
-            if name in sys.modules and not _is_others(sys.modules[name]):
-                self._look_at_spoken(sys.modules[name], function, depth)
+        for module in _imported_in(function):
+            if not _is_others(module):
+                self._look_at_spoken(module, function, depth)
         space, named = function.__globals__, global_names(function)
         before = {name: space[name] for name in named if name in space}
         self.undo.append(functools.partial(_put_back_names, space, before, named))
@@ -179,16 +199,26 @@ def global_names(function: types.FunctionType) -> list[str]:
     return [name for code in _codes(function) for name in _names_in(code)]
 
 
-def _imported_in(function: types.FunctionType) -> Iterator[str]:
-    """Yield the modules that a function imports itself."""
+def _imported_in(function: types.FunctionType) -> Iterator[types.ModuleType]:
+    """Yield the modules that a function imports itself, where they are there already."""
+    package = function.__globals__.get("__package__") or ""
     for code in _codes(function):
-        yield from _imports_in(code)
+        for name, level in _imports_in(code):
+            with suppress(ImportError, ValueError):
+                module = sys.modules.get(resolve_name("." * level + name, package))
+                if module is not None:
+                    yield module
 
 
 @functools.lru_cache(4096)
-def _imports_in(code: types.CodeType) -> tuple[str, ...]:
-    steps = dis.get_instructions(code)
-    return tuple(str(step.argval) for step in steps if step.opname == "IMPORT_NAME")
+def _imports_in(code: types.CodeType) -> tuple[tuple[str, int], ...]:
+    steps = list(dis.get_instructions(code))
+    found = []
+    for k, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            level = steps[k - 2].argval if k > 1 else 0
+            found.append((str(step.argval), level if isinstance(level, int) else 0))
+    return tuple(found)
 
 
 @functools.lru_cache(4096)

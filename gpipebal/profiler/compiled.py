@@ -23,15 +23,28 @@ def is_compiled(layer: nn.Module) -> bool:
     )
 
 
+def _calls_compiled(value: Any) -> bool:
+    """Tell whether something is a compiled function, or a module that has one as an attribute."""
+    parts = value.modules() if isinstance(value, nn.Module) else ()
+    several = [value, *(each for part in parts for each in vars(part).values())]
+    return any(callable(each) and hasattr(each, "_torchdynamo_orig_callable") for each in several)
+
+
 @contextmanager
-def compiled_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
+def compiled_apart(objects: Iterable[Any]) -> Iterator[None]:
     """Let compiled layers be compiled as often as measuring needs, and leave none of that behind.
 
     torch gives up compiling code that it has compiled a few times, and copies have the code of the
     caller's layers. Behind the block all that torch has compiled in this process is compiled anew
     at its next call.
+
+    Args:
+        objects: Layers, and functions such as a loss.
     """
-    if not any(map(is_compiled, layers)):
+    if not any(
+        _calls_compiled(each) or (isinstance(each, nn.Module) and is_compiled(each))
+        for each in objects
+    ):
         yield
         return
     import torch._dynamo

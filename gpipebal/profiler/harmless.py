@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.attributes import attributes_of
+from gpipebal.pipeline.tensors import has_storage
 from gpipebal.profiler.caches import caches_kept, global_names
 
 __all__ = ["left_alone", "reached_past", "weights_reached"]
@@ -175,7 +176,7 @@ def _tensors_kept(reached: _Reached) -> Iterator[None]:
             for name, buffer in module._buffers.items():
                 behind.callback(module._buffers.__setitem__, name, buffer)
                 if buffer is not None:
-                    behind.callback(_put_back, buffer, buffer.detach(), buffer.detach().clone())
+                    behind.callback(_put_back, buffer, buffer.data, buffer.detach().clone())
         for leaf in reached.leaves.values():
             behind.callback(setattr, leaf, "grad", leaf.grad)
             leaf.grad = None
@@ -187,13 +188,17 @@ def _put_back(buffer: Tensor, before: Tensor, values: Tensor) -> None:
 
     Args:
         buffer: The buffer; it may have been made to lie elsewhere, with other sizes.
-        before: A view of all of it, from before.
+        before: A view of all of it, from before, which counts writes by itself.
         values: What it held then.
     """
-    before.copy_(values)
-    if buffer.data_ptr() != before.data_ptr() or _form(buffer) != _form(before):
+    if not (has_storage(before) and has_storage(buffer)) or before.is_nested:
+        buffer.data.copy_(values)
+        return
+    if not torch.equal(before, values):
+        before.copy_(values)
+    if _form(buffer) != _form(before):
         buffer.data = before
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.layout, tensor.is_contiguous()
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()

@@ -234,7 +234,7 @@ def profile_model(
         started=started,
         progress=progress,
     )
-    with compiled_apart(training.modules):
+    with compiled_apart([*training.modules, loss_fn]):
         state = CallerState.capture((where.type,))
         with (
             left_alone([module, loss_fn]),

@@ -79,6 +79,8 @@ class Scout:
     def before(self, k: int, value: Value) -> None:
         """Let the copy of layer k take its place; `value` goes into it."""
         chain, name = self._chain, self._chain.names[k]
+        for parameter in self._known.values():
+            parameter.grad = None
         copied = replicate(
             [name],
             [self._modules[k]],
