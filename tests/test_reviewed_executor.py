@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError, PipelineError, PipelineTimeoutError
 from gpipebal.pipeline import GPipe, with_recompute
+from gpipebal.pipeline.activity import Activity, timeout_error
 from gpipebal.pipeline.microbatch import find_overlaps, find_shared
 from gpipebal.pipeline.minibatch import MiniBatch
 from gpipebal.pipeline.worker import WorkerPool
@@ -143,6 +146,23 @@ def test_a_mini_batch_on_workers_that_were_given_up_ends() -> None:
     assert isinstance(raised["first"], PipelineTimeoutError)
     assert "second" not in raised or isinstance(raised["second"], PipelineError)
     torch.testing.assert_close(pipe(torch.ones(2, 2)), torch.ones(2, 2))
+
+
+def test_no_garbage_is_collected_while_python_looks_at_its_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Callbacks would let another thread run, which may wait for the same lock for ever."""
+    collected = []
+    look = sys._current_frames
+
+    def looks() -> dict[int, Any]:
+        collected.append(gc.isenabled())
+        return look()
+
+    monkeypatch.setattr(sys, "_current_frames", looks)
+    error = timeout_error(1.0, [Activity()], [threading.current_thread()])
+    assert isinstance(error, PipelineTimeoutError)
+    assert collected == [False] and gc.isenabled()
 
 
 def test_sums_of_an_interrupted_backward_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

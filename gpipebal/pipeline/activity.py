@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 from gpipebal.errors import PipelineTimeoutError
 from gpipebal.pipeline.partition import Partition
@@ -15,6 +17,9 @@ from gpipebal.schedule import Action
 __all__ = ["Activity", "timeout_error", "where"]
 
 _PHASES = {"F": "forward", "R": "recompute", "B": "backward"}
+
+#: Held while a thread looks where all threads stand.
+_looking = threading.Lock()
 
 #: Lines of a worker's stack that an error shows.
 _FRAMES = 4
@@ -77,11 +82,28 @@ class Activity:
         return f"partition {j} runs the {cell}{layer}, for {seconds:.1f} s"
 
 
+def _current_frames() -> dict[int, FrameType]:
+    """Return where every thread stands.
+
+    Python before 3.12 looks at threads under a lock of its own, and collects garbage meanwhile:
+    destructors and callbacks then let other threads run, and one that wants the lock too, here or
+    to start a thread, would wait for ever with all others. So no garbage is collected.
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def timeout_error(
     timeout: float, activities: Sequence[Activity], threads: Sequence[threading.Thread]
 ) -> PipelineTimeoutError:
     """Say what every worker is doing, with the innermost calls of those that run."""
-    frames = sys._current_frames()
+    frames = _current_frames()
     lines = []
     for j, (activity, thread) in enumerate(zip(activities, threads, strict=True)):
         lines.append(activity.describe(j))
