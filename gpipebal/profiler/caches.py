@@ -35,8 +35,8 @@ _DEPTH, _MOST_OBJECTS = 8, 20_000
 _OTHERS = frozenset({"torch", "numpy", "gpipebal", "builtins", "functools", "contextlib", "typing"})
 _PLAIN = (Tensor, str, bytes, int, float, type(None))
 _GONE = object()
-#: Attributes that every module has.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+#: What every module has, mostly empty: hooks, say. A forward may add buffers and parameters.
+_EMPTY_MOSTLY = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
 class _Places:
@@ -143,13 +143,8 @@ class _Places:
             before = dict(vars(module))
             self.undo.append(functools.partial(_put_back_names, vars(module), before))
             for name, each in before.items():
-                # Torch's own are mostly empty, and nobody else fills them.
-                if name not in _OF_EVERY_MODULE or (each and name != "_modules"):
+                if name not in _EMPTY_MOSTLY or each:
                     self._look(each, depth)
-            for name in ("_parameters", "_buffers"):
-                names = vars(module).get(name)
-                if isinstance(names, dict):
-                    self.undo.append(functools.partial(_put_back_names, names, dict(names)))
             self._look(type(module), depth)
 
     def _look_into_function(self, function: types.FunctionType, depth: int) -> None:

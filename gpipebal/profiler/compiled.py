@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,8 @@ def _calls_compiled(value: Any) -> bool:
     """Tell whether something is a compiled function, or a module that has one as an attribute."""
     parts = value.modules() if isinstance(value, nn.Module) else ()
     several = [value, *(each for part in parts for each in vars(part).values())]
-    return any(callable(each) and hasattr(each, "_torchdynamo_orig_callable") for each in several)
+    functions = [each for each in several if isinstance(each, FunctionType)]
+    return any(hasattr(each, "_torchdynamo_orig_callable") for each in functions)
 
 
 @contextmanager

@@ -125,9 +125,9 @@ def profile_model(
         share_identical: Whether layers of the same class, options, shapes and input are measured
             once, the first of them. Each layer is then measured alone, as with `one_at_a_time`.
         as_pipeline: Whether to run a few steps as a pipeline on the CPU behind the repeats, and to
-            correct the times by what that tells: a partition is not the sum of its layers. It
-            does not change how layers compare. Ignored on CUDA, and where each layer is measured
-            alone.
+            correct the times by what that tells: a partition is not the sum of its layers. Within
+            one kind of work, such as forwards, it does not change how layers compare. Ignored on
+            CUDA, and where each layer is measured alone.
         timeout: Seconds for the repeats, about; None: the cost of ten training steps, at least 2
             seconds and at most 60, and less what went before them. Each layer is measured at
             least once. The steps as a pipeline take half of `timeout`; by default the cost of ten
