@@ -115,7 +115,7 @@ class EventLane(Lane):
         self.waited: list[object] = []
         self.refuses = False
 
-    def mark(self) -> object:
+    def mark(self, leaves: object = ()) -> object:
         if self.refuses:
             raise torch.AcceleratorError("the device is lost")
         self.marks.append(object())

@@ -26,6 +26,7 @@ def test_an_operation_is_run_again_if_somebody_sets_the_lent_generator_meanwhile
         before = torch.rand_like(x) if len(calls) % 2 else None
         if len(calls) <= times:
             torch.default_generator.set_state(outside)
+            torch.rand(len(calls) % 5)
         return torch.rand_like(x) if before is None else before
 
     library = torch.library.Library("gpipebal_test_lent", "FRAGMENT")
@@ -146,20 +147,25 @@ def test_a_state_that_is_saved_in_another_loan_is_noticed() -> None:
     assert len(torch.stack(found).unique()) == 16
 
 
-def test_an_operation_that_sets_the_generator_itself_draws_what_it_likes() -> None:
-    """It is nobody else's doing, however often it is run."""
+@pytest.mark.parametrize("seed", [7, 8])
+def test_an_operation_that_sets_the_generator_itself_draws_what_it_likes(seed: int) -> None:
+    """It is nobody else's doing, also if the process had that seed."""
+    torch.manual_seed(7)
+    with seeds.MiniBatchSeed(None).in_phase():
+        pass
 
     def own(x: Tensor) -> Tensor:
-        torch.default_generator.manual_seed(7)
+        torch.default_generator.manual_seed(seed)
         return torch.rand_like(x)
 
-    library = torch.library.Library("gpipebal_test_own", "FRAGMENT")
+    library = torch.library.Library(f"gpipebal_test_own_{seed}", "FRAGMENT")
     library.define("own(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
     library.impl("own", own, "CPU")
     random_ops.prepare()
-    expected = torch.rand(3, generator=torch.Generator().manual_seed(7))
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+    own_operation = getattr(torch.ops, f"gpipebal_test_own_{seed}").own
     with OwnRandomness(1, 0).watching():
-        found = torch.ops.gpipebal_test_own.own(torch.zeros(3))
+        found = own_operation(torch.zeros(3))
     assert torch.equal(found, expected)
 
 

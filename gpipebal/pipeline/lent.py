@@ -33,8 +33,12 @@ __all__ = [
 #: How often an operation is run that draws from the default generator, if somebody else sets that;
 #: and after how many runs in a row that have not moved the state on it is taken to draw nothing.
 _TRIES, _NOTHING = 1000, 10
-#: Operations of other libraries that were found to draw nothing: they are run once.
+#: After how many runs in a row that leave the same state behind it is taken to set that itself.
+_ITSELF = 50
+#: Operations of other libraries that were found to draw nothing, and those that set the generator
+#: themselves: they are run once.
 _without_draws: set[Any] = set()
+_seeding: set[Any] = set()
 
 #: Held while a default generator is read, moved on, or has another state for a moment.
 default_generators = threading.Lock()
@@ -129,7 +133,8 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
     )
     with default_generators:
         before, ours = default.get_state(), generator.get_state()
-        seed, n_unmoved = _head_of(ours), 0
+        seed, n_unmoved, n_alike = _head_of(ours), 0, 0
+        earlier: Tensor | None = None
         try:
             for _ in range(_TRIES):
                 if device.type == "cpu":
@@ -150,7 +155,12 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
                     _set_head(after, seed)
                     generator.set_state(after)
                     return result
-                if not (is_unmoved or _head_of(after) == _head_of(before) or _is_of_process(after)):
+                n_alike = n_alike + 1 if earlier is not None and _is_same(after, earlier) else 1
+                earlier = after
+                if n_alike == _ITSELF and operation.namespace != "aten":
+                    _seeding.add(operation)
+                is_known = _head_of(after) == _head_of(before) or _is_of_process(after)
+                if not is_unmoved and (not is_known or operation in _seeding):
                     # Seeded by the operation itself, which draws what it likes.
                     generator.set_state(after)
                     return result
