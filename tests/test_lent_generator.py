@@ -126,6 +126,27 @@ def test_a_lent_state_at_the_end_of_a_phase_is_undone() -> None:
     assert torch.equal(torch.default_generator.get_state(), before)
 
 
+def test_states_are_noted_for_their_own_mini_batch() -> None:
+    """Whoever saved one in the forward leaves it behind a backward; elsewhere it is like others."""
+
+    def state_after(n: int) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        torch.rand(n, generator=generator)
+        return generator.get_state()
+
+    mini_batch, other = seeds.MiniBatchSeed(None), seeds.MiniBatchSeed(None)
+    torch.default_generator.set_state(state_after(0))
+    lent._note_stray(state_after(2))  # of an operation outside of all
+    with mini_batch.in_phase():
+        lent._note_stray(state_after(1))
+    for one, left, expected in ((other, 1, 1), (mini_batch, 1, 0), (mini_batch, 2, 2)):
+        torch.default_generator.set_state(state_after(0))
+        with one.in_phase():
+            torch.default_generator.set_state(state_after(left))
+        assert torch.equal(torch.default_generator.get_state(), state_after(expected))
+    assert not lent._noting
+
+
 def test_a_state_that_is_saved_in_another_loan_is_noticed() -> None:
     """Of the same generator, so that only the mark tells that it is of another moment."""
     saved: list[Tensor] = []

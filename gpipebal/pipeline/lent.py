@@ -3,8 +3,10 @@
 Who saves the generator's state meanwhile, such as `torch.utils.checkpoint` in a layer of another
 partition, puts it back some time. So a lent state of the CPU bears a mark, where others have the
 seed that they came from; and states in which an operation has drawn although it was lent another
-one are noted. States are read and written as memory: operations on them would be seen by whoever
-counts what a step needs.
+one are noted by the mini-batches that are under way: who has saved one of those puts it back in a
+later phase of the same mini-batch, and at any other time such a state is like all others. States
+are read and written as memory: operations on them would be seen by whoever counts what a step
+needs.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from torch import Tensor
 from gpipebal.errors import PipelineError
 
 __all__ = [
+    "Strays",
     "bytes_of_state",
     "default_generators",
-    "is_stray",
     "mark_as_lent",
     "note_home",
     "run_with_default",
@@ -47,8 +49,8 @@ default_generators = threading.Lock()
 _HEAD = 8
 _MARK = hashlib.blake2b(b"gpipebal: lent", digest_size=_HEAD // 2).digest()
 _n_lent = count()
-#: Hashes of the last states that were noted.
-_strays: deque[int] = deque(maxlen=1000)
+#: Those of the phases that are under way; changed and read by who holds `default_generators`.
+_noting: list[Strays] = []
 #: What the last states of other devices begin with that were lent.
 _heads: deque[bytes] = deque(maxlen=1000)
 #: What states begin with that the process's generator had when phases of mini-batches began.
@@ -103,14 +105,35 @@ def _note_head(state: Tensor) -> None:
         _heads.append(head)
 
 
+class Strays:
+    """The states that nobody has drawn from, in phases of a mini-batch, but an operation run again.
+
+    `begin` and `end` stand around a phase, and are called by who holds `default_generators`.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: deque[int] = deque(maxlen=1000)
+
+    def begin(self) -> None:
+        """Note states from now on."""
+        _noting.append(self)
+
+    def end(self) -> None:
+        """Note no more."""
+        _noting.remove(self)
+
+    def note(self, state: Tensor) -> None:
+        """Let a state be known."""
+        self._hashes.append(hash(bytes_of_state(state)))
+
+    def __contains__(self, state: Tensor) -> bool:
+        """Tell whether a state was lent, or was noted: whoever put it there had only saved it."""
+        return _is_lent(state) or hash(bytes_of_state(state)) in tuple(self._hashes)
+
+
 def _note_stray(state: Tensor) -> None:
-    """Let a state be known that nobody has drawn from but an operation that is run again."""
-    _strays.append(hash(bytes_of_state(state)))
-
-
-def is_stray(state: Tensor) -> bool:
-    """Tell whether a state was lent, or was noted: whoever put it there had only saved it."""
-    return _is_lent(state) or hash(bytes_of_state(state)) in tuple(_strays)
+    for strays in tuple(_noting):
+        strays.note(state)
 
 
 def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:

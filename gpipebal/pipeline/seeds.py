@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gpipebal.pipeline.lent import bytes_of_state, default_generators, is_stray, note_home
+from gpipebal.pipeline.lent import Strays, bytes_of_state, default_generators, note_home
 
 __all__ = ["MiniBatchSeed", "cell_seed", "draw_seed"]
 
@@ -59,6 +59,7 @@ class MiniBatchSeed:
         self._making = threading.Lock()
         # Those that phases of the mini-batch have begun with.
         self._earlier: set[int] = set()
+        self._strays = Strays()
         # State of the generator when the phase began, and how many phases had begun with it.
         self._begun: tuple[bytes, int] | None = None
 
@@ -85,6 +86,7 @@ class MiniBatchSeed:
             key = hash(before)
             self._begun = before, _under_way[key]
             _under_way[key] += 1
+            self._strays.begin()
         try:
             yield
         finally:
@@ -93,7 +95,8 @@ class MiniBatchSeed:
                 if not _under_way[key]:
                     del _under_way[key]
                 now = torch.default_generator.get_state()
-                if is_stray(now) or hash(bytes_of_state(now)) in self._earlier - {key}:
+                self._strays.end()
+                if now in self._strays or hash(bytes_of_state(now)) in self._earlier - {key}:
                     old = torch.frombuffer(bytearray(before), dtype=torch.uint8)
                     torch.default_generator.set_state(old)
                 self._earlier.add(key)
