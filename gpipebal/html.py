@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from gpipebal.text import one_line
+from gpipebal.text import not_shown, one_line
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 __all__ = ["Bar", "plan_html", "profile_html", "table", "timeline_html"]
@@ -123,7 +123,7 @@ def profile_html(profile: Any) -> str:
         total = sum(layer.time for layer in layers)
         rest = sum(layers[k].time for k in by_time[_MOST_ROWS:])
         footer.append(
-            f"{count(len(layers) - len(shown), 'layer')} with less time not shown: together "
+            f"{not_shown('layer', [layer.time for layer in layers], _MOST_ROWS)}: together "
             f"{format_percent(rest / total if total else 0.0)}"
         )
     return table(
@@ -166,7 +166,7 @@ def plan_html(plan: Any) -> str:
     footer = text[len(parts) + 1 :]
     memory = "model memory" if plan.peak_bytes is None else "peak memory"
     if len(shown) < len(parts):
-        footer.insert(0, f"{count(len(parts) - len(shown), 'partition')} with less time not shown")
+        footer.insert(0, not_shown("partition", times, _MOST_ROWS))
     return table(
         title,
         ["partition", "layers", "", "time for one micro-batch", "", memory],

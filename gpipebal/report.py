@@ -9,7 +9,7 @@ from typing import Any
 
 from gpipebal.files import write_record
 from gpipebal.text import aligned
-from gpipebal.units import count, format_bytes, format_percent, format_seconds
+from gpipebal.units import count, format_bytes, format_change, format_percent, format_seconds
 
 __all__ = ["PlainTimes", "RunReport"]
 
@@ -201,6 +201,4 @@ def _error(predicted: float | None, measured: float) -> float | None:
 
 
 def _signed(fraction: float | None) -> str:
-    if fraction is None:
-        return ""
-    return ("+" if fraction >= 0 else "") + format_percent(fraction)
+    return "" if fraction is None else format_change(fraction)

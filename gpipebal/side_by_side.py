@@ -14,7 +14,7 @@ from gpipebal.profile import Profile
 from gpipebal.simulator import simulate
 from gpipebal.text import aligned
 from gpipebal.timeline import COMPUTE_KINDS, KIND_NAMES, Timeline
-from gpipebal.units import count, format_bytes, format_percent, format_seconds
+from gpipebal.units import count, format_bytes, format_change, format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -299,10 +299,7 @@ def _mean_times(timeline: Timeline) -> dict[tuple[int, str], float]:
 
 
 def _change(before: float, after: float) -> str:
-    if not before:
-        return "-"
-    change = after / before - 1
-    return ("+" if change >= 0 else "") + format_percent(change)
+    return format_change(after / before - 1) if before else "-"
 
 
 def _short(balance: tuple[int, ...]) -> str:

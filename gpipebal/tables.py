@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpipebal.kinds import check_kind, check_whole
 from gpipebal.profile import LayerProfile, Profile
-from gpipebal.text import aligned
-from gpipebal.units import count, format_bytes, format_percent, format_seconds
+from gpipebal.text import aligned, not_shown
+from gpipebal.units import format_bytes, format_percent, format_seconds
 
 __all__ = ["profile_table"]
 
@@ -42,11 +42,10 @@ parameters 0 B
     shown = sorted(by_time[: max(0, n_layers)])
     rows = [_COLUMNS, *(_row(profile, k, profile.layers[k], total) for k in shown)]
     lines = [str(profile), *aligned(rows, left=(1, 2))]
-    left_out = profile.n_layers - len(shown)
-    if left_out:
+    if len(shown) < profile.n_layers:
         rest = sum(profile.layers[k].time for k in by_time[len(shown) :])
         lines.append(
-            f"{count(left_out, 'layer')} with less time not shown: together "
+            f"{not_shown('layer', [layer.time for layer in profile.layers], len(shown))}: together "
             f"{format_percent(rest / total if total else 0.0)}."
         )
     lines += _step_lines(profile)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Sequence
 
-__all__ = ["aligned", "one_line"]
+from gpipebal.units import count
+
+__all__ = ["aligned", "not_shown", "one_line"]
 
 #: What would end a line in the middle of a cell, steer a terminal (control characters of 7 and of
 #: 8 bits), or turn the order of what stands behind it (Unicode's bidirectional controls).
@@ -33,18 +36,42 @@ def aligned(
         gap: What stands between two columns.
 
     Returns:
-        One line per row, without spaces at its end; breaks of lines in cells are spaces.
+        One line per row, without spaces at its end; breaks of lines in cells are spaces. Wide
+        characters take two places of a terminal, and accents that are characters of their own none.
 
     Example:
         >>> aligned([["layer", "time"], ["a", "12.0 ms"]])
         ['layer     time', 'a      12.0 ms']
     """
     rows = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        gap.join(
-            cell.ljust(width) if k in left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = []
+        for k, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (width - _width(cell))
+            padded.append(cell + space if k in left else space + cell)
+        lines.append(gap.join(padded).rstrip())
+    return lines
+
+
+def not_shown(noun: str, times: Sequence[float], n_shown: int) -> str:
+    """Say how many rows a table leaves out that shows those with the most time.
+
+    Example:
+        >>> not_shown("layer", [1.0, 4.0, 2.0], 2), not_shown("partition", [3.0, 3.0, 3.0], 1)
+        ('1 layer with less time not shown', '2 partitions with no more time not shown')
+    """
+    in_order = sorted(times, reverse=True)
+    is_less = not n_shown or in_order[n_shown] < in_order[n_shown - 1]
+    less = "less" if is_less else "no more"
+    return f"{count(len(times) - n_shown, noun)} with {less} time not shown"
+
+
+def _width(text: str) -> int:
+    """Count the places that a text takes in a terminal."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
+    none = sum(unicodedata.category(each) in ("Mn", "Me", "Cf") for each in text)
+    return len(text) + wide - none

@@ -10,7 +10,14 @@ import re
 
 from gpipebal.errors import UsageError
 
-__all__ = ["count", "format_bytes", "format_percent", "format_seconds", "parse_bytes"]
+__all__ = [
+    "count",
+    "format_bytes",
+    "format_change",
+    "format_percent",
+    "format_seconds",
+    "parse_bytes",
+]
 
 _UNITS_PER_SECOND = {"ps": 1e12, "ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -77,6 +84,16 @@ def format_percent(fraction: float) -> str:
     """
     # z: what rounds to nothing has no sign.
     return f"{100 * fraction:z.1f} %"
+
+
+def format_change(fraction: float) -> str:
+    """Write a change, as a fraction of one, as a percentage with one decimal and its sign.
+
+    Example:
+        >>> format_change(0.1234), format_change(-0.0001)
+        ('+12.3 %', '0.0 %')
+    """
+    return f"{100 * fraction:+z.1f} %".replace("+0.0 %", "0.0 %")
 
 
 def count(number: int, noun: str) -> str:

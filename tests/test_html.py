@@ -12,7 +12,7 @@ from plot_cases import make_case
 
 from gpipebal.html import Bar, table
 from gpipebal.plan import Plan
-from gpipebal.planner import evaluate
+from gpipebal.planner import evaluate, solve
 from gpipebal.profile import Profile
 from gpipebal.simulator import simulate
 from gpipebal.timeline import Event, Timeline
@@ -158,3 +158,9 @@ def test_a_bar_never_leaves_its_cell() -> None:
     """Lengths that cannot be are cut off."""
     found = Reader(table("", ["", ""], [["", Bar((0.75, 0.75, -3.0))]]))
     assert found.bars == [[120.0, 40.0, 0.0]]
+
+
+def test_what_is_not_shown_of_equal_rows_has_no_less_time() -> None:
+    """Of rows that all take as long, some are left out all the same."""
+    text = solve(Profile.from_costs([1.0] * 60), 30)._repr_html_()
+    assert "6 partitions with no more time not shown" in text

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,14 +30,16 @@ from gpipebal.plots import (
     plot_profile,
     plot_run,
     plot_timeline,
+    plot_timelines,
     save_figure,
 )
-from gpipebal.plots.style import readable_on
+from gpipebal.plots.style import kind_style, readable_on
 from gpipebal.problem import Device
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
-from gpipebal.simulator import simulate
+from gpipebal.simulator import durations_of, simulate
 from gpipebal.timeline import Event, Timeline
+from gpipebal.units import format_seconds
 
 #: Layers, partitions and micro-batches at which pictures become crowded or bare.
 SIZES = [(1, 1, 1), (3, 1, 4), (24, 4, 8), (370, 3, 2), (64, 64, 2), (370, 64, 8)]
@@ -365,8 +368,34 @@ def test_run_without_measurement_draws_the_prediction() -> None:
     figure = plot_run(profile, plan, simulate(plan))
     assert len([t for t in figure.axes[2].texts if "makespan" in t.get_text()]) == 1
     assert figure.get_suptitle() == (
-        "6 layers on 2 partitions, 3 micro-batches of 2 rows, checkpoint='except_last'"
+        "6 layers on 2 partitions, 3 micro-batches of 2 rows, gpipe, checkpoint='except_last'"
     )
+
+
+def test_a_prediction_with_the_loss_is_set_beside_the_plan() -> None:
+    """Two makespans of one plan are told apart in the picture that has both."""
+    profile, plan = make_case(6, 2, 3)
+    captions = [
+        text.get_text()
+        for predicted in (simulate(plan), simulate(plan, pause=plan.makespan))
+        for text in plot_run(profile, plan, predicted).axes[2].texts
+        if "makespan" in text.get_text()
+    ]
+    assert captions[0].startswith("Predicted: makespan ")
+    assert captions[1].startswith(f"Predicted (plan: {format_seconds(plan.makespan)}): makespan ")
+
+
+def test_the_optimizer_is_neither_idle_nor_of_a_micro_batch() -> None:
+    """Its cells are darker than the forwards', and bear no number."""
+    profile, plan = make_case(6, 2, 1)
+    bounds = [0, *accumulate(plan.balance)]
+    durations = replace(durations_of(profile, bounds), optimizer=(1.0, 1.0))
+    ax = plot_timeline(simulate(plan, durations=durations))
+    numbers = [text.get_text() for text in ax.texts if text.get_text().isdigit()]
+    assert numbers == ["0"] * 4  # a forward and a backward of each partition
+    colour = partition_colours(1)[0]
+    shades = [sum(kind_style(colour, kind)["facecolor"]) for kind in "OFIBW"]
+    assert all(b - a > 0.3 for a, b in pairwise(shades)), shades
 
 
 def test_plan_of_another_model_is_refused() -> None:
@@ -473,3 +502,40 @@ def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["False", "True", "False"]
+
+
+def test_ticks_are_whole_numbers_whatever_the_style_says() -> None:
+    """The unit on the axis has the power of ten; a second one at its end would be overlooked."""
+    with matplotlib.rc_context({"axes.formatter.limits": (-1, 1)}):
+        ax = plot_profile(Profile.from_costs([400.0, 300.0, 500.0]))
+        figure = ax.get_figure()
+        assert figure is not None
+        figure.draw_without_rendering()
+        assert ax.yaxis.get_offset_text().get_text() == ""
+
+
+def test_memory_totals_of_a_schedule_without_peaks_are_not_called_peaks() -> None:
+    """What only other software runs has a memory of the model, and no peak."""
+    profile = make_case(6, 2, 3)[0]
+    titles = [
+        plot_balance(profile, solve(profile, 2, chunks=3, schedule=name), by="memory").get_title(
+            loc="left"
+        )
+        for name in ("gpipe", "zb_h1")
+    ]
+    assert titles[0].endswith("and the peak of each partition")
+    assert titles[1].endswith("and the model memory of each partition")
+
+
+def test_names_of_timelines_are_text() -> None:
+    """A sweep over numbers is told to name its timelines."""
+    timeline = simulate(make_case(6, 2, 3)[1])
+    with pytest.raises(KindError, match="name of a timeline is no str"):
+        plot_timelines({4: timeline})  # type: ignore[dict-item]
+
+
+def test_many_borders_are_not_drawn() -> None:
+    """Lines that close would look like bars."""
+    for case, n_lines in (((24, 4, 8), 3), ((370, 64, 2), 0)):
+        profile, plan = make_case(*case)
+        assert len(plot_balance(profile, plan).get_lines()) == n_lines

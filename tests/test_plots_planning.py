@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -26,6 +27,7 @@ from gpipebal.plots import (
     plot_schedules,
     plot_timelines,
 )
+from gpipebal.plots.style import NEUTRAL
 from gpipebal.profile import Profile
 from gpipebal.schedule_comparison import compare_schedules
 from gpipebal.simulator import (
@@ -161,7 +163,18 @@ def test_a_limit_far_away_leaves_the_rows_their_height() -> None:
     assert not any(line.is_dashed() for line in ax.get_lines())
     mixed = plot_memory(tracks, limit=[far, None, tracks[2].peak, far])
     assert sum(line.is_dashed() for line in mixed.get_lines()) == 1
-    assert mixed.get_title(loc="left").endswith("all below the limit")
+    title = mixed.get_title(loc="left")
+    assert title.endswith("all below the limit (100 GiB: too far above to be drawn)")
+
+
+def test_memory_of_some_devices_has_the_colours_of_all() -> None:
+    """A partition has its own hue in every picture; a device with several has none."""
+    tracks = tracks_of((24, 4, 8))
+    some = plot_memory(tracks[1:]).collections[0].get_facecolor()
+    assert tuple(some[0][:3]) == partition_colours(4)[1]
+    shared = [replace(track, partitions=(track.device, track.device + 4)) for track in tracks]
+    colours = plot_memory(shared).collections[0].get_facecolor()
+    assert tuple(colours[0][:3]) == NEUTRAL
 
 
 def test_memory_without_sizes_says_so() -> None:
@@ -220,6 +233,20 @@ def test_chunks_names_the_fastest_that_fits() -> None:
         assert name in plot_chunks(plans, limit=limit).get_title(loc="left")
     title = plot_chunks(plans, limit=10).get_title(loc="left")
     assert title == "No number of micro-batches stays below the limit"
+
+
+def test_unknown_peaks_are_gaps_and_below_no_limit() -> None:
+    """A schedule that only other software runs has no peak: no line goes down to 0 there."""
+    known, unknown = plans_of([2, 4]), [replace(plan, schedule="zb_h1") for plan in plans_of([8])]
+    ax = plot_chunks([*known, *unknown], limit=known[1].peak_bytes)
+    (right,) = [other for other in figure_of(ax).axes if other is not ax]
+    peaks = right.get_lines()[0].get_ydata()
+    assert np.isnan(peaks).tolist() == [False, False, True]
+    assert ax.get_title(loc="left").startswith("Fastest with 4 micro-batches")
+    ax = plot_chunks(unknown, limit="1 MiB")
+    assert ax.get_title(loc="left") == "No number of micro-batches is known to stay below the limit"
+    (right,) = [other for other in figure_of(ax).axes if other is not ax]
+    assert [line.get_label() for line in right.get_lines()] == ["limit"]
 
 
 def test_of_mini_batches_of_different_sizes_none_is_the_fastest() -> None:

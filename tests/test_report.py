@@ -38,7 +38,7 @@ checkpoint='never', loss cross_entropy, optimizer SGD(lr=0.01)
 
                            predicted   measured   predicted is off by
 training step                 1.90 s     2.00 s                -5.0 %
-peak memory, partition 0    2.00 KiB   2.00 KiB                +0.0 %
+peak memory, partition 0    2.00 KiB   2.00 KiB                 0.0 %
 peak memory, partition 1    4.00 KiB   2.00 KiB              +100.0 %
 peak memory, sum            6.00 KiB   4.00 KiB               +50.0 %
 memory, most at one time               3.00 KiB

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.errors import UsageError
+from gpipebal.text import aligned
 from gpipebal.units import format_bytes, format_percent, format_seconds, parse_bytes
 
 SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
@@ -133,3 +134,9 @@ def test_suggested_fix_for_a_size_works() -> None:
 def test_one_is_no_plural(text: str) -> None:
     """Tables of one device, one layer, one row and one micro-batch say so."""
     assert not re.search(r"\b1 (devices|layers|rows|micro-batches|partitions)\b", text)
+
+
+def test_columns_stand_below_each_other_whatever_is_written_in_them() -> None:
+    """Wide characters take two places, accents and emoji's joiners none."""
+    lines = aligned([["name", "t"], ["日本語", "1"], ["e\u0301", "2"], ["a", "3"]])
+    assert lines == ["name    t", "日本語  1", "e\u0301       2", "a       3"]

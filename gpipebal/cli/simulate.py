@@ -11,6 +11,7 @@ from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, asked, plan_of
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import BalanceError, UsageError
+from gpipebal.units import format_seconds
 
 if TYPE_CHECKING:
     from gpipebal.plan import Plan
@@ -136,6 +137,8 @@ def _simulate(options: argparse.Namespace) -> None:
     if width is None:
         width = shutil.get_terminal_size().columns - _BESIDE
     print(timeline.text_gantt(max(_NARROWEST, width)))
+    if pause:
+        print(f"with a pause of {format_seconds(pause)} for the loss (--no-loss leaves it out)")
     say_written(options)
 
 

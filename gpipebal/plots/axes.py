@@ -30,6 +30,7 @@ __all__ = [
     "label_layers",
     "new_axes",
     "note",
+    "plain_numbers",
     "points",
     "text_width",
 ]
@@ -126,6 +127,7 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_linewidth(0.6)
     ax.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)
+    plain_numbers(ax)
     ax.xaxis.label.set_fontsize(CAPTION_SIZE)
     ax.yaxis.label.set_fontsize(CAPTION_SIZE)
     width, _ = points(ax)
@@ -159,6 +161,17 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
     longest = int(len(title) * width / text_width(title, TITLE_SIZE))
     lines = textwrap.fill(title, max(16, longest))
     ax.set_title(lines, loc="left", fontsize=TITLE_SIZE, pad=pad)
+
+
+def plain_numbers(ax: Axes) -> None:
+    """Let ticks be whole: a power of ten stands in the unit, and not at the end of an axis."""
+    from matplotlib.ticker import ScalarFormatter
+
+    for axis in (ax.xaxis, ax.yaxis):
+        formatter = axis.get_major_formatter()
+        if isinstance(formatter, ScalarFormatter):
+            formatter.set_scientific(False)
+            formatter.set_useOffset(False)
 
 
 def note(ax: Axes, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from gpipebal.plots.axes import (
     axes_or_new,
     index_step,
     note,
+    plain_numbers,
     points,
     text_width,
 )
@@ -35,15 +37,16 @@ def plot_chunks(
 
     A bar is a makespan: what devices work on average, and above it what they wait. The line with
     dots is the training step, where it is known; the other line, with an axis of its own at the
-    right, is the peak memory of the partition that needs most. Below each number of micro-batches
-    stands the bubble.
+    right, is the peak memory of the partition that needs most; it has a gap where a plan does not
+    know its peak. Below each number of micro-batches stands the bubble.
 
     Args:
         plans: Plans of one mini-batch, in any order. Where their mini-batches have different rows,
             as with a profile that knows one size only, none is named the fastest.
         ax: Axes to draw on; None: a new figure. The right axis is its twin.
         limit: Bytes that a partition may need, as a number or such as ``'16 GiB'``; drawn as a
-            dashed line along the right axis.
+            dashed line along the right axis. Plans whose peak is above it, or not known, are not
+            named the fastest.
 
     Raises:
         KindError: what was given is no list of Plans.
@@ -69,7 +72,7 @@ def plot_chunks(
     ax = axes_or_new(ax, min(12.0, max(5.5, 2.5 + 0.6 * n)), 4.0)
     steps = [plan.step_time for plan in plans if plan.step_time is not None]
     times = steps if len(steps) == n else [plan.makespan for plan in plans]
-    peaks = [plan.peak_bytes or 0 for plan in plans]
+    peaks = [plan.peak_bytes for plan in plans]
     largest = max(*times, *(plan.makespan for plan in plans), 0.0)
     factor, unit = scale_seconds(largest)
     work = [plan.makespan * (1 - plan.bubble_fraction) / factor for plan in plans]
@@ -96,16 +99,17 @@ def plot_chunks(
         ax.set_yticks([0])
         note(ax, "all times are 0")
     _label_chunks(ax, plans)
-    if any(peaks):
+    if any(peaks) or room is not None:
         entries += _draw_memory(ax, peaks, room, memory_colour)
-    fits = [k for k in range(n) if room is None or peaks[k] <= room]
+    fits = [k for k, peak in enumerate(peaks) if room is None or _is_within(peak, room)]
     best = min(fits, key=times.__getitem__, default=None)
     # Of older files without them: those of full micro-batches.
     rows = sorted(plan.mini_batch_rows or plan.rows * plan.chunks for plan in plans)
     if rows[0] < rows[-1]:
         title = f"Mini-batches of {rows[0]:,} to {rows[-1]:,} rows"
     elif best is None:
-        title = "No number of micro-batches stays below the limit"
+        known = "is known to stay" if None in peaks else "stays"
+        title = f"No number of micro-batches {known} below the limit"
     else:
         title = (
             f"Fastest with {count(plans[best].chunks, 'micro-batch')}: "
@@ -113,6 +117,10 @@ def plot_chunks(
         )
     add_headline(ax, title, entries)
     return ax
+
+
+def _is_within(peak: int | None, room: int) -> bool:
+    return peak is not None and peak <= room
 
 
 def _label_chunks(ax: Axes, plans: Sequence[Plan]) -> None:
@@ -125,22 +133,24 @@ def _label_chunks(ax: Axes, plans: Sequence[Plan]) -> None:
 
 
 def _draw_memory(
-    ax: Axes, peaks: Sequence[int], room: int | None, colour: tuple[float, float, float]
+    ax: Axes, peaks: Sequence[int | None], room: int | None, colour: tuple[float, float, float]
 ) -> list[Line2D]:
     """Draw peaks and their limit along an axis at the right."""
-    highest = max(*peaks, room or 0)
+    highest = max(*(peak or 0 for peak in peaks), room or 0)
     factor, unit = scale_bytes(highest)
     right = ax.twinx()
-    right.set_ylim(0, 1.1 * highest / factor)
-    entries = right.plot(
-        range(len(peaks)),
-        [peak / factor for peak in peaks],
-        marker="s",
-        markersize=4,
-        linewidth=1.2,
-        color=colour,
-        label="peak memory",
-    )
+    right.set_ylim(0, 1.1 * highest / factor or 1.0)
+    entries = []
+    if any(peaks):
+        entries += right.plot(
+            range(len(peaks)),
+            [math.nan if peak is None else peak / factor for peak in peaks],
+            marker="s",
+            markersize=4,
+            linewidth=1.2,
+            color=colour,
+            label="peak memory",
+        )
     if room is not None:
         entries.append(
             right.axhline(
@@ -150,5 +160,6 @@ def _draw_memory(
     right.set_ylabel(f"peak memory of a partition [{unit}]", size=CAPTION_SIZE)
     right.spines[["top", "left", "bottom"]].set_visible(False)
     right.spines["right"].set_linewidth(0.6)
+    plain_numbers(right)
     right.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)
     return entries

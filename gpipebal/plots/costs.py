@@ -103,7 +103,8 @@ def plot_balance(
             counts with other times than the profile (of other devices, quantiles or recomputed
             layers), each layer has its share of the partition's. ``'memory'``: what stays for the
             whole step and what is saved for one micro-batch; totals are the predicted peaks, which
-            count more than that, and tensors that layers share only once.
+            count more than that, and tensors that layers share only once; where the plan knows no
+            peaks, they are what stays for the whole step.
 
     Raises:
         KindError: what was given is no Profile, or no Plan.
@@ -135,7 +136,9 @@ def plot_balance(
         title = "Layers and their partitions: time for one micro-batch"
         totals = [format_seconds(plan.micro_batch_time(j)) for j in range(plan.n_partitions)]
     else:
-        title = "Layers and their partitions: memory, and the peak of each partition"
+        # Under a schedule that only other software runs, peaks are not known.
+        above = "model memory" if plan.peak_bytes is None else "peak"
+        title = f"Layers and their partitions: memory, and the {above} of each partition"
         totals = [format_bytes(part.memory.total) for part in plan.partitions]
     draw_header(ax, plan.balance, hues, totals)
     add_headline(ax, title, entries, below=HEADER)

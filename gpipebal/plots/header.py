@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from gpipebal.plots.axes import FONT_SIZE, fits, index_steps, points, text_width
-from gpipebal.plots.style import Colour
+from gpipebal.plots.style import FINE, Colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +32,10 @@ def draw_header(
     width, height = points(ax)
     ends = accumulate(balance)
     starts = [end - n_layers - 0.5 for end, n_layers in zip(ends, balance, strict=True)]
+    # Close to each other lines would be all that is seen.
+    has_lines = width / len(balance) >= 2 * FINE
     for start, n_layers, colour in zip(starts, balance, colours, strict=True):
-        if start > 0:
+        if start > 0 and has_lines:
             ax.axvline(start, color="0.75", linewidth=0.6, zorder=0)
         band = Rectangle((start, 1.0), n_layers, _BAND / height, transform=above, clip_on=False)
         band.set(facecolor=colour, linewidth=0.0)

@@ -21,6 +21,7 @@ from gpipebal.plots.axes import (
 )
 from gpipebal.plots.style import (
     FINE,
+    NEUTRAL,
     kind_patches,
     kind_style,
     partition_colours,
@@ -41,7 +42,7 @@ _LAYERS = (
     (("fixed", "gradients"), "F", "parameters and state"),
     (("outputs",), "R", "outputs and loss"),
     (("inputs", "graphs", "weights", "waiting"), "B", "held for backwards"),
-    (("transient",), "O", "passing need"),
+    (("transient",), "W", "passing need"),
 )
 #: Share of a row that stays empty above its limit or its highest peak.
 _GAP = 0.14
@@ -109,7 +110,12 @@ def plot_memory(
     highest = max(track.peak for track in tracks)
     near = [size if size is not None and size <= _FAR * highest else None for size in limits]
     scale = (1 - _GAP) / max(highest, *(size or 0 for size in near), 1)
-    colours = partition_colours(n)
+    n_partitions = 1 + max(j for track in tracks for j in track.partitions)
+    hues = partition_colours(n_partitions)
+    # What several partitions hold on one device has the colour of none.
+    colours = [
+        hues[track.partitions[0]] if len(track.partitions) == 1 else NEUTRAL for track in tracks
+    ]
     fine = points(ax)[1] / n < FINE
     for j, track in enumerate(tracks):
         _draw_track(ax, track, j, colours[j], scale, factor, end, fine)
@@ -125,11 +131,12 @@ def plot_memory(
         above = [size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True)]
         entries += _draw_limits(ax, tracks, near, scale, is_dense=len(shown) < n)
         verdict = f"{sum(above)} of {n} above the limit" if any(above) else "all below the limit"
+        far = {size for size, drawn in zip(limits, near, strict=True) if size and drawn is None}
         if not any(size is not None for size in near):
             verdict = "all far below the limit"
-            verdict += (
-                f" of {format_bytes(limits[0])}" if len(set(limits)) == 1 and limits[0] else ""
-            )
+            verdict += f" of {format_bytes(min(far))}" if len(far) == 1 else ""
+        elif far:
+            verdict += f" ({', '.join(map(format_bytes, sorted(far)))}: too far above to be drawn)"
         # Without sizes nobody knows.
         title += f", {verdict}" if highest else ""
         if any(above) and len(shown) < n:

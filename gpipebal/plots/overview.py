@@ -10,7 +10,7 @@ from gpipebal.files import atomic_path
 from gpipebal.kinds import check_kind, check_path
 from gpipebal.plan import Plan
 from gpipebal.plots.costs import plot_balance, plot_partitions
-from gpipebal.plots.timelines import plot_timeline, timeline_height
+from gpipebal.plots.timelines import plot_pair, timeline_height
 from gpipebal.profile import Profile
 from gpipebal.timeline import Timeline
 from gpipebal.units import count
@@ -37,7 +37,8 @@ def plot_run(
     Args:
         profile: Costs of the layers.
         plan: How they are cut.
-        predicted: Simulated timeline of the plan.
+        predicted: Simulated timeline of the plan. Where it is of another makespan than the plan's,
+            with the loss, say, its caption has both.
         measured: Timeline that a run of the plan recorded; None: not run.
 
     Raises:
@@ -70,6 +71,7 @@ def plot_run(
     figure.suptitle(
         f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
         f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
+        + f"{plan.schedule}, "
         + (
             f"checkpoint={plan.checkpoint!r}"
             if isinstance(plan.checkpoint, str)
@@ -83,7 +85,7 @@ def plot_run(
     figure.draw_without_rendering()
     plot_balance(profile, plan, ax=layers)
     plot_partitions(plan, ax=partitions)
-    plot_timeline(predicted, ax=timeline, beside=measured)
+    plot_pair(predicted, measured, ax=timeline, planned=plan.makespan)
     return figure
 
 

@@ -83,6 +83,8 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
         f"checkpoint={table.checkpoint!r}"
     )
     add_headline(ax, title, [work, idle_patch()])
+    # Lines of a grid between the rows would strike out what is written behind the bars.
+    ax.grid(False, axis="y")
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     return ax

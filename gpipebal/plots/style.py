@@ -85,8 +85,9 @@ def kind_style(colour: Colour, kind: str, *, fine: bool = False) -> dict[str, An
         # A hatch has the colour of the edge, which itself has no width.
         light = _tint(colour, 0.78)
         return {"facecolor": light, "edgecolor": colour, "linewidth": 0.0, "hatch": "/////"}
-    tints = {"F": 0.0, "R": 0.28, "B": 0.5, "I": 0.4, "W": 0.65, "O": 0.85}
-    beside = {"C": _COPY, "H": NEUTRAL}
+    tints = {"F": 0.0, "R": 0.28, "B": 0.5, "I": 0.28, "W": 0.72}
+    # Light shades beside the grey of idle time would look idle.
+    beside = {"C": _COPY, "H": NEUTRAL, "O": _shade(colour, 0.5)}
     face = beside[kind] if kind in beside else _tint(colour, tints[kind])
     return {"facecolor": face, "edgecolor": face, "linewidth": 0.0}
 
@@ -109,6 +110,11 @@ def idle_patch() -> Patch:
 
 def _tint(colour: Colour, share: float) -> Colour:
     red, green, blue = (channel + (1 - channel) * share for channel in colour)
+    return red, green, blue
+
+
+def _shade(colour: Colour, share: float) -> Colour:
+    red, green, blue = (channel * (1 - share) for channel in colour)
     return red, green, blue
 
 

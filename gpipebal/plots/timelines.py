@@ -33,12 +33,12 @@ from gpipebal.plots.style import (
     scale_seconds,
 )
 from gpipebal.timeline import COPY_KIND, KIND_NAMES, LAUNCH_KIND, Event, Timeline
-from gpipebal.units import format_percent, format_seconds
+from gpipebal.units import format_change, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_timeline", "plot_timelines", "timeline_height"]
+__all__ = ["plot_pair", "plot_timeline", "plot_timelines", "timeline_height"]
 
 _NAMES = {"simulated": "Predicted", "measured": "Measured"}
 
@@ -85,9 +85,35 @@ def plot_timeline(
     shown = {"timeline": timeline} if beside is None else {"timeline": timeline, "beside": beside}
     for name, item in shown.items():
         check_kind(name, item, Timeline)
+    return plot_pair(timeline, beside, ax=ax)
+
+
+def plot_pair(
+    timeline: Timeline,
+    beside: Timeline | None,
+    *,
+    ax: Axes | None = None,
+    planned: float | None = None,
+) -> Axes:
+    """Draw a timeline, or two: see `plot_timeline`.
+
+    Args:
+        timeline: What to draw.
+        beside: Another one, or None.
+        ax: Axes to draw on; None: a new figure.
+        planned: Makespan of the plan, which a prediction with more in it (the loss) is set beside.
+    """
+    shown = [timeline] if beside is None else [timeline, beside]
     # Sorting is stable: two of one source keep their order.
-    in_order = sorted(shown.values(), key=lambda item: item.source == "measured")
-    return _draw([(_NAMES[item.source], item) for item in in_order], ax)
+    in_order = sorted(shown, key=lambda item: item.source == "measured")
+    named = []
+    for item in in_order:
+        name = _NAMES[item.source]
+        if planned is not None and item.source == "simulated":
+            text = format_seconds(planned)
+            name += f" (plan: {text})" if text != format_seconds(item.makespan) else ""
+        named.append((name, item))
+    return _draw(named, ax)
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], *, ax: Axes | None = None) -> Axes:
@@ -118,6 +144,7 @@ def plot_timelines(timelines: Mapping[str, Timeline], *, ax: Axes | None = None)
             f"there is nothing to draw: timelines={{}} (expected 1 or more).\nFix: {make}."
         )
     for name, timeline in timelines.items():
+        check_kind("name of a timeline", name, str, "timelines={'4 micro-batches': timeline}")
         check_kind(f"timelines[{name!r}]", timeline, Timeline)
     return _draw(list(timelines.items()), ax)
 
@@ -148,7 +175,8 @@ def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
     ax.set_yticks([place for place, _ in labels], [text for _, text in labels])
     if not makespan:
         ax.set_xticks([0])
-        note(ax, "all times are 0")
+        has_events = any(len(item.events) for item in shown)
+        note(ax, "all times are 0" if has_events else "nothing happens here")
     ax.set_xlabel(f"time since the first start [{unit}]")
     several = any(item.devices is not None for item in shown)
     ax.set_ylabel("device" if several else "partition")
@@ -183,7 +211,7 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
     makespan = format_seconds(timeline.makespan)
     if timeline is not first and first.makespan:
         change = timeline.makespan / first.makespan - 1
-        makespan += f" ({'+' if change >= 0 else ''}{format_percent(change)})"
+        makespan += f" ({format_change(change)})"
     bubble = format_percent(timeline.bubble_fraction)
     parts = pieces(name)
     whole = (
@@ -267,9 +295,13 @@ def _draw_borders(ax: Axes, spans: Spans, top: float, bottom: float) -> None:
 def _draw_numbers(
     ax: Axes, events: list[Event], spans: Spans, middle: float, row: float, colour: str
 ) -> None:
-    """Write micro-batches into the cells that have room; a hatch would make them unreadable."""
+    """Write micro-batches into the cells that have room.
+
+    Not into those of the optimizer, which belong to none, nor where a hatch would make them
+    unreadable.
+    """
     size = min(FONT_SIZE, 0.7 * row)
-    if size < _SMALLEST or events[0].kind == "R":
+    if size < _SMALLEST or events[0].kind in "RO":
         return
     per_unit = points(ax)[0] / ax.get_xlim()[1]
     # Smaller ones, if the longest then fits, and none where it does not: numbers that end at 9 look
