@@ -389,7 +389,7 @@ def test_the_optimizer_is_neither_idle_nor_of_a_micro_batch() -> None:
     """Its cells are darker than the forwards', and bear no number."""
     profile, plan = make_case(6, 2, 1)
     bounds = [0, *accumulate(plan.balance)]
-    durations = replace(durations_of(profile, bounds), optimizer=(1.0, 1.0))
+    durations = replace(durations_of(profile, bounds), optimizer=(plan.makespan, plan.makespan))
     ax = plot_timeline(simulate(plan, durations=durations))
     numbers = [text.get_text() for text in ax.texts if text.get_text().isdigit()]
     assert numbers == ["0"] * 4  # a forward and a backward of each partition
