@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,3 +335,44 @@ def test_devices_that_are_not_used_need_not_exist() -> None:
     """As in torchgpipe, more devices than partitions are ignored."""
     pipe = GPipe(chain(), [1, 2], devices=["cpu", "cpu", "cuda:77"])
     assert pipe.devices == [torch.device("cpu")] * 2
+
+
+def test_gpipebals_own_pipeline_loads_torchgpipes_files() -> None:
+    """Of any balance, inside of another module too; what it writes are the model's keys."""
+    model = chain()
+    old = GPipe(model, [1, 2], deferred_batch_norm=True).state_dict()
+    old["partitions.1.norm.sum"] = torch.zeros(4)
+    found = gb.GPipe(chain(), [2, 1], deferred_batch_norm=True)
+    assert str(found.load_state_dict(old)) == "<All keys matched successfully>"
+    assert list(found.state_dict()) == list(model.state_dict())
+    assert torch.equal(found[0].weight, model[0].weight)  # type: ignore[arg-type]
+    outer = nn.ModuleDict({"pipe": gb.GPipe(chain(), [3], deferred_batch_norm=True)})
+    outer.load_state_dict({f"pipe.{key}": value for key, value in old.items()})
+    assert torch.equal(outer["pipe"][0].weight, model[0].weight)
+
+
+def test_a_layer_may_be_called_partitions() -> None:
+    """Its keys look like torchgpipe's, and are its own."""
+    layers = {"partitions": nn.Sequential(nn.Sequential(nn.Linear(2, 2))), "0": nn.Linear(2, 2)}
+    pipe = gb.GPipe(nn.Sequential(OrderedDict(layers)), [1, 1])
+    state = {key: value + 1 for key, value in pipe.state_dict().items()}
+    pipe.load_state_dict(state)
+    assert all(torch.equal(value, state[key]) for key, value in pipe.state_dict().items())
+
+
+def test_keys_that_do_not_fit_are_named_by_a_module_around_the_pipeline_too() -> None:
+    """They are those of its own state dictionary, in what is returned and in what is raised."""
+    outer = nn.ModuleDict({"pipe": GPipe(chain(), [1, 2])})
+    state = outer.state_dict()
+    del state["pipe.partitions.1.last.bias"]
+    state["pipe.partitions.1.norm.sum"] = torch.zeros(4)
+    found = outer.load_state_dict(state, strict=False)
+    assert found.missing_keys == ["pipe.partitions.1.last.bias"]
+    assert found.unexpected_keys == ["pipe.partitions.1.norm.sum"]
+    state["pipe.partitions.0.first.bias"] = torch.zeros(1)
+    with pytest.raises(
+        RuntimeError, match=r"mismatch for pipe\.partitions\.0\.first\.bias:"
+    ) as told:
+        outer.load_state_dict(state)
+    assert '"pipe.partitions.1.norm.sum"' in str(told.value)
+    copy.deepcopy(outer).load_state_dict(outer.state_dict())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
-import time
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from two_processes import run_two
 
 import gpipebal as gb
 
@@ -41,47 +38,14 @@ def block_with(text: str) -> str:
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo")
-def test_the_script_trains_as_the_plain_model_does(tmp_path: Path) -> None:
+def test_the_script_trains_as_the_plain_model_does() -> None:
     """The script for torch.distributed.pipelining finds the plain model's gradients."""
     last = "dist.destroy_process_group()\n"
     code = block_with("init_process_group")
     assert code.endswith(last)
-    script = tmp_path / "train.py"
-    script.write_text(code.removesuffix(last) + CHECK + last, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        # gloo asks which interface the host's name stands for, which need not have an answer.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        # Together less than the watchdog, behind which nobody would end them.
-        until = time.monotonic() + 90
-        said = [
-            process.communicate(timeout=max(1.0, until - time.monotonic())) for process in processes
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert all("checked" in out for out, _ in said)
-    assert re.search(r"^loss \d\.\d{3}$", said[1][0], re.MULTILINE)
+    said = run_two(code.removesuffix(last) + CHECK + last)
+    assert all("checked" in out for out in said)
+    assert re.search(r"^loss \d\.\d{3}$", said[1], re.MULTILINE)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its own functions

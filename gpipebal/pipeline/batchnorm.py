@@ -165,6 +165,12 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         if "buffers_left_alone" not in owner.__dict__:
             cls.buffers_left_alone = frozenset()
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # Of torchgpipe's files, which have what a mini-batch had gathered.
+        for name in ("sum", "sum_squares"):
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes of converted layers are made on the fly: pickle finds them by the plain one.
         if self.plain_class is None:

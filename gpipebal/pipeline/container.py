@@ -13,6 +13,7 @@ from torch import nn
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.old_keys import strip_partitions, with_stripped_versions
 from gpipebal.pipeline.proxy import Proxy
 from gpipebal.pipeline.recorder import Recorder
 from gpipebal.schedule import Checkpoint, check_checkpoint, check_count, check_schedule, modes_of
@@ -122,6 +123,18 @@ class Container(nn.Module):
         elif name == "timeout":
             _check_timeout(value)
         object.__setattr__(self, name, value)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dictionary: the model's, or torchgpipe's of whatever balance."""
+        state = with_stripped_versions(state_dict, self._modules)
+        return super().load_state_dict(state, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # Called before the layers load theirs, which they look for under their own names.
+        strip_partitions(state_dict, prefix, self._modules, args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def start_recording(self, recorder: Recorder) -> None:
         """Let `trace` watch the coming mini-batches."""

@@ -27,6 +27,7 @@ from gpipebal.pipeline.chain import (
     plan_warnings,
     with_runs_of,
 )
+from gpipebal.pipeline.collectives import check_not_replicated
 from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.devices import (
@@ -141,10 +142,8 @@ class GPipe(Container):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        self.chunks = chunks
-        self.checkpoint = checkpoint
-        self.schedule = "gpipe"
-        self.timeout = timeout
+        self.chunks, self.checkpoint = chunks, checkpoint
+        self.schedule, self.timeout = "gpipe", timeout
         layers = layers_of(module)
         warn_of_what_stays_behind(module)
         self.in_dims, self.out_dims = in_dims, out_dims
@@ -372,6 +371,7 @@ class GPipe(Container):
 
     def _begin(self, inputs: Inputs, schedule: str, loss: MicroBatchLoss | None) -> MiniBatch:
         """Make a mini-batch that is ready to run."""
+        check_not_replicated(self, len(inputs.micro_batches))
         runtime = self._started()
         checkpoint = self.checkpoint if self.training else "never"
         order = make_schedule(schedule, len(self.balance), len(inputs.micro_batches), checkpoint)

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import DuplicateLayerError
 from gpipebal.pipeline.batchnorm import DeferredBatchNorm
+from gpipebal.pipeline.collectives import check_collectives
 from gpipebal.pipeline.lane import make_lane
 from gpipebal.pipeline.partition import Partition, Route
 from gpipebal.pipeline.random_ops import prepare
@@ -151,9 +152,11 @@ def check_shared(
     """Make sure that what layers share can be shared: on one device, and with one writer.
 
     Raises:
+        ModelError: layers talk to other processes in no order; see `check_collectives`.
         DuplicateLayerError: two partitions on different devices have one parameter or buffer, or
             two partitions have one deferred batch normalisation, or a lazy parameter.
     """
+    check_collectives(layers, balance)
     of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
     owner: dict[int, tuple[str, int]] = {}
     for (name, layer), j in zip(layers.items(), of_layer, strict=True):

@@ -86,11 +86,6 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
             self._statistics.commit()
         return output
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name in ("sum", "sum_squares"):
-            state_dict.pop(prefix + name, None)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         # What half a mini-batch has gathered is not part of a copy.
         state = {**self.__dict__, "_seen": 0, "_statistics": None}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -31,7 +31,8 @@ from gpipebal.schedule import CHECKPOINT_MODES
 
 __all__ = ["GPipe"]
 
-_PARTITION = re.compile(r"^partitions\.\d+\.")
+#: How torch's messages about one key begin, with the prefix of all and the key behind it.
+_MESSAGE = '(size mismatch for |While copying the parameter named "){}([\\w.]+)'
 
 
 class GPipe(gpipebal.pipeline.GPipe):
@@ -102,6 +103,7 @@ class GPipe(gpipebal.pipeline.GPipe):
             PartitionLayers(OrderedDict(partition._modules)) for partition in super().partitions
         )
         self.__dict__["_names"] = [tuple(partition._modules) for partition in self.partitions]
+        self.register_load_state_dict_post_hook(_tell_of_partitions)
 
     @property
     def partitions(self) -> nn.ModuleList:  # type: ignore[override]
@@ -175,37 +177,11 @@ class GPipe(gpipebal.pipeline.GPipe):
             versions[prefix + self._in_partition(key[len(prefix) :])] = versions[key]
         return state
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state dictionary: torchgpipe's, of this balance or of another, or the model's."""
-        state = OrderedDict(state_dict)
-        versions = getattr(state_dict, "_metadata", {})
-        state._metadata = {self._below(name): version for name, version in versions.items()}  # type: ignore[attr-defined]
-        found = super().load_state_dict(state, strict, assign)
-        found.missing_keys[:] = map(self._in_partition, found.missing_keys)
-        return found
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # Called before the layers load theirs, which they look for under their own names.
-        error_messages: list[str] = args[-1]
         self._take_over_layers()
-        for key in [key for key in state_dict if key.startswith(f"{prefix}partitions.")]:
-            name = prefix + self._below(key[len(prefix) :])
-            value = state_dict.pop(key)
-            if name in state_dict:
-                error_messages.append(
-                    f"two keys are for {name!r}, one of them {key!r}: the layers of each "
-                    "partition seem to be numbered from 0, as torch.distributed.pipeline.sync "
-                    "did; docs/migration.md says how to load those."
-                )
-            state_dict[name] = value
+        # For `_tell_of_partitions`, which torch calls when the layers have loaded theirs.
+        self.__dict__["_loading"] = prefix, args[-1]
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _below(self, name: str) -> str:
-        """Return what gpipebal registers as torchgpipe's `name`; others stay as they are."""
-        below = _PARTITION.sub("", name, count=1)
-        return below if below.partition(".")[0] in self._modules else name
 
     def _in_partition(self, name: str) -> str:
         """Return torchgpipe's name of what gpipebal registers as `name`."""
@@ -247,6 +223,21 @@ class GPipe(gpipebal.pipeline.GPipe):
                 f"{type(self).__name__!r} object has no attribute {name!r}.\n"
                 "Fix: look for this layer, or set it, in pipe.partitions[j]."
             )
+
+
+def _tell_of_partitions(pipe: GPipe, incompatible: Any) -> None:
+    """Name what could not be loaded as torchgpipe does; called when the layers have loaded."""
+    prefix, errors = pipe.__dict__.pop("_loading")
+
+    def renamed(match: re.Match[str]) -> str:
+        return f"{match[1]}{prefix}{pipe._in_partition(match[2])}"
+
+    for keys in incompatible:
+        for k, key in enumerate(keys):
+            if key.startswith(prefix):
+                keys[k] = prefix + pipe._in_partition(key[len(prefix) :])
+    message = re.compile(_MESSAGE.format(re.escape(prefix)))
+    errors[:] = [message.sub(renamed, error, count=1) for error in errors]
 
 
 def _check_balance(module: nn.Module, balance: Iterable[int] | None) -> Iterable[int] | None:

@@ -1,0 +1,54 @@
+"""State dictionaries of torchgpipe: in their keys a layer's partition stands before its name."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+__all__ = ["strip_partitions", "with_stripped_versions"]
+
+_PARTITION = re.compile(r"^partitions\.\d+\.")
+
+
+def _stripped(name: str, layers: Collection[str]) -> str:
+    """Return what the layers call torchgpipe's `name`; others stay as they are."""
+    below = _PARTITION.sub("", name, count=1)
+    is_old = "partitions" not in layers and below.partition(".")[0] in layers
+    return below if is_old else name
+
+
+def strip_partitions(
+    state_dict: dict[str, Any], prefix: str, layers: Collection[str], errors: list[str]
+) -> None:
+    """Give torchgpipe's keys in a state dictionary the names of the layers.
+
+    Args:
+        state_dict: The dictionary, which is changed.
+        prefix: What stands in front of all keys of the pipeline.
+        layers: Names of the layers.
+        errors: Receives what cannot be loaded.
+    """
+    for key in [key for key in state_dict if key.startswith(f"{prefix}partitions.")]:
+        name = prefix + _stripped(key[len(prefix) :], layers)
+        value = state_dict.pop(key)
+        if name in state_dict:
+            errors.append(
+                f"two keys are for {name!r}, one of them {key!r}: the layers of each partition "
+                "seem to be numbered from 0, as torch.distributed.pipeline.sync did; "
+                "docs/migration.md says how to load those."
+            )
+        state_dict[name] = value
+
+
+def with_stripped_versions(
+    state_dict: Mapping[str, Any], layers: Collection[str]
+) -> Mapping[str, Any]:
+    """Return a state dictionary whose versions are found under the names of the layers."""
+    state = OrderedDict(state_dict)
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is not None:
+        renamed = {_stripped(name, layers): version for name, version in versions.items()}
+        state._metadata = renamed  # type: ignore[attr-defined]
+    return state
