@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -450,3 +452,25 @@ def test_planning_needs_no_torch(folder: Path) -> None:
         "print('torch' in sys.modules)"
     )
     assert _python(code)[-1] == "False"
+
+
+def test_what_a_library_prints_is_no_part_of_the_result(tmp_path: Path) -> None:
+    """HiGHS has printed a line to standard output: JSON stays JSON."""
+    path = tmp_path / "profile.json"
+    Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=2).save(path)
+    code = (
+        "import ctypes, sys, scipy.optimize\n"
+        "real = scipy.optimize.milp\n"
+        "def noisy(*args, **kwargs):\n"
+        "    ctypes.CDLL(None).puts(b'noise')\n"
+        "    return real(*args, **kwargs)\n"
+        "scipy.optimize.milp = noisy\n"
+        "from gpipebal.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["solve", str(path), "-n", "2", "--method", "integer program", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout)["version"] >= 7
+    assert "noise" in done.stderr

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, asked, plan_of
+from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import BalanceError, UsageError
 from gpipebal.units import format_seconds
@@ -104,7 +105,8 @@ def _simulate(options: argparse.Namespace) -> None:
             )
         # A balance that is given is the same under a schedule that only the simulator knows.
         is_planned = options.balance is None or schedule in SCHEDULES
-        plan = plan_of(noun, options, schedule=schedule if is_planned else None)
+        with libraries_on_standard_error():
+            plan = plan_of(noun, options, schedule=schedule if is_planned else None)
     else:
         plan = noun
         given = asked(options)

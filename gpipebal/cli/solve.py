@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, plan_of, question_of
+from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
 
@@ -69,8 +70,9 @@ def _solve(options: argparse.Namespace) -> None:
     check_places(options, options.profile)
     profile = load_noun(options.profile, "profile")
     assert isinstance(profile, Profile)
-    chosen = _with_runs(profile, options) if options.recompute_layers else None
-    plan = plan_of(profile, options, schedule=options.schedule) if chosen is None else chosen.plan
+    with libraries_on_standard_error():
+        chosen = _with_runs(profile, options) if options.recompute_layers else None
+        plan = chosen.plan if chosen else plan_of(profile, options, schedule=options.schedule)
     if options.output is not None:
         plan.save(options.output)
     if options.plot is not None:

@@ -124,7 +124,8 @@ def _about_waiting(posed: Posed, lack: int) -> str:
         return ""
     text = ", counting what may wait for busy neighbours: without that "
     if without[0] > 0:
-        return f"{text}it would be {format_bytes(without[0])} more"
+        between = "; by the clock it is something in between"
+        return f"{text}it would be {format_bytes(without[0])} more{between}"
     # What waits depends on the clock, and many plans are not all tried that might fit by it.
     if all_ways(posed, MOST_WAYS) is None:
         return f"{text}some fit, but those that were tried do not with what waits by their clocks"

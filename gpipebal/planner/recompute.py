@@ -59,8 +59,9 @@ def recompute_layers(
     they decide, the limit is tightened by them, then other runs are tried in all partitions
     together, and the status is ``'feasible'``.
 
-    Layers that stash or pop skip connections are in no run, and no run has a layer whose output,
-    with a gradient, lies in the memory of the run's input.
+    Layers that stash or pop skip connections are in no run, and no run has a layer whose output
+    lies in the memory of the run's input (but for a part of it that has no gradient, such as a mask
+    that goes along).
 
     Args:
         profile: The profile that the plan was made from.

@@ -1,0 +1,43 @@
+"""Standard output is for results: what a library in C prints goes to standard error."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["libraries_on_standard_error"]
+
+_OUTPUT, _ERROR = 1, 2
+
+
+@contextmanager
+def libraries_on_standard_error() -> Iterator[None]:
+    """Let nothing reach standard output in the block: HiGHS prints a line of its own now and then.
+
+    For the main thread of a command, in whose block nothing else is printed.
+    """
+    _flush()
+    try:
+        own = os.dup(_OUTPUT)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        with suppress(OSError):
+            os.dup2(_ERROR, _OUTPUT)
+        yield
+    finally:
+        _flush()
+        os.dup2(own, _OUTPUT)
+        os.close(own)
+
+
+def _flush() -> None:
+    """Write what Python and C still have of earlier output to where it was meant for."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).fflush(None)
