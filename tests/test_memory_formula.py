@@ -212,6 +212,13 @@ def test_what_a_sender_keeps_stays_with_the_receiver() -> None:
     profile = replace(profile, layers=(sender, profile.layers[1]))
     assert waits(profile, (0, 1, 2), shared_memory=True)[1] == [0, 0, 0, 0, 0, 10, 10, 10]
     assert waits(profile, (0, 1, 2))[1] == [0] * 8
+    # What an earlier layer has saved is there until the backward has come to that.
+    through = gb.Profile.from_costs([0.5, 0.5, 1.0], output_bytes=[10, 10, 7], chunks=CHUNKS)
+    first, second, last = through.layers
+    first = replace(first, saved=first.outputs)
+    second = replace(second, outputs=first.outputs)
+    through = replace(through, layers=(first, second, last))
+    assert waits(through, (0, 2, 3), shared_memory=True)[1] == [0, 0, 0, 0, 0, 10, 20, 20]
     # A recompute of the sender makes its own.
     again = waits(profile, (0, 1, 2), shared_memory=True, checkpoint=["always", "never"])
     assert again[1] == [0] * 8

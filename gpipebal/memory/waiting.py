@@ -39,8 +39,9 @@ class Stream:
         n_bytes_again: Its bytes if it is.
         only_if_recomputed: Whether there is one only for micro-batches that the taker recomputes,
             or only for those that it does not; None: for all.
-        until: Kind of the taker's actions: it waits for the start of a forward or a backward, or
-            for the end of a recompute. None: `kind`.
+        until: Kind of the taker's actions that it waits for. None: `kind`.
+        is_held: Whether it waits until the action has ended, in which the taker lets go of it. If
+            not, until the start of a forward or a backward; but a recompute always ends first.
     """
 
     kind: Kind
@@ -49,11 +50,17 @@ class Stream:
     n_bytes_again: int
     only_if_recomputed: bool | None = None
     until: Kind | None = None
+    is_held: bool = False
 
     @property
     def taken_by(self) -> Kind:
         """Kind of the taker's actions that end it."""
         return self.until or self.kind
+
+    @property
+    def at_end(self) -> bool:
+        """Whether it waits for the end of such an action, and not only for the start."""
+        return self.is_held or self.taken_by == "R"
 
 
 class Waiting:
@@ -86,9 +93,9 @@ class Waiting:
         # Of each kind, partition and micro-batch: where in its row it stands, and when it starts.
         self._places = np.zeros((len(KINDS), *shape), dtype=np.int64)
         self._starts: NDArray[np.float64] | None = None
-        self._taken: NDArray[np.float64] | None = None
-        # When an action takes what waits for it if its partition is slower than all others.
-        self._taken_late: NDArray[np.float64] | None = None
+        self._ends: NDArray[np.float64] | None = None
+        # The same if the partition of the action is slower than all others.
+        self._late: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         lengths = np.diff(order.offsets)
         places = np.arange(order.n_actions) - np.repeat(order.offsets[:-1], lengths)
         self._places[order.kinds, order.partitions, order.micro_batches] = places
@@ -99,42 +106,42 @@ class Waiting:
         shortest = np.inf
         if timeline is not None:
             table = timeline.table
-            self._late = AT_ONCE * timeline.makespan
-            # When an action takes what waits for it: at its start, a recompute at its end.
-            self._starts, self._taken, ends = (np.zeros(self._places.shape) for _ in range(3))
+            self._at_once = AT_ONCE * timeline.makespan
+            self._starts, self._ends = (np.zeros(self._places.shape) for _ in range(2))
             for kind in (F, R, B):
                 own = table.of_kind(KINDS[kind])
                 where = table.partitions[own], table.micro_batches[own]
                 self._starts[kind][where] = table.starts[own]
-                self._taken[kind][where] = (table.ends if kind == R else table.starts)[own]
-                ends[kind][where] = table.ends[own]
+                self._ends[kind][where] = table.ends[own]
                 shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
             if margin:
-                self._taken_late = self._slower(ends, margin)
+                self._late = self._slower(margin)
         # Of actions that take no time the clock says less than their order.
-        self._goes_by_order = timeline is None or shortest <= self._late
+        self._goes_by_order = timeline is None or shortest <= self._at_once
         # How many actions of others must have ended before those of the row that is asked about.
         self._ended: dict[int, NDArray[np.int64]] = {}
 
-    def _slower(self, ends: NDArray[np.float64], margin: float) -> NDArray[np.float64]:
-        """Return when actions take what waits for them, each partition by itself being slower.
+    def _slower(self, margin: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return when actions start and end, each partition by itself being slower.
 
         An action starts no earlier than in the timeline, and not before the longer one in front of
         it is over. Where all forwards come first a lag ends with them: at the turn who is ahead has
         to wait.
         """
-        assert self._starts is not None
-        order, late = self._order, np.zeros(self._places.shape)
+        assert self._starts is not None and self._ends is not None
+        order = self._order
+        late = np.zeros(self._places.shape), np.zeros(self._places.shape)
         for j in range(order.n_partitions):
             own = slice(*order.offsets[j : j + 2].tolist())
             kinds, micro_batches = order.kinds[own], order.micro_batches[own]
-            starts, longer = self._starts[kinds, j, micro_batches], ends[kinds, j, micro_batches]
-            longer = (1.0 + margin) * (longer - starts)
+            starts = self._starts[kinds, j, micro_batches]
+            longer = (1.0 + margin) * (self._ends[kinds, j, micro_batches] - starts)
             turn = int((kinds == F).sum()) if self._forwards_first else len(kinds)
             for part in (slice(0, turn), slice(turn, len(kinds))):
                 before = np.cumsum(longer[part]) - longer[part]
                 starts[part] = np.maximum.accumulate(starts[part] - before) + before
-            late[kinds, j, micro_batches] = np.where(kinds == R, starts + longer, starts)
+            late[0][kinds, j, micro_batches] = starts
+            late[1][kinds, j, micro_batches] = starts + longer
         return late
 
     def of_row(self, j: int) -> list[int]:
@@ -152,8 +159,7 @@ class Waiting:
             i = micro_batches[made]
             # It waits from the next action on, until the taker has it.
             since = made + 1
-            taken_by = KINDS.index(stream.taken_by)
-            until = np.maximum(since, self._until(j, stream.taker, taken_by, kind)[i])
+            until = np.maximum(since, self._until(j, stream)[i])
             again = self._recomputed[j, i]
             exists = np.ones(len(i), dtype=bool)
             if stream.only_if_recomputed is not None:
@@ -169,15 +175,9 @@ class Waiting:
         found: list[int] = waits.tolist()
         return found
 
-    def _until(self, j: int, taker: int, kind: int, made: int) -> NDArray[np.int64]:
-        """Return at which action of row j the taker has what it takes, by micro-batch.
-
-        Args:
-            j: Who has made it.
-            taker: Who takes it.
-            kind: Kind of the taker's actions that do.
-            made: Kind of the actions that have made it.
-        """
+    def _until(self, j: int, stream: Stream) -> NDArray[np.int64]:
+        """Return at which action of row j a stream has ended that its partition makes."""
+        taker, kind, made = stream.taker, KINDS.index(stream.taken_by), KINDS.index(stream.kind)
         first, last = self._order.offsets[j : j + 2].tolist()
         until: NDArray[np.int64] = np.full(self._chunks, last - first)
         places = self._places[kind, taker]
@@ -185,14 +185,16 @@ class Waiting:
             if taker not in self._ended:
                 self._ended[taker] = self._ended_before(j, taker)
             until = np.searchsorted(self._ended[taker], places, side="right")
-        if self._starts is None or self._taken is None:
+        if self._starts is None or self._ends is None:
             return until
         kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
         starts = self._starts[kinds, j, micro_batches]
-        by_clock = np.searchsorted(starts, self._taken[kind, taker] + self._late, side="right")
-        if self._taken_late is None:
+        taken = (self._ends if stream.at_end else self._starts)[kind, taker] + self._at_once
+        by_clock = np.searchsorted(starts, taken, side="right")
+        if self._late is None:
             return np.minimum(until, by_clock)
-        late = np.searchsorted(starts, self._taken_late[kind, taker] + self._late, side="right")
+        taken = self._late[stream.at_end][kind, taker] + self._at_once
+        late = np.searchsorted(starts, taken, side="right")
         if self._forwards_first:
             if made == kind == F:
                 # No backward starts before the last forward of those behind it, nor anything else
@@ -258,10 +260,21 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
             found.append(Stream("B", taker, gradient, gradient))
         # The tensor itself, as long as the graph that it came from needs it.
         handed = storages & cells[taker].handed
-        kept = cell.bytes_of(handed & cells[taker].graph)
-        found.append(Stream("B", taker, kept, kept, only_if_recomputed=False))
+        for is_held, which in _let_go(cells[taker], handed & cells[taker].graph):
+            kept = cell.bytes_of(which)
+            found.append(Stream("B", taker, kept, kept, only_if_recomputed=False, is_held=is_held))
         found += _kept_for_recompute(cell, cells[taker], taker, handed)
     return [stream for stream in found if stream.n_bytes or stream.n_bytes_again]
+
+
+def _let_go(cell: Cell, storages: Storages) -> Iterator[tuple[bool, Storages]]:
+    """Part what a cell's graph holds by when its backward lets go of it: at its end, or not.
+
+    What the last layer alone has saved is gone soon after the backward has begun.
+    """
+    early = cell.entering.union(*(layer.saved for layer in cell.own_layers[:-1]))
+    yield True, storages & early
+    yield False, storages - early
 
 
 def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -> Iterator[Stream]:
@@ -276,10 +289,15 @@ def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -
     both = handed & other.kept_input
     # What the loss hands out lives as long as its cell, too.
     held = cell.graph if cell.loss is None else cell.graph | frozenset(cell.loss.outputs)
-    ways: tuple[tuple[Kind, Storages], ...] = (("B", both & other.graph), ("R", both - other.graph))
-    for until, storages in ways:
+    ways: list[tuple[Kind, bool, Storages]] = [("R", False, both - other.graph)]
+    ways += [("B", is_held, which) for is_held, which in _let_go(other, both & other.graph)]
+    for until, is_held, storages in ways:
         # The partition's own cells hold it at first, and to the end what their graph needs.
         own, others = cell.bytes_of(storages & held), cell.bytes_of(storages - held)
-        yield Stream("B", taker, own, own, only_if_recomputed=True, until=until)
-        yield Stream("F", taker, others, 0, only_if_recomputed=True, until=until)
-        yield Stream("R", taker, 0, others, only_if_recomputed=True, until=until)
+        streams: tuple[tuple[Kind, int, int], ...] = (
+            ("B", own, own),
+            ("F", others, 0),
+            ("R", 0, others),
+        )
+        for kind, recorded, again in streams:
+            yield Stream(kind, taker, recorded, again, True, until, is_held)

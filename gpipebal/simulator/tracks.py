@@ -182,13 +182,16 @@ class _Cells:
         self.again = np.zeros((n_partitions, chunks), dtype=bool)
         which = table.of_kind("R")
         self.again[table.partitions[which], table.micro_batches[which]] = True
-        #: Seconds at which it takes what waits: its forward and its backward when they start, its
-        #: recompute when it ends; infinity: it has none.
-        self.taken = {kind: np.full(self.again.shape, np.inf) for kind in "FRB"}
+        #: Seconds at which its forward, recompute and backward start, and end; infinity: it has
+        #: none.
+        self.starts, self.ends = (
+            {kind: np.full(self.again.shape, np.inf) for kind in "FRB"} for _ in range(2)
+        )
         for kind, kinds in (("F", "F"), ("R", "R"), ("B", "BI")):
             which = table.of_kind(kinds)
             where = table.partitions[which], table.micro_batches[which]
-            self.taken[kind][where] = (table.ends if kind == "R" else table.starts)[which]
+            self.starts[kind][where] = table.starts[which]
+            self.ends[kind][where] = table.ends[which]
 
 
 class _Moments:
@@ -275,7 +278,8 @@ class _Moments:
         if stream.only_if_recomputed is not None:
             again = self._cells.again[stream.taker, micro_batches]
             n_bytes = np.where(again == stream.only_if_recomputed, n_bytes, 0)
-        at = self._cells.taken[stream.taken_by][stream.taker, micro_batches]
+        times = self._cells.ends if stream.at_end else self._cells.starts
+        at = times[stream.taken_by][stream.taker, micro_batches]
         # What is taken as soon as it is made never waits.
         next_starts = np.append(self._own.starts, np.inf)[made + 1]
         later = at + self._late >= np.minimum(self._own.ends[made] + 2 * self._late, next_starts)
