@@ -37,6 +37,8 @@ def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert fill_in(readme, tables.blocks(Result.load(RESULTS))) == readme
+    other = FOLDER / "results-xeon.json"
+    assert fill_in(readme, tables.other_blocks(Result.load(other)), other.name) == readme
 
 
 def test_stored_result_is_complete() -> None:

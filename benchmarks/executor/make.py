@@ -31,6 +31,8 @@ from executor_benchmark.result import FORMAT, VERSION, Result
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
+#: Of another machine, of which the README has the floors.
+OTHER = HERE / "results-xeon.json"
 
 #: Packages whose versions are stored.
 PACKAGES = ("torch", "gpipebal", "torchgpipe", "fairscale", "numpy")
@@ -51,6 +53,8 @@ def main() -> None:
     result = Result.load(arguments.out)
     print(tables.floors_table(result))
     # A trial, or a part of the workloads, is no result to publish.
+    if arguments.out.resolve() == OTHER.resolve():
+        write_readme(HERE / "README.md", tables.other_blocks(result), OTHER.name)
     if arguments.out.resolve() == RESULTS.resolve():
         write_readme(HERE / "README.md", tables.blocks(result))
 
@@ -69,7 +73,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--readme", action="store_true", help="only write the README's tables")
     arguments = parser.parse_args()
     partial = arguments.quick or arguments.workload
-    if partial and not arguments.readme and arguments.out.resolve() == RESULTS.resolve():
+    is_stored = arguments.out.resolve() in (RESULTS.resolve(), OTHER.resolve())
+    if partial and not arguments.readme and is_stored:
         parser.error("--quick and --workload make no complete result: give another file as --out")
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be 1 or more")

@@ -10,7 +10,7 @@ from benchmark_tools.text import block, table
 from executor_benchmark.floors import floors
 from executor_benchmark.result import Case, Result
 
-__all__ = ["blocks", "environment", "floors_table", "results"]
+__all__ = ["blocks", "environment", "floors_table", "other_blocks", "results"]
 
 _COLUMNS = {
     "plain_1": "plain 1 thr",
@@ -39,6 +39,11 @@ _RATIOS = (
 def blocks(result: Result) -> dict[str, str]:
     """Return everything that the result says as blocks of a README, by their marks."""
     return {"result": results(result), "environment": environment(result)}
+
+
+def other_blocks(result: Result) -> dict[str, str]:
+    """Return what is said of a run on another machine."""
+    return {"other": f"{block(floors_table(result))}\n\n{environment(result)}"}
 
 
 def results(result: Result) -> str:
