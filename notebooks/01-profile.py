@@ -63,8 +63,8 @@ plot_profile(profile).figure
 
 # %% [markdown]
 # Two lessons for cutting. Layers differ widely, so *equally many layers* is a poor rule. And how
-# long a backward takes beside its forward differs from layer to layer: from next to nothing (max pooling) to three times as
-# long (some of the last convolutions). So counting forwards only is a poor rule as well.
+# long a backward takes beside its forward differs from layer to layer: from next to nothing (max pooling) to more than
+# twice as long (the largest convolutions). So counting forwards only is a poor rule as well.
 #
 # Memory looks different again. What stays for the whole step (parameters, their gradients, the optimizer's state)
 # grows towards the end of this model; what is saved for the backward shrinks, because images get smaller:
