@@ -72,6 +72,6 @@ def _width(text: str) -> int:
     """Count the places that a text takes in a terminal."""
     if text.isascii():
         return len(text)
-    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
-    none = sum(unicodedata.category(each) in ("Mn", "Me", "Cf") for each in text)
-    return len(text) + wide - none
+    marks = ("Mn", "Me", "Cf")
+    taking = [each for each in text if unicodedata.category(each) not in marks or each == "\xad"]
+    return len(taking) + sum(unicodedata.east_asian_width(each) in "WF" for each in taking)

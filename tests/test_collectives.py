@@ -53,37 +53,70 @@ def layers():
     torch.manual_seed(0)
     return [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)]
 
-# A layer that is replicated by itself.
-one, *others = layers()
-wrapped = nn.Sequential(DDP(one), *others)
-refused(lambda: gb.GPipe(wrapped, [1, 2], chunks=2), "layer '0' is wrapped by Distributed")
+# A layer that is replicated by itself: right where each of its graphs goes back before the next.
+x, both = torch.ones(4, 3) * (1 + dist.get_rank()), []
+plain = nn.Sequential(*layers())
+((plain(torch.ones(4, 3)).sum() + plain(torch.ones(4, 3) * 2).sum()) / 2).backward()
+expected = plain[0].weight.grad
+
+def gradient(chunks, checkpoint, schedule, group=None):
+    one, *others = layers()
+    model = nn.Sequential(DDP(one, process_group=group), *others)
+    pipe = gb.GPipe(model, [1, 2], chunks=chunks, checkpoint=checkpoint)
+    if schedule is None:
+        pipe(x).sum().backward()
+    else:
+        pipe.step(x, loss_fn=torch.sum, reduction="sum", schedule=schedule)
+    return one.weight.grad
+
+for case in [
+    (1, "never", None),
+    (1, "always", "gpipe"),
+    (2, "except_last", None),
+    (2, "always", "1f1b"),
+]:
+    torch.testing.assert_close(gradient(*case), expected, msg=str(case))
+words = "layer '0' is wrapped by DistributedDataParallel, and several"
+refused(lambda: gradient(2, "never", None), words)
+refused(lambda: gradient(4, "except_last", "1f1b"), words)
 alone = dist.new_group([0]), dist.new_group([1])
-gb.GPipe(nn.Sequential(DDP(one, process_group=alone[dist.get_rank()]), *others), [1, 2])
+gradient(2, "never", None, alone[dist.get_rank()])
 
 # The pipeline itself: more than one gradient for each parameter.
-x = torch.ones(4, 3)
 pipe = gb.GPipe(nn.Sequential(*layers()), [1, 2], chunks=2)
 around = DDP(pipe)
-refused(lambda: around(x), "around a pipeline with several micro-batches: chunks=2")
+words = "around a pipeline with several micro-batches: chunks=2"
+refused(lambda: around(x), words)
 with torch.no_grad():
     expected = around(x)
 with around.no_sync():
     torch.testing.assert_close(around(x), expected)
-torch.testing.assert_close(pipe(x), expected)
+around.eval()
+torch.testing.assert_close(around(x), expected)
 single = DDP(gb.GPipe(nn.Sequential(*layers()), [1, 2]))
-single(x * (1 + dist.get_rank())).sum().backward()
-found = [torch.empty(4, 3) for _ in range(2)]
-dist.all_gather(found, single.module[0].weight.grad)
-assert torch.equal(*found)
+single(x).sum().backward()
+torch.testing.assert_close(single.module[0].weight.grad, plain[0].weight.grad)
+# One that is not trained, in front of what is.
+frozen = gb.GPipe(nn.Sequential(*layers()), [1, 2], chunks=2).requires_grad_(False)
+DDP(nn.Sequential(frozen, nn.Linear(4, 1)))(x).sum().backward()
 
 # Normalisation over all processes, in two partitions and in one.
 def norms(*groups):
-    return nn.Sequential(*[nn.SyncBatchNorm(3, process_group=group) for group in groups])
+    return nn.Sequential(*[nn.SyncBatchNorm(4, process_group=group) for group in groups])
 
-words = "in one group: layer '0' of partition 0 and layer '1'"
-refused(lambda: gb.GPipe(norms(None, None), [1, 1]), words)
-gb.GPipe(norms(None, None), [2])
-gb.GPipe(norms(dist.new_group(), dist.new_group()), [1, 1])
+y, words = torch.ones(4, 4), "in one group: layer '0' of partition 0 and layer '1' of partition 1"
+refused(lambda: gb.GPipe(norms(None, None), [1, 1], chunks=2)(y), words)
+refused(lambda: gb.GPipe(norms(None, None), [1, 1], checkpoint="always")(y), words)
+gb.GPipe(norms(None, None).eval(), [1, 1], chunks=2)(y)
+for groups, balance, chunks in [
+    ((None, None), [1, 1], 1),
+    ((None, None), [2], 2),
+    ((dist.new_group(), dist.new_group()), [1, 1], 2),
+]:
+    try:
+        gb.GPipe(norms(*groups), balance, chunks=chunks)(y)
+    except ValueError as error:  # torch's own, behind the check: not on a CPU
+        assert "expected input tensor to be on" in str(error), error
 print("checked")
 dist.destroy_process_group()
 """
@@ -142,7 +175,7 @@ def test_gradients_of_several_processes_are_averaged() -> None:
 
 
 def test_what_other_processes_would_not_follow_is_refused() -> None:
-    """Replicated layers and pipelines, and what normalises over one group in two partitions."""
+    """Replicated layers and pipelines, and normalisations in two partitions; what works does."""
     assert all("checked" in out for out in run_two(REFUSED))
 
 

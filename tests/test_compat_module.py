@@ -351,10 +351,12 @@ def test_gpipebals_own_pipeline_loads_torchgpipes_files() -> None:
     assert torch.equal(outer["pipe"][0].weight, model[0].weight)
 
 
-def test_a_layer_may_be_called_partitions() -> None:
+@pytest.mark.parametrize("kind", [gb.GPipe, GPipe])
+@pytest.mark.parametrize("inside", [nn.Linear(2, 2), nn.Sequential(nn.Sequential(nn.Linear(2, 2)))])
+def test_a_layer_may_be_called_partitions(kind: Any, inside: nn.Module) -> None:
     """Its keys look like torchgpipe's, and are its own."""
-    layers = {"partitions": nn.Sequential(nn.Sequential(nn.Linear(2, 2))), "0": nn.Linear(2, 2)}
-    pipe = gb.GPipe(nn.Sequential(OrderedDict(layers)), [1, 1])
+    layers = {"partitions": inside, "0": nn.Linear(2, 2)}
+    pipe = kind(nn.Sequential(OrderedDict(layers)), [1, 1], devices=["cpu"] * 2)
     state = {key: value + 1 for key, value in pipe.state_dict().items()}
     pipe.load_state_dict(state)
     assert all(torch.equal(value, state[key]) for key, value in pipe.state_dict().items())
@@ -376,3 +378,14 @@ def test_keys_that_do_not_fit_are_named_by_a_module_around_the_pipeline_too() ->
         outer.load_state_dict(state)
     assert '"pipe.partitions.1.norm.sum"' in str(told.value)
     copy.deepcopy(outer).load_state_dict(outer.state_dict())
+
+
+def test_keys_that_are_too_many_are_named_as_the_file_does() -> None:
+    """Whatever the balance is now: they can be taken out of it."""
+    pipe = GPipe(chain(), [1, 2])
+    other = GPipe(chain(), [2, 1]).state_dict()
+    other["partitions.0.norm.sum"] = torch.zeros(4)
+    for file, key in ((other, "partitions.0.norm.sum"), ({"norm.sum": torch.zeros(4)}, "norm.sum")):
+        assert pipe.load_state_dict(file, strict=False).unexpected_keys == [key]
+    with pytest.raises(TypeError, match="dict-like"):
+        pipe.load_state_dict([1])  # type: ignore[arg-type]

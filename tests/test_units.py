@@ -138,5 +138,5 @@ def test_one_is_no_plural(text: str) -> None:
 
 def test_columns_stand_below_each_other_whatever_is_written_in_them() -> None:
     """Wide characters take two places, accents and emoji's joiners none."""
-    lines = aligned([["name", "t"], ["日本語", "1"], ["e\u0301", "2"], ["a", "3"]])
-    assert lines == ["name    t", "日本語  1", "e\u0301       2", "a       3"]
+    lines = aligned([["name", "t"], ["日本語", "1"], ["e\u0301", "2"], ["か\u3099", "3"]])
+    assert lines == ["name    t", "日本語  1", "e\u0301       2", "か\u3099      3"]

@@ -26,8 +26,12 @@ def libraries_on_standard_error() -> Iterator[None]:
         yield
         return
     try:
-        with suppress(OSError):
+        try:
             os.dup2(_ERROR, _OUTPUT)
+        except OSError:  # nobody wants to see it
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, _OUTPUT)
+            os.close(nowhere)
         yield
     finally:
         _flush()
@@ -39,5 +43,5 @@ def _flush() -> None:
     """Write what Python and C still have of earlier output to where it was meant for."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, TypeError):  # none of the kind on Windows
         ctypes.CDLL(None).fflush(None)

@@ -27,7 +27,7 @@ from gpipebal.pipeline.chain import (
     plan_warnings,
     with_runs_of,
 )
-from gpipebal.pipeline.collectives import check_not_replicated
+from gpipebal.pipeline.collectives import check_order_of_talk
 from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.devices import (
@@ -371,10 +371,10 @@ class GPipe(Container):
 
     def _begin(self, inputs: Inputs, schedule: str, loss: MicroBatchLoss | None) -> MiniBatch:
         """Make a mini-batch that is ready to run."""
-        check_not_replicated(self, len(inputs.micro_batches))
         runtime = self._started()
         checkpoint = self.checkpoint if self.training else "never"
         order = make_schedule(schedule, len(self.balance), len(inputs.micro_batches), checkpoint)
+        check_order_of_talk(self, runtime.talkers, order)
         record = self._recorder.begin(order, self.balance, checkpoint) if self._recorder else None
         watchers = Watchers(record, self._ledger, self.timeout)
         return MiniBatch(runtime, inputs, order, loss=loss, watchers=watchers)

@@ -49,7 +49,8 @@ default_generators = threading.Lock()
 _HEAD = 8
 _MARK = hashlib.blake2b(b"gpipebal: lent", digest_size=_HEAD // 2).digest()
 _n_lent = count()
-#: Those of the phases that are under way; changed and read by who holds `default_generators`.
+#: Those of the phases that are under way; changed and read by who holds `default_generators`, but
+#: where a worker that hangs has that for ever.
 _noting: list[Strays] = []
 #: What the last states of other devices begin with that were lent.
 _heads: deque[bytes] = deque(maxlen=1000)

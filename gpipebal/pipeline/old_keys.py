@@ -15,22 +15,32 @@ _PARTITION = re.compile(r"^partitions\.\d+\.")
 def _stripped(name: str, layers: Collection[str]) -> str:
     """Return what the layers call torchgpipe's `name`; others stay as they are."""
     below = _PARTITION.sub("", name, count=1)
-    is_old = "partitions" not in layers and below.partition(".")[0] in layers
-    return below if is_old else name
+    return below if below.partition(".")[0] in layers else name
 
 
 def strip_partitions(
     state_dict: dict[str, Any], prefix: str, layers: Collection[str], errors: list[str]
-) -> None:
+) -> dict[str, str]:
     """Give torchgpipe's keys in a state dictionary the names of the layers.
+
+    Where a layer is called ``partitions`` itself, a dictionary is torchgpipe's if all of its keys
+    look like it.
 
     Args:
         state_dict: The dictionary, which is changed.
         prefix: What stands in front of all keys of the pipeline.
         layers: Names of the layers.
         errors: Receives what cannot be loaded.
+
+    Returns:
+        What keys were before, by what they are now.
     """
-    for key in [key for key in state_dict if key.startswith(f"{prefix}partitions.")]:
+    own = [key for key in state_dict if key.startswith(prefix)]
+    old = [key for key in own if _stripped(key[len(prefix) :], layers) != key[len(prefix) :]]
+    if "partitions" in layers and len(old) < len(own):
+        return {}
+    before = {}
+    for key in old:
         name = prefix + _stripped(key[len(prefix) :], layers)
         value = state_dict.pop(key)
         if name in state_dict:
@@ -40,15 +50,19 @@ def strip_partitions(
                 "docs/migration.md says how to load those."
             )
         state_dict[name] = value
+        before[name] = key
+    return before
 
 
 def with_stripped_versions(
     state_dict: Mapping[str, Any], layers: Collection[str]
 ) -> Mapping[str, Any]:
     """Return a state dictionary whose versions are found under the names of the layers."""
+    if not isinstance(state_dict, Mapping):
+        return state_dict  # torch says what is wrong with it
     state = OrderedDict(state_dict)
     versions = getattr(state_dict, "_metadata", None)
-    if versions is not None:
+    if versions is not None and "partitions" not in layers:
         renamed = {_stripped(name, layers): version for name, version in versions.items()}
         state._metadata = renamed  # type: ignore[attr-defined]
     return state

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import DuplicateLayerError
 from gpipebal.pipeline.batchnorm import DeferredBatchNorm
-from gpipebal.pipeline.collectives import check_collectives
+from gpipebal.pipeline.collectives import find_talkers
 from gpipebal.pipeline.lane import make_lane
 from gpipebal.pipeline.partition import Partition, Route
 from gpipebal.pipeline.random_ops import prepare
@@ -41,6 +41,7 @@ class Runtime:
         lanes: Devices and streams.
         pool: The workers.
         tied: Parameters that several partitions use.
+        talkers: Modules of the layers that talk to other processes.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Runtime:
         prepare()
         self._layers = list(layers.values())
         check_shared(layers, balance, devices)
+        self.talkers = find_talkers(layers, balance)
         self.partitions = _partitions(layers, balance, devices)
         self.lanes = [
             make_lane(device, stream) for device, stream in zip(devices, streams, strict=True)
@@ -152,11 +154,9 @@ def check_shared(
     """Make sure that what layers share can be shared: on one device, and with one writer.
 
     Raises:
-        ModelError: layers talk to other processes in no order; see `check_collectives`.
         DuplicateLayerError: two partitions on different devices have one parameter or buffer, or
             two partitions have one deferred batch normalisation, or a lazy parameter.
     """
-    check_collectives(layers, balance)
     of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
     owner: dict[int, tuple[str, int]] = {}
     for (name, layer), j in zip(layers.items(), of_layer, strict=True):

@@ -110,7 +110,7 @@ def plot_memory(
     highest = max(track.peak for track in tracks)
     near = [size if size is not None and size <= _FAR * highest else None for size in limits]
     scale = (1 - _GAP) / max(highest, *(size or 0 for size in near), 1)
-    n_partitions = 1 + max(j for track in tracks for j in track.partitions)
+    n_partitions = 1 + max((j for track in tracks for j in track.partitions), default=0)
     hues = partition_colours(n_partitions)
     # What several partitions hold on one device has the colour of none.
     colours = [

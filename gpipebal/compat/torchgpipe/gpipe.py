@@ -26,13 +26,14 @@ from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.caller import whole_call
 from gpipebal.pipeline.chain import NO_INPUT, check_balance, check_one_input, layers_of
 from gpipebal.pipeline.devices import Place
+from gpipebal.pipeline.old_keys import strip_partitions
 from gpipebal.pipeline.runtime import Runtime
 from gpipebal.schedule import CHECKPOINT_MODES
 
 __all__ = ["GPipe"]
 
 #: How torch's messages about one key begin, with the prefix of all and the key behind it.
-_MESSAGE = '(size mismatch for |While copying the parameter named "){}([\\w.]+)'
+_MESSAGE = '(size mismatch for |While copying the parameter named "){}([^:"]+)'
 
 
 class GPipe(gpipebal.pipeline.GPipe):
@@ -177,10 +178,15 @@ class GPipe(gpipebal.pipeline.GPipe):
             versions[prefix + self._in_partition(key[len(prefix) :])] = versions[key]
         return state
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Left behind by a load that a layer ended with an error.
+        return {k: value for k, value in super().__getstate__().items() if k != "_loading"}
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         self._take_over_layers()
+        before = strip_partitions(state_dict, prefix, self._modules, args[-1])
         # For `_tell_of_partitions`, which torch calls when the layers have loaded theirs.
-        self.__dict__["_loading"] = prefix, args[-1]
+        self.__dict__["_loading"] = prefix, before, args[-1]
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _in_partition(self, name: str) -> str:
@@ -227,15 +233,16 @@ class GPipe(gpipebal.pipeline.GPipe):
 
 def _tell_of_partitions(pipe: GPipe, incompatible: Any) -> None:
     """Name what could not be loaded as torchgpipe does; called when the layers have loaded."""
-    prefix, errors = pipe.__dict__.pop("_loading")
+    prefix, before, errors = pipe.__dict__.pop("_loading")
 
     def renamed(match: re.Match[str]) -> str:
         return f"{match[1]}{prefix}{pipe._in_partition(match[2])}"
 
-    for keys in incompatible:
-        for k, key in enumerate(keys):
-            if key.startswith(prefix):
-                keys[k] = prefix + pipe._in_partition(key[len(prefix) :])
+    missing, unexpected = incompatible
+    for k, key in enumerate(missing):
+        if key.startswith(prefix):
+            missing[k] = prefix + pipe._in_partition(key[len(prefix) :])
+    unexpected[:] = [before.get(key, key) for key in unexpected]
     message = re.compile(_MESSAGE.format(re.escape(prefix)))
     errors[:] = [message.sub(renamed, error, count=1) for error in errors]
 
