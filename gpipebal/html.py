@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from gpipebal.text import not_shown, one_line
-from gpipebal.units import count, format_bytes, format_percent, format_seconds
+from gpipebal.text import one_line
+from gpipebal.units import count, format_bytes, format_percent, format_seconds, not_shown
 
 __all__ = ["Bar", "plan_html", "profile_html", "table", "timeline_html"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpipebal.kinds import check_kind, check_whole
 from gpipebal.profile import LayerProfile, Profile
-from gpipebal.text import aligned, not_shown
-from gpipebal.units import format_bytes, format_percent, format_seconds
+from gpipebal.text import aligned
+from gpipebal.units import format_bytes, format_percent, format_seconds, not_shown
 
 __all__ = ["profile_table"]
 

@@ -6,9 +6,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Sequence
 
-from gpipebal.units import count
-
-__all__ = ["aligned", "not_shown", "one_line"]
+__all__ = ["aligned", "one_line"]
 
 #: What would end a line in the middle of a cell, steer a terminal (control characters of 7 and of
 #: 8 bits), or turn the order of what stands behind it (Unicode's bidirectional controls).
@@ -53,19 +51,6 @@ def aligned(
             padded.append(cell + space if k in left else space + cell)
         lines.append(gap.join(padded).rstrip())
     return lines
-
-
-def not_shown(noun: str, times: Sequence[float], n_shown: int) -> str:
-    """Say how many rows a table leaves out that shows those with the most time.
-
-    Example:
-        >>> not_shown("layer", [1.0, 4.0, 2.0], 2), not_shown("partition", [3.0, 3.0, 3.0], 1)
-        ('1 layer with less time not shown', '2 partitions with no more time not shown')
-    """
-    in_order = sorted(times, reverse=True)
-    is_less = not n_shown or in_order[n_shown] < in_order[n_shown - 1]
-    less = "less" if is_less else "no more"
-    return f"{count(len(times) - n_shown, noun)} with {less} time not shown"
 
 
 def _width(text: str) -> int:

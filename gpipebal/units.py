@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from gpipebal.errors import UsageError
 
@@ -16,6 +17,7 @@ __all__ = [
     "format_change",
     "format_percent",
     "format_seconds",
+    "not_shown",
     "parse_bytes",
 ]
 
@@ -105,6 +107,19 @@ def count(number: int, noun: str) -> str:
     """
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def not_shown(noun: str, times: Sequence[float], n_shown: int) -> str:
+    """Say how many rows a table leaves out that shows those with the most time.
+
+    Example:
+        >>> not_shown("layer", [1.0, 4.0, 2.0], 2), not_shown("partition", [3.0, 3.0, 3.0], 1)
+        ('1 layer with less time not shown', '2 partitions with no more time not shown')
+    """
+    in_order = sorted(times, reverse=True)
+    is_less = not n_shown or in_order[n_shown] < in_order[n_shown - 1]
+    less = "less" if is_less else "no more"
+    return f"{count(len(times) - n_shown, noun)} with {less} time not shown"
 
 
 def parse_bytes(text: float | str) -> int:
