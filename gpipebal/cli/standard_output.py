@@ -21,22 +21,24 @@ def libraries_on_standard_error() -> Iterator[None]:
     """
     _flush()
     try:
-        own = os.dup(_OUTPUT)
+        os.fstat(_OUTPUT)
     except OSError:  # there is none
         yield
         return
+    # Before anything else is opened, which would get the number of one that is closed.
     try:
-        try:
-            os.dup2(_ERROR, _OUTPUT)
-        except OSError:  # nobody wants to see it
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, _OUTPUT)
-            os.close(nowhere)
+        elsewhere = os.dup(_ERROR)
+    except OSError:  # nobody wants to see it
+        elsewhere = os.open(os.devnull, os.O_WRONLY)
+    own = os.dup(_OUTPUT)
+    try:
+        os.dup2(elsewhere, _OUTPUT)
         yield
     finally:
         _flush()
         os.dup2(own, _OUTPUT)
         os.close(own)
+        os.close(elsewhere)
 
 
 def _flush() -> None:

@@ -300,4 +300,12 @@ def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -
             ("R", 0, others),
         )
         for kind, recorded, again in streams:
-            yield Stream(kind, taker, recorded, again, True, until, is_held)
+            yield Stream(
+                kind,
+                taker,
+                recorded,
+                again,
+                only_if_recomputed=True,
+                until=until,
+                is_held=is_held,
+            )
