@@ -10,8 +10,8 @@ Modules are nouns, functions are verbs, and each verb turns one noun into the ne
 `balance_by_time` does the first two steps for those who only want the balance, and the command
 ``gpipebal run`` does them all.
 
-Importing gpipebal is cheap: names are looked up on first use, so that what needs no torch (the
-planner, saved files, ``gpipebal --help``) never loads it.
+Importing gpipebal is cheap: names are looked up on first use, so that the parts that need no torch
+(the planner, saved files, ``gpipebal --help``) never load it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ _MODULES = (
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
-        # Kept, so that the next use does not come through here.
+        # Kept, so that the next use does not call this function again.
         globals()[name] = value
         return value
     if name in _MODULES:

@@ -52,7 +52,7 @@ def balance_by_time(
         partitions: Number of partitions; None: the number of CUDA devices, or 2 on a machine
             with none (logged).
         device: Where to measure; None: the first CUDA device, or the CPU.
-        chunks: Micro-batches that a mini-batch will be parted into.
+        chunks: Micro-batches that a mini-batch will be divided into.
         timeout: Seconds for the repeats; every layer is measured at least once.
         keywords: Keyword arguments of the first layer.
         in_dims: Dimension along which each tensor of the sample has its rows, as `GPipe` takes it.
@@ -62,11 +62,11 @@ def balance_by_time(
         Number of layers in each partition.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be parted.
+        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be divided.
         ProfileError: a layer failed.
         BalanceError: more partitions than layers, or a count below 1.
         DeviceError: `device` does not exist.
-        KindError: `partitions` is no number.
+        KindError: `partitions` is not a number.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -109,14 +109,14 @@ def balance_by_size(
 
     Minimises the largest size of a partition, where the size of a layer is the bytes of its
     parameters times `param_scale`, plus what it saves for the backward of one mini-batch. A tensor
-    that several layers of a partition save counts once in it. What a schedule and its checkpoints
-    make of that, ``solve(profile, partitions, objective='peak_memory')`` tells.
+    that several layers of a partition save counts once in it. To take a schedule and its
+    checkpoints into account, use ``solve(profile, partitions, objective='peak_memory')``.
 
     Args:
         module: An `nn.Sequential`; its children are the layers.
         sample: A mini-batch; a tuple is one input.
         partitions: Number of partitions; None: as for `balance_by_time`.
-        chunks: Micro-batches that a mini-batch will be parted into; all are in flight at once.
+        chunks: Micro-batches that a mini-batch will be divided into; all are in flight at once.
         param_scale: Bytes held per byte of parameters: 2 for plain SGD (parameter, gradient),
             3 with momentum, 4 for Adam.
         device: Where to measure; None: the first CUDA device, or the CPU.
@@ -177,7 +177,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         BalanceError: more parts than costs, or a cost that is negative or not finite.
 
     Complexity:
-        O(n + p k log n) for n costs, k parts and p probes (1 to 15), plus the tie-break.
+        O(n + p k log n) for n costs, k parts and p probes, about 2 to 18, plus the tie-break.
 
     Example:
         >>> balance_cost([1, 2, 3, 4], 2)
@@ -185,7 +185,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     """
     if isinstance(costs, (str, Mapping, Set)) or not isinstance(costs, Iterable):
         raise BalanceError(
-            f"costs are no list: costs={costs!r:.60} (expected one number for each layer).\n"
+            f"costs are not a list: costs={costs!r:.60} (expected one number for each layer).\n"
             f"Fix: balance_cost([1, 2, 3], {partitions!r:.20})."
         )
     problem = Problem.from_costs(list(costs), 1)
@@ -210,7 +210,7 @@ def _partitions_for(partitions: int | None, module: nn.Module) -> int:
 
 
 def _checked(partitions: int, n_layers: int) -> int:
-    """Refuse a number of partitions that cannot be, under the name that the caller knows."""
+    """Refuse an impossible number of partitions, under the name that the caller knows."""
     n_partitions = check_count("partitions", partitions)
     if n_layers:  # a chain without layers is refused for that
         check_enough_layers("partitions", n_partitions, n_layers)

@@ -1,19 +1,19 @@
 """Deep copies, also of what `copy.deepcopy` alone refuses.
 
 Tensors that belong to a graph, such as what a layer keeps of an earlier forward, are copied by
-value. Objects that nobody can copy, such as locks and open files, are shared by the copy.
+value. Objects that cannot be copied, such as locks and open files, are shared with the copy.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["deep_copy"]
+__all__ = ["deep_copy", "inner_tensors"]
 
 
 def deep_copy(value: Any, memo: dict[int, Any], copying: TorchFunctionMode | None = None) -> Any:
@@ -21,8 +21,8 @@ def deep_copy(value: Any, memo: dict[int, Any], copying: TorchFunctionMode | Non
 
     Args:
         value: The value; it is only looked at.
-        memo: What stands for which object, by identity, as `copy.deepcopy` takes it; copies made
-            here are added.
+        memo: Which copy replaces which object, by identity, as `copy.deepcopy` takes it; copies
+            made here are added.
         copying: Copies tensors; None: tensors of a graph are cut off from it.
 
     Raises:
@@ -39,8 +39,17 @@ def deep_copy(value: Any, memo: dict[int, Any], copying: TorchFunctionMode | Non
         return _copy(value, memo, set())
 
 
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor is made of, such as the parts of a quantised one."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from inner_tensors(getattr(tensor, name))
+
+
 class _Cut(TorchFunctionMode):
-    """Copies of tensors that belong to a graph are made without it."""
+    """Copies tensors that belong to a graph without their graph."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -65,7 +74,7 @@ def _copy(value: Any, memo: dict[int, Any], seen: set[int]) -> Any:
         return _attempt(value, memo)
     except Exception:
         if id(value) in seen:
-            return None  # whoever takes it apart copies it
+            return None  # it is being taken apart, and is copied there
         seen.add(id(value))
         for part in _parts_of(value):
             _copy(part, memo, seen)
@@ -79,20 +88,22 @@ def _copy(value: Any, memo: dict[int, Any], seen: set[int]) -> Any:
 
 
 def _attempt(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value, or leave nothing of it in the memo."""
+    """Copy a value; if that fails leave nothing of it in the memo."""
     trial = _Trial(memo)
     copied = copy.deepcopy(value, trial)
-    new = dict(trial)  # without the way to what was known, which would go in a circle
+    new = dict(trial)  # without the reference to the memo, which would make a cycle
+    # The originals, which `copy.deepcopy` keeps alive under the id of its memo: an id that is free
+    # again when `trial` is gone.
+    originals = new.pop(id(trial), [])
     memo.update(new)
-    # What the copies were made of is held by its memo, and that is known by its identity too.
-    memo.setdefault(id(memo), []).append(new)
+    memo.setdefault(id(memo), []).append(originals)
     return copied
 
 
 class _Trial(dict[int, Any]):
-    """A memo that knows what another one does, and leaves that one alone.
+    """A memo that has all entries of another one, and leaves that one alone.
 
-    A copy of it would be as long as the chain is by then, for every layer.
+    A copy of the other would grow with the part of the chain copied so far, for every layer.
     """
 
     def __init__(self, known: dict[int, Any]) -> None:

@@ -63,7 +63,7 @@ class ProfileError(GpipebalError, ValueError):
 
 
 class KindError(GpipebalError, TypeError):
-    """An argument of another kind than asked for, such as a model where a profile belongs."""
+    """An argument of the wrong kind, such as a model where a profile belongs."""
 
 
 class ModelError(GpipebalError, TypeError):
@@ -71,7 +71,7 @@ class ModelError(GpipebalError, TypeError):
 
 
 class DuplicateLayerError(GpipebalError, ValueError):
-    """What partitions cannot share: a parameter or buffer on different devices, and the like."""
+    """Something that partitions cannot share, such as a parameter on different devices."""
 
 
 class DeviceError(GpipebalError, ValueError, IndexError):
@@ -94,11 +94,11 @@ class PipelineError(GpipebalError, RuntimeError):
 
 
 class PipelineTimeoutError(PipelineError, TimeoutError):
-    """No worker of a pipeline came forward within its timeout; the text says what each is doing."""
+    """No worker finished an action within the timeout; the text says what each is doing."""
 
 
 class UsageError(GpipebalError, ValueError):
-    """A word, on a command line or as an argument, that names nothing that exists or can be."""
+    """A word, on a command line or as an argument, that names nothing existing or possible."""
 
 
 class VerificationError(GpipebalError, AssertionError):

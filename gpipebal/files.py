@@ -34,9 +34,9 @@ __all__ = [
 MAX_FILE_BYTES = 256 * 2**20
 #: Nor is one with more values: each takes some tens of bytes more as an object than in the file.
 MAX_VALUES = 2**23
-#: No file of ours nests deeper than this; what does is refused before anything walks through it.
+#: No file of ours nests deeper than this; one that does is refused before it is walked through.
 MAX_DEPTH = 32
-#: How JSON writes one of the two halves of a character; most often the other one stands beside it.
+#: How JSON writes one of the two halves of a character; most often the other one is next to it.
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 _Noun = TypeVar("_Noun")
@@ -44,14 +44,14 @@ _Noun = TypeVar("_Noun")
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary name beside `path`; move it there only when the block ends well.
+    """Give a temporary name next to `path`; move the file there only if the block succeeds.
 
-    The old file, if any, stays whole when the block raises or the process dies. A link stays one,
-    and the file that it leads to is the one that is written.
+    The old file, if any, stays whole when the block raises or the process dies. A link stays a
+    link, and the file that it leads to is the one that is written.
 
     Raises:
-        KindError: `path` is no path.
-        FileFormatError: there is something else than an ordinary file, which a file would replace.
+        KindError: `path` is not a path.
+        FileFormatError: `path` is something other than an ordinary file, which this would replace.
     """
     target = Path(os.path.realpath(check_path(path)))
     what = _not_a_file(target)
@@ -71,7 +71,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def why_not_writable(path: str | os.PathLike[str]) -> str | None:
-    """Say why no file can be written to `path`, by trying to make one beside it; None if it can."""
+    """Say why no file can be written to `path`, by making one next to it; None if one can."""
     target = Path(os.path.realpath(path))
     what = _not_a_file(target)
     if what is not None:
@@ -79,7 +79,7 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
     if not os.path.isdir(target.parent):
         return "its folder does not exist"
     try:
-        # Permissions do not tell: some folders take no files, whoever asks.
+        # Permissions are no proof: some folders take no files from anyone.
         _make_beside(target).unlink()
     except OSError as error:
         return f"its folder takes no such file: {error.strerror or error}"
@@ -87,11 +87,11 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
 
 
 def _not_a_file(target: Path) -> str | None:
-    """Say what stands at a path if that is no ordinary file, such as a device; None if nothing."""
+    """Say what is at a path if it is not an ordinary file, such as a device; None if nothing."""
     if os.path.isdir(target):
         return "it is a folder"
     if os.path.exists(target) and not os.path.isfile(target):
-        return "it is no ordinary file"
+        return "it is not an ordinary file"
     return None
 
 
@@ -109,7 +109,7 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
     """Write `record` as JSON to `path`, atomically. Floats keep every bit.
 
     Raises:
-        FileFormatError: it has more in it than is read again, or what JSON has not got.
+        FileFormatError: it has more in it than `read_any` accepts, or a value that JSON lacks.
     """
     with atomic_path(path) as temporary:
         try:
@@ -118,14 +118,14 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
         except (TypeError, ValueError) as error:
             raise _refused(
                 path,
-                f"would not be read again: {error}.",
-                "take that out (of provenance, say); numbers have to be finite, texts whole.",
+                f"could not be read back: {error}.",
+                "remove it (from the provenance, perhaps); numbers must be finite, texts Unicode.",
             ) from None
         n_values = _count_values(text)
         if n_values > MAX_VALUES or len(text) > MAX_FILE_BYTES:
             raise _refused(
                 path,
-                f"would not be read again: {n_values} values in {len(text)} bytes (expected at "
+                f"could not be read back: {n_values} values in {len(text)} bytes (expected at "
                 f"most {MAX_VALUES} in {MAX_FILE_BYTES}).",
                 "save less: of a timeline its outline (simulate(..., detail=False), --no-detail), "
                 "of a profile one size.",
@@ -134,7 +134,7 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
 
 
 def _count_values(text: str) -> int:
-    """Count the values of a JSON text: there are at least so many."""
+    """Return a lower bound on the number of values in a JSON text."""
     return sum(text.count(sign) for sign in ",[{")
 
 
@@ -142,7 +142,7 @@ def read_record(path: str | os.PathLike[str], kind: str, version: int) -> dict[s
     """Read a JSON object whose ``format`` is `kind` and whose ``version`` is at most `version`.
 
     Raises:
-        FileFormatError: the file does not exist, cannot be read, is no JSON object, is of
+        FileFormatError: the file does not exist, cannot be read, is not a JSON object, is of
             another kind, or was written by a newer gpipebal.
     """
     record = read_any(path, kind)
@@ -176,8 +176,8 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
         kind: What was expected, for the error.
 
     Raises:
-        FileFormatError: the file does not exist, cannot be read, or is no JSON object.
-        KindError: `path` is no path.
+        FileFormatError: the file does not exist, cannot be read, or is not a JSON object.
+        KindError: `path` is not a path.
     """
     source = check_path(path)
     fix = f"give the path of a {kind} file."
@@ -217,14 +217,14 @@ def _bytes_of(path: Path, fix: str) -> bytes:
     """Read a file, or what comes out of a pipe or a device, such as standard input.
 
     Raises:
-        FileFormatError: there is too much of it, or a pipe that nobody writes to.
+        FileFormatError: it is too large, or a pipe to which nothing writes.
         OSError: it is a folder, or cannot be read.
     """
     about = path.stat()
     is_pipe = stat.S_ISFIFO(about.st_mode)
     size = about.st_size
     if size <= MAX_FILE_BYTES:
-        # Opening a pipe would wait for somebody who writes to it, perhaps for ever.
+        # Opening a pipe would wait for a writer, perhaps for ever.
         with open(path, "rb", opener=_open_at_once if is_pipe else None) as file:
             found = file.read(MAX_FILE_BYTES + 1)
         size = len(found)
@@ -233,7 +233,7 @@ def _bytes_of(path: Path, fix: str) -> bytes:
             path, f"is too large: {size} bytes (expected at most {MAX_FILE_BYTES}).", fix
         )
     if is_pipe and not found:
-        raise _refused(path, "cannot be read: nobody writes to this pipe.", fix)
+        raise _refused(path, "cannot be read: nothing writes to this pipe.", fix)
     return found
 
 
@@ -253,7 +253,7 @@ def read_noun(
     version: int,
     make: Callable[[Mapping[str, Any]], _Noun],
 ) -> _Noun:
-    """Read a file as `read_record` does, and make of its record what it describes.
+    """Read a file as `read_record` does, and make from its record the object that it describes.
 
     Raises:
         FileFormatError: as for `read_record`, or `make` refused the record; the file is named.
@@ -268,7 +268,7 @@ def noun_of(
     version: int,
     make: Callable[[Mapping[str, Any]], _Noun],
 ) -> _Noun:
-    """Make what `read_noun` does of the record of a file that has been read: a pipe is read once.
+    """Do what `read_noun` does with the record of a file that was read: a pipe is read only once.
 
     Raises:
         FileFormatError: as for `read_noun`.

@@ -1,7 +1,7 @@
 """HTML: small tables with bars, as a notebook shows a noun.
 
-No style sheet, no script and no picture: what a cell of a notebook keeps is a few kilobytes, and
-looks the same in every viewer. Text comes from models and files of other people, so all of it is
+No style sheet, no script and no picture: a cell of a notebook keeps only a few kilobytes, and looks
+the same in every viewer. Text comes from models and files of other people, so all of it is
 escaped.
 """
 
@@ -16,7 +16,7 @@ from gpipebal.units import count, format_bytes, format_percent, format_seconds, 
 
 __all__ = ["Bar", "plan_html", "profile_html", "table", "timeline_html"]
 
-#: Rows of a table at most: what a cell of a notebook can hold, and still be looked at.
+#: The most rows of a table: as many as can be read in a cell of a notebook.
 _MOST_ROWS = 24
 
 #: Colours of the parts of a bar, in their order, the same in every table; told apart with any
@@ -41,7 +41,7 @@ class Bar(NamedTuple):
     Attributes:
         parts: Length of forward, recompute, backward and optimizer, as fractions of the whole
             width; together at most 1. Those at the end may be left out.
-        title: What a pointer that rests on the bar is told.
+        title: Text shown while the pointer rests on the bar.
         rest: Whether what is left of the width is tinted, as idle time is.
     """
 

@@ -1,4 +1,4 @@
-"""Whether an argument is what a verb takes, and how to get that if not."""
+"""Whether an argument is of the kind that a verb takes, and how to get one if not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "whole_number",
 ]
 
-#: Every noun with the verb that makes it of the one before; the first is made of a model.
+#: Every noun with the verb that makes it from the one before; the first is made from a model.
 _MADE_BY = {
     "Profile": "profile_model({}, sample)",
     "Plan": "solve({}, partitions)",
@@ -49,30 +49,34 @@ def check_kind(name: str, value: object, kind: type, fix: str | None = None) -> 
         >>> from gpipebal import Plan, Profile
         >>> check_kind("plan", Profile.from_costs([1.0]), Plan)
         Traceback (most recent call last):
-        gpipebal.errors.KindError: plan is no Plan: type(plan)=Profile (expected Plan).
+        gpipebal.errors.KindError: plan is not a Plan: type(plan)=Profile (expected Plan).
         Fix: plan = solve(profile, partitions).
     """
     if not isinstance(value, kind):
         wanted, given = kind.__name__, type(value).__name__
         raise KindError(
-            f"{name} is no {wanted}: type({name})={given} (expected {wanted}).\n"
+            f"{name} is not {_a(wanted)}: type({name})={given} (expected {wanted}).\n"
             f"Fix: {fix or _way(name, value, wanted)}."
         )
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def check_list(
     name: str, value: object, kind: type | None = None, fix: str | None = None
 ) -> tuple[Any, ...]:
-    """Return what can be gone through as a tuple; a text, a mapping or a single thing is refused.
+    """Return an iterable as a tuple; a text, a mapping or a single thing is refused.
 
     Args:
         name: Name of the argument.
         value: What was given.
-        kind: What everything in it has to be; None: anything.
+        kind: Kind that every element has to be; None: any.
         fix: As for `check_kind`.
 
     Raises:
-        KindError: it is no list, or has something else in it.
+        KindError: it is not a list, or has something else in it.
 
     Example:
         >>> check_list("storages", range(2)), check_list("storages", [])
@@ -80,7 +84,7 @@ def check_list(
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise KindError(
-            f"{name} is no list: type({name})={type(value).__name__} (expected a list"
+            f"{name} is not a list: type({name})={type(value).__name__} (expected a list"
             f"{f' of {kind.__name__}' if kind else ''}).\nFix: {fix or f'{name}=[...]'}."
         )
     found = tuple(value)
@@ -91,40 +95,40 @@ def check_list(
 
 
 def check_mapping(name: str, value: object, fix: str) -> Mapping[Any, Any]:
-    """Return a mapping, or refuse what is none.
+    """Return a mapping, or refuse anything else.
 
     Raises:
-        KindError: it is none.
+        KindError: it is of another kind.
     """
     if not isinstance(value, Mapping):
         raise KindError(
-            f"{name} is no mapping: type({name})={type(value).__name__} (expected a dict).\n"
+            f"{name} is not a mapping: type({name})={type(value).__name__} (expected a dict).\n"
             f"Fix: {fix}."
         )
     return value
 
 
 def check_whole(name: str, value: object) -> int:
-    """Return a whole number of any kind as Python's, or refuse what is none.
+    """Return a whole number of any kind as Python's, or refuse anything else.
 
     Raises:
-        KindError: it is none.
+        KindError: it is of another kind.
     """
     number = whole_number(value)
     if number is None:
         raise KindError(
-            f"{name} is no whole number: {name}={value!r:.60} (expected an int).\n"
+            f"{name} is not a whole number: {name}={value!r:.60} (expected an int).\n"
             f"Fix: {name}=1, say."
         )
     return number
 
 
 def check_index(name: str, value: object, count: int) -> int:
-    """Return the index of one of several things, from 0; of the last ones from -1 down, too.
+    """Return the index of one of several things, from 0; negative ones count from the end.
 
     Raises:
-        KindError: it is no whole number.
-        UsageError: there are not so many.
+        KindError: it is not a whole number.
+        UsageError: there are fewer.
     """
     number = check_whole(name, value)
     if not -count <= number < count:
@@ -136,32 +140,32 @@ def check_index(name: str, value: object, count: int) -> int:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number of any kind, such as numpy's, as Python's; None if it is none.
+    """Return a whole number of any kind, such as numpy's, as Python's; None if it is not one.
 
     Example:
         >>> whole_number(3), whole_number(3.0), whole_number(True)
         (3, None, None)
     """
     if not isinstance(value, bool):
-        with suppress(TypeError, ValueError, RuntimeError):  # arrays of several raise
+        with suppress(TypeError, ValueError, RuntimeError):  # arrays of several values raise
             return index(value)  # type: ignore[arg-type]
     return None
 
 
 def check_path(path: object) -> Path:
-    """Return a path, or refuse what is none.
+    """Return a path, or refuse anything else.
 
     Raises:
         KindError: it is neither a text nor an `os.PathLike`, or no system has such a name.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise KindError(
-            f"path is no path: type(path)={type(path).__name__} (expected a str or a Path).\n"
+            f"path is not a path: type(path)={type(path).__name__} (expected a str or a Path).\n"
             "Fix: give the name of a file."
         )
     if "\0" in os.fspath(path):
         raise KindError(
-            f"path is no path: path={path!r} (expected no null character).\n"
+            f"path is not a path: path={path!r} (expected no null character).\n"
             "Fix: give the name of a file."
         )
     return Path(path)
@@ -207,12 +211,12 @@ def _way(name: str, value: object, wanted: str) -> str:
 
 
 def no_such_row(name: str, asked: object, known: Iterable[object]) -> UsageError:
-    """Return the error for a row that a table has not got.
+    """Return the error for a row that a table does not have.
 
     Args:
         name: What tells rows apart.
         asked: The value that was asked for.
-        known: Those of the rows that are there.
+        known: The values of the rows that exist.
 
     Example:
         >>> print(no_such_row("replicas", 3, [1, 2]))

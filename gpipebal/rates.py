@@ -1,8 +1,8 @@
-"""Rates: how fast devices are at best, to estimate times without one.
+"""Rates: how fast devices are at best, to estimate times without the device.
 
 The table holds what the makers publish: operations a second of *dense* matrices (advertisements
 often give twice as much, for sparse ones), bytes a second from memory, and bytes of memory. A real
-program reaches a part of that, large matrices about two thirds, small operations far less:
+program reaches a part of these rates, large matrices about two thirds, small operations far less:
 `DeviceRates.scaled` makes rates of a device that reaches given shares of its peaks.
 """
 
@@ -67,8 +67,8 @@ class DeviceRates:
             )
         if not isinstance(self.flops, Mapping):
             raise DeviceError(
-                f"rates of {self.name!r} are no mapping: flops={self.flops!r:.60} (expected rates "
-                "by dtype).\nFix: DeviceRates(name, {'float32': 1e12}, bandwidth=1e11)."
+                f"rates of {self.name!r} are not a mapping: flops={self.flops!r:.60} (expected "
+                "rates by dtype).\nFix: DeviceRates(name, {'float32': 1e12}, bandwidth=1e11)."
             )
         for name in self.flops:
             if not isinstance(name, str):
@@ -94,7 +94,7 @@ class DeviceRates:
             times["host_time"] = self.host_time
         for name, value in times.items():
             self._check(name, value, "0 or more, in seconds")
-        # numpy's numbers as Python's: those of a file.
+        # numpy's numbers as Python's, so that they equal those read from a file.
         plain = {"flops": {name: float(rate) for name, rate in self.flops.items()}}
         numbers = {name: float(value) for name, value in times.items()}
         memory = None if self.memory_bytes is None else int(self.memory_bytes)
@@ -131,7 +131,7 @@ class DeviceRates:
 
 
 def find_rates(rates: str | DeviceRates) -> DeviceRates:
-    """Return the rates of a device in the table; rates come back as they are.
+    """Return the rates of a device in the table; `DeviceRates` are returned as they are.
 
     Args:
         rates: Name of a device, or a part of it that fits only one; case, spaces and hyphens do

@@ -1,6 +1,6 @@
-"""Records: what a file holds, as JSON values, looked at before a noun is made of it.
+"""Records: the content of a file, as JSON values, checked before a noun is made from it.
 
-Whatever is refused is named by where it stands: ``layers[3].name`` is a field of the fourth layer.
+A refused value is named by its place: ``layers[3].name`` is a field of the fourth layer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = [
     "damaged",
     "fields_of",
     "object_of",
-    "place",
+    "path_in",
     "text_of",
     "tuple_of",
     "without_header",
 ]
 
-#: How annotations begin, and what JSON has for them; all else is an object.
+#: How annotations begin, and the JSON type for each; all others are objects.
 _IN_JSON = {
     "tuple": "a list",
     "Sequence": "a list",
@@ -37,11 +37,11 @@ _IN_JSON = {
 }
 
 
-def place(where: str, name: str | int) -> str:
-    """Say where a field stands.
+def path_in(where: str, name: str | int) -> str:
+    """Return the place of a field in words.
 
     Example:
-        >>> place("layers", 3), place("layers[3]", "name"), place("", "layers")
+        >>> path_in("layers", 3), path_in("layers[3]", "name"), path_in("", "layers")
         ('layers[3]', 'layers[3].name', 'layers')
     """
     if isinstance(name, int):
@@ -50,10 +50,10 @@ def place(where: str, name: str | int) -> str:
 
 
 def without_header(record: Any, kind: str, version: int) -> dict[str, Any]:
-    """Return what stands in a record beside its format and version, which are checked.
+    """Return a record without its format and version, which are checked.
 
     Raises:
-        KindError: it is no object.
+        KindError: it is not an object.
         FileFormatError: another format, or a version that is not read here.
     """
     content = object_of(record, "record")
@@ -70,7 +70,7 @@ def object_of(value: Any, where: str) -> dict[str, Any]:
     """Return an object of a record as a dict.
 
     Raises:
-        KindError: it is none.
+        KindError: it is of another kind.
     """
     if not isinstance(value, Mapping):
         raise _another_kind(where, value, "an object with named values")
@@ -82,12 +82,12 @@ def fields_of(value: Any, where: str, kind: type, also: Collection[str] = ()) ->
 
     Args:
         value: The object.
-        where: Where it stands.
-        kind: The dataclass; what it has a default for may be missing.
-        also: Fields that must be there all the same.
+        where: Its place in the record.
+        kind: The dataclass; fields with a default may be missing.
+        also: Fields that must be there even so.
 
     Raises:
-        KindError: it is no object.
+        KindError: it is not an object.
         FileFormatError: a field is missing or unknown.
     """
     content = object_of(value, where)
@@ -107,8 +107,8 @@ def check_missing(content: Mapping[str, Any], where: str, required: Mapping[str,
 
     Args:
         content: The object.
-        where: Where it stands.
-        required: What the fields can be, by their names.
+        where: Its place in the record.
+        required: What each field can be, by its name.
 
     Raises:
         FileFormatError: it lacks one.
@@ -120,7 +120,7 @@ def check_missing(content: Mapping[str, Any], where: str, required: Mapping[str,
     """
     for name, expected in required.items():
         if name not in content:
-            raise FileFormatError(f"missing {place(where, name)!r} (expected {expected}).")
+            raise FileFormatError(f"missing {path_in(where, name)!r} (expected {expected}).")
 
 
 def check_unknown(content: Mapping[str, Any], where: str, known: Collection[str]) -> None:
@@ -138,7 +138,7 @@ def check_unknown(content: Mapping[str, Any], where: str, known: Collection[str]
         if name not in known:
             near = get_close_matches(name, known, 1) or list(known)[:3]
             raise FileFormatError(
-                f"unknown field: {place(where, name)!r:.100} (expected such as "
+                f"unknown field: {path_in(where, name)!r:.100} (expected such as "
                 f"{', '.join(map(repr, near))})."
             )
 
@@ -147,7 +147,7 @@ def tuple_of(value: Any, where: str) -> tuple[Any, ...]:
     """Return a list of a record as a tuple; a text or an object is not taken for one.
 
     Raises:
-        KindError: it is none.
+        KindError: it is of another kind.
     """
     if not isinstance(value, (list, tuple)):
         raise _another_kind(where, value, "a list")
@@ -158,23 +158,23 @@ def text_of(value: Any, where: str) -> str:
     """Return a text of a record: one that can be written and printed again.
 
     Raises:
-        KindError: it is none.
+        KindError: it is of another kind.
     """
     if not isinstance(value, str):
         raise _another_kind(where, value, "a text")
     try:
         value.encode()
-    except UnicodeEncodeError:  # a half of a surrogate pair is no character
+    except UnicodeEncodeError:  # a half of a surrogate pair is not a character
         raise _another_kind(where, value, "a text of whole characters") from None
     return value
 
 
 def damaged(noun: str, error: Exception, fix: str) -> FileFormatError:
-    """Say that a record is damaged, by the first line of what was found.
+    """Return the error for a damaged record, with the first line of the error that showed it.
 
     Args:
-        noun: What it should have become.
-        error: What was raised on the way.
+        noun: The noun that it should have become.
+        error: The error that was raised on the way.
         fix: What to do about it.
     """
     return FileFormatError(f"{noun} is damaged: {str(error).splitlines()[0]}\nFix: {fix}")

@@ -60,10 +60,10 @@ class RunReport:
         predicted_peak_bytes: Of each partition.
         peak_bytes: Measured in a step of its own, of each partition.
         total_peak_bytes: The most that all partitions held at one time.
-        plain: The plain model, each way that it was run.
+        plain: The plain model, once for each way in which it was run.
         notes: What the reader should know before trusting the figures.
         output: Folder of the files.
-        provenance: Of the profile: versions, date, device names.
+        provenance: Provenance of the profile: versions, date, device names.
     """
 
     model: str
@@ -105,7 +105,7 @@ class RunReport:
         return {run.where: run.step_time / self.step_time for run in self.plain}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values, with medians and ratios beside the raw times."""
+        """Return the report as JSON values, with medians and ratios besides the raw times."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -163,7 +163,7 @@ def _predictions(report: RunReport) -> list[str]:
     for name, expected, found in [*named, ("peak memory, sum", *total)]:
         rows.append([name, format_bytes(expected), format_bytes(found)])
         rows[-1].append(_signed(_error(expected, found)))
-    # Partitions have their peaks at different moments: the sum is no prediction of this one.
+    # Partitions have their peaks at different moments: the sum is not a prediction of this one.
     rows.append(["memory, most at one time", "", format_bytes(report.total_peak_bytes), ""])
     return aligned(rows, gap="   ")
 
@@ -190,8 +190,8 @@ def _verdicts(report: RunReport) -> list[str]:
             f"it takes {format_percent(abs(longer))} {less} time per step."
         )
     lines.append(
-        f"Times are of {count(len(report.step_times), 'step')}, taken in turns after one warm-up; "
-        "the plain model does the same micro-batches one by one, without recompute."
+        f"Times are of {count(len(report.step_times), 'step')}, taken alternately after one "
+        "warm-up; the plain model does the same micro-batches one by one, without recompute."
     )
     return lines
 

@@ -52,37 +52,37 @@ def compare_schedules(
     """Simulate a profiled chain under every known schedule, and set them side by side.
 
     For each number of partitions the chain is cut so that the largest time of a partition is
-    smallest: the same cut for all schedules with that number. What a profile does not tell is
-    estimated, as `gpipebal.simulator.durations_of` says.
+    smallest: the same cut for all schedules with that number. Times that the profile does not
+    have are estimated, as `gpipebal.simulator.durations_of` describes.
 
     Args:
         profile: Costs of the layers for one micro-batch.
         n_devices: Number of devices, 1 to the number of layers.
-        chunks: Micro-batches per mini-batch; None: the profile's. As in `solve`, the mini-batch is
-            the same whatever their number if the profile was taken at several numbers of rows; if
-            at one, every micro-batch has these, and a note says so.
+        chunks: Micro-batches per mini-batch; None: the profile's. As in `solve`, if the profile was
+            taken at several numbers of rows the mini-batch stays the same whatever `chunks` is; if
+            at one, every micro-batch has that many rows, and a note says so.
         checkpoint: Which micro-batches are recomputed.
         schedules: Names of the schedules; see `gpipebal.schedule.ALL_SCHEDULES`.
-        partitions_per_device: Number, or numbers, to try with schedules that go round several
-            times.
+        partitions_per_device: Number, or numbers, to try with schedules that go round the devices
+            several times.
         bandwidth: Bytes per second between devices; None: transfers take no time.
-        latency: Seconds of every transfer, on top.
-        overlap: Whether transfers run beside the devices' work; see `gpipebal.simulator.place`.
+        latency: Seconds of every transfer, in addition.
+        overlap: Whether transfers overlap with the devices' work; see `gpipebal.simulator.place`.
 
     Returns:
         A table, the fastest first. Its makespans count three things that `Plan.makespan` does not,
-        where the profile knows them: a forward that is recomputed later may take less than one that
-        records a graph; one process that launches for all devices, as `GPipe` does, may be what
-        they wait for; and on a CPU work takes longer behind work of the other kind, which 1F1B has
-        in every turn (left out with a bandwidth or latency: those are other devices; here for all
-        schedules, but not for backwards in two parts). Its peaks count all that a plan counts but
-        for the optimizer's step, with the loss inside the last partition, micro-batch by
-        micro-batch: the one way that all schedules have.
+        where the profile knows them. A forward that is recomputed later may take less than one that
+        records a graph. Devices may have to wait for the one process that launches for all of them,
+        as `GPipe` does. And on a CPU an action takes longer after one of the other kind, which
+        happens all the time under 1F1B; this is counted for all schedules, except for backwards in
+        two parts, and not at all with a bandwidth or latency, which mean other devices. Its peaks
+        count all that a plan counts except the optimizer's step, with the loss inside the last
+        partition, micro-batch by micro-batch: the one way that all schedules have.
 
     Raises:
         BalanceError: a count below 1, more devices than layers, more micro-batches than rows or
             than a plan can have, or no schedule.
-        KindError: `profile` is no Profile.
+        KindError: `profile` is not a Profile.
         UnsupportedPlanError: an unknown schedule.
 
     Example:
@@ -129,7 +129,7 @@ def compare_schedules(
         bounds = _bounds(profile, each * n_devices, chunks, checkpoint)
         times = durations_of(profile, bounds, links=links)
         durations[each] = with_turns(profile, times) if links is None else times
-        # Every schedule can compute the loss inside, and most can do nothing else.
+        # Every schedule can have the loss inside the pipeline, and most can have it only there.
         held[each] = held_of(
             profile,
             bounds,
@@ -167,7 +167,7 @@ def compare_schedules(
 
 
 def _several(numbers: Any) -> Iterable[Any]:
-    """Return one number, or what is given in its place, as a list of itself."""
+    """Return a single number, or anything else that is not a list, as a list of one."""
     is_list = isinstance(numbers, Iterable) and not isinstance(numbers, str)
     return numbers if is_list and getattr(numbers, "ndim", 1) != 0 else (numbers,)
 
@@ -175,7 +175,7 @@ def _several(numbers: Any) -> Iterable[Any]:
 def _bounds(
     profile: Profile, n_partitions: int, chunks: int, checkpoint: CheckpointMode
 ) -> tuple[int, ...]:
-    """Cut the chain where the largest time of a partition is smallest."""
+    """Cut the chain so that the largest time of a partition is smallest."""
     problem = Problem(
         **profile.layer_times,
         n_partitions=n_partitions,

@@ -27,7 +27,7 @@ class Compared:
     """One plan or timeline of a comparison; seconds, fractions and bytes of one mini-batch.
 
     Attributes:
-        name: What it is called.
+        name: Its name in the table.
         kind: ``'plan'``, ``'simulated'`` or ``'measured'``.
         balance: Layers in each partition; None: not known.
         chunks: Number of micro-batches.
@@ -49,11 +49,11 @@ class Compared:
     peak_bytes: int | None = None
 
 
-#: Partitions of a balance that are written out.
+#: The most partitions of a balance that are written out.
 _MOST_SHOWN = 8
 
-#: Where the figures of a plan are others than in the plan's own text: by its own times, or by those
-#: of a profile.
+#: Where the figures of a plan differ from those in the plan's own text: by its own times, or by the
+#: times of a profile.
 _BY_PLANS = (
     "A plan stands for the timeline of its layers' own times, which its makespan is made of, with "
     "the loss between the phases if the others have it. The profile that it was made from knows "
@@ -83,13 +83,13 @@ class SideBySide:
     """Plans and timelines of one model; printed, it is a table.
 
     Attributes:
-        rows: What is compared, in the order given; all are set in relation to the first.
-        cells: Where a prediction and a measurement were given, how long each kind of cell took
+        rows: What is compared, in the order given; all are compared with the first.
+        cells: If a prediction and a measurement were given, how long each kind of cell took
             in both; else empty.
         timelines: The timelines, by name: those given, and those that the plans predict.
-        why_no_cells: Why a prediction and a measurement have no cells in common; empty: they have,
-            or there are none of both.
-        by_profile: Whether what plans predict is what a profile knows of a training step.
+        why_no_cells: Why a prediction and a measurement have no cells in common; empty: they have
+            some, or one of the two was not given.
+        by_profile: Whether the plans' predictions are of a training step, from a profile.
     """
 
     rows: tuple[Compared, ...]
@@ -158,18 +158,18 @@ def set_side_by_side(
 ) -> SideBySide:
     """Set plans and timelines of one model side by side.
 
-    A plan stands for the timeline that it predicts. With a profile that is the training step; see
-    `gpipebal.planner.training_step`. Without one it is that of the layers' own times: with the
-    pause for the loss between the phases if a timeline is to be compared with that has it too, a
-    measured one or a simulated one.
+    A plan stands for the timeline that it predicts. With a profile that is the timeline of the
+    training step; see `gpipebal.planner.training_step`. Without one it is the timeline of the
+    layers' own times. It has the pause for the loss between the phases if one of the timelines to
+    compare with, measured or simulated, has it too.
 
     Args:
         nouns: Plans and timelines, by the name that each has in the table.
-        profile: The profile that the plans were made from; None: it is not at hand.
+        profile: The profile that the plans were made from; None: it is not available.
 
     Raises:
-        BalanceError: a plan was made of other costs than the profile's.
-        UsageError: there is nothing to compare, or they have different numbers of layers.
+        BalanceError: a plan was made from other costs than the profile's.
+        UsageError: there is nothing to compare, or the numbers of layers differ.
 
     Example:
         >>> from gpipebal.planner import evaluate
@@ -193,8 +193,8 @@ def set_side_by_side(
         layers["the profile"] = profile.n_layers
         if not any(isinstance(noun, Plan) for noun in nouns.values()):
             raise UsageError(
-                "a profile tells what plans predict, and there is none: "
-                f"{count(len(nouns), 'timeline')} (expected a plan beside a profile).\n"
+                "a profile is used with a plan, and there is none: "
+                f"{count(len(nouns), 'timeline')} (expected a plan too).\n"
                 "Fix: name a plan too, or leave the profile out."
             )
     if len(set(layers.values())) > 1:
@@ -263,7 +263,7 @@ def _why_no_cells(
     measured: Timeline,
     measured_balance: tuple[int, ...] | None,
 ) -> str:
-    """Say why the cells of two timelines are not the same ones; empty: they are."""
+    """Say why two timelines do not have the same cells; empty if they have."""
     for what, one, other in (
         ("partitions", predicted.n_partitions, measured.n_partitions),
         ("micro-batches", predicted.chunks, measured.chunks),
@@ -303,6 +303,6 @@ def _change(before: float, after: float) -> str:
 
 
 def _short(balance: tuple[int, ...]) -> str:
-    """Write a balance; of many partitions the first ones."""
+    """Write a balance; if there are many partitions only the first ones."""
     shown = ",".join(map(str, balance[:_MOST_SHOWN]))
     return f"[{shown}]" if len(balance) <= _MOST_SHOWN else f"[{shown},...]"

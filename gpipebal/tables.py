@@ -1,4 +1,4 @@
-"""Tables: what a noun holds, longer than its own text, for a terminal."""
+"""Tables: what a noun holds, in more detail than its own text, for a terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _COLUMNS = (
 
 
 def profile_table(profile: Profile, n_layers: int = 30) -> str:
-    """Write a profile as a table: one line per layer, then what a step costs beside them.
+    """Write a profile as a table: one line per layer, then the other costs of a step.
 
     Args:
         profile: What to show.
-        n_layers: Most layers to show: the ones with the largest time, in the order of the chain.
+        n_layers: The most layers to show: those with the largest times, in the order of the chain.
 
     Returns:
         Lines without a newline at the end. ``share`` is the layer's part of all forward and

@@ -1,4 +1,4 @@
-"""Text: columns that stand below each other, for a terminal."""
+"""Text: aligned columns, for a terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 
 __all__ = ["aligned", "one_line"]
 
-#: What would end a line in the middle of a cell, steer a terminal (control characters of 7 and of
-#: 8 bits), or turn the order of what stands behind it (Unicode's bidirectional controls).
+#: Characters that would end a line in the middle of a cell, steer a terminal (control characters of
+#: 7 and of 8 bits), or reverse the text that follows (Unicode's bidirectional controls).
 _BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
 def one_line(text: str) -> str:
-    r"""Write spaces for breaks of lines, and for what else no line has.
+    r"""Replace line breaks, and all else that does not belong in a line, by spaces.
 
     Example:
         >>> one_line("a\nb")
@@ -31,7 +31,7 @@ def aligned(
     Args:
         rows: Rows of equally many cells, the headings first.
         left: Columns whose cells begin at the left; the others end at the right, as numbers do.
-        gap: What stands between two columns.
+        gap: Text between two columns.
 
     Returns:
         One line per row, without spaces at its end; breaks of lines in cells are spaces. Wide

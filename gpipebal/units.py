@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from gpipebal.errors import UsageError
 
 __all__ = [
+    "bytes_unit",
     "count",
     "format_bytes",
     "format_change",
@@ -19,6 +20,7 @@ __all__ = [
     "format_seconds",
     "not_shown",
     "parse_bytes",
+    "seconds_unit",
 ]
 
 _UNITS_PER_SECOND = {"ps": 1e12, "ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
@@ -51,12 +53,23 @@ def format_seconds(seconds: float) -> str:
         return "0 s"
     if not 0.9995e-12 <= abs(seconds) < 1e9:
         return f"{seconds:.2e} s"
-    for unit, scale in _UNITS_PER_SECOND.items():
-        text = _three_digits(seconds * scale)
-        # The unit follows from what is shown: 999.5 us rounds to 1000 of them, which is 1.00 ms.
-        if abs(float(text)) < 1000:
-            return f"{text} {unit}"
-    return f"{seconds:.0f} s"
+    unit, _ = seconds_unit(seconds)
+    return f"{_three_digits(seconds * _UNITS_PER_SECOND[unit])} {unit}"
+
+
+def seconds_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which `format_seconds` writes a duration, and its length in seconds.
+
+    Example:
+        >>> seconds_unit(0.0123), seconds_unit(2.5)
+        (('ms', 0.001), ('s', 1.0))
+    """
+    if 0.9995e-12 <= abs(seconds) < 1e9:
+        for unit, per_second in _UNITS_PER_SECOND.items():
+            # It follows from what is shown: 999.5 us rounds to 1000 of them, which is 1.00 ms.
+            if abs(float(_three_digits(seconds * per_second))) < 1000:
+                return unit, 1 / per_second
+    return "s", 1.0
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -66,15 +79,24 @@ def format_bytes(n_bytes: float) -> str:
         >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**30)
         ('512 B', '1.50 KiB', '3.00 GiB')
     """
-    value = float(n_bytes)
-    if abs(value) < 1024:
-        return f"{value:.0f} B"
-    exponent = 0
-    # 1023.5 of a unit would round to 1024 of it: one more division reads better.
-    while abs(value) >= 1023.5 and exponent < len(_BINARY_UNITS) - 1:
+    unit, size = bytes_unit(n_bytes)
+    value = float(n_bytes) / size
+    return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+
+
+def bytes_unit(n_bytes: float) -> tuple[str, int]:
+    """Return the unit in which `format_bytes` writes a size, and how many bytes it has.
+
+    Example:
+        >>> bytes_unit(512), bytes_unit(5 * 2**20)
+        (('B', 1), ('MiB', 1048576))
+    """
+    value, exponent = abs(float(n_bytes)), 0
+    # 1023.5 of a unit would round to 1024 of them: one more division reads better.
+    while value >= (1023.5 if exponent else 1024) and exponent < len(_BINARY_UNITS) - 1:
         value /= 1024
         exponent += 1
-    return f"{_three_digits(value)} {_BINARY_UNITS[exponent]}"
+    return _BINARY_UNITS[exponent], 1024**exponent
 
 
 def format_percent(fraction: float) -> str:
@@ -84,7 +106,7 @@ def format_percent(fraction: float) -> str:
         >>> format_percent(0.1234)
         '12.3 %'
     """
-    # z: what rounds to nothing has no sign.
+    # z: a number that rounds to 0 has no sign.
     return f"{100 * fraction:z.1f} %"
 
 
@@ -110,7 +132,7 @@ def count(number: int, noun: str) -> str:
 
 
 def not_shown(noun: str, times: Sequence[float], n_shown: int) -> str:
-    """Say how many rows a table leaves out that shows those with the most time.
+    """Say how many rows are left out of a table that shows those with the most time.
 
     Example:
         >>> not_shown("layer", [1.0, 4.0, 2.0], 2), not_shown("partition", [3.0, 3.0, 3.0], 1)
@@ -122,11 +144,11 @@ def not_shown(noun: str, times: Sequence[float], n_shown: int) -> str:
     return f"{count(len(times) - n_shown, noun)} with {less} time not shown"
 
 
-def parse_bytes(text: float | str) -> int:
+def parse_bytes(text: float | str, name: str = "size") -> int:
     """Read a size: a number of bytes, or a number with a unit (``'16 GiB'``, ``'500MB'``).
 
     Raises:
-        UsageError: the text is not a size.
+        UsageError: the text is not a size; the error calls it by its `name`.
 
     Example:
         >>> parse_bytes("16 GiB") == 16 * 2**30, parse_bytes(42)
@@ -142,7 +164,7 @@ def parse_bytes(text: float | str) -> int:
             if size < math.inf:
                 return round(size)
     raise UsageError(
-        f"size is not readable: size={text!r} (expected bytes, or a number with a unit).\n"
+        f"{name} is not readable: {name}={text!r} (expected bytes, or a number with a unit).\n"
         "Fix: write it as '16 GiB', '500 MB' or a number of bytes."
     )
 

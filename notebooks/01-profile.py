@@ -18,8 +18,8 @@
 # too, into **micro-batches**: while the second device works on the first micro-batch, the first device already works
 # on the second. That is pipeline parallelism.
 #
-# Everything that follows hangs on one question: *where to cut?* A partition that takes twice as long as the others
-# makes all others wait. To cut well, one has to know what every layer costs. So the first thing to do is to measure.
+# Everything that follows depends on one question: *where to cut?* A partition that takes twice as long as the others
+# makes all others wait. To cut well, you have to know what every layer costs. So the first thing to do is to measure.
 
 # %%
 # %matplotlib inline
@@ -36,12 +36,12 @@ labels = torch.randint(1000, (16,))
 print(f"{len(model)} layers, {sum(p.numel() for p in model.parameters()):,} parameters")
 
 # %% [markdown]
-# The model is an `nn.Sequential` whose children are the **layers**: the smallest pieces that are never cut. (If yours
-# has Sequentials inside a Sequential, flatten them, so that there are more places to cut.)
+# The model is an `nn.Sequential` whose children are the **layers**: the smallest pieces, which are never cut. (If your
+# model has Sequentials inside a Sequential, flatten them, so that there are more places to cut.)
 #
-# `profile_model` takes the model and a sample mini-batch, and sends single micro-batches through it: here, 16 images in
-# 4 micro-batches, so 4 images at a time. It measures copies that share the model's parameters, so that the model is
-# the same afterwards. `timeout` limits how long it repeats; more repeats make the times steadier.
+# `profile_model` takes the model and a sample mini-batch, and sends single micro-batches through the model: here, 16
+# images in 4 micro-batches, so 4 images at a time. It measures copies that share the model's parameters, so that the
+# model is the same afterwards. `timeout` limits how long it repeats; more repeats make the times steadier.
 
 # %%
 profile = gb.profile_model(
@@ -56,25 +56,25 @@ profile = gb.profile_model(
 profile
 
 # %% [markdown]
-# Those are the slowest layers. In the order of the chain, and drawn:
+# These are the slowest layers. All layers, drawn in the order of the chain:
 
 # %%
 plot_profile(profile).figure
 
 # %% [markdown]
-# Two lessons for cutting. Layers differ widely, so *equally many layers* is a poor rule. And how
-# long a backward takes beside its forward differs from layer to layer: from next to nothing (max pooling) to more than
-# twice as long (the largest convolutions). So counting forwards only is a poor rule as well.
+# There are two lessons for cutting. Layers differ widely, so *equally many layers* is a poor rule. And how
+# long a backward takes compared with its forward differs from layer to layer: from next to nothing (max pooling) to more
+# than twice as long (the largest convolutions). So counting only forwards is a poor rule as well.
 #
 # Memory looks different again. What stays for the whole step (parameters, their gradients, the optimizer's state)
-# grows towards the end of this model; what is saved for the backward shrinks, because images get smaller:
+# grows towards the end of this model. What is saved for the backward shrinks, because images get smaller:
 
 # %%
 plot_profile(profile, by="memory").figure
 
 # %% [markdown]
-# As a table, for your own questions: times in seconds, sizes in bytes, one row per layer. Which kinds of layers take
-# the time?
+# The profile as a table, for your own questions, has times in seconds, sizes in bytes, and one row per layer. Which
+# kinds of layers take the time?
 
 # %%
 frame = profile.to_frame()
@@ -86,7 +86,7 @@ by_kind = frame.groupby("kind")[["time", "parameter_bytes"]].sum()
 # ## Smaller and larger micro-batches
 #
 # Half the rows rarely take half the time: every layer has an overhead that does not shrink. The profiler measures at
-# a few sizes by default, and `at_rows` tells what lies between and, less surely, beyond them.
+# a few sizes by default, and `at_rows` estimates what lies between them and, less surely, beyond them.
 
 # %%
 rows = sorted({profile.rows, *(other.rows for other in profile.other_sizes)})
@@ -97,11 +97,11 @@ for n_rows in (1, 2, 3, 4):
     print(f"{n_rows} rows: {1e3 * seconds:6.1f} ms, {1e3 * seconds / n_rows:6.1f} ms a row")
 
 # %% [markdown]
-# ## A model that does not fit, on a device that is not there
+# ## A model that does not fit, on a device that you do not have
 #
 # With `method="estimate"` nothing runs. Parameters and values are on the `meta` device, where tensors have shapes but
-# no memory; bytes follow from the shapes, times from the peak rates of a device that is named. Such times are lower
-# bounds: they tell how layers compare, not how long they take. This is a GPT of 13 billion parameters on an H100:
+# no memory. Bytes follow from the shapes, times from the peak rates of the device that you name. Such times are lower
+# bounds: they show how layers compare, not how long they take. This is a GPT of 13 billion parameters on an H100:
 
 # %%
 from gpipebal.models import gpt
@@ -121,8 +121,8 @@ plot_profile(estimate).figure
 #
 # ## Keep it
 #
-# A profile is a small JSON file. It says how it was made, and it can be planned on any machine, without the model and
-# without torch. Before it is used with a model again, ask whether that is still the model that was measured:
+# A saved profile is a small JSON file. It says how it was made, and it can be planned on any machine, without the model
+# and without torch. Before you use it with a model again, ask whether that is still the model that was measured:
 
 # %%
 import tempfile

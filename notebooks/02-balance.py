@@ -14,7 +14,7 @@
 # # 2. Balance it
 #
 # A **balance** says how many layers each partition gets: `[2, 3, 2]`. This notebook finds the best one, shows how good
-# the rules of thumb are beside it, and what changes when memory is short or devices differ.
+# rules of thumb are compared with it, and what changes when memory is short or devices differ.
 #
 # ## In one line
 #
@@ -35,8 +35,8 @@ print("by time  ", gb.balance_by_time(model, sample, 2, chunks=4, timeout=0.5))
 print("by memory", gb.balance_by_size(model, sample, 2, chunks=4, param_scale=4.0))
 
 # %% [markdown]
-# Two goals, two balances. `balance_by_time` makes the largest *time* of a partition small, `balance_by_size` the largest
-# *memory*. What follows is for those who want to see more, or to ask for more.
+# Two goals, two balances. `balance_by_time` minimises the largest *time* of a partition, `balance_by_size` the largest
+# *memory*. The rest of this notebook is for those who want to see more, or to ask for more.
 #
 # ## From a profile to a plan
 #
@@ -48,14 +48,14 @@ plan = gb.solve(profile, 4)
 plan
 
 # %% [markdown]
-# *Proven optimal* means: no other way to cut these 370 layers into four runs, and there are more than eight million, has
-# a shorter step by these times. The plan carries its lower bound; the tests compare every method with trying all splits of short
-# chains.
+# *Proven optimal* means: of all ways to cut these 370 layers into four runs (more than eight million), none has a
+# shorter makespan with these layer times. The plan carries its lower bound. The tests compare every method with trying
+# all splits of short chains.
 #
-# Two words before notebook 3 explains them: the *bubble* is the devices' idle time; with *checkpointing* a partition drops
-# what its layers saved, and computes it again (*recompute*) before the backward.
+# Two words in advance, which notebook 3 explains: the *bubble* is the devices' idle time; with *checkpointing* a partition
+# drops what its layers saved, and computes it again (*recompute*) before the backward.
 #
-# The same as a picture: every layer in the colour of its partition, and the partitions against their mean.
+# The same as a picture: every layer in the colour of its partition, and the partitions compared with their mean.
 
 # %%
 plot_balance(profile, plan).figure
@@ -69,10 +69,10 @@ print(plan.explain())
 # %% [markdown]
 # ## What is minimised
 #
-# Not the slowest partition alone. In GPipe all micro-batches run forward, then all run backward. The **makespan**, from the
-# first start to the last end, is paced by the slowest *forward* in its first half and by the slowest *backward* in its
-# second, and these may be different partitions. `objective` can also be `"bottleneck"` (the slowest partition) or
-# `"peak_memory"`.
+# The solver does not look at the slowest partition alone. In GPipe all micro-batches run forward, then all run backward.
+# The slowest *forward* sets the pace of the first part of the **makespan** (the time from the first start to the last
+# end), and the slowest *backward* that of the second part. The two may be different partitions. `objective` can also be
+# `"bottleneck"` (the slowest partition) or `"peak_memory"`.
 
 # %%
 for objective in ("makespan", "bottleneck", "peak_memory"):
@@ -84,10 +84,10 @@ for objective in ("makespan", "bottleneck", "peak_memory"):
     )
 
 # %% [markdown]
-# ## Rules of thumb beside the optimum
+# ## Rules of thumb and the optimum
 #
-# Equally many layers; equally many parameters; and the rule of torchgpipe, which moves cuts step by step until no
-# single move helps:
+# The rules are: equally many layers; equally many parameters; and the rule of torchgpipe, which moves cuts step by step
+# until no single move helps. The table compares them with the plan:
 
 # %%
 from gpipebal.planner.rule_comparison import compare_rules
@@ -95,7 +95,8 @@ from gpipebal.planner.rule_comparison import compare_rules
 print(compare_rules(profile, gb.solve(profile, 8)))
 
 # %% [markdown]
-# The column `gap` is what the bound is for: how far each can be from the best there is, as a share of its own makespan.
+# The column `gap` shows the use of the lower bound: how far each balance can be from the best possible one, as a share of
+# its own makespan.
 #
 # ## Memory limits
 #
@@ -106,8 +107,8 @@ free = gb.solve(profile, 4, checkpoint="never")
 print([f"{part.memory.total / 2**20:.0f} MiB" for part in free.partitions])
 
 # %% [markdown]
-# With a limit the solver moves cuts, and with `checkpoint="auto"` it chooses, partition by partition, whether to keep what
-# was computed or to compute it again, together with the cuts:
+# With a limit the solver moves cuts. With `checkpoint="auto"` it also chooses, together with the cuts and for each
+# partition, whether to keep what was computed or to compute it again:
 
 # %%
 for limit in ("300 MiB", "200 MiB", "140 MiB"):
@@ -119,7 +120,7 @@ for limit in ("300 MiB", "200 MiB", "140 MiB"):
         print(f"{limit}: {list(found.balance)}, {', '.join(found.modes)}, {found.makespan:.2f} s")
 
 # %% [markdown]
-# And if nothing fits, the error says by how much, and what would:
+# If nothing fits, the error says by how much, and what would fit:
 
 # %%
 try:
@@ -130,7 +131,8 @@ except gb.GpipebalError as error:
 # %% [markdown]
 # ## Devices that differ, links that are slow
 #
-# Two fast and two slow devices, with a link of 1 GB/s between neighbours. May they change places?
+# Here are two fast and two slow devices, with a link of 1 GB/s between neighbours. `any_order` says whether they may
+# change places:
 
 # %%
 from gpipebal.problem import Link
@@ -143,8 +145,8 @@ for any_order in (False, True):
 # %% [markdown]
 # ## How sure are the times?
 #
-# Measured times vary. The next best plans are often within that noise: `top_plans` lists them, so that a run can try
-# them all (`gpipebal run --try 3`).
+# Measured times vary. The next best plans are often within that noise. `top_plans` lists them, so that a run can try
+# several (`gpipebal run --try 3`).
 
 # %%
 from gpipebal.planner import top_plans

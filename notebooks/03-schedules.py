@@ -13,12 +13,12 @@
 # %% [markdown]
 # # 3. Bubbles, checkpointing and schedules
 #
-# A pipeline has to fill up and to run empty. While it does, devices wait. That idle time is called the **bubble**, and
-# this notebook is about what makes it small, and what that costs in memory. Nothing runs here: a **simulator** places
+# A pipeline has to fill up and to run empty. While it does, devices wait. That idle time is called the **bubble**.
+# This notebook is about what makes it small, and what that costs in memory. Nothing runs here: a **simulator** places
 # known times on a schedule, in milliseconds.
 #
-# To see the pattern, take a model of 16 equal layers: 1 ms forward, 2 ms backward each, for one micro-batch; 8 MiB
-# saved by each layer for its backward, 1 MiB handed on to the next.
+# To see the pattern, take a model of 16 equal layers. For one micro-batch each takes 1 ms for its forward and 2 ms for
+# its backward, saves 8 MiB for its backward, and passes 1 MiB to the next layer.
 
 # %%
 # %matplotlib inline
@@ -47,11 +47,11 @@ timeline = gb.simulate(plan)
 plot_timeline(timeline).figure
 
 # %% [markdown]
-# One row per device, time from left to right, numbers are micro-batches. All forwards first, then all backwards, the
-# last micro-batch first: that is **GPipe's schedule**. Device 3 cannot start before the first micro-batch has come
-# through devices 0 to 2; device 0 waits for gradients from all others.
+# There is one row per device, time runs from left to right, and the numbers are micro-batches. All forwards come first,
+# then all backwards, beginning with the last micro-batch: that is **GPipe's schedule**. Device 3 cannot start before the
+# first micro-batch has come through devices 0 to 2; device 0 waits for gradients from all others.
 #
-# With $n$ equal partitions and $m$ micro-batches, $n - 1$ of the $m + n - 1$ turns of every device are idle:
+# With $n$ equal partitions and $m$ micro-batches, every device is idle for $n - 1$ of its $m + n - 1$ turns:
 
 # %%
 n, m = 4, 4
@@ -60,10 +60,10 @@ print(f"simulated {timeline.bubble_fraction:.4f}, formula {(n - 1) / (m + n - 1)
 # %% [markdown]
 # ## More micro-batches
 #
-# With the mini-batch as it is, more micro-batches are smaller ones. If a layer's time went exactly by the rows, ever
-# more of them would be ever better: the bubble shrinks with $1/m$.
+# If the mini-batch stays the same, more micro-batches are smaller ones. If a layer's time were exactly proportional to
+# the rows, more of them would always be better: the bubble shrinks with $1/m$.
 #
-# In truth every layer has an overhead that does not shrink. Let it be a tenth of the time of a usual micro-batch:
+# In reality every layer has an overhead that does not shrink. Let it be a tenth of the time of a usual micro-batch:
 
 # %%
 candidates = []
@@ -74,21 +74,22 @@ for chunks in (1, 2, 4, 8, 16, 32, 64):
 plot_chunks(candidates).figure
 
 # %% [markdown]
-# Few micro-batches: wide bubble. Many: more work, because the overhead is paid again and again. In between lies the
-# best. (`solve(profile, 4, chunks="auto")` finds it, if the profile was measured at several sizes: notebook 4.)
+# With few micro-batches the bubble is wide. With many there is more work, because the overhead is paid again and again.
+# The best number lies in between. (`solve(profile, 4, chunks="auto")` finds it, if the profile was measured at several
+# sizes: notebook 4.)
 #
 # ## Checkpointing
 #
-# Until its backward comes, every micro-batch keeps what its layers saved. GPipe holds all of them at the same time. (The last
-# partition has the outputs besides, which are gathered for the loss: the narrow hatched band.) The dashed line is a limit of
-# 120 MiB.
+# Until its backward comes, every micro-batch keeps what its layers saved. GPipe holds all of them at the same time. (The
+# last partition also has the outputs, which are gathered for the loss: the narrow hatched band.) The dashed line is a
+# limit of 120 MiB.
 
 # %%
 plot_memory(memory_over_time(timeline, held_of(profile, plan)), limit="120 MiB").figure
 
 # %% [markdown]
 # **Checkpointing** keeps only the *input* of each partition, and computes the rest again right before the backward. That
-# costs one more forward (hatched) and saves most of what is held for the backwards; with the parameters, half of the peak.
+# costs one more forward (hatched) and saves most of what is held for the backwards: half of the peak, parameters included.
 # `"except_last"` spares the last micro-batch, whose backward follows its forward at once:
 
 # %%
@@ -110,11 +111,11 @@ for mode in ("never", "except_last", "always"):
 #
 # A different order of the same work can save memory or idle time:
 #
-# * **1F1B** starts with a backward as soon as there is one. With equal partitions it is exactly as long as GPipe, but
+# * **1F1B** starts a backward as soon as it can. With equal partitions it is exactly as long as GPipe, but
 #   the first device never holds more than $n$ micro-batches, however many there are.
 # * **Interleaved 1F1B** gives every device two partitions, so that filling and emptying take half as long.
-# * **Zero-bubble (ZB-H1)** parts a backward in two: the gradient of the input, for which others wait, and that of the
-#   weights, which fills the holes.
+# * **Zero-bubble (ZB-H1)** divides a backward in two: the gradient of the input, for which others wait, and the gradient
+#   of the weights, which fills the gaps.
 
 # %%
 equal = equal_layers(chunks=8)
@@ -123,8 +124,8 @@ shown = {name: gb.simulate(plan, name) for name in ("gpipe", "1f1b", "zb_h1")}
 plot_timelines(shown).figure
 
 # %% [markdown]
-# All of them in one table. `run by` says who can run it: `GPipe` of this library runs `gpipe` and `1f1b`;
-# `torch.distributed.pipelining` the others. `gpipe_in_order` is torch's GPipe, whose backwards begin with the first
+# This table has all of them. `run by` says what can run each one: `GPipe` of this library runs `gpipe` and `1f1b`,
+# `torch.distributed.pipelining` runs the others. `gpipe_in_order` is torch's GPipe, whose backwards begin with the first
 # micro-batch.
 
 # %%
@@ -138,8 +139,8 @@ plot_schedules(table).figure
 # ## Unequal partitions
 #
 # Nothing above needed a profiler, because all layers were equal. If one layer takes four times as long as the others,
-# the partition that holds it sets the pace: no schedule repairs a bad cut, and a bad cut costs more the more
-# micro-batches there are.
+# the partition that holds it sets the pace. No schedule repairs a bad cut, and the more micro-batches there are, the
+# more a bad cut costs.
 
 # %%
 uneven = gb.Profile.from_costs([1e-3] * 15 + [4e-3], chunks=8)

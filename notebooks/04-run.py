@@ -14,8 +14,8 @@
 # # 4. Run it, and compare with the prediction
 #
 # A plan is a promise. This notebook trains a small model as a pipeline of two partitions on the CPU, each with its share
-# of the cores, records what happens, and holds it against the plan. With GPUs the same code runs with one partition on
-# each of them: `pipe.devices[-1]` is where the output is, and the target of the loss has to be.
+# of the cores, records what happens, and compares it with the plan. With GPUs the same code runs with one partition on
+# each of them. The output is on `pipe.devices[-1]`, and the target of the loss has to be there too.
 
 # %%
 # %matplotlib inline
@@ -34,8 +34,8 @@ model = nn.Sequential(nn.Linear(64, WIDTH), *blocks, nn.Linear(WIDTH, 2000))
 sample, target = torch.randn(ROWS, 64), torch.randint(2000, (ROWS,))
 
 # %% [markdown]
-# Profile, plan, pipeline. The pipeline is a torch module that uses the model's own layers: its parameters have the same
-# names, and training one trains the other.
+# Now profile, plan, and make the pipeline. It is a torch module that uses the model's own layers: its parameters have
+# the same names, and training one trains the other.
 
 
 # %%
@@ -65,7 +65,7 @@ print("partitions on", [str(device) for device in pipe.devices])
 # %% [markdown]
 # ## Does it compute the same?
 #
-# Before anything else: outputs, gradients and buffers of the pipeline against those of the plain model, on copies.
+# Before anything else, compare outputs, gradients and buffers of the pipeline with those of the plain model, on copies:
 
 # %%
 print(gb.verify(model, pipe, sample))
@@ -73,7 +73,7 @@ print(gb.verify(model, pipe, sample))
 # %% [markdown]
 # ## A few steps, recorded
 #
-# Training looks as always. `trace` records when each device did what.
+# The training code looks as usual. `trace` records when each device did what.
 
 # %%
 losses = []
@@ -87,8 +87,8 @@ with gb.trace(pipe) as recorder:
 print([f"{loss:.3f}" for loss in losses])
 
 # %% [markdown]
-# Predicted above measured, on one time axis. The gap in the middle is the loss, which is computed once over the whole
-# mini-batch, between the phases.
+# The picture has the prediction above the measurement, on one time axis. The gap in the middle is the loss, which is
+# computed once over the whole mini-batch, between the phases.
 
 # %%
 predicted = training_step(profile, plan)
@@ -97,9 +97,9 @@ measured = by_time[len(by_time) // 2]
 plot_timeline(predicted, beside=measured).figure
 
 # %% [markdown]
-# And in numbers: how long each kind of cell took, on average. On a machine that does other things at the same time, the
-# measurement is what varies, and this is one short run: [benchmarks/prediction](../benchmarks/prediction/README.md) has
-# 450 plans, each with the median over several turns of steps.
+# In numbers: how long each kind of cell took, on average. On a machine that does other things at the same time, the
+# measurement varies, and this is one short run. [benchmarks/prediction](../benchmarks/prediction/README.md) has
+# 450 plans, each with the median over several groups of steps.
 
 # %%
 from gpipebal.side_by_side import set_side_by_side
@@ -115,10 +115,10 @@ measured
 #
 # ## Memory
 #
-# What each partition should hold over time by the profile, in the step that was measured. Where the last partition turns from
-# forwards to backwards, the outputs of all micro-batches are gathered and the loss takes what it needs; the gathered output and the
-# loss stay until the step is over, the gradient of the output only while backwards run. Below, the plan's own peaks stand beside
-# what a step was measured to hold:
+# The picture shows what each partition should hold over time according to the profile, in the step that was measured.
+# Where the last partition switches from forwards to backwards, the outputs of all micro-batches are gathered and the loss
+# takes what it needs. The gathered output and the loss stay until the step is over, the gradient of the output only while
+# backwards run. Below the picture, the plan's own peaks are compared with what a step was measured to hold:
 
 # %%
 from gpipebal.pipeline import measure_memory
@@ -141,8 +141,8 @@ for j, (part, found) in enumerate(zip(plan.partitions, meter.peak_bytes, strict=
 # %% [markdown]
 # ## The loss inside the pipeline
 #
-# With `step` the last partition computes the loss of each micro-batch as it comes out. Nobody waits for the whole
-# mini-batch, and the order may be 1F1B, which holds fewer micro-batches at a time.
+# With `step` the last partition computes the loss of each micro-batch as it comes out. No partition waits for the whole
+# mini-batch, and the schedule may be 1F1B, which holds fewer micro-batches at a time.
 
 # %%
 with gb.trace(pipe) as recorder:
@@ -155,9 +155,9 @@ plot_timeline(recorder.timelines[-1]).figure
 # %% [markdown]
 # ## How many micro-batches?
 #
-# The profile was measured at several sizes, so the plan can be asked for the best number. The solver
-# takes the least makespan of all numbers; the picture names the shortest training step of those that it draws, which knows
-# more of a step. Where the two are not the same there is little between them:
+# The profile was measured at several sizes, so the solver can choose the best number: it takes the one with the smallest
+# makespan. The picture names the number with the shortest training step among those that it draws; the step time counts
+# more than the makespan does. Where the two differ, there is little between them:
 
 # %%
 candidates = [gb.solve(profile, 2, chunks=chunks) for chunks in (2, 4, 8, 16, 32)]
@@ -168,11 +168,11 @@ plot_chunks(candidates).figure
 pipe.close()
 
 # %% [markdown]
-# Profile, plan, run and compare from a shell, with the plain model timed beside the pipeline:
+# To profile, plan, run and compare from a shell, with the plain model timed as well:
 #
 #     gpipebal run my_package.my_module:make_model --partitions 2 --chunks 8
 #     cd gpipebal-run && gpipebal compare profile.json plan.json timeline.json
 #
-# On one CPU the plain model with all cores is often as fast: a pipeline pays where a model does not fit one device, or
-# where there are devices of its own for every partition. Next: [5. A language model with a large
+# On one CPU the plain model with all cores is often as fast. A pipeline pays where a model does not fit one device, or
+# where every partition has its own device. Next: [5. A language model with a large
 # head](05-language-model.ipynb).

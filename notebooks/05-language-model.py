@@ -14,9 +14,9 @@
 # # 5. A language model with a large vocabulary head
 #
 # "A stack of equal blocks needs no planner: give every device the same number." That is almost true of language
-# models. Almost, because they end in a layer that compares every state with every word of a vocabulary. The larger the
-# vocabulary, and the smaller the blocks, the more that last layer costs: in time, and above all in memory, because it
-# puts out one number per word for every token.
+# models. It is only almost true because they end in a layer that compares every state with every word of a vocabulary.
+# The larger the vocabulary and the smaller the blocks, the more that last layer costs: in time, and above all in memory,
+# because it outputs one number per word for every token.
 #
 # Nothing runs here, and no GPU is needed: all profiles are estimated from shapes, for an A100.
 
@@ -54,7 +54,7 @@ profile = estimate(VOCABULARY)
 print(profile)
 
 # %% [markdown]
-# A block is two layers here, attention and feed-forward. The head, the last layer, beside them:
+# A block is two layers here, attention and feed-forward. The table compares them with the head, the last layer:
 
 # %%
 frame = profile.to_frame().set_index("name")
@@ -68,8 +68,8 @@ print(f"the head takes as long as {frame['ms'][head] / frame['ms'][list(block)].
 # %% [markdown]
 # ## Equal blocks, and the optimum
 #
-# Cut as equally as the number of layers allows, the last device has the head on top of its share, and all others wait
-# for it in every turn:
+# If the chain is cut as equally as the number of layers allows, the last device has the head in addition to its share, and
+# all others wait for it with every micro-batch:
 
 # %%
 n = profile.n_layers
@@ -90,8 +90,8 @@ plot_balance(profile, plan).figure
 plot_timelines({"equal": gb.simulate(by_rule), "solved": gb.simulate(plan)}).figure
 
 # %% [markdown]
-# How much the planner is worth goes by the vocabulary. The head cannot be cut: when the vocabulary is very large, it is the
-# longest partition by itself, and then neither a better cut nor more devices help. (The way out is another kind of
+# How much the planner helps depends on the vocabulary. The head cannot be cut. When the vocabulary is very large, the head
+# alone is the longest partition, and then neither a better cut nor more devices help. (The way out is another kind of
 # parallelism, which cuts *inside* that layer.)
 
 # %%
@@ -107,18 +107,18 @@ for vocabulary in (32_000, 64_000, 128_000, 256_000):
 # ## The memory of the head
 #
 # With `loss(pipe(x)).backward()` the outputs of all micro-batches are gathered on the last device before the loss is
-# computed once, over the whole mini-batch: its output, its gradient, and what the loss needs. With `pipe.step` the last
-# partition computes the loss of one micro-batch after the other, and the numbers of all words exist for one only. For the
-# largest of these vocabularies:
+# computed once, over the whole mini-batch. So that device holds the output, its gradient, and what the loss needs, for the
+# whole mini-batch. With `pipe.step` the last partition computes the loss of one micro-batch after the other, and the
+# numbers of all words exist for one micro-batch only. For the largest of these vocabularies:
 
 # %%
 for inside in (False, True):
     found = evaluate(large, best.balance, loss_inside=inside)
     peak = found.partitions[-1].memory.total / 2**30
-    print(f"loss {'inside' if inside else 'behind'} the pipeline: last device {peak:5.1f} GiB")
+    print(f"loss {'inside' if inside else 'outside'} the pipeline: last device {peak:5.1f} GiB")
 
 # %% [markdown]
-# That decides whether the model fits at all:
+# This decides whether the model fits at all:
 
 # %%
 for inside in (False, True):
@@ -129,7 +129,7 @@ for inside in (False, True):
         print(f"loss_inside={inside}: {error}")
 
 # %% [markdown]
-# Nearly the same from a shell (the built-in model trains with plain SGD, not Adam):
+# Almost the same from a shell (the built-in model trains with plain SGD, not Adam):
 #
 #     gpipebal profile gpt --set layers=24 --set width=1024 --set heads=16 --set vocabulary=256000 --set context=1024 \
 #         --rows 32 --chunks 32 --estimate A100 -o gpt.json

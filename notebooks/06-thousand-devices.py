@@ -13,11 +13,11 @@
 # %% [markdown]
 # # 6. From one laptop to a thousand devices, by simulation
 #
-# What happens to a pipeline when it grows? Nobody needs a thousand devices to find out: costs are known, the solver and
-# the simulator are exact about them, and both are fast. This notebook takes seconds.
+# What happens to a pipeline when it grows? You do not need a thousand devices to find out: for known costs the solver and
+# the simulator are exact, and both are fast. This notebook takes seconds.
 #
-# The model is a GPT with 1,024 blocks of two layers each; with embedding, last norm and head these are 2,051 layers. They are
-# estimated for an H100. Identical layers are looked at once.
+# The model is a GPT with 1,024 blocks of two layers each. With embedding, last norm and head these are 2,051 layers. They
+# are estimated for an H100. Identical layers are examined only once.
 
 # %%
 # %matplotlib inline
@@ -44,9 +44,10 @@ print(profile)
 # %% [markdown]
 # ## Planning and simulating
 #
-# `gb.solve` and `gb.simulate` do all of this for plans of ordinary size. A plan, though, also tells the memory of every
-# partition, for which it walks through each action; with millions of actions that takes minutes. Here are the two parts
-# that matter now by themselves: the solver, which cuts the chain, and `place`, which puts durations on a schedule.
+# `gb.solve` and `gb.simulate` do all of this for plans of ordinary size. But a plan also predicts the memory of every
+# partition, for which it walks through each action (one forward, recompute or backward); with millions of actions that
+# takes minutes. Here we use the two parts that matter now by themselves: the solver, which cuts the chain, and `place`,
+# which puts durations on a schedule.
 
 # %%
 from gpipebal.problem import Link, Problem, links_of
@@ -76,8 +77,8 @@ def run(n_devices, chunks, *, one_process=False, link=None):
 
 
 # %% [markdown]
-# A thousand devices and four thousand micro-batches are eight million forwards and backwards. They are kept as columns of
-# numbers, so each of these lines takes seconds at most:
+# A thousand devices and four thousand micro-batches make eight million forwards and backwards. They are kept as columns
+# of numbers, so each of the following lines takes seconds at most:
 
 # %%
 DEVICES = (8, 64, 256, 1024)
@@ -100,11 +101,11 @@ print(f"The last: cut in {1e3 * (middle - start):.0f} ms, simulated in {end - mi
 plot_timeline(run(8, 32)).figure
 
 # %% [markdown]
-# ## How many micro-batches does a thousand devices need?
+# ## How many micro-batches do a thousand devices need?
 #
-# The share of time that devices work, against micro-batches per device. If all partitions took equally long, one rule would
-# hold at every size: with one micro-batch per device half of the time is lost, with four a fifth. The curves of 8 and 64
-# devices come close.
+# The picture shows the share of time that devices work, over the number of micro-batches per device. If all partitions took
+# equally long, one rule would hold at every size: with one micro-batch per device half of the time is lost, with four a
+# fifth. The curves of 8 and 64 devices come close to that.
 
 # %%
 PER_DEVICE = (0.5, 1, 2, 4)
@@ -120,8 +121,9 @@ ax.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Where the curve of the thousand lies lower than the others, it is not for the bubble's sake: with two layers on each
-# device there is no room to balance anything. `imbalance` is the largest time of a device over the mean:
+# Where the curve of the thousand devices lies lower than the others, filling and emptying the pipeline is not the reason:
+# with two layers on each device there is no room to balance anything. `imbalance` is the largest time of a device over the
+# mean:
 
 # %%
 for n in DEVICES:
@@ -130,8 +132,9 @@ for n in DEVICES:
 # %% [markdown]
 # ## Links
 #
-# Every cut hands a state of 2,048 tokens on. Over a fast link that disappears behind the work; a slow one is a bottleneck
-# of its own. (Copies run beside the computation. `gb.solve(..., link=...)` also moves the cuts to where little crosses.)
+# At every cut a state of 2,048 tokens is passed on. Over a fast link the work hides this copy; a slow link limits the
+# speed by itself. (Copies run at the same time as the computation. `gb.solve(..., link=...)` also moves the cuts to where
+# little crosses.)
 
 # %%
 for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9), ("slow", 125e6)):
@@ -143,8 +146,8 @@ for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9),
 # %% [markdown]
 # ## One process for all
 #
-# A single process that launches the work of all devices, as `GPipe` does, is one more machine that everything has to
-# pass. The profile tells how long the launch of every layer takes. Where does that become the bottleneck?
+# A single process that launches the work of all devices, as `GPipe` does, is one more station that all work has to
+# pass. The profile says how long the launch of every layer takes. Where does that become the limit?
 
 # %%
 for n in DEVICES[:3]:
@@ -152,6 +155,6 @@ for n in DEVICES[:3]:
     print(f"{n:5} devices: {free:6.1f} s with a process for each, {one:6.1f} s with one for all")
 
 # %% [markdown]
-# That is why one process is for one machine, and why a pipeline over many machines has a process for every device.
+# This is why one process is for one machine, and why a pipeline over many machines has a process for every device.
 #
-# This was the last notebook. [docs/architecture.md](../docs/architecture.md) is the map of the code.
+# This is the last notebook. [docs/architecture.md](../docs/architecture.md) is the map of the code.

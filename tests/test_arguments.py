@@ -34,9 +34,9 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
         KindError,
         "plan = Plan.load('plan.json')",
     ),
-    "profile": (lambda: recompute_layers(PLAN, PLAN), KindError, "profile is no Profile"),  # type: ignore[arg-type]
+    "profile": (lambda: recompute_layers(PLAN, PLAN), KindError, "profile is not a Profile"),  # type: ignore[arg-type]
     "rates": (lambda: DeviceRates("own", 1e12, 1e9), DeviceError, "{'float32': 1e12}"),  # type: ignore[arg-type]
-    "no list": (lambda: gb.Profile.from_costs(3), ProfileError, "no list: forward=3"),  # type: ignore[arg-type]
+    "no list": (lambda: gb.Profile.from_costs(3), ProfileError, "not a list: forward=3"),  # type: ignore[arg-type]
     "no number": (
         lambda: gb.Profile.from_costs([anything]),
         ProfileError,
@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
     "names": (
         lambda: gb.Profile.from_costs([1, 2], names=3),  # type: ignore[arg-type]
         ProfileError,
-        "no list: names=3",
+        "not a list: names=3",
     ),
     "chunks of costs": (
         lambda: gb.Profile.from_costs([1], chunks={}),  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
     "durations": (
         lambda: gb.simulate(PLAN, durations=3),  # type: ignore[arg-type]
         KindError,
-        "durations is no Durations",
+        "durations is not a Durations",
     ),
     "overlap": (lambda: gb.simulate(PLAN, overlap=3), BalanceError, "Fix: overlap=True"),  # type: ignore[arg-type]
     "bandwidth": (
@@ -105,7 +105,7 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
         BalanceError,
         "bandwidth is not above 0",
     ),
-    "rules": (lambda: Rules(no_cut=3), BalanceError, "no_cut is no list: no_cut=3"),  # type: ignore[arg-type]
+    "rules": (lambda: Rules(no_cut=3), BalanceError, "no_cut is not a list: no_cut=3"),  # type: ignore[arg-type]
     "a name of two layers": (
         lambda: gb.solve(TWICE, 2, pin={"a": 0}),
         BalanceError,
@@ -114,7 +114,7 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
     "a name that no file can hold": (
         lambda: gb.Profile.from_costs([1.0], names=["\ud800"]),
         ProfileError,
-        "name is no text: names[0]='\\ud800'",
+        "name is not a text: names[0]='\\ud800'",
     ),
     "a flag of the profiler": (
         lambda: gb.profile_model(torch.nn.Sequential(), torch.ones(1), one_at_a_time=3),  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def test_stored_result_is_complete() -> None:
 
 
 def test_stored_plans_are_what_the_planner_says() -> None:
-    """What stored profiles gain is no measurement: it is the same today, for one of them."""
+    """What stored profiles gain is not a measurement: it is the same today, for one of them."""
     known = figures.pick(_stored()["plans"], n_layers=24)
     name = known[0]["profile"]
     stored = figures.pick(known, profile=name)
@@ -123,7 +123,7 @@ def test_what_runs_too_long_is_stopped() -> None:
 
 
 def test_a_balance_that_is_none_has_no_bottleneck() -> None:
-    """An empty partition, or a layer too many, is no answer."""
+    """An empty partition, or a layer too many, is not an answer."""
     assert measure.bottleneck_of([1, 2, 3], [2, 1]) == 3
     assert measure.bottleneck_of([1, 2, 3], [3, 0]) is None
     assert measure.bottleneck_of([1, 2, 3], [2, 2]) is None

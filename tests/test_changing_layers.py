@@ -453,7 +453,7 @@ def test_profiles_of_rows_that_do_not_divide() -> None:
 
 
 def test_profiling_follows_autocast_and_leaves_inference_mode() -> None:
-    """Times and memory are those of the caller's autocast; inference mode is no obstacle."""
+    """Times and memory are those of the caller's autocast; inference mode is not an obstacle."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = gb.profile_model(model, torch.randn(8, 64), timeout=0)
@@ -498,7 +498,7 @@ def test_replaced_layers_are_used() -> None:
         pipe.chunks = 0
     with pytest.raises(ValueError, match="expected one of"):
         pipe.checkpoint = "some"  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="no modules beside its layers: more=Linear"):
+    with pytest.raises(RuntimeError, match="no modules besides its layers: more=Linear"):
         pipe.more = nn.Linear(3, 3)
     pipe.add_module("more", nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="layers were added"):

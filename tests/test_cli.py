@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -232,7 +233,10 @@ def test_help_into_a_closed_pipe_is_no_error(words: list[str]) -> None:
         ("balance[0]=0 is none", "--balance 0 at position 1 is none"),
         ("balance[0] and balance[2].", "--balance at position 1 and --balance at position 3."),
         ("balance[0].chunks=3", "balance[0].chunks=3"),
-        ("time_limit is no time: time_limit=-1.0.", "--time-limit is no time: --time-limit -1."),
+        (
+            "time_limit is not a time: time_limit=-1.0.",
+            "--time-limit is not a time: --time-limit -1.",
+        ),
         ("len(balance)=3 (expected", "3 in --balance (expected"),
         ("'time_limit' and my.time_limit(3)", "'time_limit' and my.time_limit(3)"),
     ],
@@ -302,6 +306,18 @@ def test_command_does_the_whole_job(tmp_path: Path) -> None:
     )
     # Progress bars are for terminals: a file gets none of their control characters.
     assert "\r" not in err
+
+
+def test_nothing_but_json_is_printed_whatever_the_users_code_prints(tmp_path: Path) -> None:
+    """With --json the report is all of the standard output, and the rest is on standard error."""
+    words = ["workloads:printing", "--device", "cpu", "--chunks", "2", "--steps", "1", "--json"]
+    with _started(tmp_path, "run", *words) as process:
+        out, err = process.communicate(timeout=WATCHDOG)
+    assert process.returncode == 0, err
+    assert json.loads(out)["balance"] == list(
+        Plan.load(tmp_path / "gpipebal-run" / "plan.json").balance
+    )
+    assert "from Python\n" in err and "from C\n" in err and "Training" in err
 
 
 def test_interrupt_ends_the_run_and_keeps_the_files(tmp_path: Path) -> None:

@@ -102,10 +102,10 @@ def test_show_prints_json_for_machines(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "is no profile, plan or timeline"),
-        ('{"format": 3}', "is no profile, plan or timeline"),
-        ('{"format": "gpipebal-report", "version": 1}', "is no profile, plan or timeline"),
-        ('{"gpipebal": 3}', "is no profile, plan or timeline"),
+        ("{}", "is not a profile, plan or timeline"),
+        ('{"format": 3}', "is not a profile, plan or timeline"),
+        ('{"format": "gpipebal-report", "version": 1}', "is not a profile, plan or timeline"),
+        ('{"gpipebal": 3}', "is not a profile, plan or timeline"),
         ("[", "is not readable JSON"),
         ('{"format": "gpipebal-plan", "version": 1}', "plan is damaged"),
         ('{"format": "gpipebal-profile", "version": 99}', "newer format"),
@@ -290,7 +290,7 @@ def test_arguments_of_a_function_reach_it(tmp_path: Path) -> None:
 def test_arguments_that_cannot_be_are_refused(
     model: str, word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is no argument of the model gives one clear line, with the fix on the next."""
+    """What is not an argument of the model gives one clear line, with the fix on the next."""
     assert main(["profile", model, "--set", word, "-o", str(tmp_path / "p.json")]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert message in first and second.startswith("Fix: ")

@@ -87,6 +87,8 @@ pipe = gb.GPipe(nn.Sequential(*layers()), [1, 2], chunks=2)
 around = DDP(pipe)
 words = "around a pipeline with several micro-batches: chunks=2"
 refused(lambda: around(x), words)
+# A group of one process sends nothing, but counts gradients all the same.
+refused(lambda: DDP(pipe, process_group=alone[dist.get_rank()])(x), words)
 with torch.no_grad():
     expected = around(x)
 with around.no_sync():

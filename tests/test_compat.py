@@ -122,7 +122,9 @@ def test_arguments_in_the_other_order_are_told() -> None:
     model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2)
     for wrong in ((2, model, x), (model, 2, x)):
         for balance_by in (gb.balance_by_time, gb.balance_by_size):
-            with pytest.raises(KindError, match=r"(?s)partitions is no int.*module, sample, part"):
+            with pytest.raises(
+                KindError, match=r"(?s)partitions is not an int.*module, sample, part"
+            ):
                 balance_by(*wrong)
 
 

@@ -91,7 +91,7 @@ def test_casting_and_modes_reach_every_layer() -> None:
 
 
 def test_layers_are_no_attributes() -> None:
-    """A layer's name is no attribute of the pipeline, neither to read nor to set."""
+    """A layer's name is not an attribute of the pipeline, neither to read nor to set."""
     pipe = GPipe(chain(), [1, 2])
     with pytest.raises(AttributeError, match=r"pipe.partitions\[j\]"):
         _ = pipe.first

@@ -111,7 +111,7 @@ def test_forwards_that_break_their_word_are_runtime_errors() -> None:
 
 
 def test_decorated_things_must_be_modules() -> None:
-    """What is no class of modules is refused."""
+    """What is not a class of modules is refused."""
     with pytest.raises(TypeError, match="only classes of"):
         skippable()(int)  # type: ignore[arg-type]
 

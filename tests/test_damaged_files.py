@@ -109,6 +109,9 @@ def test_hostile_files_are_refused(kind: str, tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(FileFormatError, match=message):
             load(path)
+    for header in ({"version": 99}, {"format": "other"}):
+        with pytest.raises(FileFormatError, match="is of another format: "):
+            type(noun).from_dict({**record, **header})
     path.write_text(json.dumps({**record, "provenance": {"device": "\ud800 \U0001f600"}}))
     with pytest.raises(FileFormatError, match=r"half of a character: '.ud800'"):
         load(path)

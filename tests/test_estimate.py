@@ -399,6 +399,27 @@ def test_autocast_inside_of_a_layer_is_said() -> None:
     assert list(found.provenance["approximate"]) == ["1"]
 
 
+@pytest.mark.parametrize("device", ["CPU core", "A100"])
+def test_autocast_for_the_device_of_the_input(device: str) -> None:
+    """A layer that asks its input where it is means the device that is estimated."""
+
+    def in_full(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float() * 2
+
+    def in_half(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(2, 2), Apply(in_full), Apply(in_half))
+    plain = torch.autocast.__init__
+    found = estimate_profile(model, torch.ones(2, 2), rows=(), rates=device, progress=False)
+    assert list(found.provenance["approximate"]) == ["2"]
+    assert torch.autocast.__init__ is plain
+    with pytest.raises(RuntimeError):
+        torch.autocast("meta", dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("layer", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)])
 def test_what_devices_order_otherwise_is_said(layer: nn.Module) -> None:
     """Some functions make other copies of channels-last; then their layers are marked."""
@@ -409,7 +430,7 @@ def test_what_devices_order_otherwise_is_said(layer: nn.Module) -> None:
 
 
 def test_arguments_are_checked() -> None:
-    """What is no chain, no device and no number is refused as everywhere else."""
+    """What is not a chain, no device and no number is refused as everywhere else."""
     model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
     with pytest.raises(ModelError, match=r"nn\.Sequential"):
         estimate_profile(model[0], sample)

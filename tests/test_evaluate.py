@@ -271,3 +271,10 @@ def test_impossible_requests(
     with pytest.raises(error, match=message) as caught:
         evaluate(gb.Profile.from_costs([1.0, 1.0]), **{"balance": [1, 1], **options})  # type: ignore[arg-type]
     assert "\nFix: " in str(caught.value)
+
+
+def test_an_equal_split_has_no_empty_partition() -> None:
+    """More partitions than layers are refused, as everywhere."""
+    assert equal_split(3, 3) == (0, 1, 2, 3)
+    with pytest.raises(BalanceError, match="fewer layers than partitions: n_partitions=3"):
+        equal_split(2, 3)

@@ -77,8 +77,8 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(pipe)
     for path, what in (
-        (pipe, "no ordinary file"),
-        (link, "no ordinary file"),
+        (pipe, "not an ordinary file"),
+        (link, "not an ordinary file"),
         (folder, "a folder"),
     ):
         with pytest.raises(FileFormatError, match=f"cannot be written: it is {what}"):
@@ -168,7 +168,7 @@ def test_what_could_not_be_read_again_is_not_written(
     write_record(path, record)
     before = path.read_text()
     monkeypatch.setattr(files, limit, most)
-    with pytest.raises(FileFormatError, match=r"would not be read again: \d+ values in \d+ bytes"):
+    with pytest.raises(FileFormatError, match=r"could not be read back: \d+ values in \d+ bytes"):
         write_record(path, {**record, "x": list(range(1000))})
     assert path.read_text() == before
     assert os.listdir(tmp_path) == ["thing.json"]

@@ -148,7 +148,7 @@ DRAWN: dict[str, Any] = {
 @pytest.mark.parametrize("ax", ["x", 3, [], PLAN])
 def test_what_is_no_axes_is_refused(name: str, ax: object) -> None:
     """With one error, before anything is drawn."""
-    with pytest.raises(KindError, match=r"ax is no Axes: .*\nFix: ax="):
+    with pytest.raises(KindError, match=r"ax is not an Axes: .*\nFix: ax="):
         DRAWN[name](ax)
 
 
@@ -172,7 +172,7 @@ def test_another_kind_is_refused(what: str) -> None:
     """Every verb names the argument that is of another kind, and gives a fix."""
     with pytest.raises(KindError) as raised:
         WRONG[what]()
-    assert str(raised.value).startswith(f"{what.split(' of ')[0]} is no ")
+    assert str(raised.value).startswith(f"{what.split(' of ')[0]} is not a")
     assert "\nFix: " in str(raised.value)
 
 

@@ -170,7 +170,7 @@ def test_halving_reads_even_and_odd_pixels() -> None:
 
 @pytest.mark.parametrize("size", [33, 40, 47])
 def test_amoebanetd_takes_images_of_any_size(size: int) -> None:
-    """Images whose size is no multiple of 32 go through, also a single one."""
+    """Images whose size is not a multiple of 32 go through, also a single one."""
     assert amoebanetd(3, 8, 5)(torch.randn(1, 3, size, size)).shape == (1, 5)
 
 

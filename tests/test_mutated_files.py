@@ -192,5 +192,5 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Opening a pipe that nobody writes to would never end: it is refused."""
     path = tmp_path / "pipe.json"
     os.mkfifo(path)
-    with pytest.raises(FileFormatError, match="nobody writes to this pipe"):
+    with pytest.raises(FileFormatError, match="nothing writes to this pipe"):
         gb.Profile.load(path)

@@ -217,7 +217,7 @@ def test_of_a_parameter_made_in_the_first_forward() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_what_stands_in_a_parameters_place_is_left_alone() -> None:
-    """Under `functional_call` it is no leaf, and has no gradient of its own."""
+    """Under `functional_call` it is not a leaf, and has no gradient of its own."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -160,7 +160,7 @@ def test_a_step_without_names_is_refused_and_the_advice_works() -> None:
     with pytest.raises(ModelError, match=r"Fix: pipe.step\(x, target=y, loss_fn=loss_fn\)"):
         pipe.step(x, y, loss_fn=F.mse_loss)
     for wrong, got in ((None, "loss_fn=None"), (y, r"type\(loss_fn\)=Tensor")):
-        with pytest.raises(ModelError, match=f"loss_fn is no function: {got}"):
+        with pytest.raises(ModelError, match=f"loss_fn is not a function: {got}"):
             pipe.step(x, target=F.mse_loss, loss_fn=wrong)
     assert all(p.grad is None for p in pipe.parameters())
     loss = pipe.step(x, target=y, loss_fn=F.mse_loss)

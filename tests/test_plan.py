@@ -294,7 +294,7 @@ def test_a_file_of_version_2_is_still_read() -> None:
     ],
 )
 def test_impossible_values_are_refused(changes: dict[str, Any]) -> None:
-    """An order that is none, growth that is no number, or a limit that is no size."""
+    """An order that is none, growth that is not a number, or a limit that is not a size."""
     with pytest.raises(ProfileError, match="has an impossible value"):
         _plan(**changes)
 

@@ -283,7 +283,7 @@ def test_recomputes_are_counted_as_the_order_has_them(
 
 
 def test_a_choice_of_numbers_under_1f1b_is_bounded_by_1f1b() -> None:
-    """GPipe's makespan is no bound there: forward and backward maxima need not come together.
+    """GPipe's makespan is not a bound there: forward and backward maxima need not come together.
 
     By hand, with two layers of (10, 1) and (1, 10): 1F1B takes 11 for each micro-batch.
     """
@@ -333,11 +333,11 @@ def test_profiles_of_devices_are_of_as_many_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": [1, 1e-320]}, r"device is none: devices\[1\]=1e-320"),
+        ({"devices": [1, 1e-320]}, r"device is not usable: devices\[1\]=1e-320"),
         ({"devices": [1, Device(slowness=1e308)]}, "times are too large to be added"),
         ({"link": Link(1.0, 1e308)}, "times are too large to be added"),
-        ({"cost": lambda *_: 10**400}, "cost of a run is no number"),
-        ({"cost": lambda *_: "dear"}, "cost of a run is no number"),
+        ({"cost": lambda *_: 10**400}, "cost of a run is not a number"),
+        ({"cost": lambda *_: "dear"}, "cost of a run is not a number"),
         ({"rules": Rules(max_layers="three")}, "max_layers is too small: max_layers='three'"),
         ({"rules": {"no_cut": [1]}}, "rules"),
         ({"reserve": 5}, "reserve is taken off a limit, and there is none: reserve=5"),

@@ -430,7 +430,7 @@ def test_save_figure_takes_axes(tmp_path: Path) -> None:
     """What the functions return is what is saved: the whole figure that the axes are in."""
     save_figure(plot_profile(make_case(3, 1, 1)[0]), tmp_path / "axes.png")
     assert (tmp_path / "axes.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(KindError, match="figure is no Figure"):
+    with pytest.raises(KindError, match="figure is not a Figure"):
         save_figure("axes", tmp_path / "other.png")  # type: ignore[arg-type]
 
 
@@ -530,7 +530,7 @@ def test_memory_totals_of_a_schedule_without_peaks_are_not_called_peaks() -> Non
 def test_names_of_timelines_are_text() -> None:
     """A sweep over numbers is told to name its timelines."""
     timeline = simulate(make_case(6, 2, 3)[1])
-    with pytest.raises(KindError, match="name of a timeline is no str"):
+    with pytest.raises(KindError, match="name of a timeline is not a str"):
         plot_timelines({4: timeline})  # type: ignore[dict-item]
 
 

@@ -191,7 +191,11 @@ def test_memory_without_sizes_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "message"),
-    [([1, 2, 3], r"len\(limit\)=3 \(expected 2"), ("much", "size is not readable"), (-1, "size")],
+    [
+        ([1, 2, 3], r"len\(limit\)=3 \(expected 2"),
+        ("much", "limit is not readable"),
+        (-1, "limit=-1"),
+    ],
 )
 def test_memory_refuses_limits_that_are_none(limit: Any, message: str) -> None:
     """A limit is a size, one for all or one for each; the error says so."""
@@ -421,5 +425,5 @@ def test_limits_are_those_that_a_plan_takes() -> None:
     ax = plot_memory(tracks, limit=[None, 1])
     assert "1 of 2 above the limit" in ax.get_title(loc="left")
     assert "limit" not in plot_memory(tracks, limit=[None, None]).get_title(loc="left")
-    with pytest.raises(UsageError, match=r"size=0\.5"):
+    with pytest.raises(UsageError, match=r"limit=0\.5"):
         plot_memory(tracks, limit=0.5)

@@ -66,7 +66,7 @@ def test_every_difference_has_a_line() -> None:
         "layer 'c' has changed: another class, other options or parameters",
         "layer 'b' is missing: it was profiled, and the model has it no more",
         "layer 'f' is new: the model has it, and it was not profiled",
-        f"layer {found.moved[0]!r} has moved: it stands in another place of the chain",
+        f"layer {found.moved[0]!r} has moved: it is at another place of the chain",
     ]
 
 
@@ -172,5 +172,5 @@ def test_fingerprints_of_another_version_are_unknown() -> None:
 
 def test_what_is_no_module_is_refused() -> None:
     """Something without layers is refused with a fix."""
-    with pytest.raises(ModelError, match=r"module is no module: type\(module\)=list.*\nFix: "):
+    with pytest.raises(ModelError, match=r"module is not a module: type\(module\)=list.*\nFix: "):
         Profile.from_costs([1.0]).matches([nn.ReLU()])

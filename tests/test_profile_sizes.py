@@ -78,7 +78,7 @@ OF_PARAMETERS = {
 
 
 def test_all_other_bytes_go_by_the_rows() -> None:
-    """Every one that is no parameter's is scaled, between measured sizes and beyond them."""
+    """Every one that is not a parameter's is scaled, between measured sizes and beyond them."""
     names = {f.name for f in fields(LayerProfile) if f.name.endswith("_bytes")} - OF_PARAMETERS
     sizes = [
         replace(
@@ -285,7 +285,7 @@ def test_terms_of_the_mini_batch_come_from_the_profile() -> None:
 @pytest.mark.parametrize("rows", [0, -1, 1.5, True, "4", 2**40])
 def test_impossible_rows_are_refused_and_the_fix_works(rows: Any) -> None:
     """A number of rows that is none is refused, and the fix is one."""
-    with pytest.raises(ProfileError, match="number of rows is none: rows=") as caught:
+    with pytest.raises(ProfileError, match="number of rows is not valid: rows=") as caught:
         size(4).at_rows(rows)
     assert str(caught.value).endswith("Fix: rows=1, or more.")
     assert size(4).at_rows(1).rows == 1

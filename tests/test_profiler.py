@@ -314,7 +314,7 @@ def test_bad_arguments_get_a_clear_error(case: str) -> None:
 
 
 def test_progress_is_silent_in_pipes(capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing is printed where the standard error is no terminal, and a bar where it is wanted."""
+    """Nothing is printed where standard error is not a terminal, and a bar where it is wanted."""
     with progress.progress_bar("measuring", 3, None) as told:
         told()
     assert capfd.readouterr() == ("", "")

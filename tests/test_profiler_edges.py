@@ -74,7 +74,7 @@ def test_estimates_refuse_what_tells_how_to_measure() -> None:
 
 
 def test_counts_of_numpy_are_counts() -> None:
-    """They become plain numbers; a flag is no count."""
+    """They become plain numbers; a flag is not a count."""
     profile = gb.Profile.from_costs([1.0, 2.0], rows=np.int64(2), chunks=np.int32(4))
     assert (profile.rows, profile.chunks, type(profile.chunks)) == (2, 4, int)
     with pytest.raises(ProfileError, match="chunks=True"):
@@ -93,7 +93,7 @@ def test_too_few_layers_are_refused_before_anything_is_measured(
 
 
 def test_arguments_in_gpipebals_order_are_named_by_the_compat_functions() -> None:
-    """What is no module is said to be none."""
+    """What is not a module is said to be none."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ModelError):
         balance_by_time(2, torch.ones(2, 2), model)  # type: ignore[arg-type]

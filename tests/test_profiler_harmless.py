@@ -104,7 +104,7 @@ class Keeps(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}, {"method": "estimate"}])
 def test_layers_that_keep_results_are_measured(way: dict[str, Any]) -> None:
-    """What a layer keeps of an earlier forward is no obstacle, and stays as it was."""
+    """What a layer keeps of an earlier forward is not an obstacle, and stays as it was."""
     model = nn.Sequential(Keeps(), nn.utils.weight_norm(nn.Linear(4, 4)))
     output = model(torch.randn(2, 4))
     kept, values = model[0].last, model[0].last.detach().clone()

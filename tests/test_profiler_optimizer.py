@@ -148,3 +148,49 @@ def test_one_layer_at_a_time_steps_one_layer() -> None:
     # Parameters, gradients, two moments, two intermediate results, and as much to flush caches;
     # and stand-ins for two, which are counted here, but have no memory.
     assert ledger.total_peak - before < 11 * layer
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another one, which keeps the state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Let the other one step."""
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_the_state_of_an_optimizer_that_is_wrapped_counts(method: Any) -> None:
+    """It is that of the inner one, in a profile and in what a pipeline holds."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    settings: dict[str, Any] = {"chunks": 2, "rows": (), "method": method}
+    settings |= {"timeout": 0.0, "as_pipeline": False} if method == "measure" else {}
+    adam = torch.optim.Adam
+    plain, found = (
+        gb.profile_model(model, torch.ones(4, 8), optimizer=optimizer, **settings)
+        for optimizer in (adam, lambda parameters: Wrapped(adam(parameters)))
+    )
+    sizes = [layer.optimizer_bytes for layer in found.layers]
+    assert sizes == [layer.optimizer_bytes for layer in plain.layers] and any(sizes)
+
+
+def test_a_meter_counts_the_state_of_an_optimizer_that_is_wrapped() -> None:
+    """With the partition that has the parameter, as for the inner one by itself."""
+    pipe = gb.GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), [1, 1])
+    inner = torch.optim.Adam(pipe.parameters())
+    pipe(torch.ones(2, 8)).sum().backward()
+    inner.step()
+    peaks = []
+    for optimizer in (inner, Wrapped(inner)):
+        pipe.zero_grad()
+        with gb.pipeline.measure_memory(pipe, optimizer) as meter:
+            pipe(torch.ones(2, 8)).sum().backward()
+        peaks.append(meter.peak_bytes)
+    assert peaks[0] == peaks[1]
+    pipe.zero_grad()
+    with gb.pipeline.measure_memory(pipe) as meter:
+        pipe(torch.ones(2, 8)).sum().backward()
+    assert all(more > less for more, less in zip(peaks[0], meter.peak_bytes, strict=True))

@@ -189,7 +189,7 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path: Any, value: object)
     profile.save(path)
     before = path.read_bytes()
     profile.provenance["note"] = value  # type: ignore[index]
-    with pytest.raises(FileFormatError, match="would not be read again"):
+    with pytest.raises(FileFormatError, match="could not be read back"):
         profile.save(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
@@ -251,7 +251,7 @@ def test_what_identical_layers_read_of_another_is_the_same_for_each() -> None:
 
 
 def test_compiled_functions_inside_layers_are_compiled_as_before() -> None:
-    """A layer that calls one, or a loss that is one, is no compiled module."""
+    """A layer that calls one, or a loss that is one, is not a compiled module."""
     limit = torch._dynamo.config.recompile_limit
     called: list[int] = []
 

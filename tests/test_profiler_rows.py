@@ -272,13 +272,13 @@ def test_the_front_door_takes_dimensions() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"in_dims": 2}, gb.errors.ModelError, r"sample tensor cannot be parted: .* along dim 2"),
+        ({"in_dims": 2}, gb.errors.ModelError, r"sample tensor cannot be divided: .* along dim 2"),
         ({"in_dims": (1, None)}, gb.errors.BalanceError, r"in_dims does not fit"),
         ({"in_dims": None}, gb.errors.ModelError, r"with rows: every dimension is None"),
         ({"keyword_dims": {"mask": 0}}, gb.errors.ModelError, r"different rows: leaf .*'mask'"),
         ({"keyword_dims": {"musk": 0}}, gb.errors.BalanceError, r"first layer does not take"),
         ({"keywords": {}}, gb.errors.ProfileError, r"layer '0'.* failed"),
-        ({"keywords": ["mask"]}, gb.errors.ModelError, r"keywords is no dict"),
+        ({"keywords": ["mask"]}, gb.errors.ModelError, r"keywords is not a dict"),
         ({"keywords": {"musk": 1}}, gb.errors.ModelError, r"keywords has a name .*'musk'"),
         ({"out_dims": 3}, gb.errors.ModelError, r"output tensor cannot be joined: .* along dim 3"),
         ({"out_dims": (0, 1)}, gb.errors.BalanceError, r"out_dims does not fit"),
@@ -298,7 +298,7 @@ def test_a_plan_knows_where_rows_were() -> None:
     model = language_model()
     plan = gb.solve(profiled(model, method="estimate", rates="CPU core"), 2)
     assert plan.provenance["in_dims"] == [1, None]
-    with pytest.warns(UserWarning, match=r"parted along dim 0, but .* in_dims of \[1, None\]"):
+    with pytest.warns(UserWarning, match=r"divided along dim 0, but .* in_dims of \[1, None\]"):
         gb.GPipe.from_plan(model, plan, keyword_dims={"mask": None}).close()
     given = {"in_dims": 1, "out_dims": 1, "keyword_dims": {"mask": None}}
     gb.GPipe.from_plan(model, plan, threads_per_partition=1, **given).close()

@@ -186,7 +186,7 @@ def test_other_sizes(rows: Any, chunks: int, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("rows", [0, 17, 2.0, True, (4, -1)])
 def test_sizes_that_the_sample_does_not_have(rows: Any) -> None:
-    """A size that is no number of rows of the sample is refused, with the fix."""
+    """A size that is not a number of rows of the sample is refused, with the fix."""
     with pytest.raises(ProfileError, match="rows cannot be measured") as caught:
         profile(nn.Sequential(nn.Tanh()), torch.randn(16, 4), rows=rows)
     assert "Fix: " in str(caught.value)
@@ -211,7 +211,7 @@ def test_batch_normalisation_on_one_row() -> None:
         assert any("not measured at 1 row: layer '1'" in x for x in result.provenance["flags"])
         with pytest.raises(ProfileError, match="layer '1'"):
             profile(model, torch.randn(8, 4), chunks=4, rows=(1,), **way)
-    # With a picture of several values per channel one row is no obstacle.
+    # With a picture of several values per channel one row is not an obstacle.
     assert profile(nn.Sequential(nn.BatchNorm2d(2)), torch.randn(2, 2, 4, 4), chunks=2).rows == 1
 
 
@@ -421,7 +421,7 @@ def test_a_target_that_does_not_fit_is_told_before_anything_is_clocked(
 
 
 class Projects(nn.Module):
-    """Multiplies by a matrix that is no parameter."""
+    """Multiplies by a matrix that is not a parameter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

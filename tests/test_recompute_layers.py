@@ -460,7 +460,7 @@ def test_the_text_says_what_is_recomputed() -> None:
         "        1  1 of 3 layers  5        2.00 s      240 MiB  300 MiB"
     )
     assert chosen.explain().splitlines()[0] == (
-        "Partition 0 needs 845 MiB and may need 300 MiB: it recomputes 0, 2, 4, needs 250 MiB, and "
+        "Partition 0 needs 845 MiB and may use 300 MiB: it recomputes 0, 2, 4, needs 250 MiB, and "
         "takes 12.0 s more for each micro-batch."
     )
 

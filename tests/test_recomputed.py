@@ -201,7 +201,7 @@ def test_runs_that_are_none_are_refused(runs: list[Any], text: str) -> None:
 
 
 def test_what_cannot_be_run_again_is_refused() -> None:
-    """Skip connections, and what is no chain."""
+    """Skip connections, and what is not a chain."""
     skips = nn.Sequential(nn.Linear(2, 2), Keep(2), nn.Linear(2, 2), Join())
     with pytest.raises(gb.errors.ModelError, match=r"skip connections.*'1'"):
         with_recompute(skips, [[0, 1]])

@@ -50,7 +50,7 @@ plain model, 2 threads   1.50 s    1.00 s    2.00 s   0.75x as fast
 
 The pipeline is faster than the plain model with 1 thread: it takes 33.3 % less time per step.
 The pipeline is slower than the plain model with 2 threads: it takes 33.3 % more time per step.
-Times are of 3 steps, taken in turns after one warm-up; the plain model does the same \
+Times are of 3 steps, taken alternately after one warm-up; the plain model does the same \
 micro-batches one by one, without recompute.
 Note: something to know."""
 

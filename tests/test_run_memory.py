@@ -241,7 +241,7 @@ def test_long_chains_with_skips_across_each_other_are_equal_to_the_byte(
 
 
 def test_what_runs_without_a_gradient_hold_for_others_is_bounded() -> None:
-    """Their input is no part of a graph of theirs, and earlier partitions keep it all the same."""
+    """Their input is not part of a graph of theirs, and earlier partitions keep it all the same."""
     outputs: tuple[tuple[int, ...], ...] = ((0,), (0,), (1,), (), ())
     layers = [
         LayerProfile(str(k), "Layer", 1.0, 1.0, 1.0, outputs=each) for k, each in enumerate(outputs)

@@ -145,7 +145,7 @@ def test_check_count_takes_whole_numbers(value: object) -> None:
 
 @pytest.mark.parametrize("value", [1.5, "2", None, True, float("nan"), float("inf"), [1]])
 def test_check_count_refuses_what_is_no_whole_number(value: object) -> None:
-    """A fraction, a text, a bool or nothing is no count; the error shows the value."""
+    """A fraction, a text, a bool or nothing is not a count; the error shows the value."""
     with pytest.raises(BalanceError, match="chunks is not a whole number: chunks="):
         check_count("chunks", value)
 

@@ -15,6 +15,7 @@ from gpipebal.schedule import (
     Schedule,
     gpipe_schedule,
     interleaved_schedule,
+    make_schedule,
     one_f_one_b_schedule,
     read_torch_csv,
     with_recomputes,
@@ -113,15 +114,16 @@ def test_forward_and_backward_in_one_cell_are_read_one_after_the_other() -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,zero\n", r"line 1, cell 2: cell is no action: cell='zero'"),
+        ("0F0,zero\n", r"line 1, cell 2: cell is not an action: cell='zero'"),
         ("0F0,0G1\n", r"cell='0G1' \(expected one such as 2F0 or 1B3\)"),
         ("0F0\n1F0,0B0\n", r"line 2, cell 2: partition 0 stands in line 1 already"),
         ("0F0,2F0\n", r"partition 1 is in no line, but partition 2 is"),
         ("\n\n", r"has no actions"),
-        ("0F0,(1F0;x)OVERLAP_F_B\n", r"cell is no action"),
-        ("0F" + "9" * 5000 + ",\n", r"cell is no action: cell='0F9{38}'"),
+        ("0F0,(1F0;x)OVERLAP_F_B\n", r"cell is not an action"),
+        ("0F" + "9" * 5000 + ",\n", r"cell is not an action: cell='0F9{38}'"),
         ("0F0,1F\n", r"cell='1F'"),
         ("0F0,0B0\n\n1F0,1B0\n", r"line 2, cell 1: device 1 does nothing"),
+        ("0F0," + "1" * 200_000, r"schedule is not CSV: field larger than field limit"),
     ],
 )
 def test_damaged_files_are_refused(text: str, message: str) -> None:
@@ -132,8 +134,18 @@ def test_damaged_files_are_refused(text: str, message: str) -> None:
     assert len(str(error.value)) < 300
 
 
+def test_files_are_written_whole_with_their_folder(tmp_path: Path) -> None:
+    """A folder that does not exist is made, and what is not an ordinary file is left alone."""
+    path = tmp_path / "new" / "schedule.csv"
+    text = write_torch_csv(make_schedule("1f1b", 2, 3, "never"), path)
+    assert path.read_text() == text
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    with pytest.raises(FileFormatError, match="cannot be written"):
+        write_torch_csv(make_schedule("1f1b", 2, 3, "never"), tmp_path)
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    """No such file, and a file that is no text, are one clear error."""
+    """No such file, and a file that is not a text, are one clear error."""
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for name in ("binary.csv", "missing.csv"):
         with pytest.raises(FileFormatError, match=f"cannot be read: .*{name}"):

@@ -253,13 +253,14 @@ def test_closing_a_pipeline_inside_itself_is_refused() -> None:
 
     class Close(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            pool.close()
+            pipe.close()
             return x
 
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Close()), [1, 1])
-    pool = pipe._started().pool
+    runtime = pipe._started()
     with pytest.raises(PipelineError, match="closed by one of its own layers"):
         pipe(torch.ones(2, 2))
+    assert pipe._started() is runtime  # no second workers for layers that the first still run
 
 
 def test_a_number_in_the_input_does_not_make_a_kind_of_its_own() -> None:
@@ -308,7 +309,7 @@ def test_sparse_and_dense_gradients_of_one_parameter() -> None:
 
 @dataclasses.dataclass
 class Pair:
-    """Two tensors in an object that is no pytree."""
+    """Two tensors in an object that is not a pytree."""
 
     x: Tensor
     y: Tensor
@@ -402,7 +403,7 @@ def test_errors_name_the_argument_that_helps() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2)
     with pytest.raises(ModelError, match="keyword_dims for a keyword argument"):
         pipe(torch.ones(4, 2), bias=torch.ones(3))
-    with pytest.raises(ModelError, match=r"(?s)target tensor cannot be parted.*target_dims"):
+    with pytest.raises(ModelError, match=r"(?s)target tensor cannot be divided.*target_dims"):
         pipe.step(torch.ones(4, 2), target=torch.tensor(1.0), loss_fn=lambda y, t: (y * t).sum())
     pipe.step(
         torch.ones(4, 2),
@@ -412,9 +413,11 @@ def test_errors_name_the_argument_that_helps() -> None:
     )
     with pytest.raises(ModelError, match="is a pipeline already"):
         GPipe(pipe, [1])
-    with pytest.raises(BalanceError, match=r"is no list of numbers of layers: type\(balance\)=int"):
+    with pytest.raises(
+        BalanceError, match=r"is not a list of numbers of layers: type\(balance\)=int"
+    ):
         GPipe(nn.Sequential(nn.Linear(2, 2)), 1)  # type: ignore[arg-type]
-    with pytest.raises(BalanceError, match="keyword_dims is no dict"):
+    with pytest.raises(BalanceError, match="keyword_dims is not a dict"):
         GPipe(nn.Sequential(nn.Linear(2, 2)), [1], keyword_dims=3)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="this machine has 0 CUDA devices"):

@@ -130,7 +130,7 @@ ERRORS = {
         RuntimeError,
         "cannot stash a skip twice: name='a'",
     ),
-    "odd request": (run(does("a"), stash=["a"]), TypeError, "no skip: type=str"),
+    "odd request": (run(does("a"), stash=["a"]), TypeError, "is not a skip: type=str"),
     "odd name": (lambda: pop(1), TypeError, "name=1"),
     "odd name stashed": (lambda: stash(None, 1), TypeError, "name=None"),
     "no list": (lambda: skippable(stash="image"), TypeError, "stash='image'"),
@@ -143,7 +143,7 @@ ERRORS = {
         TypeError,
         r"only=\['i'\] \(expected some of \['image'\]\)",
     ),
-    "only is no list": (
+    "only is not a list": (
         lambda: Keep().isolate(Namespace(), only="image"),
         TypeError,
         "only='image",

@@ -392,12 +392,12 @@ def test_an_upper_quantile_moves_layers_away_from_shaky_ones() -> None:
     ("options", "message"),
     [
         ({"devices": [1]}, r"len\(devices\)=1 \(expected partitions=2\)"),
-        ({"devices": [1, -1]}, r"device is none: devices\[1\]=-1"),
+        ({"devices": [1, -1]}, r"device is not usable: devices\[1\]=-1"),
         ({"any_order": True}, "devices may change places, but there are none"),
         ({"memory_limit": "lots"}, "memory_limit is not readable: memory_limit='lots'"),
         ({"memory_limit": [1]}, r"len\(memory_limit\)=1 \(expected partitions=2\)"),
         ({"memory_limit": -1}, "memory_limit is not a number of bytes"),
-        ({"link": 16e9}, "link is none: link=16000000000.0"),
+        ({"link": 16e9}, "link is not valid: link=16000000000.0"),
         ({"pin": {"head": 1}}, "pin has 'head'"),
         ({"no_cut": [9]}, "no_cut has 9"),
         ({"max_layers": 0}, "max_layers is too small"),
@@ -409,8 +409,8 @@ def test_an_upper_quantile_moves_layers_away_from_shaky_ones() -> None:
         ({"cost": lambda *_: -1}, "cost of a run is negative"),
         ({"cost": "makespan"}, "cost cannot be called: cost='makespan'.*\n.*objective='makespan'"),
         ({"cost": lambda layer: 1}, "cost cannot be called: too many positional arguments"),
-        ({"devices": 2}, r"devices are no list: devices=2.*\n.*devices=\[1\] \* 2"),
-        ({"devices": "cuda"}, "devices are no list: devices='cuda'"),
+        ({"devices": 2}, r"devices are not a list: devices=2.*\n.*devices=\[1\] \* 2"),
+        ({"devices": "cuda"}, "devices are not a list: devices='cuda'"),
         ({"quantile": "high"}, "quantile is out of range"),
     ],
 )
@@ -482,8 +482,8 @@ def test_explain_says_what_limits_the_plan() -> None:
         "as small as possible: 102 s. No other plan is better",
         "Partition 0 is the slowest",
         "below",
-        "may need 1000 B",
-        "To move the cut behind partition 0 costs at least: one layer to the",
+        "may use 1000 B",
+        "Moving the cut after partition 0 costs at least: one layer to the",
     ):
         assert part in text
     assert "The balance was given" in evaluate(profile, [2, 2]).explain()
@@ -496,8 +496,8 @@ def test_explain_tells_cuts_apart() -> None:
         solve(profile, 3), value=10.0, lower_bound=10.0, sensitivity=((1.0, 100.0), (50.0, None))
     )
     assert plan.explain().splitlines()[-1] == (
-        "Of all cuts, the one behind partition 0 is the least decisive: one layer to the left adds "
-        "1.00 s (10.0 %). The most decisive is the one behind partition 1: one layer to the left "
+        "Of all cuts, the one after partition 0 is the least decisive: one layer to the left adds "
+        "1.00 s (10.0 %). The most decisive is the one after partition 1: one layer to the left "
         "adds 50.0 s (500.0 %)."
     )
     better = replace(plan, sensitivity=((-1.0, None), (None, 0.0)))

@@ -113,8 +113,8 @@ def test_the_error_names_partition_and_shortage() -> None:
     with pytest.raises(InfeasibleError) as raised:
         solve(profile, 2, memory_limit=150)
     assert str(raised.value) == (
-        "partition 0 does not fit its device: memory_limit=150 (expected 50 B more, in the split "
-        "that lacks least: layers 0 to 0, 0, need 200 B, and 150 B may be used).\n"
+        "partition 0 does not fit its device: memory_limit=150 (expected 50 B more). The closest "
+        "split gives it layer 0: it needs 200 B, and 150 B may be used.\n"
         "Fix: memory_limit=200."
     )
     assert (raised.value.partition, raised.value.shortage) == (0, 50)
@@ -219,8 +219,8 @@ def test_what_fits_in_its_own_timeline_is_found(
     with pytest.raises(InfeasibleError) as raised:
         solve(profile, memory_limit=limit - 1, **options)
     text = str(raised.value)
-    assert "counting what may wait for busy neighbours: without that" in text
-    assert "some fit, but none does with what waits by its clock" in text or "it would be" in text
+    assert "Without values that may have to wait for busy neighbours" in text
+    assert "fit, but none does with what waits in its own steps" in text or "it would lack" in text
 
 
 def test_of_many_splits_those_with_most_room_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_of_many_splits_those_with_most_room_are_tried(monkeypatch: pytest.Monke
     monkeypatch.setattr("gpipebal.planner.best.MOST_WAYS", 0)
     monkeypatch.setattr("gpipebal.planner.advice.MOST_WAYS", 0)
     assert solve(profile, 2, schedule="1f1b", memory_limit=160).balance
-    with pytest.raises(InfeasibleError, match="but those that were tried do not with what waits"):
+    with pytest.raises(InfeasibleError, match="but none of those tried does with what waits"):
         solve(profile, 2, schedule="1f1b", memory_limit=159)
 
 

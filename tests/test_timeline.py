@@ -367,7 +367,7 @@ def test_damaged_file_is_refused(tmp_path: Path, damage: Any, message: str) -> N
     "text", ["", "{", "[]", '{"traceEvents": []}', '{"format": NaN}', "\x00", '"text"']
 )
 def test_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
-    """A text that is no saved timeline, even another program's trace, is refused."""
+    """A text that is not a saved timeline, even another program's trace, is refused."""
     path = tmp_path / "foreign.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(FileFormatError, match=r"foreign\.json"):

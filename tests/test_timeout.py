@@ -67,6 +67,22 @@ def test_a_stuck_layer_is_named(how: str) -> None:
         assert not thread.is_alive()
 
 
+def test_a_stuck_pipeline_that_another_thread_closes_still_times_out() -> None:
+    """Who closes it waits for its workers, but keeps nobody from giving them up."""
+    stuck = Stuck()
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), stuck), [1, 1], chunks=1, timeout=1.0)
+    pool = pipe._started().pool
+    closer = threading.Thread(target=pipe.close, daemon=True)
+    stuck.register_forward_pre_hook(lambda *_: closer.start())
+    with pytest.raises(PipelineTimeoutError, match="runs the forward of micro-batch 0"):
+        pipe(torch.ones(2, 2))
+    closer.join(20)
+    assert not closer.is_alive() and pool.threads[1].is_alive()
+    stuck.gate.set()
+    pool.threads[1].join(20)
+    assert not pool.threads[1].is_alive()
+
+
 def test_slow_is_not_stuck() -> None:
     """As long as actions end one after the other, the whole may take longer than the timeout."""
     calls = []
@@ -186,5 +202,5 @@ def test_the_process_can_end_with_a_worker_that_hangs() -> None:
 @pytest.mark.parametrize("timeout", [0, -1, "soon", True])
 def test_timeouts_that_are_none_are_refused(timeout: object) -> None:
     """A timeout is a time above 0, or None."""
-    with pytest.raises(ValueError, match="timeout is no time"):
+    with pytest.raises(ValueError, match="timeout is not a time"):
         GPipe(nn.Sequential(nn.ReLU()), [1], timeout=timeout)  # type: ignore[arg-type]

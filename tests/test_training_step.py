@@ -117,7 +117,7 @@ def test_a_profile_beside_plans_and_timelines(
     gb.Profile.from_costs([1.0] * 5).save("five.json")
     for files, text in (
         (["five.json", "plan.json", "timeline.json"], "the profile: 5"),
-        (["profile.json", "timeline.json", "timeline.json"], "a profile tells what plans predict"),
+        (["profile.json", "timeline.json", "timeline.json"], "a profile is used with a plan"),
     ):
         assert main(["compare", *files]) != 0
         assert text in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_parse_bytes_reads_numbers_and_units(text: int | str, n_bytes: int) -> N
 
 @pytest.mark.parametrize("text", [-1, True, "", "GiB", "1 GiBB", "-1 GiB", "1e3", "16 G", None])
 def test_parse_bytes_refuses_what_is_no_size(text: object) -> None:
-    """What is no size is refused, with the text in the message."""
+    """What is not a size is refused, with the text in the message."""
     message = re.escape(f"size is not readable: size={text!r}")
     with pytest.raises(UsageError, match=message):
         parse_bytes(text)  # type: ignore[arg-type]

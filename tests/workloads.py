@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -18,6 +19,13 @@ def tiny() -> tuple[nn.Sequential, Tensor]:
         nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3)
     )
     return model, torch.randn(ROWS, 6)
+
+
+def printing() -> tuple[nn.Sequential, Tensor]:
+    """Print on standard output, as Python does and as a library in C does, and return a chain."""
+    print("from Python")
+    os.write(1, b"from C\n")
+    return tiny()
 
 
 def tiny_with_everything() -> dict[str, Any]:
@@ -126,7 +134,7 @@ def mapping_with_surprise() -> dict[str, Any]:
 
 
 def no_chain() -> tuple[nn.Module, Tensor]:
-    """Return a model that is no nn.Sequential."""
+    """Return a model that is not an nn.Sequential."""
     return nn.Linear(2, 2), torch.randn(4, 2)
 
 

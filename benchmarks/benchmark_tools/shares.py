@@ -1,4 +1,4 @@
-"""Shares: one large CUDA device parted into several small ones, each with its multiprocessors.
+"""Shares: one large CUDA device divided into several small ones, each with its multiprocessors.
 
 A green context of the CUDA driver runs on some of a device's multiprocessors and on no others. A
 stream of such a context is a place for a partition (`GPipe` takes streams): what is launched on it
@@ -37,7 +37,7 @@ def shares_of_device(n_shares: int, index: int = 0) -> tuple[torch.cuda.Stream, 
         from cuda.bindings import driver
     except ImportError as error:
         raise RuntimeError(
-            "the device cannot be parted without the package cuda-bindings.\n"
+            "the device cannot be divided without the package cuda-bindings.\n"
             "Fix: python -m pip install cuda-bindings"
         ) from error
 
@@ -75,7 +75,7 @@ def _size(n_multiprocessors: int, n_shares: int) -> int:
 
 
 def about_shares(n_shares: int, index: int = 0) -> dict[str, Any]:
-    """Tell what shares a device is parted into, and how far they slow each other down.
+    """Tell what shares a device is divided into, and how far they slow each other down.
 
     Returns:
         Names and counts; and the seconds of a large product of matrices on the whole device, on

@@ -14,7 +14,7 @@ __all__ = ["block", "fill_in", "gib", "percent", "table", "write_readme"]
 def fill_in(text: str, blocks: Mapping[str, str], source: str = "results.json") -> str:
     """Put blocks between the marks of a README.
 
-    A mark is ``<!-- NAME: results.json -->`` before, and ``<!-- end of NAME -->`` behind. `source`
+    A mark is ``<!-- NAME: results.json -->`` before, ``<!-- end of NAME -->`` after it. `source`
     is the file that the blocks are made from.
 
     Raises:

@@ -19,7 +19,7 @@ import torch
 
 from gpipebal.files import write_record
 
-# What all benchmarks have in common lies beside their folders.
+# What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import OtherLoad, place, settings, versions
@@ -37,7 +37,7 @@ OTHER = HERE / "results-xeon.json"
 #: Packages whose versions are stored.
 PACKAGES = ("torch", "gpipebal", "torchgpipe", "fairscale", "numpy")
 
-#: Seconds of rounds at least: for each number of micro-batches, and beside one partition.
+#: Seconds of rounds at least: for each number of micro-batches, and for one partition.
 LEAST_SECONDS, LEAST_SECONDS_ALONE = 60.0, 30.0
 
 #: Share of the cores that other programs may use before a result is doubtful.
@@ -124,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     # Behind the block, where the processes have ended and their time is known.
     other = load.share()
     if other is None or other > QUIET:
-        print("warning: the machine was not quiet, or nobody knows: other load", other)
+        print("warning: the machine was not quiet, or that is not known: other load", other)
     minutes = (time.monotonic() - started) / 60
     return {
         "format": FORMAT,

@@ -32,7 +32,7 @@ from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint
 from gpipebal.timeline import EventTable, Timeline
 
-# What all benchmarks have in common lies beside their folders.
+# What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import provenance
@@ -133,7 +133,7 @@ def predict(
     """Return the parts of each partition's predicted peak, and what another clock would make of it.
 
     Returns:
-        ``predicted``, the parts with what waits by the clock of the counted step; ``taken``, the
+        ``predicted``, the parts with what waits in the timing of the counted step; ``taken``, the
         totals if what neighbours take while an action runs were gone at its start; ``planned``,
         those of a plan, which knows the simulated clock only, and has a margin; ``least``, those if
         nothing ever waited for a neighbour; ``most``, those if everything waited as long as the

@@ -68,7 +68,7 @@ def summary(record: dict[str, Any]) -> str:
         f"{n_under} of {len(errors)} partitions predicted more than 1% too low",
         _held("sums over the partitions of a pipeline", sums),
         "",
-        "Plans, which do not know the clock of the step and have a margin:",
+        "Plans, which do not know the timing of the step and have a margin:",
         _held("partitions", planned),
         f"{n_under_plan} of {len(planned)} partitions predicted more than 1% too low",
     ]

@@ -30,7 +30,7 @@ import torch
 
 from gpipebal.files import read_record, write_record
 
-# What all benchmarks have in common lies beside their folders.
+# What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import OtherLoad, provenance
@@ -56,7 +56,7 @@ RESULTS_ON_CUDA = HERE / "results-cuda.json"
 #: What the README says of each stored file.
 BLOCKS = {RESULTS: tables.blocks, RESULTS_ON_CUDA: cuda_tables.blocks}
 
-#: Turns of each plan, and steps by the clock in each.
+#: Turns of each plan, and timed steps in each.
 ROUNDS = 4
 STEPS = 2
 #: Profiles of each model one after the other, to see how well they agree.
@@ -200,7 +200,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         subject.end = take_profiles(subject, (MIDDLE,), timeout)
     other = load.share()
     if other is None or other > QUIET:
-        told(f"warning: the machine was not quiet, or nobody knows: other load {other}")
+        told(f"warning: the machine was not quiet, or that is not known: other load {other}")
     return {
         "format": figures.FORMAT,
         "version": figures.VERSION,

@@ -17,7 +17,7 @@ import torch
 
 from gpipebal.files import read_record, write_record
 
-# What all benchmarks have in common lies beside their folders.
+# What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.text import write_readme

@@ -1,4 +1,4 @@
-"""Time the solver beside other rules, and see what its plans gain.
+"""Time the solver and other rules, and see what its plans gain.
 
     python benchmarks/solver/make.py            measure, write results.json and the README
     python benchmarks/solver/make.py --quick --out /tmp/quick.json    try it, on short chains
@@ -22,7 +22,7 @@ from typing import Any
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-# What all benchmarks have in common lies beside their folders.
+# What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import OtherLoad, place, versions  # noqa: E402
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         result["searches"] = searches(PROFILES)
     other = load.share()
     if other is None or other > QUIET:
-        told(f"warning: the machine was not quiet, or nobody knows: other load {other}")
+        told(f"warning: the machine was not quiet, or that is not known: other load {other}")
     return {
         "format": figures.FORMAT,
         "version": figures.VERSION,

@@ -1,4 +1,4 @@
-"""Run the planner's balances and those of other rules on two CPU partitions, by the clock.
+"""Run the planner's balances and those of other rules on two CPU partitions, timed.
 
     python benchmarks/solver/measure.py             measure, write measured.json and the README
     python benchmarks/solver/measure.py --readme    write the README's table from measured.json
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-# What all benchmarks have in common lies beside their folders.
+# What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import OtherLoad, provenance

@@ -1,4 +1,4 @@
-"""Speed on 1, 2, 4 and 8 devices: simulated beside the published, and measured on two CPU cores.
+"""Speed on 1, 2, 4 and 8 devices: simulated, with the published, and measured on two CPU cores.
 
     python benchmarks/speed/make.py              simulate; writes results.json and the README
     python benchmarks/speed/make.py --measure    measure on the CPU too; needs a quiet machine
@@ -21,7 +21,7 @@ from typing import Any
 
 from gpipebal.files import read_record, write_record
 
-# What all benchmarks have in common lies beside their folders.
+# What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.machine import OtherLoad, provenance
@@ -36,7 +36,7 @@ from speed_benchmark.simulate import estimate, simulate
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 
-#: Turns of each way by the clock.
+#: Timed turns of each way.
 ROUNDS = 5
 
 
@@ -70,7 +70,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
     parser.add_argument("--model", action="append", choices=names, help="only this; repeatable")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--measure", action="store_true", help="measure on the CPU, by the clock")
+    what.add_argument("--measure", action="store_true", help="measure on the CPU")
     what.add_argument(
         "--shares", action="store_true", help="measure at full size on shares of a CUDA device"
     )

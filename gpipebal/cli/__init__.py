@@ -1,7 +1,7 @@
 """The command line: read the words, call a verb, print a noun.
 
-torch is imported only once a command runs that needs it, so that help, errors in the words, and
-the commands that need no model come at once. One command a file; `words` is what they share,
+torch is imported only when a command that needs it runs, so that help, errors in the words, and the
+commands that need no model are immediate. Each command has a file; `words` has what they share,
 `nouns` how files are read and pictures written, `question` how a plan is asked for, `layer_words`
 how layers are named, `typed` how errors say what was typed.
 """
@@ -37,7 +37,7 @@ from gpipebal.errors import FileFormatError, GpipebalError, InfeasibleError, Pro
 
 __all__ = ["EXIT_STATUS", "main"]
 
-#: Exit status when the reader of a pipe has gone: that of a program that the signal ended.
+#: Exit status when the reader of a pipe has gone: the same as of a program ended by SIGPIPE.
 NOBODY_READS = 141
 
 EXAMPLES = """\
@@ -56,10 +56,10 @@ exit status:
   2    bad input: what was asked for does not exist or cannot be read
   3    no plan meets the limits that were given
   130  interrupted
-  141  nobody reads the output any more"""
+  141  the output is no longer read"""
 
 
-#: Errors of writing what a command prints, on a full disk or where there is none any more.
+#: Errors of writing what a command prints: on a full disk, or to an output that is gone.
 _NO_OUTPUT = (errno.ENOSPC, errno.EBADF, errno.EIO)
 
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words of the command line; None: those of the process.
 
     Raises:
-        SystemExit: with the status, behind help or the version, or if words mean nothing.
+        SystemExit: with the status, after help or the version, or if words mean nothing.
         BaseException: what a user's own code raised.
 
     Example:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = argparse.Namespace(flags={})
     if sys.stderr is None:
-        # Progress bars would write to None, and messages would go to standard output.
+        # Otherwise progress bars would write to None, and messages would go to standard output.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
     with second_interrupt_ends_at_once():
         try:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options = _parser().parse_args(arguments)
                 options.command(options)
             finally:
-                # Here and not at the exit of Python, where nobody can catch it; help, too, ends
+                # Here and not at the exit of Python, where it cannot be caught; help, too, ends
                 # with an exception.
                 if sys.stdout is not None:
                     sys.stdout.flush()
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_infeasible = isinstance(error, InfeasibleError)
             flags: Mapping[str, str] = options.flags
             text = within_reach(str(error), flags) if is_infeasible else str(error)
-            # What is wrong in a file is no word of the command line.
+            # An error in a file is not about a word of the command line.
             in_file = isinstance(error, FileFormatError)
             complain(text if in_file else with_flags(text, flags, Typed.of(options)))
             for note in getattr(error, "__notes__", ()):
@@ -125,18 +125,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """Let what is still in the buffer go nowhere, without a complaint at the exit of Python."""
+    """Drop what is still in the buffer, without a complaint at the exit of Python."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_users_own(error: GpipebalError) -> bool:
-    """Tell whether a layer, a loss or an optimizer failed: its traceback is what helps then."""
+    """Tell whether a layer, a loss or an optimizer failed: then its traceback helps."""
     cause = error.__cause__
     return (
         isinstance(error, ProfileError)
         and cause is not None
         and not isinstance(cause, GpipebalError)
-        # By its name, without torch. The error says what would fit.
+        # By its name, without importing torch. The error says what would fit.
         and type(cause).__name__ != "OutOfMemoryError"
     )
 

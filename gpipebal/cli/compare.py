@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_link
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
@@ -28,10 +28,10 @@ def add_compare(commands: Commands) -> None:
         commands,
         "compare",
         "set plans, timelines or schedules side by side",
-        "Set plans and timelines of one model side by side, each in relation to the first; a "
-        "plan beside a measured timeline is the prediction beside the measurement, and with the "
-        "profile that it was made from it is that of the training step. One profile alone: all "
-        "known schedules beside each other.",
+        "Set plans and timelines of one model side by side, each relative to the first. A plan "
+        "with a measured timeline: the prediction next to the measurement; with the profile that "
+        "the plan was made from as well, the prediction of the whole training step. One profile "
+        "alone: all known schedules.",
         """
         cd gpipebal-run && gpipebal compare profile.json plan.json timeline.json
         gpipebal compare plan.json other-plan.json --plot both.png
@@ -46,7 +46,7 @@ def add_compare(commands: Commands) -> None:
         nargs="+",
         help="plans and timelines, and their profile; or one profile",
     )
-    of_profile = compare.add_argument_group("of a profile")
+    of_profile = compare.add_argument_group("with one profile")
     of_profile.add_argument("--partitions", "-n", type=int, metavar="N", help="number of devices")
     of_profile.add_argument(
         "--chunks", type=int, metavar="N", help="micro-batches (default: the profile's)"
@@ -54,8 +54,8 @@ def add_compare(commands: Commands) -> None:
     of_profile.add_argument(
         "--checkpoint",
         metavar="MODE",
-        help="which micro-batches are recomputed, under every schedule: always, except_last or "
-        "never (default: never)",
+        help="micro-batches whose activations are recomputed, under every schedule: never, "
+        "except_last or always (default: never)",
     )
     add_link(of_profile)
     compare.add_argument(
@@ -70,7 +70,7 @@ _OF_PROFILE = ("chunks", "checkpoint", "bandwidth", "latency")
 def _compare(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
 
-    check_places(options, *options.files)
+    check_files(options, *options.files)
     nouns = [load_noun(path) for path in options.files]
     profiles = [noun for noun in nouns if isinstance(noun, Profile)]
     others = [
@@ -136,7 +136,7 @@ def _compare_schedules(profile: Profile, options: argparse.Namespace) -> None:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Call files by as much of their paths as tells them apart; the same file twice by number."""
+    """Name files by as much of their paths as tells them apart; a repeated file by number."""
     names = [os.path.splitext(os.path.basename(path))[0] for path in paths]
     if len(set(names)) < len(names):
         names = [os.path.splitext(path)[0] for path in paths]

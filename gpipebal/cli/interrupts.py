@@ -35,7 +35,7 @@ def second_interrupt_ends_at_once() -> Iterator[None]:
         while numbers := reader.recv(64):
             seen += numbers.count(signal.SIGINT)
             if seen >= 2:
-                with suppress(OSError):  # it ends, too, where it cannot say so
+                with suppress(OSError):  # it ends even where it cannot say so
                     os.write(2, b"\ngpipebal: stopped at once.\n")
                 os._exit(INTERRUPTED)
 

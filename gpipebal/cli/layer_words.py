@@ -51,8 +51,8 @@ def read_pins(profile: Profile, words: Sequence[str]) -> dict[int | str, int]:
     """Read layers and the partitions that they are pinned to.
 
     Raises:
-        UsageError: one is no ``LAYER=PARTITION``, a layer can be several ones, or is pinned to
-            several partitions.
+        UsageError: one is not ``LAYER=PARTITION``, or a layer is ambiguous or pinned to several
+            partitions.
     """
     pins: dict[int | str, int] = {}
     for word in words:
@@ -69,7 +69,7 @@ def _read_pin(profile: Profile, text: str) -> tuple[int | str, int]:
     """Read a layer and the partition that it is pinned to.
 
     Raises:
-        UsageError: it is no ``LAYER=PARTITION``, or the layer can be several ones.
+        UsageError: it is not ``LAYER=PARTITION``, or the layer is ambiguous.
     """
     # A name may hold an equals sign; an index of a partition never does.
     layer, equals, partition = text.rpartition("=")

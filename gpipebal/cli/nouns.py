@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Noun: TypeAlias = Profile | Plan | Timeline
 
-__all__ = ["check_places", "load_noun", "save_plot", "say_written"]
+__all__ = ["check_files", "load_noun", "save_plot", "say_written"]
 
 
 def load_noun(path: str, *kinds: str) -> Noun:
@@ -27,7 +27,7 @@ def load_noun(path: str, *kinds: str) -> Noun:
 
     Args:
         path: A file that gpipebal wrote.
-        kinds: What is of use here, such as ``'plan'``; none: all of them.
+        kinds: The nouns that can be used here, such as ``'plan'``; none: all of them.
 
     Raises:
         FileFormatError: the file cannot be read, is damaged, or holds something else.
@@ -50,14 +50,14 @@ def load_noun(path: str, *kinds: str) -> Noun:
     wanted = kinds or tuple(known)
     if name not in wanted:
         raise FileFormatError(
-            f"file is no {_either(wanted)}: file={str(path)!r}"
+            f"file is not a {_either(wanted)}: file={str(path)!r}"
             + (f" (it is a {name})" if name in known else "")
             + f".\nFix: name a file that {' or '.join(_MAKERS[kind] for kind in wanted)} wrote."
         )
     return noun_of(path, record, found, *known[name])
 
 
-#: Which commands write what.
+#: Which commands write which noun.
 _MAKERS = {
     "profile": "gpipebal profile",
     "plan": "gpipebal solve",
@@ -69,11 +69,11 @@ def _either(words: tuple[str, ...]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-#: Types of pictures that are always there.
+#: Types of pictures that are always available.
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def check_places(options: argparse.Namespace, *inputs: str) -> None:
+def check_files(options: argparse.Namespace, *inputs: str) -> None:
     """Refuse files to write that cannot be written, or would be written over one another.
 
     Args:
@@ -81,7 +81,7 @@ def check_places(options: argparse.Namespace, *inputs: str) -> None:
         inputs: Files that are read.
 
     Raises:
-        UsageError: there is such a file, or the picture's suffix is none of a picture.
+        UsageError: there is such a file, or the picture's suffix is not one of a picture.
     """
     taken = {os.path.realpath(path): "a file that is read" for path in inputs}
     for option in ("output", "plot"):

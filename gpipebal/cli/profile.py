@@ -57,8 +57,8 @@ def add_profile(commands: Commands) -> None:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="for the repeats; each layer is measured at least once (default: about the cost of "
-        "ten training steps, and as long again as a pipeline)",
+        help="time for repeated measurements; each layer is measured at least once (default: "
+        "about that of ten training steps, and as long again for a trial as a pipeline)",
     )
     profile.add_argument(
         "--output",
@@ -99,7 +99,7 @@ def _profile(options: argparse.Namespace) -> None:
             method="estimate",
             rates=options.estimate,
             partitions=options.partitions,
-            # Refused, if they are given.
+            # Refused if they are given.
             device=options.device,
             threads=options.threads,
             timeout=options.timeout,

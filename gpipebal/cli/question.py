@@ -27,16 +27,16 @@ _PLAIN = (
     *("chunks", "checkpoint", "objective", "memory_limit", "reserve", "devices"),
     *("max_layers", "quantile", "method", "time_limit"),
 )
-#: Words that make something else of it.
+#: Words from which other arguments of it are made.
 _OTHERS = ("partitions", "balance", "no_cut", "keep_together", "pin", "bandwidth", "latency")
-#: Words that are there or not.
+#: Words without a value.
 _SWITCHES = ("any_order", "no_overlap", "loss_inside", "gradients_exist")
 #: Names of the letters in front of a unit.
 _PREFIXES = {
     **{"K": "kilo", "M": "mega", "G": "giga", "T": "tera"},
     **{"Ki": "kibi", "Mi": "mebi", "Gi": "gibi", "Ti": "tebi"},
 }
-#: What a balance that is given can be asked about; all else chooses one.
+#: Words that can be used with a given balance; all others choose one.
 _OF_BALANCE = (
     *("balance", "chunks", "checkpoint", "loss_inside", "gradients_exist", "quantile"),
     *("memory_limit", "reserve", "devices", "bandwidth", "latency", "no_overlap"),
@@ -45,7 +45,7 @@ _OF_BALANCE = (
 
 def add_question(command: argparse.ArgumentParser) -> None:
     """Add the words that say what the best plan is."""
-    what = command.add_argument_group("what is wanted")
+    what = command.add_argument_group("plan")
     what.add_argument(
         "--partitions",
         "-n",
@@ -57,26 +57,27 @@ def add_question(command: argparse.ArgumentParser) -> None:
         "--chunks",
         type=_chunks,
         metavar="N",
-        help="micro-batches per mini-batch (default: the profile's); several, such as 4,8,16, for "
-        "the best of these, or auto",
+        help="micro-batches per mini-batch (default: the profile's); several, such as 4,8,16: the "
+        "best of these; auto: the best of all that the profile can tell about",
     )
     what.add_argument(
         "--checkpoint",
         type=lambda text: listed(text, str) if "," in text else text,
         metavar="MODE",
-        help="which micro-batches are recomputed instead of kept: always, except_last or never "
-        "(default: except_last); one for each partition, such as always,never; or auto",
+        help="micro-batches whose activations are recomputed in the backward: never, except_last "
+        "(all but the last) or always (default: except_last); one for each partition, such as "
+        "always,never; auto: in each partition the fastest mode that fits",
     )
     what.add_argument(
         "--objective",
         metavar="WHAT",
-        help="what is to be smallest: makespan, bottleneck or peak_memory (default: makespan)",
+        help="what to minimise: makespan, bottleneck or peak_memory (default: makespan)",
     )
     what.add_argument(
         "--balance",
         metavar="N,N,...",
         type=lambda text: listed(text, int),
-        help="take this balance, instead of the best one: layers in each partition",
+        help="use this balance instead of the best one: the number of layers in each partition",
     )
     what.add_argument(
         "--loss-inside",
@@ -106,7 +107,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
         dest="devices",
         type=lambda text: listed(text, float),
         metavar="X,X,...",
-        help="how fast each device is, beside that of the profile: 2 for twice as fast",
+        help="how fast each device is, compared with that of the profile: 2 for twice as fast",
     )
     limits.add_argument(
         "--any-order", action="store_true", help="devices may change places in the pipeline"
@@ -127,7 +128,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
         action="append",
         type=_pair,
         metavar="LAYER,LAYER",
-        help="one partition holds all from the first to the second",
+        help="keep all layers from the first to the second in one partition",
     )
     rules.add_argument(
         "--no-cut",
@@ -147,13 +148,13 @@ def add_question(command: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--method",
         metavar="NAME",
-        help="the algorithm (default: chosen; see the docs' page on solving)",
+        help="the algorithm (default: chosen by the question; see the docs' page on solving)",
     )
     search.add_argument(
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="end a search that has no end of its own, and say the gap",
+        help="stop a long search after this time, and say how far the plan may be from the best",
     )
 
 
@@ -167,21 +168,24 @@ def add_link(command: Any) -> None:
         "time)",
     )
     command.add_argument(
-        "--latency", type=float, metavar="SECONDS", help="of every transfer, on top"
+        "--latency",
+        type=float,
+        metavar="SECONDS",
+        help="time that every transfer takes in addition",
     )
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """Return what was asked for, as the names of `options`; what was left out is not in it."""
+    """Return what was asked for, as the names of `options`, without those that were left out."""
     given = [name for name in (*_PLAIN, *_OTHERS) if getattr(options, name) is not None]
     return given + [name for name in _SWITCHES if getattr(options, name)]
 
 
 def question_of(profile: Profile, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what was asked for, as arguments of `gpipebal.solve`; the rest is for it to say.
+    """Return what was asked for, as arguments of `gpipebal.solve`, which checks the rest.
 
     Raises:
-        UsageError: a layer that can be several ones, or words of which one makes no sense.
+        UsageError: an ambiguous layer, or words one of which makes no sense.
     """
     given = asked(options)
     question = {name: getattr(options, name) for name in given if name in _PLAIN}
@@ -197,7 +201,7 @@ def question_of(profile: Profile, options: argparse.Namespace) -> dict[str, Any]
             tuple(read_layer(profile, "keep_together", word) for word in pair)
             for pair in options.keep_together
         ]
-    # Errors know layers by their index: this is how to say them in the words that were typed.
+    # Errors name layers by their index: this turns them into the words that were typed.
     typed = {*question.get("pin", ()), *question.get("no_cut", ())}
     typed.update(*question.get("keep_together", ()))
     options.typed_layers = {k: name for k, name in enumerate(profile.names) if name in typed}
@@ -225,7 +229,7 @@ def plan_of(profile: Profile, options: argparse.Namespace, *, schedule: str | No
     Args:
         profile: Costs of the layers.
         options: The words of `add_question`.
-        schedule: Order of the work that it is planned for; None: GPipe's.
+        schedule: Schedule that it is planned for; None: GPipe's.
 
     Raises:
         UsageError: neither partitions nor a balance were given, or a balance with words about
@@ -271,7 +275,7 @@ def listed(text: str, kind: Callable[[str], _Item]) -> list[_Item]:
         return [kind(item.strip()) for item in text.strip().strip("[]()").split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list (expected values with commas between, such as 3,1,2)"
+            f"{text!r} is not a list (expected values with commas between, such as 3,1,2)"
         ) from None
 
 
@@ -283,12 +287,12 @@ def _chunks(text: str) -> int | str | list[int]:
 
 
 def sizes(text: str) -> str | list[str]:
-    """Read a size or several; who writes 60 means no 60 bytes."""
+    """Read a size or several; 60 without a unit is not taken for 60 bytes."""
     return [size(one) for one in listed(text, str)] if "," in text else size(text)
 
 
 def size(text: str) -> str:
-    """Refuse a size without a unit that is no number of bytes that a device would have."""
+    """Read a size; refuse one without a unit that is too few bytes for a device."""
     number = text.strip()
     if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number) and 0 < float(number) < LEAST_BYTES:
         raise argparse.ArgumentTypeError(
@@ -301,7 +305,7 @@ def size(text: str) -> str:
 def _pair(text: str) -> tuple[str, str]:
     first, comma, last = text.partition(",")
     if not comma or "," in last:
-        raise argparse.ArgumentTypeError(f"{text!r} is no pair of layers (expected FIRST,LAST)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of layers (expected FIRST,LAST)")
     return first.strip(), last.strip()
 
 
@@ -318,7 +322,7 @@ def _bandwidth(text: str) -> float:
         return float(parse_bytes(word))
     except UsageError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no bandwidth (expected bytes per second, such as 12GB or 12e9)"
+            f"{text!r} is not a bandwidth (expected bytes per second, such as 12GB or 12e9)"
         ) from None
 
 

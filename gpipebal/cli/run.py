@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 from gpipebal.cli.question import sizes
+from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import MAKE_MODEL, Commands, add_command, add_model, model_arguments
 
 __all__ = ["add_run"]
@@ -40,8 +42,9 @@ def add_run(commands: Commands) -> None:
         "--checkpoint",
         metavar="MODE",
         default="except_last",
-        help="which micro-batches are recomputed instead of kept: always, except_last or never; or "
-        "auto, as few as fit (default: %(default)s)",
+        help="micro-batches whose activations are recomputed in the backward: never, except_last "
+        "(all but the last) or always; auto: in each partition the fastest mode that fits "
+        "(default: %(default)s)",
     )
     run.add_argument(
         "--memory-limit",
@@ -54,8 +57,8 @@ def add_run(commands: Commands) -> None:
         "--try",
         dest="attempts",
         default=1,
-        help="run the N best plans for a moment and take the fastest (default: the best one; "
-        "not with --checkpoint always)",
+        help="run each of the N best plans for a few steps and keep the fastest (default: only the "
+        "best; not with --checkpoint always)",
     )
     number(
         "--threads-per-partition",
@@ -81,24 +84,26 @@ def add_run(commands: Commands) -> None:
 def _run(options: argparse.Namespace) -> None:
     from gpipebal.run import FILES, run
 
-    report = run(
-        options.model,
-        partitions=options.partitions,
-        chunks=options.chunks,
-        rows=options.rows,
-        image_size=options.image_size,
-        arguments=model_arguments(options),
-        checkpoint=options.checkpoint,
-        memory_limit=options.memory_limit,
-        steps=options.steps,
-        attempts=options.attempts,
-        threads_per_partition=options.threads_per_partition,
-        seed=options.seed,
-        device=options.device,
-        output=options.output,
-        # Into a pipe or a file, too, each line goes when it is said.
-        echo=partial(print, flush=True, file=sys.stderr if options.json else None),
-    )
+    # With --json whatever else is printed, by the user's own code too, is not the result.
+    with libraries_on_standard_error() if options.json else nullcontext():
+        report = run(
+            options.model,
+            partitions=options.partitions,
+            chunks=options.chunks,
+            rows=options.rows,
+            image_size=options.image_size,
+            arguments=model_arguments(options),
+            checkpoint=options.checkpoint,
+            memory_limit=options.memory_limit,
+            steps=options.steps,
+            attempts=options.attempts,
+            threads_per_partition=options.threads_per_partition,
+            seed=options.seed,
+            device=options.device,
+            output=options.output,
+            # Each line is written at once, to a pipe or a file too.
+            echo=partial(print, flush=True, file=sys.stderr if options.json else None),
+        )
     if options.json:
         print(json.dumps(report.to_dict()))
         return

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
 
@@ -25,7 +25,7 @@ def add_show(commands: Commands) -> None:
         "show",
         "print or draw a profile, plan or timeline",
         "Print what a file holds: a profile (the layers and what they cost), a plan "
-        "(the partitions), or a timeline (who worked when).",
+        "(the partitions), or a timeline (when each device worked).",
         """
         gpipebal show profile.json
         gpipebal show profile.json --layers 400
@@ -53,14 +53,14 @@ def _show(options: argparse.Namespace) -> None:
     from gpipebal.schedule import check_count
 
     check_count("layers", options.layers)
-    check_places(options, *options.files)
+    check_files(options, *options.files)
     if options.plot is not None and len(options.files) > 1:
         raise UsageError(
             f"there is one picture for several files: --plot {options.plot} with "
             f"{len(options.files)} files (expected one file).\nFix: show them one by one, or "
             "gpipebal compare --plot."
         )
-    # All are read before the first is printed: a bad one is said at once.
+    # All are read before the first is printed: a bad one is reported at once.
     nouns = [load_noun(path) for path in options.files]
     for k, noun in enumerate(nouns):
         if options.json:

@@ -7,7 +7,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, asked, plan_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_simulate"]
 
-#: Columns beside the time axis: names of the rows.
+#: Columns to the left of the time axis: names of the rows.
 _BESIDE = 16
 #: Columns of the narrowest drawing.
 _NARROWEST = 20
@@ -33,7 +33,7 @@ def add_simulate(commands: Commands) -> None:
     simulate = add_command(
         commands,
         "simulate",
-        "predict who works when, under any schedule",
+        "predict when each device works, under any schedule",
         "Predict the timeline of one mini-batch of a plan, or of the plan that a profile gives, "
         "and draw it. It needs no model and no device.",
         """
@@ -54,7 +54,7 @@ def add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--schedule",
         metavar="NAME",
-        help="order of the work: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b or zb_h1; a "
+        help="schedule: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b or zb_h1; a "
         "profile is planned for it (default: the plan's; of a profile gpipe)",
     )
     simulate.add_argument(
@@ -86,7 +86,7 @@ def _simulate(options: argparse.Namespace) -> None:
     from gpipebal.simulator import simulate
     from gpipebal.timeline import Timeline, outline
 
-    check_places(options, options.file)
+    check_files(options, options.file)
     if options.width is not None and options.width < _NARROWEST:
         raise UsageError(
             f"drawing is too narrow: --width {options.width} (expected {_NARROWEST} or more).\n"
@@ -101,9 +101,9 @@ def _simulate(options: argparse.Namespace) -> None:
             flag = options.flags[limit]
             raise UsageError(
                 f"a limit changes no timeline: {flag} with --balance (expected one of them).\n"
-                f"Fix: leave {flag} out; gpipebal solve --balance shows peaks beside limits."
+                f"Fix: leave {flag} out; gpipebal solve --balance shows peaks and limits."
             )
-        # A balance that is given is the same under a schedule that only the simulator knows.
+        # A given balance is the same under a schedule that only the simulator knows.
         is_planned = options.balance is None or schedule in SCHEDULES
         with libraries_on_standard_error():
             plan = plan_of(noun, options, schedule=schedule if is_planned else None)
@@ -116,7 +116,7 @@ def _simulate(options: argparse.Namespace) -> None:
                 f"the plan is made already: {flag} with a plan (expected a profile).\n"
                 f"Fix: leave {flag} out, or name the profile that the plan was made from."
             )
-    # Only a schedule with phases has a moment between them.
+    # Only a schedule with two phases has a time between them.
     inside = plan.loss_inside or (schedule or plan.schedule) != "gpipe"
     pause = None if inside or options.no_loss else plan.pause_time
     try:
@@ -145,7 +145,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def _needs_a_new_plan(error: BalanceError, schedule: str) -> BalanceError:
-    """Say that a plan which is made already does not fit a schedule, and how to make one."""
+    """Return the error for a plan that does not fit a schedule, which says how to make one."""
     what, _, fix = str(error).partition("\nFix: ")
     return BalanceError(
         f"{what}\nFix: a new plan, by gpipebal solve PROFILE --schedule {schedule} with "
@@ -156,7 +156,7 @@ def _needs_a_new_plan(error: BalanceError, schedule: str) -> BalanceError:
 def _memory(
     noun: Profile | Plan, plan: Plan, timeline: Timeline, inside: bool
 ) -> list[tuple[MemoryTrack, ...]]:
-    """Return what the devices hold over time, which a profile tells, and a plan alone does not.
+    """Return what the devices hold over time, for which a plan alone is not enough.
 
     `inside`: the last partition computes the loss of each micro-batch.
     """

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_places, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
 from gpipebal.cli.question import add_question, plan_of, question_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
@@ -45,7 +45,7 @@ def add_solve(commands: Commands) -> None:
     solve.add_argument(
         "--schedule",
         metavar="NAME",
-        help="order of the work to plan for: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b (with "
+        help="schedule to plan for: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b (with "
         "two partitions on each device) or zb_h1 (default: gpipe)",
     )
     solve.add_argument(
@@ -58,7 +58,7 @@ def add_solve(commands: Commands) -> None:
     solve.add_argument(
         "--plot", metavar="FILE", help="draw layers, partitions and timeline: .png, .svg or .pdf"
     )
-    solve.add_argument("--explain", action="store_true", help="say in plain words what it is")
+    solve.add_argument("--explain", action="store_true", help="explain the plan in sentences")
     solve.add_argument(
         "--json", action="store_true", help="print the plan as JSON, as --output writes it"
     )
@@ -67,7 +67,7 @@ def add_solve(commands: Commands) -> None:
 def _solve(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
 
-    check_places(options, options.profile)
+    check_files(options, options.profile)
     profile = load_noun(options.profile, "profile")
     assert isinstance(profile, Profile)
     with libraries_on_standard_error():
@@ -91,7 +91,7 @@ def _solve(options: argparse.Namespace) -> None:
 
 
 def _with_runs(profile: Profile, options: argparse.Namespace) -> LayerRecompute:
-    """Find the best balance as if there were no limit, then the layers to recompute under it."""
+    """Find the best balance without a limit, then the layers to recompute to meet the limit."""
     from gpipebal.planner import recompute_layers
     from gpipebal.planner.quantiles import at_quantile
 

@@ -15,9 +15,9 @@ _OUTPUT, _ERROR = 1, 2
 
 @contextmanager
 def libraries_on_standard_error() -> Iterator[None]:
-    """Let nothing reach standard output in the block: HiGHS prints a line of its own now and then.
+    """Let nothing reach standard output in the block: HiGHS sometimes prints a line of its own.
 
-    For the main thread of a command, in whose block nothing else is printed.
+    For the main thread of a command, which itself prints no results in the block.
     """
     _flush()
     try:
@@ -28,7 +28,7 @@ def libraries_on_standard_error() -> Iterator[None]:
     # Before anything else is opened, which would get the number of one that is closed.
     try:
         elsewhere = os.dup(_ERROR)
-    except OSError:  # nobody wants to see it
+    except OSError:  # there is no standard error either: nothing would be seen
         elsewhere = os.open(os.devnull, os.O_WRONLY)
     own = os.dup(_OUTPUT)
     try:
@@ -42,7 +42,7 @@ def libraries_on_standard_error() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Write what Python and C still have of earlier output to where it was meant for."""
+    """Write earlier output that Python and C still have buffered to where it was meant to go."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, AttributeError, TypeError):  # none of the kind on Windows

@@ -12,13 +12,13 @@ from gpipebal.units import parse_bytes
 
 __all__ = ["LEAST_BYTES", "NOTHING", "SIZES", "Typed", "size_word"]
 
-#: No device has so little memory: fewer bytes without a unit are a slip.
+#: No device has so little memory: fewer bytes without a unit are a typing error.
 LEAST_BYTES = 2**20
 
-#: Options that are sizes, by the names that Python calls them.
+#: Options that are sizes, by their names in Python.
 SIZES = ("memory_limit", "reserve")
 
-#: Units that a number of bytes can be a multiple of; of two that are as short the first is taken.
+#: Units that a number of bytes can be a multiple of; of two equally short forms the first is taken.
 _UNITS = ("GiB", "MiB", "KiB", "GB", "MB", "kB")
 #: From here on sizes are written in MiB, below in KiB: a hundredth is rounded at most.
 _LARGE = 100 * 2**20
@@ -26,7 +26,7 @@ _LARGE = 100 * 2**20
 
 @dataclass(frozen=True)
 class Typed:
-    """What was typed, by what became of it.
+    """What was typed, by the values that it became.
 
     Attributes:
         sizes: Words of sizes, by their bytes.
@@ -43,23 +43,23 @@ class Typed:
         for name in SIZES:
             given = getattr(options, name, None) or []
             for word in given if isinstance(given, list) else [given]:
-                with suppress(UsageError):  # which says so itself
+                with suppress(UsageError):  # reported where the size is used
                     sizes[parse_bytes(word)] = word.replace(" ", "")
         return cls(sizes, getattr(options, "typed_layers", {}))
 
 
-#: Of words that nobody typed.
+#: For values that were not typed.
 NOTHING = Typed()
 
 
 def size_word(name: str, n_bytes: int, typed: Typed = NOTHING) -> str:
     """Write a size so that it can be read, and typed again.
 
-    What was not typed and is no multiple of a unit is rounded: up if it is a limit, down if it is
-    a reserve, so that whatever fits with the size fits with the word.
+    Sizes that were not typed and are not a multiple of a unit are rounded: limits up, reserves
+    down, so that whatever fits with the size fits with the word.
 
     Args:
-        name: The option, as Python calls it.
+        name: The option, by its name in Python.
         n_bytes: The size.
         typed: What was typed.
 

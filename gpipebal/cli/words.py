@@ -1,4 +1,4 @@
-"""What the commands share: how words are read, and how errors are said."""
+"""What the commands share: how words are read, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ __all__ = [
     "within_reach",
 ]
 
-#: Exit status of a command that was asked for what cannot be.
+#: Exit status of a command that was asked for something impossible.
 BAD_INPUT = 2
 
-#: Exit status when the question is a good one and has no answer: no plan meets the limits.
+#: Exit status when the question is valid but has no answer: no plan meets the limits.
 NO_PLAN = 3
 
-#: Columns of the texts of help.
+#: Columns of the help texts.
 WIDTH = 80
 
-#: Options by the names that errors call them, where these are others than the options' own.
+#: Options by the names that errors use for them, where these differ from the options' own.
 _OTHER_NAMES = {"n_partitions": "partitions", "n_devices": "partitions", "rates": "estimate"}
 
 #: Rules about layers, which errors name without a value too.
 _RULES = ("no_cut", "keep_together", "pin", "max_layers")
 
-#: What errors say that only Python can do, and what is there for it on the command line.
+#: What errors advise that only Python can do, and its equivalent on the command line.
 _ONLY_IN_PYTHON = {
     "profile.names lists all layers": "gpipebal show lists the layers",
     "a Device, a Profile, or its speed as a number above 0": "its speed, a number above 0",
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, where help is, and end with the status of bad input."""
+        """Say what is wrong and where to find help, and end with the status of bad input."""
         complain(f"{message}\nFix: see {self.prog} --help.")
         sys.exit(BAD_INPUT)
 
@@ -79,18 +79,18 @@ def add_command(
     """Add a command whose help ends with lines that can be copied.
 
     Args:
-        commands: What it is added to.
+        commands: What the command is added to.
         name: Its name.
         text: What it does, in the list of all commands.
         description: The same, longer.
         examples: Command lines, one a line.
-        more: What stands below the examples.
+        more: Text below the examples.
     """
     epilog = "examples:\n" + "\n".join(f"  {line.strip()}" for line in examples.strip().split("\n"))
     return commands.add_parser(
         name,
         help=text,
-        # The examples keep their lines, so nobody else breaks these.
+        # The formatter leaves all lines as they are, for the examples: so this is wrapped here.
         description=textwrap.fill(description, WIDTH),
         epilog=f"{epilog}\n\n{more}".rstrip() + "\n\nexit status: gpipebal --help lists them all.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -107,13 +107,13 @@ def complain(message: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print to standard error; where nothing can be written, the exit status has to say it all."""
+    """Print to standard error; where that is impossible, the exit status has to suffice."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def options_of(command: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the long options of a command by the names that Python calls them."""
+    """Return the long options of a command by their names in Python."""
     flags = {
         action.dest: word
         for action in command._actions
@@ -128,8 +128,8 @@ def with_flags(text: str, flags: Mapping[str, str], typed: Typed = NOTHING) -> s
 
     Args:
         text: The error.
-        flags: Options by the names that Python calls them.
-        typed: What was typed, so that it is said in the same words.
+        flags: Options by their names in Python.
+        typed: What was typed, so that the error uses the same words.
 
     Example:
         >>> with_flags("it is too small: chunks=0 (expected 1 or more).", {"chunks": "--chunks"})
@@ -161,7 +161,7 @@ def with_flags(text: str, flags: Mapping[str, str], typed: Typed = NOTHING) -> s
 
 
 def _in_passing(text: str, flags: Mapping[str, str], typed: Typed) -> str:
-    """Say in the words of the command line what an error names without a value."""
+    """Put names that an error uses without a value into the words of the command line."""
     names = "|".join(map(re.escape, flags))
     text = re.sub(rf"\blen\(({names})\)=(\d+)", lambda m: f"{m[2]} in {flags[m[1]]}", text)
     names = "|".join(re.escape(name) for name in flags if "_" in name)
@@ -219,7 +219,7 @@ def _word(name: str, value: str, typed: Typed) -> str:
     """Write a value as it would be typed."""
     if name in SIZES and value.isdecimal():
         return size_word(name, int(value), typed)
-    # Numbers are read as floats, which nobody types for a whole one.
+    # Numbers are read as floats; a whole one is not typed with a decimal point.
     return value[:-2] if re.fullmatch(r"-?\d+\.0", value) else value
 
 
@@ -238,7 +238,7 @@ def _rule_as_words(flag: str, value: str, typed: Typed) -> str:
                 for one in items
             ]
     except (SyntaxError, TypeError, ValueError):
-        return f"{flag} {value}"  # cut off, or not written in Python
+        return f"{flag} {value}"  # cut off, or not a Python literal
     return " ".join(f"{flag} {word}" for word in words) or f"no {flag}"
 
 
@@ -269,7 +269,7 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
     """Read the words of ``--set``, for `gpipebal.run.load_workload`.
 
     Raises:
-        UsageError: a word is no ``NAME=VALUE``, or not what the built-in model can be built from.
+        UsageError: a word is not ``NAME=VALUE``, or not what the built-in model can be built from.
     """
     words: dict[str, str] = {}
     for word in options.set:

@@ -8,53 +8,55 @@ at once is up to the schedule, so each partition's row of it is walked, action b
            except_last, always    m - 1 inputs, and the graph of the one that is at work
     1f1b   partition j of n       min(m, n - j) graphs; or as many inputs, of which one has a graph
 
-with parameters, gradients, buffers and optimizer state beside them. Inside an action the layers
-are walked too. The peak is mostly in a backward: in the first, where the gradients of the
+in addition to parameters, gradients, buffers and optimizer state. Inside an action the layers are
+walked too. The peak is mostly in a backward: in the first one, where the gradients of the
 parameters come into being one by one (``zero_grad`` frees them between steps), or in the next,
-where all of them exist, and what a layer adds to them lives beside them for a moment. Where
-gradients exist before the step, they do in all of it.
+where all of them exist, and what a layer adds to them exists temporarily as well. Where gradients
+exist before the step, they exist all through it.
 
-Some things live longer than they are needed. The mini-batch's input and target are the caller's,
-and there all the time. A backward keeps the gradient that it started from until it ends: the engine
-was called with it. With ``loss(pipe(x))`` the last partition has the outputs of all micro-batches,
-then a copy of them in one piece, then what the loss adds, and until the end that copy (a training
-loop has given it a name), its gradient and the loss. With `GPipe.step` the loss is one more layer
-of the last partition.
+Some things live longer than they are needed. The mini-batch's input and target belong to the
+caller, and exist all the time. A backward keeps the gradient that it started from until it ends:
+the engine was called with it. With ``loss(pipe(x))`` the last partition has the outputs of all
+micro-batches, then a copy of them in one piece, then what the loss adds. Until the end it has that
+copy (a training loop has given it a name), its gradient and the loss. With `GPipe.step` the loss is
+one more layer of the last partition.
 
-**Who is charged.** A tensor on its way is its sender's until the receiver begins the action that
-takes it; then it is the receiver's. So what waits for a busy neighbour, outputs on the way up and
-gradients on the way down, is charged to who made it, and so is a skip connection on its way past
-the partitions in between; how many wait at once a timeline tells, simulated or measured. A plan
-counts with a margin: with each neighbour as if it were slower by itself than predicted, so that one
-that is behind for once does not break a limit. Where two neighbours share one memory (partitions on
-one CPU) the tensor at their cut exists once. It is charged to the receiver from its forward on, and
-as long as the sender's graph or kept input still holds it, also when the receiver is through with
-it; what a sender makes anew in a recompute is its own. The mini-batch stays with the first
-partition, also where it is handed through to others.
+**Who is charged.** A tensor on its way is charged to its sender until the receiver begins the
+action that takes it; after that, to the receiver. So what waits for a busy neighbour, an output for
+the next partition or a gradient for the one before, is charged to the partition that made it, and
+so is a skip connection on its way past the partitions in between. How many wait at once is told by
+a timeline, simulated or measured. A plan counts with a margin: it takes each neighbour in turn to
+be slower than predicted, so that a partition that is late once does not break a limit. Where two
+neighbours share one memory (partitions on one CPU) the tensor at their cut exists once. It is
+charged to the receiver from its forward on, as long as the sender's graph or kept input still holds
+it, even when the receiver no longer needs it; what a sender makes again in a recompute is charged
+to the sender. The mini-batch stays with the first partition, also where it is handed through to
+others.
 
-**What has no gradient** (integers, constants, what comes before the first layer that is trained)
-makes none, and is held until a backward only where a layer saves it or a recompute needs it. A
-partition to which no gradient comes keeps nothing.
+**Values without a gradient** (integers, constants, what comes before the first layer that is
+trained) make none, and are held until a backward only where a layer saves them or a recompute needs
+them. A partition that receives no gradient keeps nothing.
 
 **Copies of buffers.** A cell that is recomputed keeps copies of the buffers that its layers may
-write to, from its forward to its recompute; and what the recompute's graph saves of them (the
-statistics of a batch normalisation) until its backward.
+write to, from its forward to its recompute. What the recompute's graph saves of them (the
+statistics of a batch normalisation) is kept until its backward.
 
 **Tied parameters** belong to the first partition that has them. Each partition that uses them has
-gradients of its own until the end of the step, when all are added up for the first.
+gradients of its own until the end of the step, when all are added up in the first.
 
-**Upper bounds.** A layer's peak is that of the layer alone, with its output and that output's
-gradient held beside it. In a chain both may be freed while its backward still runs, and gradients
-that share memory, as those of a concatenation do, go on as they are where a cut would copy them. So
-a partition may need less than predicted, by at most these two tensors and the gradients of one
-layer's inputs.
+**Upper bounds.** A layer's peak is that of the layer alone, while its output and that output's
+gradient are held too. In a chain both may be freed while its backward still runs; and gradients
+that share memory, as those of a concatenation do, are passed on as they are, where a cut would copy
+them. So a partition may need less than predicted, by at most these two tensors and the gradients of
+one layer's inputs.
 
-**The optimizer's step** comes behind it all: parameters, gradients and state, and what the step
-itself needs for a moment. It is the peak where layers have many parameters and small outputs.
+**The optimizer's step** comes after all of this: parameters, gradients and state, and what the step
+itself needs temporarily. It is the peak where layers have many parameters and small outputs.
 
-Read in this order: `cell` (one micro-batch in one partition), `fixed` (what is there all the time),
-`ties` (shared parameters), `loss` (what the caller adds), `waiting` (what is on its way),
-`partitions` (the walk through the schedule).
+Read in this order: `cell` (one micro-batch in one partition, with the `layer_peaks` of its layers),
+`fixed` (what is held all the time), `ties` (shared parameters), `loss` (what the caller adds),
+`waiting` (what is on its way), `partitions` (the walk through the schedule), `layer_runs` (layers
+that are recomputed in runs inside a partition).
 """
 
 from gpipebal.memory.partitions import partition_memory

@@ -25,7 +25,7 @@ Storages = frozenset[int]
 
 
 class Moment(NamedTuple):
-    """Bytes at one moment of a step, beside parameters, buffers and optimizer state."""
+    """Bytes at one moment of a step, in addition to parameters, buffers and optimizer state."""
 
     activations: int
     gradients: int = 0
@@ -35,7 +35,7 @@ class Moment(NamedTuple):
 
 
 def height(moment: Moment) -> tuple[int, int]:
-    """Order moments by their sum; of equal ones that with more activations says more."""
+    """Order moments by their sum; of equal ones, the one with more activations comes later."""
     return sum(moment), moment.activations
 
 
@@ -46,8 +46,8 @@ class Cell:
     Attributes:
         profile: Costs of all layers.
         first: Index of its first layer in the chain.
-        end: Index behind its last layer.
-        loss: The loss that it computes behind its layers; None: it computes none.
+        end: Index after its last layer.
+        loss: The loss that it computes after its layers; None: it computes none.
         shared_memory: Whether all partitions live in one memory.
     """
 
@@ -64,12 +64,12 @@ class Cell:
 
     @cached_property
     def layers(self) -> Sequence[LayerProfile]:
-        """Its layers, and behind them the loss if it computes that."""
+        """Its layers, followed by the loss if it computes that."""
         return self.own_layers if self.loss is None else (*self.own_layers, self.loss)
 
     @property
     def is_last(self) -> bool:
-        """Whether no partition comes behind it."""
+        """Whether no partition comes after it."""
         return self.end == self.profile.n_layers
 
     @cached_property
@@ -84,7 +84,7 @@ class Cell:
 
     @cached_property
     def value(self) -> Storages:
-        """Storages of what the layer before it hands on, or of the chain's input."""
+        """Storages of the output of the layer before it, or of the chain's input."""
         layers = self.profile.layers
         return frozenset(layers[self.first - 1].outputs if self.first else self.profile.inputs)
 
@@ -95,7 +95,7 @@ class Cell:
 
     @cached_property
     def outputs(self) -> Storages:
-        """Storages of what a cell's last layer hands on."""
+        """Storages of the output of a cell's last layer."""
         return frozenset(self.layers[-1].outputs)
 
     @cached_property
@@ -107,9 +107,9 @@ class Cell:
 
     @cached_property
     def callers(self) -> Storages:
-        """Storages that are the caller's, and there all the time: the first partition's.
+        """Storages that belong to the caller and exist all the time: in the first partition.
 
-        In memory of their own later partitions have copies, where they are handed that far.
+        Where partitions do not share a memory, later ones have copies, if it is handed that far.
         """
         return frozenset(self.profile.inputs if self.shared_memory or not self.first else ())
 
@@ -130,7 +130,7 @@ class Cell:
 
     @cached_property
     def goes_back(self) -> bool:
-        """Whether a gradient comes to it; a cell without one keeps nothing for its backward."""
+        """Whether it receives a gradient; a cell without one keeps nothing for its backward."""
         given = self.outputs.union(*(skip.storages for skip in self.outgoing))
         return self.loss is not None or not given or bool(self.profile.with_gradient(given))
 
@@ -146,7 +146,7 @@ class Cell:
 
     @cached_property
     def kept_buffers(self) -> int:
-        """Bytes of the copies of buffers with which a cell is recomputed."""
+        """Bytes of the copies of buffers that a cell keeps for its recompute."""
         return sum(layer.kept_buffer_bytes for layer in self.own_layers)
 
     @cached_property
@@ -204,9 +204,9 @@ class Cell:
 
     @cached_property
     def handed_through(self) -> Sequence[Storages]:
-        """Storages that are handed through from each layer on to the end; then those of the end.
+        """For each layer, the storages that are handed through from it to the end; then the end's.
 
-        Those of a loss inside do not count: its gradient is a number's.
+        Those of a loss inside do not count: its gradient is that of a single number.
         """
         found = [self.outputs if self.loss is None else frozenset()]
         for layer in reversed(self.layers):
@@ -220,12 +220,12 @@ class Cell:
 
     @cached_property
     def gradients_of_step(self) -> int:
-        """Bytes of them when the optimizer steps."""
+        """Bytes of these gradients when the optimizer steps."""
         return self.all_gradients - self.ties.others
 
     @property
     def input_gradient(self) -> int:
-        """Bytes of the gradients of its value that go back to the partition before it, if any."""
+        """Bytes of its input value's gradients that go to the partition before it, if any."""
         if self.first:
             return self.profile.gradients_into(self.first - 1)
         return self.gradient_of(self.value)
@@ -239,7 +239,7 @@ class Cell:
         return any(before.gradient_bytes for before in self.profile.layers[:layer])
 
     def bytes_of(self, storages: Storages) -> int:
-        """Add up storages, without what is the caller's."""
+        """Add up storages, without those of the caller."""
         return self.profile.bytes_of(storages - self.callers)
 
     def held(self, *, again: bool) -> int:
@@ -277,10 +277,10 @@ class Cell:
                 seen.update(layer.saved)
 
     def kept_of(self, chunks: int, *, again: bool = False) -> Storages:
-        """Return the storages of outputs that outlive their graphs, in the caller's hands.
+        """Return the storages of outputs that outlive their graphs because the caller has them.
 
-        The outputs of several micro-batches are copied into one piece, of one they are the piece.
-        Those of a graph that is made `again` are not the caller's.
+        The outputs of several micro-batches are copied into one piece; of a single one the caller
+        gets the output itself. Outputs of a graph that is made `again` do not go to the caller.
         """
         keeps = chunks == 1 and self.gives_outputs and not again
         return self.outputs - self.callers if keeps else frozenset()
@@ -291,14 +291,14 @@ class Cell:
         """Walk through a backward.
 
         Args:
-            again: Whether it is that of a graph that a recompute made.
+            again: Whether its graph was made by a recompute.
             gradients_exist: Whether the parameters have gradients by then.
-            kept: Storages that are there from its beginning to its end; see `kept_of`.
+            kept: Storages that exist from its beginning to its end; see `kept_of`.
         """
         if not self.goes_back:
             yield self._idle(gradients_exist)
             return
-        # What a recompute makes anew nobody else holds.
+        # What a recompute makes again is held by no other cell.
         elsewhere = self.handed_again if again else self.handed
         # What the graph does not hold is charged elsewhere too.
         there = self.entering | (kept & self.graph)
@@ -310,8 +310,8 @@ class Cell:
             held += layer.saved_buffer_bytes if again and layer is not self.loss else 0
             seen.update(layer.saved)
             held_up_to.append(held)
-        # The gradient of the last partition's output is the caller's, or that of the loss, a
-        # number.
+        # The gradient of the last partition's output belongs to the caller, or it is that of the
+        # loss, a single number.
         last = self.end - 1
         started_from = 0 if self.is_last else self.profile.gradients_into(last)
         further = self.profile.further_gradients(last) if self.loss is None else 0
@@ -337,14 +337,14 @@ class Cell:
             if k:
                 into = self.layers[k - 1]
                 flowing = self.gradient_of(frozenset(into.outputs) - self.handed_through[k])
-                # Further gradients too, as far as every layer behind has as many.
+                # Further gradients too, as far as every later layer has as many.
                 own = self.profile.further_gradients(self.first + k - 1)
                 further = min(further, own) if self.handed_through[k] else 0
                 flowing += own - further
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
-        # What is handed through is copied only where it is the whole cell's way in and out.
+        # What is handed through is copied only where it goes through the whole cell.
         if not k and self.handed_through[0]:
             return backward_peak(layer, gradients_exist)
         # What the backward of the cell started from is not freed.
@@ -373,7 +373,7 @@ class Cell:
 
     @cached_property
     def _stashed_within(self) -> Mapping[int, list[Storages]]:
-        """The same, of those that a layer of the partition pops."""
+        """The same, but only those that a layer of the partition pops."""
         return self._by_place(
             (skip.source, skip)
             for skip in self.profile.skips
@@ -381,7 +381,7 @@ class Cell:
         )
 
     def _by_place(self, skips: Iterable[tuple[int, SkipProfile]]) -> Mapping[int, list[Storages]]:
-        """Sort skips between different layers by the layer that they are given with."""
+        """Group skips between different layers by the layer that each is paired with."""
         found: dict[int, list[Storages]] = {}
         for layer, skip in skips:
             if skip.source != skip.destination:

@@ -13,7 +13,7 @@ __all__ = ["fixed_memory"]
 def fixed_memory(layers: Iterable[LayerProfile]) -> PeakMemory:
     """Add up parameters, buffers and optimizer state, in bytes; the rest is 0.
 
-    The optimizer's state counts if it is known of all layers.
+    The optimizer's state counts only if it is known for all layers.
     """
     layers = tuple(layers)
     states = [layer.optimizer_bytes for layer in layers]

@@ -1,4 +1,4 @@
-"""What one layer needs in one piece of work, as a profile tells it: several kinds of peaks."""
+"""The memory that one layer needs in one action, by its profile: several kinds of peaks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def forward_peak(layer: LayerProfile, records: bool) -> int:
 
 
 def made_at_a_cut(profile: Profile, k: int, layer: LayerProfile, records: bool) -> int:
-    """Return the bytes that a layer in place k leaves and was not given, where a partition begins.
+    """Return the bytes that layer k leaves and was not given, if a partition begins with it.
 
-    They are in its forward's peak, but for a layer that writes to its input: at a cut that is a
-    copy of what was sent, made before the layer runs.
+    They are part of its forward's peak, except for a layer that writes to its input: at a cut the
+    input is a copy of what was sent, made before the layer runs.
     """
     given = set(profile.layers[k - 1].outputs if k else ()).union(profile.inputs)
     given.update(*(skip.storages for skip in profile.skips if skip.destination == k))
@@ -37,8 +37,8 @@ def made_at_a_cut(profile: Profile, k: int, layer: LayerProfile, records: bool) 
 def backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
     """Return the largest memory of a layer's backward beyond what was there at its start.
 
-    Where gradients exist and that was not measured, this is an upper bound: of a layer with several
-    parameters, what is added to one gradient is gone before the next is made.
+    Where gradients exist and this case was not measured, it is an upper bound: in a layer with
+    several parameters, what is added to one gradient is freed before the next is made.
     """
     if gradients_exist and layer.accumulating_peak_bytes is not None:
         return layer.accumulating_peak_bytes
@@ -46,7 +46,7 @@ def backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:
 
 
 def copied(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return how much of that is copies of gradients that are handed through."""
+    """Return how much of `backward_peak` is copies of gradients that are handed through."""
     return min(layer.copied_bytes, backward_peak(layer, gradients_exist))
 
 
@@ -63,5 +63,5 @@ def chained_peak(layer: LayerProfile, gradients_exist: bool) -> int:
 
 
 def freed(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return how much less that is than that of a backward that frees nothing it is given."""
+    """Return how much less `chained_peak` is than if the backward frees nothing it is given."""
     return uncopied_peak(layer, gradients_exist) - chained_peak(layer, gradients_exist)

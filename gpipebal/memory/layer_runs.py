@@ -1,13 +1,13 @@
-"""What layers cost that are recomputed in runs, inside a partition that keeps its other graphs.
+"""The costs of layers that are recomputed in runs, where a partition keeps its other graphs.
 
-A *run* is a row of consecutive layers of one partition. Its forward keeps nothing but its input.
-When the backward arrives behind its last layer, the run is gone through again, and its graph made,
-which the backward then uses up. Of two ways to recompute neighbours, one after the other or
-together, the first keeps what is between them for every micro-batch in flight, the second makes
-both graphs at once: which needs less depends on the chain and on how many are in flight.
+A *run* is a series of consecutive layers of one partition. Its forward keeps nothing but its input.
+When the backward arrives after its last layer, the run's forward is done again and makes its graph,
+which the backward then uses up. There are two ways to recompute neighbours. One after the other
+keeps what is between them for every micro-batch in flight; both together makes both graphs at once.
+Which needs less depends on the chain and on how many micro-batches are in flight.
 
-What a run's layers make again lies in memory of its own, even if their first outputs are still
-there: only the run's input is not made again.
+What a run's layers make again has memory of its own, even if their first outputs still exist: only
+the run's input is not made again.
 
 `torch.utils.checkpoint` stops a recompute when it has all that the backward needs, unless
 `torch.utils.checkpoint.set_checkpoint_early_stop(False)` is set. Then the last layer of a run may
@@ -39,7 +39,7 @@ class InRun(NamedTuple):
     """What a layer of a run costs.
 
     Attributes:
-        before_others: If layers of the run come behind it.
+        before_others: If layers of the run come after it.
         as_last: If it is the last one, whose backward the recompute of the run belongs to.
     """
 
@@ -53,15 +53,15 @@ def given_to(profile: Profile, layer: int) -> frozenset[int]:
 
 
 def uses_skips(profile: Profile) -> frozenset[int]:
-    """Return the layers that cannot be in a run: what they stash or pop would be so twice."""
+    """Return the layers that cannot be in a run: they would stash or pop a value twice."""
     return frozenset(layer for s in profile.skips for layer in (s.source, s.destination))
 
 
 def leaves_input(profile: Profile, first: int, layer: int) -> bool:
     """Whether a layer leaves the input of a run as it is, so that the run can use it again.
 
-    A layer whose output lies in memory of that input may have written to it. Not if it makes
-    something else, and what it hands on has no gradient: such as a mask that goes along.
+    A layer whose output lies in memory of that input may have written to it. It has not if it makes
+    other outputs too, and the part in that memory has no gradient: a mask that is passed along.
 
     Args:
         profile: Costs of the layers.
@@ -74,7 +74,7 @@ def leaves_input(profile: Profile, first: int, layer: int) -> bool:
 
 
 def recomputed_from(profile: Profile, first: int) -> Iterator[InRun]:
-    """Tell of each layer from `first` on what it costs in a run that begins there."""
+    """Yield what each layer from `first` on costs in a run that begins there."""
     given = given_to(profile, first)
     made: set[int] = set()
     # What exists again when a layer's recompute is done, and the most since the run's began.
@@ -95,7 +95,7 @@ def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int
     launch = layer.backward_host_time
     without = layer.no_grad_forward_peak_bytes
     peaks = [max(least, remade + backward_peak(layer, exist)) for exist in (False, True)]
-    # What the recompute itself needs has no copies that could be spared.
+    # The recompute itself makes no copies that could be spared.
     uncopied = [max(least, remade + uncopied_peak(layer, exist)) for exist in (False, True)]
     chained = [max(least, remade + chained_peak(layer, exist)) for exist in (False, True)]
     return replace(
@@ -115,8 +115,8 @@ def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int
 def with_runs(profile: Profile, runs: Iterable[range]) -> Profile:
     """Return the profile of the same chain with some runs of layers recomputed.
 
-    The recompute is part of the backward, and its memory that of the run's last layer, whose
-    backward is the first.
+    The recompute is part of the backward, and its memory is part of that of the run's last layer,
+    whose backward comes first.
 
     Args:
         profile: Costs of the layers.
@@ -141,7 +141,7 @@ def with_runs(profile: Profile, runs: Iterable[range]) -> Profile:
 def with_nothing_saved_before(profile: Profile, layer: int) -> Profile:
     """Return the profile of the same chain in which the layers before one save nothing.
 
-    In one memory, partitions behind them need no more with it than with any runs there.
+    In one memory, later partitions need no more with it than with any runs in those layers.
     """
     before = [replace(one, saved=()) for one in profile.layers[:layer]]
     return replace(profile, layers=(*before, *profile.layers[layer:]), other_sizes=())

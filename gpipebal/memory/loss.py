@@ -1,4 +1,4 @@
-"""What the loss needs: inside the last partition, or behind it in the caller's hands."""
+"""What the loss needs: inside the last partition, or computed after it by the caller."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class AroundLoss(NamedTuple):
 
     Attributes:
         most: The most at one time, of outputs, loss and gradients.
-        stays: What is still there while the backwards run.
-        target: The target, which is there all the time, and so are parameters of the loss.
-        after: What is still there behind the backwards, while the optimizer steps.
+        stays: What still exists while the backwards run.
+        target: The target, and the parameters of the loss: these exist all the time.
+        after: What still exists after the backwards, while the optimizer steps.
     """
 
     most: int
@@ -28,10 +28,10 @@ class AroundLoss(NamedTuple):
 
 
 def loss_of_micro_batch(profile: Profile) -> LayerProfile:
-    """Describe the loss over one micro-batch as a layer behind the last.
+    """Describe the loss over one micro-batch as a layer after the last.
 
-    If it was not measured it is that over the mini-batch, parted by its rows; if that was not
-    measured either, it takes no time, saves what it is given, and its backward makes as much twice.
+    If it was not measured, it is that over the mini-batch, divided by its rows; if that was not
+    measured either, it takes no time, saves its input, and its backward makes twice as much.
     """
     if profile.step.loss is not None:
         return profile.step.loss
@@ -62,8 +62,8 @@ def around_loss(
     Args:
         cell: The last partition's.
         chunks: Micro-batches of the mini-batch.
-        outputs: Bytes of the outputs of all micro-batches that no graph holds, without what is the
-            caller's input.
+        outputs: Bytes of the outputs of all micro-batches that no graph holds, without those that
+            are the caller's input.
         gradients_exist: Whether the loss's parameters have gradients before the step.
     """
     profile = cell.profile
@@ -89,7 +89,7 @@ def around_loss(
 
 
 def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
-    """Return the loss over a mini-batch of so many micro-batches, and its input and gradient.
+    """Return the loss over a mini-batch of `chunks` micro-batches, and its input and gradient.
 
     Returns:
         The loss; the bytes of its input in one piece; the bytes of the gradient of that.
@@ -101,7 +101,7 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
         if step.gathered:
             joined = profile.bytes_of(step.gathered)
             gradient = profile.gradient_bytes_of(step.gathered)
-            if profile.chunks == 1:  # there is one piece only where there is one micro-batch
+            if profile.chunks == 1:  # only the output of one micro-batch is one piece
                 gradient += profile.further_gradients(profile.n_layers - 1)
         loss = _times(step.whole_loss, chunks, profile.chunks)
     elif step.loss is not None:
@@ -125,7 +125,7 @@ def _bytes_of_saved(profile: Profile, whole: LayerProfile, gathered: int, chunks
 def _times(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:
     """Bring a loss over `of_chunks` micro-batches to `chunks`.
 
-    Its bytes go by the rows, but for parameters and their gradients.
+    Its bytes scale with the rows, except for parameters and their gradients.
     """
     if chunks == of_chunks:
         return loss
@@ -149,5 +149,5 @@ def _times(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:
 
 
 def _unknown(saved: tuple[int, ...], n_bytes: int) -> LayerProfile:
-    """Stand for a loss that was not measured."""
+    """Return a substitute for a loss that was not measured."""
     return LayerProfile("loss", "loss", 0.0, 0.0, 0.0, saved=saved, backward_peak_bytes=2 * n_bytes)

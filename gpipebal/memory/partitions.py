@@ -50,17 +50,17 @@ def partition_memory(
         schedule: ``'gpipe'`` or ``'1f1b'``.
         loss_inside: Whether the last partition computes the loss, micro-batch by micro-batch, as
             in `GPipe.step`, or the caller does; None: the caller with ``'gpipe'``, and the last
-            partition with schedules that turn back before the last forward.
+            partition with schedules whose backwards begin before the last forward.
         shared_memory: Whether all partitions live in one memory.
         timeline: When the actions of the schedule start and end, which tells what waits for busy
             neighbours; None: everything is taken at once.
         margin: By how much longer than in `timeline` the actions of any one partition may take, as
             a fraction: what waits for it until then counts too.
-        latest: Whether everything waits as long as the order of the actions lets it: no clock
-            makes more wait. It counts instead of `timeline`.
+        latest: Whether everything waits as long as the order of the actions lets it: no timing
+            makes more wait. It is used instead of `timeline`.
         gradients_exist: Whether the parameters have gradients before the step, as when those of
-            several mini-batches are accumulated. Of parameters that several partitions use, an
-            upper bound.
+            several mini-batches are accumulated. For parameters that several partitions use, the
+            result is then an upper bound.
 
     Returns:
         One `PeakMemory` per partition, in bytes.
@@ -125,7 +125,7 @@ def cells_of(
 
 
 class _Way(NamedTuple):
-    """What actions have in common that are walked through alike.
+    """What those actions have in common that are walked through in the same way.
 
     Attributes:
         kind: ``'F'``, ``'R'`` or ``'B'``.
@@ -179,12 +179,12 @@ class _Row:
         self._new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
         self._find_outputs(chunks, n_recorded=chunks - int(recomputed.sum()))
         self._numbers = self._number_type(chunks, max(waits or (0,)))
-        # Behind the last forward.
+        # The place after the last forward.
         self._turn = int(np.searchsorted(np.cumsum(kinds == F), chunks)) + 1
         self._add_up(waits)
 
     def _find_outputs(self, chunks: int, n_recorded: int) -> None:
-        """Find out what the caller gets from the partition, and makes of it.
+        """Find out what the caller gets from the partition, and what the loss adds to it.
 
         Args:
             chunks: Micro-batches of a mini-batch.
@@ -211,7 +211,7 @@ class _Row:
         return number_type(largest * (chunks + 2) + beside)
 
     def _add_up(self, waits: Sequence[int] | None) -> None:
-        """Add up what the other micro-batches hold while an action runs, and what is behind it."""
+        """Add up what the other micro-batches hold during each action, and after it."""
         before, after = self._of_each(self._before), self._of_each(self._after)
         self._in_flight = self._callers + np.cumsum(after - before)
         own = self._of_each(lambda way: self._own[way].activations)
@@ -234,23 +234,23 @@ class _Row:
         return table[self._codes]
 
     def _before(self, way: _Way) -> int:
-        """Return what the micro-batch of an action holds in front of it."""
+        """Return what the micro-batch of an action holds before it."""
         if way.kind == "F":
             return 0
         return self._new_graph if way.kind == "B" and way.again else self._held[way.again]
 
     def _after(self, way: _Way) -> int:
-        """Return what it holds behind it."""
+        """Return what the micro-batch of an action holds after it."""
         return {"F": self._held[way.again], "R": self._new_graph, "B": 0}[way.kind]
 
     def _given_by(self, way: _Way) -> int:
-        """Return what a forward adds to the outputs in the caller's hands that no graph has."""
+        """Return what a forward adds to those outputs of the caller's that no graph has."""
         if way.kind != "F":
             return 0
         return self._output - (0 if way.again else self._output_in_graph)
 
     def moments(self) -> Iterator[Moment]:
-        """Yield the highest moments up to the last forward, between the phases, and behind."""
+        """Yield the highest moments up to the last forward, between the phases, and after."""
         yield from self._highest(0, self._turn)
         if self._around is not None:
             yield self._between(self._around)
@@ -279,30 +279,30 @@ class _Row:
             int(self._in_flight[self._turn - 1]),
             self._cell.all_gradients if self._gradients_exist else 0,
             outputs=self._target + around.most,
-            # What waits for others' recomputes waits in front of the first backward too.
+            # What waits for others' recomputes waits before the first backward too.
             waiting=int(self._waiting[self._turn]) if self._turn < len(self._waiting) else 0,
         )
 
     def _behind(self) -> Moment:
-        """Return the moment behind all actions, when the optimizer steps."""
+        """Return the moment after all actions, when the optimizer steps."""
         outputs = self._target + (self._around.after if self._around is not None else 0)
         cell = self._cell
         return Moment(self._callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs)
 
 
 def optimizer_peak(cell: Cell) -> int:
-    """Return the bytes that the optimizer's step needs for a moment; 0 if it is not known."""
+    """Return the bytes that the optimizer's step needs temporarily; 0 if they are not known."""
     peaks = [layer.optimizer_peak_bytes or 0 for layer in cell.own_layers]
     if cell.profile.step.optimizer_together:
         return sum(peaks)
     carried = [layer.optimizer_carried_bytes for layer in cell.own_layers]
-    # The first that is stepped finds nothing that is left on its device.
+    # The first layer that is stepped finds nothing left over on its device.
     first = next((k for k, n_bytes in enumerate(peaks) if n_bytes), len(peaks))
     return max(n + (carried[k] if k > first else 0) for k, n in enumerate(peaks))
 
 
 def _moments(cell: Cell, way: _Way, chunks: int) -> Iterator[Moment]:
-    """Walk through one action of one cell, with what this cell holds alone."""
+    """Walk through one action of one cell, with only what this cell holds."""
     if way.kind == "B":
         kept = cell.kept_of(chunks, again=way.again)
         return cell.backward(again=way.again, gradients_exist=way.gradients_exist, kept=kept)

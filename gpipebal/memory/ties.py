@@ -1,10 +1,10 @@
-"""Tied parameters in a partition: whose gradients its backwards find, and where they add up.
+"""Tied parameters in a partition: which gradients its backwards find, and where they are added up.
 
 A parameter belongs to the first layer that has it, and so to that layer's partition. Each use of it
-makes a gradient. Those of one partition add up inside a backward, behind the last: until then the
-sum so far waits. Where other partitions use the parameter too, each adds its gradients up in a
-buffer of its own, the first of them as a copy, and at the end of the step all go to the first
-partition.
+makes a gradient. The gradients of one partition are added up inside a backward, and reach the
+parameter after the last use: until then the sum so far waits. Where other partitions use the
+parameter too, each adds up its gradients in a buffer of its own, the first of them as a copy, and
+at the end of the step all go to the first partition.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Ties:
     Args:
         profile: Costs of all layers.
         first: Index of the run's first layer in the chain.
-        end: Index behind its last layer.
+        end: Index after its last layer.
     """
 
     def __init__(self, profile: Profile, first: int, end: int) -> None:
@@ -35,19 +35,19 @@ class Ties:
 
     @cached_property
     def counted_again(self) -> int:
-        """Bytes of gradients that are one, though several layers of the run count them."""
+        """Bytes of gradients that several layers of the run count although there is only one."""
         return sum((len(uses) - 1) * tie.gradient_bytes for tie, uses in self._uses)
 
     @cached_property
     def others(self) -> int:
-        """Bytes of gradients that are another partition's at the end of the step."""
+        """Bytes of gradients that belong to another partition at the end of the step."""
         return sum(tie.gradient_bytes for tie, _ in self._uses if tie.layers[0] < self._first)
 
     @cached_property
     def summed_apart(self) -> int:
-        """Bytes of sums that lie beside the run's own gradients, if these exist before the step.
+        """Bytes of sums in addition to the run's own gradients, if these exist before the step.
 
-        Of parameters that other partitions use too. The others have only the sums of this step.
+        For parameters that other partitions use too. The others have only the sums of this step.
         """
         return sum(
             tie.gradient_bytes
@@ -60,7 +60,7 @@ class Ties:
         return sum(tie.gradient_bytes for tie, uses in self._uses if k in uses[:-1])
 
     def beside(self, k: int, gradients_exist: bool) -> tuple[int, int]:
-        """Return what there is beside the gradients while layer k goes back.
+        """Return what exists in addition to the gradients during layer k's backward.
 
         Returns:
             Bytes of sums, or copies, that come into being with its own gradients; and of gradients

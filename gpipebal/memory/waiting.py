@@ -1,4 +1,4 @@
-"""What is on its way between partitions, and charged to who made it until it is taken."""
+"""What is on its way between partitions, and charged to its maker until it is taken."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["AT_ONCE", "Stream", "Waiting", "number_type", "streams_of"]
 
-#: Who takes something less than this share of the makespan before an action may as well be late.
+#: What is taken less than this share of the makespan before an action may as well be taken late.
 AT_ONCE = 1e-9
 
 
 def number_type(largest: int) -> type:
-    """Return a type of numbers for arrays in which no sum exceeds a number of bytes."""
+    """Return a number type for arrays in which no sum exceeds a number of bytes."""
     return np.int64 if largest < 2**60 else object
 
 
@@ -33,15 +33,16 @@ class Stream:
     """One tensor per micro-batch that a partition makes and another takes.
 
     Attributes:
-        kind: Kind of the actions that make it, or from whose end on it waits.
+        kind: Kind of the actions that make it, or after whose end it waits.
         taker: The partition that takes it.
         n_bytes: Its bytes if the maker's cell is not recomputed.
-        n_bytes_again: Its bytes if it is.
+        n_bytes_again: Its bytes if the maker's cell is recomputed.
         only_if_recomputed: Whether there is one only for micro-batches that the taker recomputes,
             or only for those that it does not; None: for all.
         until: Kind of the taker's actions that it waits for. None: `kind`.
-        is_held: Whether it waits until the action has ended, in which the taker lets go of it. If
-            not, until the start of a forward or a backward; but a recompute always ends first.
+        is_held: Whether it waits until the end of the action in which the taker frees it. If not,
+            it waits until the start of a forward or a backward; but always until the end of a
+            recompute.
     """
 
     kind: Kind
@@ -70,10 +71,11 @@ class Waiting:
         cells: One per partition.
         order: The actions, one partition on each device.
         timeline: When they start; None: everything waits as long as the order of the actions lets
-            it, whatever the clock.
+            it, with any timing.
         margin: By how much longer than in the timeline the actions of any one partition may take,
             as a fraction: what others have made for it waits until then, too.
-        pause: Whether the caller's loss comes between forwards and backwards, for which all wait.
+        pause: Whether the caller's loss comes between forwards and backwards; all partitions wait
+            for it.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Waiting:
         again = order.kinds == R
         self._recomputed = np.zeros(shape, dtype=bool)
         self._recomputed[order.partitions[again], order.micro_batches[again]] = True
-        # Of each kind, partition and micro-batch: where in its row it stands, and when it starts.
+        # For each kind, partition and micro-batch: the action's place in its row, and its start.
         self._places = np.zeros((len(KINDS), *shape), dtype=np.int64)
         self._starts: NDArray[np.float64] | None = None
         self._ends: NDArray[np.float64] | None = None
@@ -100,7 +102,7 @@ class Waiting:
         places = np.arange(order.n_actions) - np.repeat(order.offsets[:-1], lengths)
         self._places[order.kinds, order.partitions, order.micro_batches] = places
         self._pause = pause
-        # Whether all forwards come first, so that nobody has to wait for a backward with them.
+        # Whether all forwards come first, so that no forward has to wait for a backward.
         n_forwards = np.bincount(order.partitions[order.kinds == F], minlength=shape[0])
         self._forwards_first = bool((self._places[F].max(axis=1) == n_forwards - 1).all())
         shortest = np.inf
@@ -116,17 +118,17 @@ class Waiting:
                 shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
             if margin:
                 self._late = self._slower(margin)
-        # Of actions that take no time the clock says less than their order.
+        # For actions that take no time, a timeline tells less than their order.
         self._goes_by_order = timeline is None or shortest <= self._at_once
         # How many actions of others must have ended before those of the row that is asked about.
         self._ended: dict[int, NDArray[np.int64]] = {}
 
     def _slower(self, margin: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return when actions start and end, each partition by itself being slower.
+        """Return when actions start and end, if only their own partition is slower.
 
-        An action starts no earlier than in the timeline, and not before the longer one in front of
-        it is over. Where all forwards come first a lag ends with them: at the turn who is ahead has
-        to wait.
+        An action starts no earlier than in the timeline, and not before the longer one before it is
+        over. Where all forwards come first, a lag ends with them: at the turn the partitions that
+        are ahead have to wait.
         """
         assert self._starts is not None and self._ends is not None
         order = self._order
@@ -176,7 +178,7 @@ class Waiting:
         return found
 
     def _until(self, j: int, stream: Stream) -> NDArray[np.int64]:
-        """Return at which action of row j a stream has ended that its partition makes."""
+        """Return at which action of row j a stream that its partition makes has ended."""
         taker, kind, made = stream.taker, KINDS.index(stream.taken_by), KINDS.index(stream.kind)
         first, last = self._order.offsets[j : j + 2].tolist()
         until: NDArray[np.int64] = np.full(self._chunks, last - first)
@@ -197,26 +199,26 @@ class Waiting:
         late = np.searchsorted(starts, taken, side="right")
         if self._forwards_first:
             if made == kind == F:
-                # No backward starts before the last forward of those behind it, nor anything else
-                # that comes behind a pause.
+                # No backward starts before the last forward of later partitions, nor does anything
+                # else that comes after a pause.
                 is_behind = kinds != F if self._pause else kinds == B
                 late = np.minimum(late, np.append(is_behind, True).argmax())
         elif (beside := {j + 1: B, j - 1: F}.get(taker)) is not None:
-            # What comes from the taker shows how far it is: without that its lag would stop others.
+            # What comes from the taker shows how far it is: without it, its lag would stop others.
             needed = np.where(kinds == beside, self._places[beside, taker, micro_batches] + 1, 0)
             ended = np.maximum.accumulate(needed)
             late = np.minimum(late, np.searchsorted(ended, places, side="right"))
         else:
-            late = by_clock  # nobody knows how far others let it lag
+            late = by_clock  # it is not known how far others let it lag
         return np.minimum(until, np.maximum(by_clock, late))
 
     def _ended_before(self, j: int, other: int) -> NDArray[np.int64]:
         """Tell how many actions of another partition must have ended before each of row j starts.
 
-        An action needs those before it in its row, and its micro-batch next door: a forward in the
-        partition before, a backward in the one behind. So what is needed of partitions before
-        comes with forwards, from one partition to the next, and of those behind with backwards;
-        what comes back on a detour has been there before, since it never gets less along a row.
+        An action needs those before it in its row, and that of its micro-batch in a neighbour: a
+        forward in the partition before, or a backward in the next one. So what is needed of earlier
+        partitions comes with forwards, from one partition to the next, and of later ones with
+        backwards. What comes on a detour was known before, as it never gets less along a row.
         """
         step, kind = (1, F) if other < j else (-1, B)
         ended: NDArray[np.int64] | None = None
@@ -268,9 +270,9 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
 
 
 def _let_go(cell: Cell, storages: Storages) -> Iterator[tuple[bool, Storages]]:
-    """Part what a cell's graph holds by when its backward lets go of it: at its end, or not.
+    """Divide what a cell's graph holds by when its backward frees it: at its end, or earlier.
 
-    What the last layer alone has saved is gone soon after the backward has begun.
+    What only the last layer has saved is freed soon after the backward has begun.
     """
     early = cell.entering.union(*(layer.saved for layer in cell.own_layers[:-1]))
     yield True, storages & early
@@ -281,13 +283,13 @@ def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -
     """Yield what an earlier partition hands through and keeps for its recompute.
 
     Args:
-        cell: Who is charged with it.
+        cell: The cell that is charged with it.
         other: The earlier partition.
         taker: Its number.
         handed: What it hands to `cell`.
     """
     both = handed & other.kept_input
-    # What the loss hands out lives as long as its cell, too.
+    # What the loss returns lives as long as its cell, too.
     held = cell.graph if cell.loss is None else cell.graph | frozenset(cell.loss.outputs)
     ways: list[tuple[Kind, bool, Storages]] = [("R", False, both - other.graph)]
     ways += [("B", is_held, which) for is_held, which in _let_go(other, both & other.graph)]

@@ -1,7 +1,7 @@
 """Known models as flat chains, each with data to train it on.
 
-`CATALOGUE` says in words what there is, without loading torch; `MODELS` is what the command line
-builds from.
+`CATALOGUE` describes the models in words, without loading torch; the command line builds them from
+`MODELS`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HOMES = {
 
 
 class _Package(ModuleType):
-    """This package: its files do not hide the functions that are called like them.
+    """This package: its modules do not hide the functions of the same names.
 
     When Python has loaded a file it puts the module into the package, under the file's name.
     """

@@ -1,6 +1,6 @@
 """AmoebaNet-D as a chain: a stem, cells, and a classifier.
 
-A cell reads the outputs of the two cells before it, so what goes from layer to layer is a pair:
+A cell reads the outputs of the two cells before it, so a pair goes from layer to layer:
 the newest output, and the one before. Inside a cell seven *states* are computed, each of the last
 five as a sum of two operations on earlier ones; the tables `NORMAL` and `REDUCTION` say which.
 """
@@ -59,7 +59,7 @@ def amoebanetd(
 
     Returns:
         A Sequential that takes images of shape ``(rows, 3, height, width)``, at 33 pixels or more
-        also a single one, and gives logits of shape ``(rows, num_classes)``.
+        also a single row, and gives logits of shape ``(rows, num_classes)``.
 
     Raises:
         UsageError: a number is out of range (a ValueError).
@@ -67,9 +67,9 @@ def amoebanetd(
     Source:
         Real et al., "Regularized Evolution for Image Classifier Architecture Search", AAAI 2019,
         figure 5; Huang et al., "GPipe", NeurIPS 2019, table 1, for (L, D); Kim et al.,
-        "torchgpipe", 2020, section 4.2. Follows the published parameter counts in what a cell
-        puts out. Differs: pools take images of any size (the last one over all that is left, the
-        2x2 one rounded up), which is the same at the published 224 pixels.
+        "torchgpipe", 2020, section 4.2. The outputs of a cell follow the published
+        parameter counts. Differs: pools take images of any size (the last one pools over all that
+        is left, the 2x2 one rounds up), which is the same at the published 224 pixels.
 
     Example:
         >>> with torch.device("meta"):
@@ -232,7 +232,7 @@ def _avg_pool_3x3(width: int, stride: int) -> nn.Module:
 
 
 def _max_pool_2x2(width: int, stride: int) -> nn.Module:
-    # Rounded up as the convolutions do, or odd heights and widths would not add up.
+    # Rounded up as the convolutions round, or odd heights and widths would not match.
     return nn.MaxPool2d(2, stride, ceil_mode=True)
 
 

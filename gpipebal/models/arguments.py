@@ -65,7 +65,7 @@ def read_word(word: str) -> bool | int | float | str:
     """
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]
-    # Python would read underscores within numbers, and inf and nan.
+    # Python would also read underscores within numbers, and inf and nan.
     if re.fullmatch(r"\s*[+-]?[0-9]+\s*", word):
         return int(word)
     if re.fullmatch(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?\s*", word, re.IGNORECASE):
@@ -91,7 +91,7 @@ def read_arguments(model: str, words: Mapping[str, str]) -> dict[str, int | bool
     values: dict[str, int | bool | str] = {}
     for name, word in words.items():
         argument = CATALOGUE[model].arguments.get(name)
-        # What cannot be read stays a word, which the check refuses.
+        # A value that cannot be read stays a word, which the check refuses.
         values[name] = word
         if argument is not None and isinstance(argument.default, bool):
             values[name] = _WORDS.get(word.lower(), word)

@@ -1,4 +1,4 @@
-"""What there is to build, in words: names, arguments, defaults. Loads no torch, for ``--help``."""
+"""The built-in models in words: names, arguments, defaults. Loads no torch, for ``--help``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Argument:
     """A number, or a yes or no, that a model is built from.
 
     Attributes:
-        default: What it is unless told; a bool means that it is a yes or no.
-        meaning: What it says, in a few words.
+        default: Its default; a bool means that it is a yes or no.
+        meaning: Its meaning, in a few words.
         smallest: The smallest number allowed.
         multiple_of: What the number has to be a multiple of.
     """
@@ -33,7 +33,7 @@ class Description:
     Attributes:
         about: The model in one line.
         arguments: What it is built from, by name, in the order of the function that builds it.
-        image_size: Pixels of the side of its images unless told; None: it takes no images.
+        image_size: Pixels of the side of its images by default; None: it takes no images.
         smallest_image: The smallest image that it can be trained on.
         image_size_of_one_row: The smallest image that it can be trained on in a micro-batch of
             one row: a batch normalisation needs more than one value per channel.

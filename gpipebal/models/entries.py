@@ -26,8 +26,8 @@ __all__ = ["MODELS", "ModelEntry", "token_cross_entropy"]
 class ModelEntry:
     """A built-in model, and random data of the right shape.
 
-    `build`, `make_sample` and `make_target` know the arguments that the entry stands for: the
-    defaults of `gpipebal.models.catalogue`, or those that `configure` was given.
+    `build`, `make_sample` and `make_target` know the arguments of the entry: the defaults of
+    `gpipebal.models.catalogue`, or those that `configure` was given.
 
     Attributes:
         name: Its name.
@@ -37,7 +37,7 @@ class ModelEntry:
             the meta device, where it takes no memory.
         make_target: Makes its target from the same.
         loss_fn: Takes the model's output and the target.
-        values: The arguments that the entry stands for.
+        values: The arguments of the entry.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ModelEntry:
 
     @property
     def image_size(self) -> int | None:
-        """Pixels of the side of its images unless told; None: it takes no images."""
+        """Pixels of the side of its images by default; None: it takes no images."""
         return self.description.image_size
 
     @property
@@ -67,7 +67,7 @@ class ModelEntry:
         return max(self.smallest_image, self.description.image_size_of_one_row)
 
     def configure(self, **values: Any) -> ModelEntry:
-        """Return the entry of the same model with other arguments; the others stay.
+        """Return the entry of the same model with some arguments changed.
 
         Raises:
             UsageError: a name is not known, or a value has the wrong type or is out of range.
@@ -87,7 +87,7 @@ class ModelEntry:
         )
 
 
-# The makers of data take all arguments of their model, and use those that matter to them.
+# The makers of data take all arguments of their model, and use those that they need.
 
 
 def random_images(
@@ -127,14 +127,14 @@ def following_tokens(
 
 
 def _drawn(draw: Callable[..., Tensor], *sizes: Any, seed: int | None, stream: int = 0) -> Tensor:
-    """Draw random numbers on the CPU, whatever the default device is; without a seed none.
+    """Draw random numbers on the CPU, whatever the default device is; without a seed, none.
 
     Args:
         draw: One of torch's functions.
         sizes: Its arguments.
         seed: Seed of the numbers; None: only their shape is made, on the meta device.
-        stream: Targets have another than samples: they must not depend on how many pixels of an
-            image were drawn.
+        stream: Targets have another stream than samples, so that they do not depend on how many
+            pixels of an image were drawn.
     """
     if seed is None:
         return draw(*sizes, device="meta")
@@ -146,8 +146,8 @@ def token_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross entropy over all tokens of all rows.
 
     Args:
-        logits: Of shape (rows, length, vocabulary).
-        target: The tokens that were right, of shape (rows, length).
+        logits: Logits of shape (rows, length, vocabulary).
+        target: The correct tokens, of shape (rows, length).
 
     Example:
         >>> token_cross_entropy(torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.int64)).item()

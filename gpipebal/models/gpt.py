@@ -1,7 +1,7 @@
 """A GPT: a language model of alternating attention and feed-forward layers.
 
-Each is a layer that adds to what it is given, so a chain can be cut between any two and nothing
-but the hidden states crosses.
+Each layer adds to its input, so a chain can be cut between any two layers and nothing but the
+hidden states crosses the cut.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPREAD = 0.02
 
 
 class Embedding(nn.Module):
-    """Look up what tokens mean, and add what their positions mean.
+    """Look up the embeddings of tokens, and add those of their positions.
 
     Args:
         vocabulary: Number of different tokens.
@@ -49,11 +49,11 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Add what each token finds in those before it.
+    """Add to each token what its attention finds in the tokens up to it.
 
     Args:
         width: Size of a hidden state.
-        heads: Independent searches, on ``width / heads`` values each.
+        heads: Independent attention heads, on ``width / heads`` values each.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Add what a network with one hidden layer of four times the width makes of each token."""
+    """Add to each token the output of a network with a hidden layer of four times the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def gpt(
         width: Size of a hidden state, a multiple of `heads`.
         heads: Heads of each attention layer.
         vocabulary: Number of different tokens.
-        context: Most tokens in a row; each position has its own embedding. The other defaults
+        context: The most tokens in a row; each position has its own embedding. The other defaults
             are those of the smallest GPT-2, whose context is 1024.
         tie: Whether the head's weights are the embedding's. The first and the last partition
             then share a parameter, which `GPipe` accepts only where both are on one device.
@@ -114,12 +114,14 @@ def gpt(
         the next token, of shape ``(rows, length, vocabulary)``.
 
     Raises:
-        UsageError: a number is out of range, or `width` no multiple of `heads` (a ValueError).
+        UsageError: a number is out of range, or `width` is not a multiple of `heads` (a
+            ValueError).
 
     Source:
         Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3:
-        the normalisation stands before each part and after the last one, and what is added in
-        the depth starts smaller. The head has no bias; by default it is not tied.
+        the normalisation comes before each part and after the last one, and the terms that are
+        added start smaller the more of them there are. The head has no bias; by default it is not
+        tied.
 
     Example:
         >>> import torch
@@ -137,7 +139,7 @@ def gpt(
         check_argument("gpt", name, value, arguments[name])
     if width % heads:
         raise UsageError(
-            f"width cannot be parted into heads: width={width}, heads={heads} (expected a "
+            f"width does not divide into heads: width={width}, heads={heads} (expected a "
             f"multiple of heads).\nFix: width={-(-width // heads) * heads}, or fewer heads."
         )
     chain: OrderedDict[str, nn.Module] = OrderedDict()

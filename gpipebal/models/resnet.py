@@ -1,8 +1,8 @@
 """ResNet as a flat chain: every convolution, normalisation and ReLU is a layer of its own.
 
-A chain can be cut between any two layers, also inside a residual block. While a block is under
-way its input has to travel along: from `Stash` to `AddSkip` the layers hand on a pair
-``(x, skip)`` and work on ``x`` only. They subclass torch's own layers, so that parameters keep
+A chain can be cut between any two layers, also inside a residual block. Inside a block its input
+has to travel along: from `Stash` to `AddSkip` the layers pass on a pair ``(x, skip)`` and work on
+``x`` only. They subclass torch's own layers, so that parameters keep
 the names of the flat layers (``layer1_0_conv1.weight``).
 """
 
@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Stash(nn.Module):
-    """Begin a residual block: hand on the input, and beside it the same tensor as the skip."""
+    """Begin a residual block: return the input, and with it the same tensor as the skip."""
 
     def forward(self, x: Tensor) -> Pair:
         """Return ``(x, x)``."""
@@ -62,7 +62,7 @@ class AddSkip(nn.Module):
     """End a residual block: add the skip, projected first where the block changes its shape.
 
     Args:
-        projection: What the skip goes through; None: it is added as it is.
+        projection: Applied to the skip; None: it is added as it is.
     """
 
     def __init__(self, projection: nn.Module | None = None) -> None:
@@ -87,7 +87,7 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
 
     Source:
         He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, table 1. Differs:
-        the stride of a block stands on its 3x3 convolution.
+        the stride of a block is in its 3x3 convolution.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ def resnet(
     """Build a ResNet of bottleneck blocks as a flat chain.
 
     Convolutions start Kaiming normal (fan out, for ReLU), normalisations at weight 1 and bias
-    0, the last layer as torch does it.
+    0, the last layer as torch initialises it.
 
     Args:
         blocks: Number of blocks of each group; a group halves the image and doubles the

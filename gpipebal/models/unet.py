@@ -1,7 +1,7 @@
-"""U-Net as a flat chain: down to coarse images, and up again with what was seen on the way.
+"""U-Net as a flat chain: down to coarse images, and up again with the features from the way down.
 
-What a level of the way down has found goes past all layers in between, straight to the layer of
-the way up that joins it (`gpipebal.skip`).
+The output of a level on the way down goes past all layers in between, straight to the layer on the
+way up that joins it (`gpipebal.skip`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["JoinSkip", "StashSkip", "unet"]
 
 @skippable(stash=["skip"])
 class StashSkip(nn.Module):
-    """Keep the input for `JoinSkip` of the same level, and hand it on too."""
+    """Keep the input for `JoinSkip` of the same level, and return it too."""
 
     def forward(self, x: Tensor) -> Any:
         """Return `x`."""
@@ -33,9 +33,9 @@ class StashSkip(nn.Module):
 
 @skippable(pop=["skip"])
 class JoinSkip(nn.Module):
-    """Put the channels of the level's skip behind those of the input.
+    """Append the channels of the level's skip to those of the input.
 
-    An input that is lower or less wide, since halving rounds down, is padded with zeros at its
+    An input that is smaller, since halving rounds down, is padded with zeros at its
     bottom and right.
     """
 
@@ -122,7 +122,7 @@ def _isolated(layer: Any, namespace: Namespace) -> nn.Module:
 def _convolutions(
     prefix: str, count: int, channels: int, inner: int, outer: int
 ) -> OrderedDict[str, nn.Module]:
-    """Return `count` convolutions with what follows each, by name; only the last gives `outer`."""
+    """Return `count` convolutions and what follows each, by name; only the last outputs `outer`."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for index, outputs in enumerate([inner] * (count - 1) + [outer]):
         for part, layer in _convolution(channels, outputs):

@@ -1,4 +1,4 @@
-"""What the workers of a pipeline are doing, for the one who waits for them in vain."""
+"""What the workers of a pipeline are doing, for a caller who waits for them in vain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Activity", "timeout_error", "where"]
 
 _PHASES = {"F": "forward", "R": "recompute", "B": "backward"}
 
-#: Held while a thread looks where all threads stand.
+#: Held while a thread looks at the stacks of all threads.
 _looking = threading.Lock()
 
 #: Lines of a worker's stack that an error shows.
@@ -26,7 +26,7 @@ _FRAMES = 4
 
 
 def where(action: Action) -> str:
-    """Say in words which cell of work an action is."""
+    """Say in words which cell an action works on, and in which phase."""
     return (
         f"in partition {action.partition}, {_PHASES[action.kind]} of "
         f"micro-batch {action.micro_batch}"
@@ -83,7 +83,7 @@ class Activity:
 
 
 def _current_frames() -> dict[int, FrameType]:
-    """Return where every thread stands.
+    """Return the innermost frame of every thread.
 
     Python before 3.12 looks at threads under a lock of its own, and collects garbage meanwhile:
     destructors and callbacks then let other threads run, and one that wants the lock too, here or
@@ -115,6 +115,6 @@ def timeout_error(
     return PipelineTimeoutError(
         f"no worker of the pipeline ended an action: timeout={timeout} s (expected one to end in "
         "that time).\n" + "\n".join(lines) + "\n"
-        "Fix: look where the running worker stands; if it only needs longer, give a longer "
-        "timeout. The next mini-batch gets new workers; one that hangs stays behind."
+        "Fix: look at what the running worker is doing; if it only needs longer, give a longer "
+        "timeout. The next mini-batch gets new workers; one that hangs is left running."
     )

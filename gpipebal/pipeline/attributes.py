@@ -1,4 +1,4 @@
-"""Tensors that layers keep as attributes, beside their parameters and buffers."""
+"""Tensors that layers keep as attributes, in addition to their parameters and buffers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 __all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in"]
 
-#: Values inside values are looked at so deep, and where there are no more than so many; and so many
-#: containers and objects in all.
+#: How deep values inside values are looked at; how many a container may have to be looked into; and
+#: how many containers and objects are looked into in all.
 _DEPTH, MOST_INSIDE, _MOST = 5, 1000, 10_000
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _ROWS = (list, tuple, set, frozenset, deque)
@@ -21,9 +21,10 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def inside_of(value: Any) -> Sequence[Any]:
-    """Return what is in a container, or the attributes of an object; nothing if it is too much.
+    """Return what is in a container, or the attributes of an object; nothing if there are too many.
 
-    What belongs to modules of torch, classes and functions is not theirs to keep.
+    Attributes of torch's modules, of classes and of functions are left out: they are not the
+    layer's own.
     """
     kind = type(value)  # what an object says of its class may be anything, or raise
     if issubclass(kind, dict):

@@ -2,9 +2,9 @@
 
 A pipeline shows a layer micro-batches. Plain batch normalisation would update its running
 statistics once for each, with the noise of few rows. A deferred one normalises each micro-batch
-by its own mean and variance, as plain does (nothing else is possible before the others are seen),
-but gathers count, mean and squared deviations, and updates its running statistics once, when the
-forward of the whole mini-batch has succeeded, with the figures of all rows together.
+by its own mean and variance, as the plain one does (nothing else is possible before the others are
+seen), but gathers count, mean and squared deviations, and updates its running statistics once, when
+the forward of the whole mini-batch has succeeded, with the figures of all rows together.
 
 The gathered figures belong to the mini-batch and not to the layer. So a mini-batch that fails
 leaves nothing behind, a small one needs no bookkeeping, and two at once do not mix.
@@ -73,7 +73,7 @@ class Statistics:
 
     def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """Take in what a layer saw of one micro-batch; `variance` is the unbiased one."""
-        # Of no rows nothing is known: zeros, which weigh nothing in the merge.
+        # Without rows nothing is known: zeros, which weigh nothing in the merge.
         moments = _Moments(count, mean.double(), variance.double() * max(0, count - 1))
         with self._adding:
             known = self._moments.get(layer)
@@ -86,13 +86,13 @@ class Statistics:
     def commit(self) -> None:
         """Update every layer's running statistics, once; afterwards nothing is gathered."""
         moments, self._moments = self._moments, {}
-        # Each reads what it writes; mini-batches of two threads may end at the same moment.
+        # Each update reads what it writes; mini-batches of two threads may end at the same time.
         with _committing:
             for layer, seen in moments.items():
                 for tensor in (seen.mean, seen.deviations):
                     if tensor.is_cuda:
-                        # Of the worker's stream, whose memory may be used again before this is
-                        # read.
+                        # It belongs to the worker's stream, which may use its memory again before
+                        # it is read here.
                         record_stream(tensor, torch.cuda.current_stream(tensor.device))
                 layer.update(seen.count, seen.mean, seen.deviations / max(1, seen.count - 1))
 
@@ -101,10 +101,10 @@ class _Nothing(Statistics):
     """Takes nothing in."""
 
     def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
-        """Forget what a layer saw: it saw the same in its forward."""
+        """Ignore what a layer saw: it saw the same in its forward."""
 
 
-#: Of passes over rows that have been seen before.
+#: For passes over rows that have been seen before.
 SEEN = _Nothing()
 
 
@@ -160,13 +160,13 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        # That is known of a forward by whoever wrote it; one that says nothing may read them.
+        # Only the class that defines a forward knows this; one that says nothing may read them.
         owner = next(base for base in cls.__mro__ if "forward" in base.__dict__)
         if "buffers_left_alone" not in owner.__dict__:
             cls.buffers_left_alone = frozenset()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # Of torchgpipe's files, which have what a mini-batch had gathered.
+        # Keys in torchgpipe's files, which hold what a mini-batch had gathered.
         for name in ("sum", "sum_squares"):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -207,8 +207,8 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         """Move the running statistics towards those of one mini-batch.
 
         Args:
-            count: Values per channel that the mini-batch had. Without any it is counted, as torch
-                does, and nothing else changes.
+            count: Values per channel that the mini-batch had. If there are none, the mini-batch
+                is counted, as torch does, and nothing else changes.
             mean: Their mean.
             variance: Their unbiased variance.
         """
@@ -232,8 +232,8 @@ _derived_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
 def blank_deferred(kind: type[D], plain: type[nn.Module]) -> D:
     """Make a deferred layer without contents, whose class is also that of a plain layer.
 
-    In the new class `kind` stands behind `plain` and before torch's base class, so a subclass of
-    BatchNorm that wraps ``super().forward`` wraps the deferred one.
+    Among the bases of the new class `kind` comes after `plain` and before torch's base class, so a
+    subclass of BatchNorm that wraps ``super().forward`` wraps the deferred one.
 
     Args:
         kind: `DeferredBatchNorm`, or a subclass of it.

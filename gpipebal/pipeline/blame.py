@@ -1,9 +1,9 @@
 """Which layer's backward failed: found out afterwards, so that a step that succeeds pays nothing.
 
 Autograd numbers the nodes of a graph as they are made, and runs them backwards, highest first. A
-node frees what it saved once it is through. So the node that failed lies between the lowest that
-has freed something and the highest that has all of it still; and numbers that were read between
-the layers of the forward, one for each, tell whose it is.
+node frees what it saved once it has run. So the node that failed lies between the lowest one that
+has freed something and the highest one that still has all of it; and the numbers that were read
+between the layers of the forward, one for each layer, tell which layer it belongs to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 __all__ = ["failed_layers", "next_node", "note_no_graph"]
 
 _known: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
-#: Nodes that add a gradient up have this number, and no place in the order.
+#: Nodes that accumulate a gradient have this number, and no place in the order.
 _LAST = 2**64 - 1
 
 
@@ -28,7 +28,7 @@ def next_node() -> int:
 
 
 def note_no_graph(error: RuntimeError) -> None:
-    """Note in an error of a forward that is recomputed later that it records no graph."""
+    """Note in an error that the forward, which is recomputed later, records no graph."""
     if "require grad" in str(error) or "requires_grad" in str(error):
         error.add_note(
             "(This forward records no graph, because it is recomputed later. Fix: let a layer "
@@ -41,15 +41,15 @@ def note_no_graph(error: RuntimeError) -> None:
 def failed_layers(
     roots: Iterable[Any], marks: Sequence[int], error: BaseException
 ) -> tuple[int, int] | None:
-    """Tell in whose backward an error came up.
+    """Tell in which layers' backward an error came up.
 
     Args:
         roots: Nodes that the backward started from; it has not kept the graph.
         marks: What `next_node` returned before each layer.
-        error: What it raised.
+        error: What the backward raised.
 
     Returns:
-        The places of the first and the last layer in question, mostly the same; None: nothing is
+        The indices of the first and the last layer in question, mostly the same; None: nothing is
         known.
     """
     nodes = {node: node._sequence_nr() for node in _graph(roots)}
@@ -60,13 +60,13 @@ def failed_layers(
     freed = min((n for n, state in states.items() if state == "freed"), default=_LAST)
     whole = max((n for n, state in states.items() if state == "whole"), default=-1)
     numbers = [number for number in numbers if whole <= number < freed]
-    # A view of a parameter saves nothing either, but nothing of it can fail.
+    # A view of a parameter saves nothing either, but its backward cannot fail.
     views = {nodes[node] for node in nodes if nodes[node] not in states and _is_of_parameter(node)}
     numbers = [number for number in numbers if number not in views] or numbers
-    # What has saved nothing does not show whether it is through; code in Python shows that it ran.
+    # A node that saved nothing does not show whether it has run; Python code shows that it did.
     ran = {nodes[node] for node in nodes if _was_running(node, error.__traceback__)}
     numbers = [number for number in numbers if number in ran] or numbers
-    # Gradients are added up right behind the node that found them, with the parameter's hooks.
+    # Gradients are accumulated right after the node that found them, with the parameter's hooks.
     if not ran and any(nodes[node] == freed and _leads_to_hooks(node) for node in nodes):
         numbers.append(freed)
     if not numbers:
@@ -90,8 +90,8 @@ def _graph(roots: Iterable[Any]) -> Iterable[Any]:
 def _has_freed(node: Any) -> str:
     """Tell whether a node has ``'freed'`` what it saved, is ``'whole'``, or ``''``: saved nothing.
 
-    Asking for a saved tensor would run hooks that may compute or load it. So it is asked to take
-    other hooks, which it refuses once it is freed; nobody will use the graph again.
+    Reading a saved tensor would run hooks that may compute or load it. So it is asked to take
+    other hooks, which it refuses once it is freed; the graph will not be used again.
     """
     found = ""
     for name in dir(node):
@@ -112,7 +112,7 @@ def _has_freed(node: Any) -> str:
 
 
 def _is_of_parameter(node: Any) -> bool:
-    """Tell whether all that comes out of a node's backward is added to gradients of parameters."""
+    """Tell whether all that a node's backward outputs is added to gradients of parameters."""
     return all(
         before is None or before._sequence_nr() == _LAST for before, _ in node.next_functions
     )
@@ -136,7 +136,7 @@ def _same(value: Any) -> Any:
 
 
 def _was_running(node: Any, traceback: TracebackType | None) -> bool:
-    """Tell whether an error came through the backward that a node's class has in Python."""
+    """Tell whether an error passed through the backward that a node's class has in Python."""
     backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
     code = getattr(backward, "__code__", None)
     while code is not None and traceback is not None:

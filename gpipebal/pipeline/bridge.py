@@ -5,10 +5,10 @@ To the caller the pipeline is one differentiable call. Two autograd Functions ma
     inputs ──▶ Launch ──token──▶ Attach ──▶ outputs          forward
     inputs ◀── Launch ◀──token── Attach ◀── outputs          backward
 
-`Attach` parts the gradients of the outputs and hangs them on the token's gradient, so that they
-are gone with a backward that fails. `Launch` runs the whole backward of the pipeline, so it blocks;
-and it must not block a thread that the workers' own backwards need. The token, which is all that
-comes out of `Launch`, is an empty CPU tensor: that makes `Launch` a CPU node, and the engine runs
+`Attach` divides the gradients of the outputs and attaches them to the token's gradient, so that a
+backward that fails leaves none of them. `Launch` runs the whole backward of the pipeline, so it
+blocks; and it must not block a thread that the workers' own backwards need. The token, which is the
+only output of `Launch`, is an empty CPU tensor: that makes `Launch` a CPU node, and the engine runs
 CPU nodes in the thread that called ``backward()``, never in a device's thread.
 """
 
@@ -115,7 +115,7 @@ def _gradient_device(leaf: Any) -> torch.device | None:
 
 
 class _Arrived(NamedTuple):
-    """What `Attach` has for `Launch`: by micro-batch, a gradient of each leaf; and an event."""
+    """What `Attach` has for `Launch`: by micro-batch, each leaf's gradient; and an event."""
 
     gradients: list[list[Tensor | None]]
     ready: Any
@@ -140,11 +140,11 @@ class _Crossing:
         # Runs only if the backward wants gradients of leaves, such as parameters, in general.
         self.sentinel = get_gradient_edge(anchor).node
         self._late = late
-        # Of a graph that is kept, several threads may run a backward each.
+        # If the graph is kept, several threads may each run a backward of it.
         self._turn = threading.Lock()
 
     def part(self, found: dict[int, Tensor | None]) -> list[list[Tensor | None]]:
-        """Part gradients of outputs, by leaf, into those of each micro-batch."""
+        """Divide the gradients of the outputs, given by leaf, into those of each micro-batch."""
         columns = [
             part_gradients(found.get(k), [sizes[k] for sizes in self.sizes], dim)
             for k, dim in enumerate(self.dims)
@@ -179,7 +179,7 @@ class _Launch(torch.autograd.Function):
     @whole_call
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         crossing: _Crossing = ctx.crossing
-        # Taken away, so that they are gone before gradients are joined.
+        # Taken from the token, so that they are freed before gradients are joined.
         received = crossing.backward(token.__dict__.pop("arrived"))
         mini_batch = crossing.mini_batch
         gradients = join_gradients(received, mini_batch.rows, mini_batch.dims)
@@ -223,5 +223,5 @@ class _Attach(torch.autograd.Function):
 
 
 def _token() -> Tensor:
-    # The engine hands a gradient on as it is only if it has the type of the forward's tensor.
+    # The engine passes a gradient on unchanged only if it has the type of the forward's tensor.
     return torch.empty(0, dtype=torch.float32, device="cpu")

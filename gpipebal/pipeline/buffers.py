@@ -2,11 +2,11 @@
 
 A recompute starts from the buffers as they were before its forward, and leaves no trace in them:
 batch normalisation counts each micro-batch once. So a checkpointed cell keeps copies of them. Small
-buffers are always copied, and the statistics of torch's normalisation layers, which change without
-a trace and perhaps not on the first rows. Of other large ones only those that have been seen to
-change; if another one does, which its version tells, the recompute is refused, and the next
-mini-batch is copied for.
-A large one in whose place a layer puts another tensor, as with a cache that grows, has not changed:
+buffers are always copied. So are the statistics of torch's normalisation layers, whose version does
+not show a change, and which may not change on the first rows. Other large buffers are copied only
+if they have been seen to change; if another one does, which its version tells, the recompute is
+refused, and in the next mini-batch that buffer is copied.
+A large buffer that a layer replaces by another tensor, as with a cache that grows, has not changed:
 the cell holds on to it.
 """
 
@@ -27,10 +27,10 @@ from gpipebal.pipeline.tensors import are_equal, bytes_of, copy_of, parts_of, ve
 
 __all__ = ["BufferSlot", "Buffers", "BuffersOfRun", "Copies", "Kept", "is_always_copied"]
 
-#: Where a buffer stands: the module that has it, and its name there.
+#: Where a buffer is: the module that has it, and its name there.
 BufferSlot = tuple[nn.Module, str]
 
-#: Bytes up to which a buffer is copied without asking whether anybody writes to it.
+#: Bytes up to which a buffer is copied without asking whether any layer writes to it.
 SMALL = 1 << 16
 
 
@@ -47,9 +47,9 @@ class Kept(NamedTuple):
     """What a checkpointed cell keeps of the buffers.
 
     Attributes:
-        copies: Buffers as they were before the forward; None: it was to fill in the first values.
-        others: Large buffers that nobody has been seen to write to, and how often each had been.
-        empty: Buffers that were None. What is in none of the three was not there at all.
+        copies: Buffers as they were before the forward; None: the forward filled in first values.
+        others: Large buffers that no write has been seen to, and how often each was written to.
+        empty: Buffers that were None. A buffer in none of the three did not exist.
     """
 
     copies: Mapping[BufferSlot, Tensor | None]
@@ -63,13 +63,13 @@ class Kept(NamedTuple):
         return self._replace(copies=copies)
 
     def with_copies(self, changed: Mapping[BufferSlot, Tensor]) -> Kept:
-        """Return the same with copies of buffers that turned out to be written to."""
+        """Return the same, with copies of buffers that turned out to be written to."""
         others = {p: kept for p, kept in self.others.items() if p not in changed}
         return self._replace(copies={**self.copies, **changed}, others=others)
 
 
 class _Copied:
-    """Copies of tensors, one of each: what a module writes to a shared buffer, others see."""
+    """One copy of each tensor: what a module writes to a shared buffer, the others see."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -90,13 +90,13 @@ class Buffers:
     """
 
     def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[BufferSlot]) -> None:
-        # Places in a chain that one layer has may have one dictionary of buffers: it counts once.
+        # A layer at several places of a chain may have one dictionary of buffers: it counts once.
         once: dict[int, tuple[nn.Module, Any]] = {}
         for module in modules:
             once.setdefault(id(module._buffers), (module, module._buffers))
         self._modules = [module for module, _ in once.values()]
         self._foreign = foreign
-        # No recompute writes to them: those of others, and those whose layer says so.
+        # No recompute writes to them: other partitions' buffers, and those whose layer says so.
         self._left_alone = foreign | {
             (module, name)
             for module in modules
@@ -104,7 +104,7 @@ class Buffers:
         }
         # Large buffers that have been seen to change.
         self._written: set[BufferSlot] = set()
-        # What stands in the modules' places while a recompute sees copies.
+        # The modules' own buffers, while a recompute sees copies in their places.
         self._lent: dict[BufferSlot, Tensor | None] = {}
 
     def keep(self) -> Kept:
@@ -115,13 +115,13 @@ class Buffers:
         copied = _Copied()
         for place, buffer in self._slots():
             if place in self._left_alone:
-                continue  # nobody writes to it, and another worker may be reading it
+                continue  # no layer writes to it, and another worker may be reading it
             if buffer is None:
                 empty.add(place)
             elif is_lazy(buffer):
                 copies[place] = None
             elif buffer.requires_grad:
-                # A copy would take its gradient.
+                # A copy would get the gradient that is meant for it.
                 others[place] = (buffer, version_of(buffer))
             elif is_always_copied(place[0], buffer) or place in self._written:
                 copies[place] = copied.of(buffer)
@@ -130,7 +130,7 @@ class Buffers:
         return Kept(copies, others, empty)
 
     def copies(self, *, alone: bool = False) -> Copies:
-        """Copy the large buffers, to see which a forward writes to; `alone`: the foreign ones.
+        """Copy the large buffers, to see which a forward writes to; `alone`: only the foreign ones.
 
         Returns:
             Each buffer, its copy, and how often it has been written to.
@@ -146,15 +146,15 @@ class Buffers:
     def look(self, before: Copies) -> dict[BufferSlot, Tensor]:
         """Remember which of these buffers have changed; return them as they were.
 
-        One that requires a gradient is none of them: no recompute may have a copy of it, and
-        `check` tells.
+        A buffer that requires a gradient is not remembered: no recompute may have a copy of it,
+        and `check` reports it.
 
         Raises:
             ModelError: one that layers of another partition have too was written to.
         """
         changed = {}
         for place, (buffer, copy, version) in before.items():
-            # A foreign one is missed by the other partitions too if it is replaced.
+            # If a foreign buffer is replaced, the other partitions lose it too.
             now = _buffer_of(*place) if place in self._foreign else buffer
             # By value too, because torch's batch normalisation writes without counting a version.
             if not are_equal(copy, now) or version_of(buffer) != version:
@@ -181,8 +181,8 @@ class Buffers:
         """Find leaves in the memory of a buffer that a forward writes to, or that is small.
 
         Args:
-            leaves: What the layers hand on.
-            before: What `counts` said before they ran.
+            leaves: What the layers return.
+            before: What `counts` returned before they ran.
 
         Returns:
             Their indices.
@@ -229,7 +229,7 @@ class Buffers:
 
     @contextmanager
     def replaced(self, kept: Kept) -> Iterator[None]:
-        """Let the modules see what was kept in a block, and give them back their own."""
+        """Let the modules see the kept buffers during a block, and give them back their own."""
         try:
             self._lend(kept)
             yield
@@ -242,13 +242,13 @@ class Buffers:
             own = _buffer_of(module, name)
             self._lent[module, name] = own
             if copy is None and own is not None and not is_lazy(own):
-                copy = copied.of(own)  # the first values are in it, and not to be changed
+                copy = copied.of(own)  # it has the first values, which must not be changed
             module._buffers[name] = copy
         for (module, name), (buffer, _) in kept.others.items():
-            # Also those that are the same still: the recompute may replace them as the forward did.
+            # Also those that are still the same: the recompute may replace them as the forward did.
             self._lent[module, name] = _buffer_of(module, name)
             module._buffers[name] = buffer
-        # The forward, or a later one, has made them.
+        # These were made by the forward, or by a later one.
         for (module, name), own in list(self._present()):
             if (module, name) not in self._lent and (module, name) not in self._left_alone:
                 self._lent[module, name] = own
@@ -260,8 +260,8 @@ class Buffers:
     def give_back(self) -> None:
         """Give the modules back their own buffers, once.
 
-        A worker that hangs in `replaced` and is given up finds nothing left to give back, should
-        it ever end.
+        A worker that hangs in `replaced` and is given up finds nothing left to give back if it ends
+        after all.
         """
         lent, self._lent = self._lent, {}
         for (module, name), own in lent.items():
@@ -277,7 +277,7 @@ class Buffers:
 
 
 class BuffersOfRun(Buffers):
-    """The buffers of a run's layers, and in which modes it has been looked which are written to."""
+    """The buffers of a run's layers, and the modes in which writes to them have been looked for."""
 
     def __init__(self, layers: Sequence[nn.Module], foreign: Container[int]) -> None:
         self.modules = Modules(layers)
@@ -291,7 +291,7 @@ class BuffersOfRun(Buffers):
         return tuple([module.training for module in self.modules])
 
     def copies(self, *, alone: bool = False) -> Copies:
-        """Copy the large buffers, if it has not been looked yet which of them are written to."""
+        """Copy the large buffers, if writes to them have not been looked for yet."""
         return {} if self.mode() in self._seen else super().copies(alone=alone)
 
     def looked(self, kept: Kept, before: Copies) -> Kept:
@@ -301,7 +301,7 @@ class BuffersOfRun(Buffers):
 
 
 def _buffer_of(module: nn.Module, name: str) -> Tensor | None:
-    for known, buffer in module._buffers.items():  # of a scripted module it is no dictionary
+    for known, buffer in module._buffers.items():  # of a scripted module it is not a dictionary
         if known == name:
             return buffer
     return None

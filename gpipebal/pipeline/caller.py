@@ -3,8 +3,8 @@
 Threads inherit none of torch's thread-local settings, so each cell runs inside the settings that
 the caller had when the mini-batch went in: autocast, inference mode, the default device of
 ``with torch.device(...)``, the default dtype, hooks on saved tensors, context variables. Recompute
-and backward use the forward's settings too, because the forward decides which numbers must come
-out again; also of what torch has once for the whole process (`process_wide`).
+and backward use the forward's settings too, because they have to reproduce the forward's numbers;
+this includes settings that torch has once for the whole process (`process_wide`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CallerState:
             for kind, dtype, is_on in self.autocast:
                 # torch keeps casts of parameters for the whole process, and forgets them when any
                 # thread leaves its autocast: a cell might read one that another stream still makes,
-                # and how often it casts would go by the clock.
+                # and how often it casts would depend on timing.
                 if is_on:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.device is not None:
@@ -82,7 +82,7 @@ class CallerState:
             yield
 
     def backward_entered(self) -> AbstractContextManager[Any]:
-        """Return a context for a backward: torch's takes the default device, of these settings."""
+        """Return a context for a backward: of these settings it needs only the default device."""
         self._set_autocast_dtypes()
         return nullcontext() if self.device is None else self.device
 
@@ -103,17 +103,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def whole_call(function: _Function) -> _Function:
-    """Make of a function one that a caller of the pipeline sees as one step.
+    """Wrap a function so that a caller of the pipeline sees it as one step.
 
-    `torch.compile` around it does not compile it, nor what it calls: the pipeline's own place in
-    autograd's graph would be taken apart. And an interrupt that comes while torch enters or leaves
-    a block without gradients cannot leave the caller in it.
+    `torch.compile` around it compiles neither it nor what it calls: that would take the pipeline's
+    own nodes in autograd's graph apart. And an interrupt that comes while torch enters or leaves a
+    block without gradients cannot leave the caller in it.
     """
     uncompiled: list[Any] = []
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        # Where nobody has compiled anything it is not loaded, which takes a second.
+        # Where nothing was compiled it is not loaded: loading takes a second.
         if "torch._dynamo" not in sys.modules:
             run: Callable[..., Any] = function
         else:

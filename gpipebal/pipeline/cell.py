@@ -7,8 +7,8 @@
     gradients of inputs ─┘◀──── backward ────┘◀── gradients of outputs
 
 Without checkpointing the cell keeps the graph, but of its outputs only their places in the graph:
-the tensors belong to the next partition. With checkpointing it keeps only its inputs, and makes
-the graph in the recompute.
+the output tensors themselves belong to the next partition. With checkpointing it keeps only its
+inputs, and makes the graph in the recompute.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Cell:
 
     __slots__ = (
         "_draws",
-        "_ends",
         "_grad",
         "_input",
         "_keep",
@@ -68,6 +67,7 @@ class Cell:
         "_partition",
         "_promised",
         "_protect",
+        "_roots",
         "_seed",
         "_states",
         "_tail",
@@ -106,7 +106,7 @@ class Cell:
         """Forget all tensors."""
         self._input: Packet | None = None
         self._leaves: list[Tensor | None] = []
-        self._ends: list[tuple[GradientEdge, torch.device] | None] = []
+        self._roots: list[tuple[GradientEdge, torch.device] | None] = []
         self._marks: list[int] = []
         self._kept: Kept | None = None
         self._promised: list[bool] = []
@@ -115,7 +115,7 @@ class Cell:
         self._tail: Tail | None = None
 
     def forget_facts(self) -> None:
-        """Let the partition look anew at micro-batches of this cell's kind."""
+        """Let the partition find out again the facts about micro-batches of this cell's kind."""
         self._partition.forget(self._kind)
 
     def forward(self, packet: Packet, state: CallerState, tail: Tail | None = None) -> Packet:
@@ -124,13 +124,13 @@ class Cell:
         Args:
             packet: The input.
             state: Settings of the caller.
-            tail: Runs behind the layers, in the recompute too.
+            tail: Runs after the layers, in the recompute too.
         """
         self._n_inputs = len(packet.leaves)
         self._kind = kind_of(
             self._mode, packet, state, protect=self._protect, has_tail=tail is not None
         )
-        # Before the layers run: one may write to its input that did not when it was looked at.
+        # Before the layers run: one may write to its input although the facts say that none does.
         versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
         states: States | None = [] if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
@@ -155,7 +155,7 @@ class Cell:
             self._writes = self._partition.modules.frozen_writes()
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
-            self._ends, self._marks = _ends(result.leaves), marks
+            self._roots, self._marks = _roots_of(result.leaves), marks
         check_nothing_hidden(result.leaves, f"the output of partition {self._partition.index}")
         return Packet(
             detached(result.leaves),
@@ -207,17 +207,17 @@ class Cell:
             self._input, self._kept, self._tail = None, None, None
             self._states = []
         self._leaves = _wanted(packet, leaves)
-        self._ends, self._marks = _ends(outputs), marks
+        self._roots, self._marks = _roots_of(outputs), marks
 
     def backward(self, gradients: Sequence[Any], state: CallerState) -> list[Tensor | None]:
         """Run the cell's graph; return the gradient of each leaf of the input, or None."""
-        if not self._ends:
+        if not self._roots:
             return [None] * self._n_inputs
         roots, seeds = [], []
-        for end, gradient in zip(self._ends, gradients, strict=True):
+        for end, gradient in zip(self._roots, gradients, strict=True):
             if end is not None and gradient is not None:
                 roots.append(end[0])
-                # A layer may hand on what is on the host.
+                # A layer may return a tensor that is on the host.
                 seeds.append(gradient if gradient.device == end[1] else gradient.to(end[1]))
         wanted = [leaf for leaf in self._leaves if leaf is not None]
         keep = self._keep and not self.checkpointed
@@ -233,7 +233,7 @@ class Cell:
                         inputs=None if self._parameters else wanted,
                     )
             except BaseException as error:
-                # Only a graph that is freed on the way, all of it, shows how far it came.
+                # Only a graph that is freed completely on the way shows how far the backward got.
                 if self._parameters and not keep:
                     nodes = [edge.node for edge in roots]
                     self._partition.note_failed_backward(error, nodes, self._marks)
@@ -243,12 +243,12 @@ class Cell:
             leaf.grad = None
         if not keep:
             # A checkpointed cell keeps its input for a further backward, and its graph never.
-            self._leaves, self._ends = [], []
+            self._leaves, self._roots = [], []
         return found
 
 
 def _with_copies(packet: Packet) -> Packet:
-    """Copy what nobody could see being written to until the recompute: it counts no writes."""
+    """Copy tensors that count no writes: a write before the recompute could not be detected."""
     if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in packet.leaves):
         return packet
     with torch.inference_mode():
@@ -260,23 +260,24 @@ def _with_copies(packet: Packet) -> Packet:
 
 
 def _by_itself(gradient: Tensor | None) -> Tensor | None:
-    """Copy a gradient that lies in a larger one, which would wait wherever this one does."""
+    """Copy a gradient that is a view of a larger one, which would be kept as long as this one."""
     if gradient is None or not has_storage(gradient):
         return gradient
     return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
 
 
 def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:
-    """Keep the leaves whose gradient somebody wants; the memory of others is not the cell's.
+    """Keep the leaves whose gradient is wanted; the memory of others is not the cell's.
 
-    A layer may want one for itself, and let its input require a gradient that nobody waits for.
+    A layer may want one for itself, and let its input require a gradient that no receiver waits
+    for.
     """
     return [
         leaf if needs else None for leaf, needs in zip(leaves, packet.needs_gradient, strict=True)
     ]
 
 
-def _ends(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] | None]:
+def _roots_of(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] | None]:
     """Return where a backward starts, and on which device, for each output that has a gradient."""
     return [
         (_edge(leaf), leaf.device) if isinstance(leaf, Tensor) and leaf.requires_grad else None

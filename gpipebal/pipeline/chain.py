@@ -48,11 +48,22 @@ class _NoInput:
 NO_INPUT: Any = _NoInput()
 
 
+def _chain_inside(module: object) -> str:
+    """Return the name of an `nn.Sequential` that has all parameters of a module; empty: none."""
+    if not isinstance(module, nn.Module):
+        return ""
+    own = {id(parameter) for parameter in module.parameters()}
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Sequential) and own == {id(one) for one in inner.parameters()}:
+            return name
+    return ""
+
+
 def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
     """Return the layers of a chain by name.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential`, or does something else than running its
+        ModelError: `module` is not an `nn.Sequential`, or does something other than run its
             layers one after the other.
     """
     if isinstance(module, Container):
@@ -61,17 +72,21 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
             "plain nn.Sequential).\nFix: give the model that the pipeline was made of."
         )
     if not isinstance(module, nn.Sequential):
+        kind = type(module)
+        # Other libraries have a class of this name too.
+        called = f"{kind.__module__}.Sequential" if kind.__name__ == "Sequential" else kind.__name__
+        inside = _chain_inside(module)
+        hint = f"; or give the chain in it, module.{inside}, if it does nothing else"
         raise ModelError(
-            "module must be nn.Sequential to be partitioned: "
-            f"type(module)={type(module).__name__}.\n"
-            "Fix: write the model as nn.Sequential of its layers."
+            f"module must be nn.Sequential to be partitioned: type(module)={called}.\n"
+            f"Fix: write the model as nn.Sequential of its layers{hint if inside else ''}."
         )
     own = own_forward(module)
     if own is not None:
         raise ModelError(
             f"module has a {own} of its own: {type(module).__name__}.{own} (expected that of "
             "nn.Sequential: one layer after the other).\n"
-            "Fix: put what it does beside its layers into a layer."
+            "Fix: put what it does besides running its layers into a layer."
         )
     return OrderedDict(
         (name, layer) for name, layer in module._modules.items() if layer is not None
@@ -94,7 +109,7 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
     if isinstance(balance, Plan) or not isinstance(balance, Iterable) or isinstance(balance, str):
         way = "Fix: GPipe.from_plan(model, plan)." if isinstance(balance, Plan) else advice
         raise BalanceError(
-            f"balance is no list of numbers of layers: type(balance)={type(balance).__name__} "
+            f"balance is not a list of numbers of layers: type(balance)={type(balance).__name__} "
             f"(expected a list).\n{way}"
         )
     sizes = list(balance)
@@ -119,7 +134,7 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
 
 
 def check_number(n_layers: int, balance: list[int]) -> None:
-    """Make sure that a pipeline has the layers of its balance still.
+    """Make sure that a pipeline still has the layers of its balance.
 
     Raises:
         PipelineError: it has more, or fewer.
@@ -137,19 +152,19 @@ def check_one_input(input: Any, others: Sequence[object], keywords: dict[str, An
 
     Args:
         input: What was given first; `NO_INPUT`: nothing was.
-        others: What was given behind it, without a name.
+        others: What was given after it, without a name.
         keywords: What was given with a name, which the first layer gets.
 
     Raises:
-        ModelError: there is none, or are several.
+        ModelError: there is none, or there are several.
     """
     if input is NO_INPUT:
         if "input" in keywords:
             return keywords.pop("input")
         raise ModelError(
             "a pipeline takes one input: none was given, but "
-            f"{', '.join(keywords) or 'nothing'} by name (expected one without a name; what has "
-            "one goes to the first layer beside it).\n"
+            f"{', '.join(keywords) or 'nothing'} by name (expected one without a name; those with "
+            "a name are keyword arguments of the first layer).\n"
             "Fix: pipe(x), or pipe(x, mask=mask); pipe({'x': x, 'mask': mask}) if the first layer "
             "takes a dict."
         )
@@ -164,7 +179,7 @@ def check_one_input(input: Any, others: Sequence[object], keywords: dict[str, An
 
 
 def check_step_input(others: Sequence[object]) -> None:
-    """Refuse arguments of `GPipe.step` beside the input that are given without a name.
+    """Refuse arguments of `GPipe.step` other than the input that are given without a name.
 
     Raises:
         ModelError: there is one.
@@ -206,7 +221,7 @@ def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all in it, also what is in a layer's place, which `modules` hides."""
+    """Yield a module and all in it, also one in a layer's place, which `modules` hides."""
     yield module
     for child in module._modules.values():
         if child is not None:
@@ -221,11 +236,11 @@ def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[st
         first: The first layer, which gets the keyword arguments; None: there is none.
 
     Raises:
-        BalanceError: they are no mapping, or name a keyword that the first layer does not take.
+        BalanceError: they are not a mapping, or name a keyword that the first layer does not take.
     """
     if keyword_dims is not None and not isinstance(keyword_dims, Mapping):
         raise BalanceError(
-            f"keyword_dims is no dict: keyword_dims={keyword_dims!r} (expected names and "
+            f"keyword_dims is not a dict: keyword_dims={keyword_dims!r} (expected names and "
             "dimensions).\nFix: keyword_dims={'mask': None}, say."
         )
     dims = dict(keyword_dims or {})
@@ -249,7 +264,7 @@ def check_keywords(keywords: Mapping[str, Any] | None, first: nn.Module) -> None
 
 
 def _wrong_name(names: Iterable[str], first: nn.Module | None) -> str:
-    """Say which of some names is no keyword of the first layer; empty: none, or none is known."""
+    """Say which names are not keywords of the first layer; empty if none, or if not known."""
     known = None if first is None else _keywords_of(first)
     unknown = [name for name in names if known is not None and name not in known]
     if not unknown:
@@ -262,7 +277,7 @@ def _wrong_name(names: Iterable[str], first: nn.Module | None) -> str:
 
 
 def _keywords_of(layer: nn.Module) -> list[str] | None:
-    """Return the names that a layer takes beside its input; None: that cannot be told."""
+    """Return the names that a layer takes besides its input; None: that cannot be told."""
     if layer._forward_pre_hooks_with_kwargs:
         return None  # a hook may take them away
     try:
@@ -275,7 +290,7 @@ def _keywords_of(layer: nn.Module) -> list[str] | None:
 
 
 def name_at(names: Sequence[str], index: int) -> str:
-    """Write the name of a layer, or that there is none."""
+    """Return the name of a layer for an error, or words for none."""
     return repr(names[index]) if index < len(names) else "missing"
 
 
@@ -303,15 +318,15 @@ def check_plan_schedule(plan: Plan) -> None:
     """Make sure that the executor can run a plan's schedule.
 
     Raises:
-        KindError: it is no plan.
-        UnsupportedPlanError: it cannot; the error names what can.
+        KindError: it is not a plan.
+        UnsupportedPlanError: it cannot; the error names the schedules that can be run.
     """
     check_kind("plan", plan, Plan)
     check_schedule(plan.schedule)
 
 
 def with_runs_of(plan: Plan, module: nn.Module) -> nn.Module:
-    """Let a chain recompute the runs of layers that a plan has, unless it does so already.
+    """Return the chain with the runs of a plan recomputed; the same chain if nothing is to add.
 
     Raises:
         BalanceError: it has other runs.
@@ -362,7 +377,7 @@ def plan_warnings(
     dims = plan.provenance.get("in_dims")
     if dims and in_dims == 0:
         yield (
-            f"the mini-batch is parted along dim 0, but the model was profiled with in_dims of "
+            f"the mini-batch is divided along dim 0, but the model was profiled with in_dims of "
             f"{dims}: other micro-batches than the plan's. Fix: "
             "GPipe.from_plan(model, plan, in_dims=..., out_dims=...), as for profile_model."
         )

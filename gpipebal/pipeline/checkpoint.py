@@ -8,8 +8,8 @@ from contextvars import ContextVar
 
 __all__ = ["is_checkpointing", "is_recomputing", "phase"]
 
-# Context variables and not the thread's own: a pipeline inside a layer of another one carries them
-# to its workers.
+# Context variables, not thread-local ones: a pipeline inside a layer of another one carries them
+# over to its workers.
 _checkpointing = ContextVar("checkpointing", default=False)
 _recomputing = ContextVar("recomputing", default=False)
 
@@ -64,7 +64,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def phase(*, checkpointing: bool = False, recomputing: bool = False) -> Iterator[None]:
-    """Set, for this block, what the two questions answer."""
+    """Set, for this block, what the two functions answer."""
     # In a pipeline inside another one's layer, the outer one's pass is the inner one's too.
     before = (
         _checkpointing.set(checkpointing or _checkpointing.get()),

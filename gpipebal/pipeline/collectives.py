@@ -1,8 +1,8 @@
 """Layers that talk to other processes, and processes that each have a pipeline.
 
 What one process sends, the others must receive in the same order. Within a partition that is so: it
-runs its micro-batches in the order of the schedule. Between partitions nobody keeps an order, so
-those of one group of processes would mix up each other's numbers, or wait for ever.
+runs its micro-batches in the order of the schedule. Between partitions no order is kept, so two
+partitions that talk in one group of processes would mix up each other's numbers, or wait for ever.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gpipebal.schedule import Action, Schedule
 __all__ = ["Talker", "check_order_of_talk", "find_talkers"]
 
 _AVERAGE = (
-    "average the gradients yourself behind the backward: docs/guide/training.md, 'A pipeline in "
-    "each of several processes', has the lines"
+    "average the gradients yourself after the backward: docs/guide/training.md, 'A pipeline in "
+    "each of several processes', shows how"
 )
 
 
 class Talker(NamedTuple):
-    """A module of a layer that may talk to other processes: replicated, or a normalisation."""
+    """A module in a layer that may talk to other processes: replicated, or a normalisation."""
 
     name: str
     partition: int
@@ -106,12 +106,12 @@ def _most_graphs(row: Sequence[Action]) -> int:
 
 
 def _check_not_replicated(pipe: nn.Module, order: Schedule) -> None:
-    """Refuse to run inside of DistributedDataParallel, which counts on one gradient for each."""
-    # Private, and the only way to be told; where a torch has no such thing, it raises itself.
+    """Refuse to run inside DistributedDataParallel, which expects one gradient per parameter."""
+    # Private, and the only way to know; where a version of torch lacks it, torch raises by itself.
     around: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if around is None or order.chunks == 1 or not around.training:
         return
-    if not _averages(around) or _size(around.process_group) == 1:
+    if not _averages(around):  # also in a group of one process, which counts gradients all the same
         return
     own = {id(parameter) for parameter in pipe.parameters()}
     ignored = getattr(around, "parameters_to_ignore", ())

@@ -20,7 +20,7 @@ from gpipebal.schedule import Checkpoint, check_checkpoint, check_count, check_s
 
 __all__ = ["Container"]
 
-# Kept beside the layers, which are registered under their own names: a layer may have one of
+# Kept apart from the layers, which are registered under their own names: a layer may have one of
 # these names too.
 _CHANGEABLE = frozenset({"chunks", "checkpoint", "schedule", "timeout"})
 _SETTINGS = _CHANGEABLE | {
@@ -64,12 +64,12 @@ class Container(nn.Module):
         self._ledger: Ledger | None = None
 
     def layers_in_place(self) -> dict[str, nn.Module]:
-        """Return what runs in each layer's place, by name: the layer, or what stands for it."""
+        """Return the module that runs in each layer's place, by name: the layer, or its proxy."""
         return {name: layer for name, layer in self._modules.items() if layer is not None}
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The layers of each partition as an `nn.Sequential`: a view, made anew each time."""
+        """The layers of each partition as an `nn.Sequential`: a view, made new each time."""
         views, layers = [], iter(self._modules.items())
         for size in self.balance:
             views.append(_View(OrderedDict(next(layers) for _ in range(size))))  # type: ignore[misc]
@@ -87,13 +87,13 @@ class Container(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
-            # Not by nn.Module's way: a layer may be called so, and would be overwritten.
+            # Not through nn.Module: a layer may have this name, and would be overwritten.
             object.__setattr__(self, name, value)
             return
         if name not in _SETTINGS:
             if isinstance(value, nn.Module) and name not in self._modules:
                 raise PipelineError(
-                    f"a pipeline has no modules beside its layers: {name}={type(value).__name__} "
+                    f"a pipeline has no modules besides its layers: {name}={type(value).__name__} "
                     "(expected the name of a layer).\n"
                     "Fix: let another module hold it and the pipeline, or make it a layer."
                 )
@@ -127,12 +127,12 @@ class Container(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dictionary: the model's, or torchgpipe's of whatever balance."""
+        """Load a state dictionary: the model's, or one of torchgpipe's with any balance."""
         state = with_stripped_versions(state_dict, self._modules)
         return super().load_state_dict(state, strict, assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # Called before the layers load theirs, which they look for under their own names.
+        # Called before the layers load their entries, which they look for under their own names.
         strip_partitions(state_dict, prefix, self._modules, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -161,11 +161,11 @@ class Container(nn.Module):
         self._ledger = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Who watches this object does not watch a copy.
+        # A trace or meter that watches this object does not watch a copy.
         return {**super().__getstate__(), "_recorder": None, "_ledger": None}
 
     def extra_repr(self) -> str:
-        """Show the settings beside the layers."""
+        """Show the settings in addition to the layers."""
         return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
 
     def cuda(self, device: Any = None) -> Self:
@@ -186,7 +186,7 @@ class Container(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Change the dtype of the parameters; refuse to move them to another device."""
-        # Not left to torch's own parser, which fails on a device that the machine has not got.
+        # Not left to torch's own parser, which fails on a device that the machine does not have.
         places = [*args[:1], kwargs.get("device"), kwargs.get("tensor")]
         if any(isinstance(place, (torch.device, torch.Tensor, str, int)) for place in places):
             raise _moving_denied()
@@ -194,7 +194,7 @@ class Container(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Refuse to be moved by a module that this one is part of, which calls no `to` here."""
+        """Refuse to be moved by a module that contains this one, which does not call `to` here."""
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             changed = fn(tensor)
@@ -238,9 +238,9 @@ class _View(nn.Sequential):
     def _deny_changes(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a change that the pipeline would not see."""
         raise PipelineError(
-            "a partition cannot be changed: `pipe.partitions` shows the layers, made anew at every "
-            "look.\nFix: setattr(pipe, name, layer) puts another layer in the place of one; for "
-            "more or fewer, make a new pipeline."
+            "a partition cannot be changed: `pipe.partitions` only shows the layers, and is made "
+            "again each time.\nFix: setattr(pipe, name, layer) replaces a layer; for more or "
+            "fewer, make a new pipeline."
         )
 
     __setitem__ = __delitem__ = append = insert = extend = pop = _deny_changes
@@ -249,9 +249,9 @@ class _View(nn.Sequential):
     def _deny_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a hook that would never run."""
         raise PipelineError(
-            "a partition cannot have hooks: `pipe.partitions` shows the layers, made anew at every "
-            "look, and the pipeline runs them one by one.\n"
-            "Fix: register the hook on a layer, pipe.partitions[j][k]; or on the whole, pipe."
+            "a partition cannot have hooks: `pipe.partitions` only shows the layers, and is made "
+            "again each time; the pipeline runs the layers one by one.\n"
+            "Fix: register the hook on a layer, pipe.partitions[j][k], or on the pipeline itself."
         )
 
     register_forward_pre_hook = _deny_hooks
@@ -265,7 +265,7 @@ def _check_timeout(timeout: object) -> None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout <= threading.TIMEOUT_MAX):  # type: ignore[operator]
         raise BalanceError(
-            f"timeout is no time: timeout={timeout!r} (expected finite seconds above 0, or None).\n"
+            f"timeout is not a time: timeout={timeout!r} (expected seconds above 0, or None).\n"
             "Fix: timeout=None to wait for ever."
         )
 
@@ -274,6 +274,7 @@ def _moving_denied() -> ModelError:
     return ModelError(
         "a pipeline cannot be moved, nor a module that it is part of: each partition lives on its "
         "own device.\n"
-        "Fix: leave the call out; give the devices when making it, GPipe(..., devices=[...]), and "
-        "move what stands around it by itself."
+        "Fix: leave the call out (in a library that makes it: accelerate's "
+        "device_placement=False, Fabric's move_to_device=False); give the devices when making it, "
+        "GPipe(..., devices=[...]), and move the modules around it separately."
     )

@@ -35,15 +35,15 @@ def convert_deferred_batch_norm(
     Args:
         module: Any module. Subclasses of BatchNorm1d, 2d and 3d are converted too; one whose
             ``forward`` does not call ``super().forward`` stays as it was.
-        memo: What has been converted, so that a module that stands in two places stays one.
+        memo: What has been converted, so that a module that is in two places stays one.
 
     Returns:
         The converted module; `module` itself if it contains no BatchNorm to convert.
 
     Raises:
-        ModelError: a module would run the original layer all the same: one that is compiled, that
-            has another forward put in its place, or that reaches its layers by a list, say, or a
-            function.
+        ModelError: a module would run the original layer all the same: one that is compiled, whose
+            forward was replaced on the instance, or that reaches its layers through a list or a
+            function, for example.
 
     Warns:
         UserWarning: a SyncBatchNorm, or a scripted one, is left as it is.
@@ -90,7 +90,7 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
     if isinstance(module, _PLAIN):
         _check_own_forward(module)
         deferred = blank_deferred(DeferredBatchNorm, type(module))
-        deferred.__dict__.update(module.__getstate__())  # without what compiled the original
+        deferred.__dict__.update(module.__getstate__())  # without the compiled call of the original
         return deferred
     if isinstance(module, nn.SyncBatchNorm):
         warnings.warn(
@@ -132,11 +132,11 @@ def _warn_of_scripted(module: torch.jit.ScriptModule) -> None:
 
 
 def _check_other_ways(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> None:
-    """Refuse a module that has another way to what is replaced: a copy of it would go that way.
+    """Refuse a module that has another reference to a replaced one: a copy would run the original.
 
     Args:
         module: The module.
-        memo: What has been converted so far, among it what is inside of the module.
+        memo: What has been converted so far, including the modules inside this one.
     """
     replaced = {id(module), *(id(old) for old, new in memo.items() if new is not old)}
     own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
@@ -150,16 +150,16 @@ def _check_other_ways(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> No
             )
 
 
-#: What torch keeps of a module: its children are looked at by themselves, and hooks are shared.
+#: Attributes that every module has: children are looked at by themselves, and hooks are shared.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-#: In so many objects layers are looked for.
+#: How many objects are searched for layers.
 _MOST_OBJECTS = 10_000
 
 
 def _leads_to(value: Any, modules: set[int], seen: set[int]) -> bool:
-    """Tell whether a value is one of some modules, or holds or calls one."""
+    """Tell whether a value is one of the given modules, or holds or calls one."""
     if id(value) in seen or len(seen) > _MOST_OBJECTS:
         return False
     seen.add(id(value))

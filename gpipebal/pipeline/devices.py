@@ -15,7 +15,7 @@ from gpipebal.schedule import check_count
 from gpipebal.units import count
 
 __all__ = [
-    "Place",
+    "DeviceLike",
     "check_threads",
     "choose_devices",
     "in_order",
@@ -26,9 +26,9 @@ __all__ = [
 ]
 
 #: Where a partition can be told to run.
-Place = torch.device | str | int | torch.cuda.Stream
+DeviceLike = torch.device | str | int | torch.cuda.Stream
 
-#: A partition may have this many threads even on a machine of fewer cores.
+#: A partition may have this many threads even on a machine with fewer cores.
 MOST_THREADS = 64
 
 
@@ -38,7 +38,7 @@ def visible_cores() -> int:
 
 
 def share_of_cores(n_partitions: int) -> int:
-    """Return the threads of each CPU partition when all work side by side; 1 at the least."""
+    """Return the threads of each CPU partition when all work side by side; at least 1."""
     return max(1, visible_cores() // max(1, n_partitions))
 
 
@@ -46,7 +46,7 @@ def check_threads(name: str, threads: object) -> int:
     """Return a number of threads that a partition can be given.
 
     Raises:
-        BalanceError: it is no whole number of 1 or more, or so large that starting so many
+        BalanceError: it is not a whole number of 1 or more, or so large that starting so many
             threads could bring the machine down.
     """
     count = check_count(name, threads)
@@ -63,10 +63,10 @@ def parse_device(device: torch.device | str | int) -> torch.device:
     """Read a device, and make sure that it exists.
 
     Raises:
-        DeviceError: it is no device, of a kind that is not supported, or does not exist.
+        DeviceError: it is not a device, of a kind that is not supported, or does not exist.
     """
     try:
-        # A number alone torch reads as a device of a kind that the machine may not have.
+        # A bare number is read by torch as a device of a kind that the machine may not have.
         parsed = torch.device("cuda", device) if type(device) is int else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(
@@ -91,7 +91,7 @@ def parse_device(device: torch.device | str | int) -> torch.device:
 
 
 def choose_devices(
-    devices: Iterable[Place] | None, n_partitions: int
+    devices: Iterable[DeviceLike] | None, n_partitions: int
 ) -> tuple[list[torch.device], list[torch.cuda.Stream | None]]:
     """Return one device per partition, and the stream of each that was given one.
 
@@ -114,7 +114,7 @@ def choose_devices(
         )
     given = list(check_list("devices", devices, fix=f"devices=['cpu'] * {n_partitions}, say"))
     if len(given) >= n_partitions:
-        given = given[:n_partitions]  # what is not used need not exist
+        given = given[:n_partitions]  # devices that are not used need not exist
     streams = [place if isinstance(place, torch.cuda.Stream) else None for place in given]
     parsed = [
         parse_device(place.device if isinstance(place, torch.cuda.Stream) else place)
@@ -129,15 +129,17 @@ def choose_devices(
     return parsed, streams
 
 
-def in_order(devices: Iterable[Place] | None, order: Sequence[int]) -> Iterable[Place] | None:
+def in_order(
+    devices: Iterable[DeviceLike] | None, order: Sequence[int]
+) -> Iterable[DeviceLike] | None:
     """Put devices into the order in which a plan uses them; None: those of `choose_devices`.
 
     Args:
         devices: The devices that the plan was made for; None: the CUDA devices, or the CPU.
-        order: For each partition, which of them.
+        order: For each partition, the index of its device.
 
     Raises:
-        DeviceError: the plan uses more than there are.
+        DeviceError: the plan uses more devices than there are.
     """
     if list(order) == list(range(len(order))):
         return devices

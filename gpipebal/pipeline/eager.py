@@ -1,8 +1,8 @@
 """Eager code: let compiled layers run as they were written, for a while.
 
-Whoever looks at single operations cannot look into compiled code. Worse, what `torch.compile` finds
-under a dispatch mode for the first time it never compiles again, in the whole process: looking
-would change what is looked at.
+Code that watches single operations cannot see into compiled code. Worse, a function that
+`torch.compile` first meets under a dispatch mode is never compiled again, in the whole process:
+watching would change what is watched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _stance: Any = None
 def run_eagerly() -> Iterator[None]:
     """Run compiled code as it was written, in all threads, for as long as a block runs.
 
-    What is compiled stays compiled, and runs so again behind the block. Where nothing was ever
+    What is compiled stays compiled, and runs compiled again after the block. Where nothing was ever
     compiled, torch's compiler is not even imported.
     """
     _enter()

@@ -1,7 +1,7 @@
 """What torch's autograd engine is doing right now: the only use of its private functions.
 
 An autograd Function cannot see whether the running backward keeps the graph, or whether it asks
-for parameter gradients at all. The engine knows, and has two private functions that tell. They
+for parameter gradients at all. The engine knows, and two private functions tell. They
 are called here and nowhere else; a test checks both against what they must answer.
 """
 

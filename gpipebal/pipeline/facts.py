@@ -1,7 +1,7 @@
 """Facts about one kind of micro-batch: found out on the first one of it, used for the others.
 
-What makes a kind: the modes of the layers, the form of the input, the caller's settings, and
-whether anybody reads the input again. Layers may behave otherwise if one of these is different.
+A kind consists of the modes of the layers, the form of the input, the caller's settings, and
+whether the input is read again. Layers may behave differently if one of these is different.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def kind_of(
         mode: The state of the layers, from `Modules.mode`.
         packet: The input.
         state: Settings of the caller.
-        protect: Whether the input must stay as it is: only then a write to it is noticed in
+        protect: Whether the input must stay as it is: only then is a write to it noticed in
             inference mode, where tensors count no versions.
-        has_tail: Whether a loss runs behind the layers.
+        has_tail: Whether a loss runs after the layers.
     """
     kinds = [_form(leaf) if isinstance(leaf, Tensor) else _name(leaf) for leaf in packet.leaves]
     return (
@@ -73,9 +73,9 @@ def _form(tensor: Tensor) -> Hashable:
 
 
 def _name(leaf: Any) -> Hashable:
-    """Name a leaf that is no tensor: a switch by its value, else by its kind.
+    """Name a leaf that is not a tensor: a switch by its value, anything else by its type.
 
-    Not a number by its value: one that counts the steps would make a kind of each.
+    A number is not named by its value: one that counts the steps would make each step a kind.
     """
     if isinstance(leaf, (bool, str)):
         return (type(leaf).__name__, leaf)
@@ -86,13 +86,13 @@ def was_written(before: Any, leaf: Any, version: int | None) -> bool:
     """Tell whether a leaf has been written to.
 
     Args:
-        before: The leaf as the layers were to find it.
+        before: The leaf that the layers were meant to get.
         leaf: What the layers were given: `before`, or a copy of it.
-        version: What `version_of` said of `leaf` then.
+        version: What `version_of(leaf)` returned before they ran.
     """
     if not isinstance(leaf, Tensor):
         return False
     if version is None:
-        # Of a tensor that counts no versions `leaf` is a copy, if anybody reads `before` later.
+        # If the tensor counts no versions, `leaf` is a copy wherever `before` is read later.
         return leaf is not before and not are_equal(leaf, before)
     return version_of(leaf) != version

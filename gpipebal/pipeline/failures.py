@@ -28,7 +28,7 @@ class Failures:
             self._failures.append((action, error))
 
     def take_first(self, schedule: Schedule) -> BaseException:
-        """Return the failure that comes first in schedule order, the others noted in it."""
+        """Return the failure that comes first in schedule order, with notes of the others."""
         places = _clock_cycles(schedule)
         failures = sorted(self._failures, key=lambda failure: places[failure[0]])
         error = failures[0][1]
@@ -39,7 +39,7 @@ class Failures:
 
 
 def _note(error: BaseException, text: str) -> None:
-    # The exception's own class may get in the way: then it arrives without the note.
+    # The exception's own class may refuse a note: then it arrives without one.
     with suppress(Exception):
         error.add_note(text)
 

@@ -15,22 +15,22 @@ __all__ = ["can_be_opened", "flatten"]
 def flatten(module: nn.Module) -> nn.Sequential:
     """Open nested Sequentials, so that the chain can be cut between the layers inside them.
 
-    A child that is an `nn.Sequential`, however deep, gives way to its layers, in their order. One
-    that does something else than running them stays as it is: if it has a forward of its own (or a
-    ``train``, or its own way to save them), hooks, parameters or buffers, or is compiled. So the
-    result computes what `module` does.
+    A child that is an `nn.Sequential`, however deep, is replaced by its layers, in their order. One
+    that does more than run them stays as it is: if it has a forward of its own (or a ``train``, or
+    its own way to save them), hooks, parameters or buffers, or is compiled. So the result computes
+    what `module` does.
 
     Args:
         module: An `nn.Sequential`; it is left as it is.
 
     Returns:
-        A new `nn.Sequential` of the same layer objects. Each is called by its path, joined by
+        A new `nn.Sequential` of the same layer objects. Each is named by its path, joined by
         ``_``; a name that is taken already gets another ``_`` at its end. Keys of the state dict
-        change accordingly (``first.0.weight`` becomes ``first_0.weight``): load parameters before,
-        and save those of `module`, which are the same tensors.
+        change accordingly (``first.0.weight`` becomes ``first_0.weight``): load parameters before
+        this call, and save those of `module`, which are the same tensors.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential`, or does something else than running its
+        ModelError: `module` is not an `nn.Sequential`, or does something other than run its
             layers one after the other.
 
     Warns:
@@ -59,7 +59,7 @@ def flatten(module: nn.Module) -> nn.Sequential:
 
 
 def can_be_opened(module: nn.Module) -> bool:
-    """Tell whether a module does nothing but running its layers one after the other."""
+    """Tell whether a module does nothing but run its layers one after the other."""
     return (
         isinstance(module, nn.Sequential)
         and own_forward(module) is None

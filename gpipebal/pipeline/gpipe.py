@@ -31,7 +31,7 @@ from gpipebal.pipeline.collectives import check_order_of_talk
 from gpipebal.pipeline.container import Container
 from gpipebal.pipeline.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.devices import (
-    Place,
+    DeviceLike,
     check_threads,
     choose_devices,
     in_order,
@@ -57,13 +57,12 @@ _starting = threading.Lock()
 class GPipe(Container):
     """Run an `nn.Sequential` as a pipeline over several devices, as one differentiable module.
 
-    The mini-batch is parted into micro-batches, which the partitions work on side by side, in the
-    forward and in the backward. Gradients, buffers and state-dict keys are those of the plain
+    The mini-batch is divided into micro-batches, and the partitions work on them side by side, in
+    the forward and in the backward. Gradients, buffers and state-dict keys are those of the plain
     model run over the same micro-batches.
 
     The pipeline uses the caller's own layers, moved to their devices. Inputs are moved to the
-    first device, outputs stay on the last. Layers may hand values past others with
-    `gpipebal.skip`.
+    first device, outputs stay on the last. `gpipebal.skip` lets layers pass values around others.
 
     Args:
         module: The chain. Its direct children are the layers.
@@ -77,7 +76,7 @@ class GPipe(Container):
             backward: ``'always'``, ``'except_last'`` or ``'never'``, or a list with one of them
             for each partition. In eval mode none are.
         deferred_batch_norm: Update the running statistics of batch normalisation once per
-            mini-batch, with the figures of all its rows. The layers concerned are replaced by
+            mini-batch, from all its rows. The layers concerned are replaced by
             `DeferredBatchNorm`s that share all tensors with the caller's.
         in_dims: Dimension along which each tensor of the input has its rows, as a pytree that is
             a prefix of the input's. None: the tensor has no rows, and every micro-batch gets all
@@ -86,9 +85,9 @@ class GPipe(Container):
         out_dims: Dimension along which each tensor of the output has its rows. None: it has
             none, and the micro-batches' tensors are stacked.
         threads_per_partition: Intra-operation threads of each CPU partition; None: its share of
-            the cores. CUDA partitions are left alone.
+            the cores. CUDA partitions are not affected.
         timeout: Seconds in which some worker must end an action; if none does, the call raises
-            an error that says what each is doing, instead of waiting on. None: wait for ever.
+            an error that says what each is doing, instead of waiting longer. None: wait for ever.
 
     Attributes:
         balance: Number of layers in each partition.
@@ -98,9 +97,10 @@ class GPipe(Container):
         schedule: Schedule of `step`: ``'gpipe'``, or what the plan says.
         threads_per_partition: Intra-operation threads of a CPU partition.
         timeout: Seconds in which some worker must end an action.
+        in_dims, keyword_dims, out_dims: As given.
 
     Warns:
-        UserWarning: `module` has hooks, parameters or buffers beside its layers.
+        UserWarning: `module` has hooks, parameters or buffers of its own, besides its layers'.
 
     Raises:
         ModelError: `module` is not an `nn.Sequential`, or its skips do not pair up (a TypeError).
@@ -131,7 +131,7 @@ class GPipe(Container):
         module: nn.Module,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[Place] | None = None,
+        devices: Iterable[DeviceLike] | None = None,
         chunks: int = 1,
         checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = False,
@@ -180,7 +180,7 @@ class GPipe(Container):
         module: nn.Module,
         plan: Plan,
         *,
-        devices: Iterable[Place] | None = None,
+        devices: Iterable[DeviceLike] | None = None,
         deferred_batch_norm: bool = False,
         in_dims: Any = 0,
         keyword_dims: Mapping[str, Any] | None = None,
@@ -190,9 +190,9 @@ class GPipe(Container):
     ) -> GPipe:
         """Make the pipeline that a plan describes.
 
-        A plan with schedule ``'1f1b'`` is kept by `step`; calling the pipeline runs all forwards
+        `step` follows a plan's schedule ``'1f1b'``; calling the pipeline runs all forwards
         before the first backward, whatever the plan says. Layers of the plan's runs are recomputed
-        by themselves.
+        on their own.
 
         Args:
             module: The model that the plan was made for.
@@ -206,8 +206,8 @@ class GPipe(Container):
             timeout: As for `GPipe`.
 
         Warns:
-            UserWarning: the partitions will have other threads than the layers were profiled
-                with, a layer has changed since, or rows lie along another dimension.
+            UserWarning: the partitions will have another number of threads than the layers were
+                profiled with, a layer has changed since, or rows lie along another dimension.
 
         Raises:
             UnsupportedPlanError: the plan has a schedule other than ``'gpipe'`` and ``'1f1b'``.
@@ -241,18 +241,18 @@ class GPipe(Container):
         Args:
             input: A tensor, or a pytree of tensors, with the same rows. Other leaves go to every
                 micro-batch as they are.
-            others: None: several inputs are one tuple, or have names.
-            keywords: Given to the first layer beside its input, parted likewise.
+            others: Not accepted: give several inputs as one tuple, or by name.
+            keywords: Given to the first layer besides its input, divided likewise.
 
         Returns:
-            The output of the last layer, joined over the micro-batches, on the last device. Of
-            what is no tensor, such as a number, only the first micro-batch's is in it.
+            The output of the last layer, joined over the micro-batches, on the last device. Of a
+            leaf that is not a tensor, such as a number, only the first micro-batch's is in it.
 
         Raises:
             ModelError: several inputs; or the input or a layer's output has no tensor, or tensors
                 that differ in rows.
             BalanceError: a dimension in `in_dims`, `keyword_dims` or `out_dims` does not fit.
-            PipelineTimeoutError: no worker came forward within `timeout`.
+            PipelineTimeoutError: no worker ended an action within `timeout`.
             BaseException: whatever a layer raised, with its own type and traceback, and notes
                 that name partition, phase, micro-batch and layer.
         """
@@ -290,17 +290,17 @@ class GPipe(Container):
 
         Args:
             input: As for `forward`.
-            others: None: further arguments have names.
-            target: A tensor or a pytree of tensors, parted like the input; None: none.
+            others: Not accepted: give further arguments by name.
+            target: A tensor or a pytree of tensors, divided like the input; None: none.
             loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a
-                target; returns a tensor with one element, scaled by ``scaler.scale(loss)`` if need
-                be. Called twice for a micro-batch that the last partition recomputes;
-                `is_recomputing` tells.
+                target; returns a tensor with one element, scaled by ``scaler.scale(loss)`` if
+                needed. Called twice for a micro-batch that the last partition recomputes;
+                `is_recomputing` tells which call it is.
             reduction: ``'mean'`` if `loss_fn` takes the mean over the rows of a micro-batch: the
                 micro-batches' losses are weighted by their rows, which gives the mean over the
-                mini-batch. ``'sum'`` if it adds up: so do the micro-batches. (A mean over
-                something else than rows, such as the tokens that are not padding, needs a sum
-                that `loss_fn` divides by the mini-batch's number.)
+                mini-batch. ``'sum'`` if it adds up: the micro-batches' losses are added up too. (A
+                mean over something other than rows, such as the tokens that are not padding, needs
+                a sum that `loss_fn` divides by the mini-batch's number of them.)
             target_dims: Dimension along which each tensor of the target has its rows, as a prefix
                 of its pytree; None: every micro-batch gets all of it.
             schedule: ``'gpipe'`` or ``'1f1b'``; None: the pipeline's own.
@@ -312,7 +312,7 @@ class GPipe(Container):
         Raises:
             UnsupportedPlanError: an unknown schedule.
             PipelineError: the loss needs no gradient.
-            ModelError: `loss_fn` is missing, or returned no loss; arguments without names; and as
+            ModelError: `loss_fn` is missing, or returned no loss; an argument has no name; and as
                 for `forward`.
             BaseException: as for `forward`.
 
@@ -331,9 +331,7 @@ class GPipe(Container):
         check_step_input(others)
         leaves, inputs = self._parted(input, keywords or {})
         if not self._modules:
-            raise PipelineError(
-                "a pipeline without layers has nothing to train.\nFix: give it layers."
-            )
+            raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
         loss = MicroBatchLoss(loss_fn, target, target_dims, inputs.rows, reduction)
         mini_batch = self._begin(inputs, schedule or self.schedule, loss)
         received = mini_batch.step()
@@ -355,8 +353,10 @@ class GPipe(Container):
 
     def close(self) -> None:
         """End the workers; the next forward starts new ones. Harmless when repeated."""
-        runtime, self._runtime = self._runtime, None
+        runtime = self._runtime
         if runtime is not None:
+            runtime.pool.check_closer()
+            self._runtime = None
             runtime.pool.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -393,7 +393,7 @@ class GPipe(Container):
                 )
                 self._runtime = runtime
             elif runtime.has_other_parameters():
-                # Others may be tied now. Mini-batches on their way go on with those that were.
+                # Others may be tied now. Mini-batches on their way go on with the former ones.
                 check_shared(self.layers_in_place(), self.balance, self.devices)
                 runtime = runtime.with_other_ties()
                 self._runtime = runtime

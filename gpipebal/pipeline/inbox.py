@@ -10,9 +10,9 @@ from typing import Any
 
 __all__ = ["Flag", "Inbox", "InboxClosedError", "Stop"]
 
-#: Seconds after which who waits looks around by itself. A worker at `Stop`: an interrupt can come
-#: between setting it and waking everybody. The main thread for signals: one that comes between
-#: Python's last look at them and the wait wakes nobody.
+#: Seconds after which a waiting thread looks around by itself. A worker at `Stop`: an interrupt can
+#: come between setting it and waking all of them. The main thread for signals: one that comes
+#: between Python's last look at them and the wait wakes no thread.
 LOOK_AROUND = 0.5
 
 
@@ -23,8 +23,8 @@ class InboxClosedError(Exception):
 class Flag:
     """What one thread waits for and another sets, once.
 
-    A `threading.Event` does the same, but an interrupt that comes while the main thread enters its
-    lock leaves that locked for ever. Here a queue wakes, whose lock is held in C alone.
+    A `threading.Event` does the same, but an interrupt that comes while the main thread takes its
+    lock leaves it locked for ever. Here a queue wakes the waiter; its lock is held only in C.
     """
 
     __slots__ = ("_is_set", "_wakes")
@@ -34,18 +34,18 @@ class Flag:
         self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def set(self) -> None:
-        """Set it, and wake who waits."""
+        """Set it, and wake the thread that waits."""
         self._is_set = True
         self._wakes.put(None)
 
     def wake(self) -> None:
-        """Let who waits for it look around, without setting it."""
+        """Let the thread that waits for it look around, without setting it."""
         self._wakes.put(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set or `wake` is called, or for some seconds; tell whether it is set."""
         until = None if timeout is None else time.monotonic() + timeout
-        # Other threads sleep on: woken while the interpreter ends, they would be killed.
+        # Other threads go on sleeping: woken while the interpreter ends, they would be killed.
         most = LOOK_AROUND if threading.current_thread() is threading.main_thread() else None
         while not self._is_set:
             left = None if until is None else max(until - time.monotonic(), 0.0)
@@ -113,7 +113,7 @@ class Inbox:
             return self._values.pop(key)
 
     def wake(self) -> None:
-        """Let everyone who waits look at the stop, and drop all values if it is set."""
+        """Let every waiting thread look at the stop, and drop all values if it is set."""
         with self._changed:
             if self._stop.is_set:
                 self._values.clear()

@@ -1,4 +1,4 @@
-"""The input of a mini-batch, parted into micro-batches and cut off from the caller's graph."""
+"""The input of a mini-batch, divided into micro-batches and cut off from the caller's graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Inputs", "charge_inputs", "check_no_transform", "leaves_of_call", "p
 
 @dataclass
 class Inputs:
-    """The input of a mini-batch, parted.
+    """The input of a mini-batch, divided.
 
     Attributes:
         micro_batches: Leaves of each micro-batch, cut off from autograd.
@@ -51,7 +51,7 @@ def part_inputs(
     keyword_dims: Mapping[str, Any],
     chunks: int,
 ) -> tuple[list[Any], Inputs]:
-    """Part what a pipeline was called with.
+    """Divide the arguments of a pipeline's call into micro-batches.
 
     Args:
         input: A tensor or a pytree of tensors.
@@ -80,7 +80,7 @@ def part_inputs(
 def leaves_of_call(
     input: Any, keywords: Mapping[str, Any], in_dims: Any, keyword_dims: Mapping[str, Any]
 ) -> tuple[list[Any], Any, list[Dim]]:
-    """Take apart what a pipeline is called with; see `part_inputs`.
+    """Take the arguments of a pipeline's call apart; see `part_inputs`.
 
     Returns:
         Leaves, their pytree, and the dimension along which each has its rows. With keyword
@@ -92,7 +92,7 @@ def leaves_of_call(
     """
     if not isinstance(keywords, Mapping):
         raise ModelError(
-            f"keywords is no dict: keywords={keywords!r:.60} (expected names and values).\n"
+            f"keywords is not a dict: keywords={keywords!r:.60} (expected names and values).\n"
             "Fix: keywords={'mask': mask}, say."
         )
     leaves, structure = flatten(input)
@@ -107,13 +107,13 @@ def leaves_of_call(
 
 
 def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.device]) -> None:
-    """Charge the first partition with the mini-batch, however far it is handed through.
+    """Charge the first partition with the mini-batch, however far it is passed on unchanged.
 
     Args:
-        ledger: Where live memory is counted; None when nobody meters.
+        ledger: Where live memory is counted; None when memory is not metered.
         inputs: All that the pipeline was called with.
-        devices: Those of the partitions. What is not on the first is copied, and the copies are
-            charged.
+        devices: Device of each partition. Inputs that are not on the first one are copied, and the
+            copies are charged.
     """
     if ledger is not None and devices:
         leaves = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
@@ -121,7 +121,7 @@ def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.de
 
 
 def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
-    """Refuse traces, transforms of `torch.func`, and tensors with a tangent: workers know none.
+    """Refuse traces, transforms of `torch.func` and tensors with a tangent: workers see none of it.
 
     Raises:
         PipelineError: there is one.
@@ -135,10 +135,10 @@ def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
         raise PipelineError(
             "a pipeline cannot be called inside of a transform of torch.func: its workers would "
             "not see grad, vjp, vmap, jvp and the like.\n"
-            "Fix: use backward() or torch.autograd.grad() behind the call; or the plain model."
+            "Fix: use backward() or torch.autograd.grad() after the call, or the plain model."
         )
     if forward_ad._current_level < 0:
-        return  # as nearly always: nobody is inside of forward-mode differentiation
+        return  # as nearly always: forward-mode differentiation is off
     for value in (*flatten(inputs)[0], *parameters):
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise PipelineError(

@@ -2,11 +2,11 @@
 
 On CUDA each partition computes on a stream of its own and copies on others, and events order
 them: nothing here waits on the host for what a device computes. Only a copy out of the host's own
-memory blocks, until it is done itself, because the caller may refill that memory; so it has a
-stream on which nothing else stands before it. And what a layer has copied to pinned memory is
+memory blocks, until the copy itself is done, because the caller may refill that memory; so it has
+a stream on which no other work comes before it. And what a layer has copied to pinned memory is
 waited for before the caller joins it. A tensor that is read on another stream than it was
 made on is recorded there, so that the allocator does not give its memory away too early. On a CPU
-all of this is nothing at all.
+none of this is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane", "record_str
 #: Two points in time of a lane's `clock`.
 Span = tuple[Any, Any]
 
-#: Not in every torch.
+#: Not in every version of torch.
 _WARN_OF_STREAMS: Callable[[bool], None] | None = getattr(
     torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None
 )
@@ -64,10 +64,10 @@ class Lane:
         Args:
             leaves: The tensors, among other things.
             ready: What to wait for before reading them.
-            spans: Gets the points in time between which they were copied, if any was; None: no
+            spans: Receives the start and end of the copying, if any tensor was copied; None: no
                 clock is read.
             of_caller: Whether they are the caller's, who may write to them again once the pipeline
-                is through.
+                has returned.
         """
         self.wait_for(ready)
         strange = [isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves]
@@ -90,13 +90,13 @@ class Lane:
         """Return what others wait for before they use what this lane has computed so far.
 
         Args:
-            leaves: What they use: a layer of a CPU partition may have put some of it elsewhere.
+            leaves: What they use: a layer of a CPU partition may have put some of it on a GPU.
         """
         return caller_events(leaves) or None
 
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
         """Let the caller use tensors of this lane; called in the caller's thread."""
-        for event in _events(ready):  # of what a layer has put on a card
+        for event in _events(ready):  # of tensors that a layer has put on a GPU
             torch.cuda.current_stream(event.device).wait_event(event)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
@@ -118,9 +118,9 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device, compute: torch.cuda.Stream | None = None) -> None:
         super().__init__(device)
         if _WARN_OF_STREAMS is not None:
-            # A parameter's gradient is added to on the stream on which its node was made. With
-            # workers and the caller that cannot be the stream of everybody who finds a part of it,
-            # and autograd lets the streams wait for each other.
+            # A parameter's gradient is accumulated on the stream on which its node was made. With
+            # workers and the caller that cannot be the stream of every thread that finds a part of
+            # it, and autograd lets the streams wait for each other.
             _WARN_OF_STREAMS(False)
         _settle_attention(device)
         self.compute = torch.cuda.Stream(device) if compute is None else compute
@@ -130,7 +130,7 @@ class CudaLane(Lane):
         #: host blocks it for its own time only.
         self.upload = torch.cuda.Stream(device)
         # torch copies between devices on the source's current stream too, which would be its
-        # default stream, the caller's: one for each source instead.
+        # default stream, the caller's. So there is one stream for each source instead.
         self._sources: dict[torch.device, torch.cuda.Stream] = {}
         self._of_caller: set[torch.device] = set()
 
@@ -156,7 +156,7 @@ class CudaLane(Lane):
         *,
         of_caller: bool = False,
     ) -> list[Any]:
-        """Copy tensors from elsewhere on the copy streams; read those at home in place."""
+        """Copy tensors from elsewhere on the copy streams; read those on this device in place."""
         received = list(leaves)
         from_host: list[int] = []
         from_devices: list[int] = []
@@ -195,7 +195,7 @@ class CudaLane(Lane):
         if source is None:
             source = self._sources[tensor.device] = torch.cuda.Stream(tensor.device)
         # torch lets each of the two streams wait for the other before it copies, and after; but a
-        # tensor with gaps may be put into one piece first, which is the source's stream's alone.
+        # tensor with gaps may be made contiguous first, which only the source's stream does.
         for event in ready:
             source.wait_event(event)
         with torch.cuda.stream(source), torch.cuda.stream(self.copy):
@@ -215,14 +215,14 @@ class CudaLane(Lane):
         return torch.cuda.stream(self.compute)
 
     def mark(self, leaves: Sequence[Any] = ()) -> torch.cuda.Event:
-        """Record an event behind the work that the compute stream has so far."""
+        """Record an event after the work that the compute stream has so far."""
         return self.compute.record_event()
 
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
         """Let the caller's streams wait, and keep the memory until they have read it.
 
-        Those of this device, of the tensors, and of the caller's tensors elsewhere that were
-        copied: the copy reads them on a stream that the caller does not know.
+        These are its streams on this device, on the tensors' devices, and on the devices of the
+        caller's tensors that were copied: a copy reads on a stream that the caller does not know.
         """
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda]
         for device in {self.device, *self._of_caller, *(leaf.device for leaf in found)}:
@@ -249,13 +249,13 @@ class CudaLane(Lane):
 
 @functools.cache
 def _settle_attention(device: torch.device) -> None:
-    """Let torch choose in which order it tries its attention kernels, before anybody looks.
+    """Let torch choose the order in which it tries its attention kernels, before it is read.
 
     It does so when it is first asked for attention on such a device, for the whole process: in a
     worker, in the middle of a mini-batch, it would change what its backward has to do as well.
     """
     query = torch.empty(1, 1, 8, 8, dtype=torch.half, device=device)
-    # Asked without running one. What is not in every torch must not be in the way.
+    # Asked without running a kernel. Not every version of torch has the function.
     with suppress(AttributeError, RuntimeError):
         torch._fused_sdp_choice(query, query, query)
 
@@ -267,7 +267,7 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
 
 
 def _events(ready: Any) -> Sequence[Any]:
-    """Return the events to wait for: none, one, or several of which some may be none."""
+    """Return the events to wait for: none, one, or several, of which some may be None."""
     if ready is None:
         return ()
     return [event for event in ready if event is not None] if isinstance(ready, list) else [ready]

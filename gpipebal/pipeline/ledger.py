@@ -42,7 +42,7 @@ class Ledger:
         self.total_peak = 0
         self._entries: dict[int, tuple[int, int]] = {}
         self._kept: set[int] = set()
-        # Each tells when its storage dies. They go with the ledger, which may go before a storage.
+        # Each tells when its storage dies. They go with the ledger, perhaps before a storage does.
         self._references: dict[int, weakref.ref[Any]] = {}
         self._self = weakref.ref(self)
         # Storages die in any thread and at any allocation, also inside these methods.
@@ -52,8 +52,8 @@ class Ledger:
         """Charge tensors to an owner, taking them over from whoever held them.
 
         Args:
-            tensors: The tensors; what is none is passed over.
-            owner: Whoever that is.
+            tensors: The tensors; anything that is not a tensor is skipped.
+            owner: Number of the owner.
             keep: Whether they stay with this owner from now on, whoever holds them later.
         """
         for tensor in tensors:
@@ -80,7 +80,7 @@ class Ledger:
             return dict(self._references)
 
     def born_since(self, before: Mapping[int, object]) -> set[int]:
-        """Return the keys of live storages that were not among those; keys are given again."""
+        """Return the keys of live storages that were not among those; keys are reused."""
         with self._lock:
             return {key for key, one in self._references.items() if before.get(key) is not one}
 
@@ -97,14 +97,14 @@ class Ledger:
         Compiled code runs in it as it was written: the bytes are those of eager code.
 
         Args:
-            owner: Whoever that is.
-            follow: Whether what an operation makes of a tensor in the ledger goes to that one's
-                owner instead: what an optimizer makes of a parameter, say.
+            owner: Number of the owner.
+            follow: Whether what an operation makes of a tensor in the ledger is charged to that
+                tensor's owner instead: what an optimizer makes of a parameter, for example.
         """
         return _Watch(self, owner, follow)
 
     def owner_of(self, tensor: Tensor) -> int | None:
-        """Return who holds a tensor's storage; None: nobody."""
+        """Return the owner of a tensor's storage; None: it has none."""
         with self._lock:
             entry = self._entries.get(storage_key(tensor))
         return None if entry is None else entry[0]
@@ -163,11 +163,11 @@ class _Watch(EagerDispatchMode):
         return result
 
     def _owners_of(self, operands: Any) -> list[int]:
-        """Return whom the first operand of an operation belongs to; of a list, of each."""
+        """Return the owner of an operation's first operand; if it is a list, of each element."""
         found = [self._ledger.owner_of(leaf) for leaf in _leaves(operands) if has_storage(leaf)]
         return [self._owner if owner is None else owner for owner in found]
 
 
 def _leaves(value: Any) -> Sequence[Any]:
-    """Return what is in a value; every operation comes here, and most hand over a tensor."""
+    """Return the leaves of a value; every operation calls this, mostly with a tensor."""
     return (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value)

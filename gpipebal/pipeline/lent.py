@@ -1,12 +1,12 @@
 """Lent states: what the default generator has while an operation draws a layer's numbers from it.
 
-Who saves the generator's state meanwhile, such as `torch.utils.checkpoint` in a layer of another
-partition, puts it back some time. So a lent state of the CPU bears a mark, where others have the
-seed that they came from; and states in which an operation has drawn although it was lent another
-one are noted by the mini-batches that are under way: who has saved one of those puts it back in a
-later phase of the same mini-batch, and at any other time such a state is like all others. States
-are read and written as memory: operations on them would be seen by whoever counts what a step
-needs.
+Code that saves the generator's state meanwhile, such as `torch.utils.checkpoint` in a layer of
+another partition, puts it back at some time. So a lent state of the CPU bears a mark, where other
+states have the seed that they came from. Mini-batches that are under way also note the states in
+which an operation has drawn although it was lent another one: code that saved one of those puts it
+back in a later phase of the same mini-batch; at any other time such a state is like all others.
+States are read and written as memory: operations on them would be seen by code that counts what a
+step needs.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ __all__ = [
     "run_with_default",
 ]
 
-#: How often an operation is run that draws from the default generator, if somebody else sets that;
-#: and after how many runs in a row that have not moved the state on it is taken to draw nothing.
+#: How often an operation that draws from the default generator is run, if other code sets that
+#: generator; and after how many runs in a row that leave the state as it was it is taken to draw
+#: nothing.
 _TRIES, _NOTHING = 1000, 10
-#: After how many runs in a row that leave the same state behind it is taken to set that itself.
+#: After how many runs in a row that end with the same state it is taken to set that state itself.
 _ITSELF = 50
 #: Operations of other libraries that were found to draw nothing, and those that set the generator
 #: themselves: they are run once.
 _without_draws: set[Any] = set()
 _seeding: set[Any] = set()
 
-#: Held while a default generator is read, moved on, or has another state for a moment.
+#: Held while a default generator is read, advanced, or temporarily has another state.
 default_generators = threading.Lock()
 
-#: Bytes of the seed that a state begins with; of a mark half of them are the same in all.
+#: Bytes of the seed that a state begins with; half of a mark is the same in all marks.
 _HEAD = 8
 _MARK = hashlib.blake2b(b"gpipebal: lent", digest_size=_HEAD // 2).digest()
 _n_lent = count()
-#: Those of the phases that are under way; changed and read by who holds `default_generators`, but
-#: where a worker that hangs has that for ever.
+#: Those of the phases that are under way; changed and read while holding `default_generators`,
+#: unless a worker that hangs has that for ever.
 _noting: list[Strays] = []
-#: What the last states of other devices begin with that were lent.
+#: The first bytes of the states that were last lent on devices other than the CPU.
 _heads: deque[bytes] = deque(maxlen=1000)
-#: What states begin with that the process's generator had when phases of mini-batches began.
+#: The first bytes of states that the process's generator had when phases of mini-batches began.
 _homes: deque[bytes] = deque(maxlen=100)
 
 
@@ -64,12 +65,12 @@ def bytes_of_state(state: Tensor) -> bytes:
 
 
 def _head_of(state: Tensor) -> bytes:
-    """Return what a state begins with: the seed that it came from, or a mark."""
+    """Return the first bytes of a state: the seed that it came from, or a mark."""
     return ctypes.string_at(state.data_ptr(), _HEAD)
 
 
 def _set_head(state: Tensor, head: bytes) -> None:
-    """Let a state begin with something else; on a CPU that changes no number that is drawn."""
+    """Set the first bytes of a state; on a CPU that changes no number that is drawn."""
     ctypes.memmove(state.data_ptr(), head, _HEAD)
 
 
@@ -89,14 +90,14 @@ def _is_lent(state: Tensor) -> bool:
 
 
 def note_home(state: bytes) -> None:
-    """Let a state be known that the process's generator has when nobody has borrowed it."""
+    """Remember a state that the process's generator has while it is not lent one."""
     head = state[:_HEAD]
     if head not in _homes:
         _homes.append(head)
 
 
 def _is_of_process(state: Tensor) -> bool:
-    """Tell whether a state may be one that somebody had saved, while it was lent or not."""
+    """Tell whether a state may be one that other code had saved, lent or not."""
     return _is_lent(state) or _head_of(state) in (*_homes, *_heads)
 
 
@@ -107,9 +108,9 @@ def _note_head(state: Tensor) -> None:
 
 
 class Strays:
-    """The states that nobody has drawn from, in phases of a mini-batch, but an operation run again.
+    """States from which only an operation that was run again has drawn, in a mini-batch's phases.
 
-    `begin` and `end` stand around a phase, and are called by who holds `default_generators`.
+    `begin` and `end` enclose a phase, and are called while holding `default_generators`.
     """
 
     def __init__(self) -> None:
@@ -124,11 +125,11 @@ class Strays:
         _noting.remove(self)
 
     def note(self, state: Tensor) -> None:
-        """Let a state be known."""
+        """Remember a state."""
         self._hashes.append(hash(bytes_of_state(state)))
 
     def __contains__(self, state: Tensor) -> bool:
-        """Tell whether a state was lent, or was noted: whoever put it there had only saved it."""
+        """Tell whether a state was lent, or was noted: code that put it back had only saved it."""
         return _is_lent(state) or hash(bytes_of_state(state)) in tuple(self._hashes)
 
 
@@ -141,13 +142,13 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
     """Run an operation that reads the process's default generator, which is lent a state for it.
 
     Args:
-        generator: Has the state, and gets the one behind the operation.
+        generator: Has the state, and gets the state after the operation.
         operation: The operation.
         args: Its arguments.
         kwargs: Its keyword arguments.
 
     Raises:
-        PipelineError: somebody else has set the generator's state whenever it ran.
+        PipelineError: other code has set the generator's state whenever it ran.
     """
     device = generator.device
     default = (
@@ -163,7 +164,7 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
             for _ in range(_TRIES):
                 if device.type == "cpu":
                     mark_as_lent(ours)
-                else:  # there a seed is more than a mark
+                else:  # there the numbers depend on the seed: no mark
                     _note_head(ours)
                     note_home(bytes_of_state(before))
                 default.set_state(ours)
@@ -185,11 +186,11 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
                     _seeding.add(operation)
                 is_known = _head_of(after) == _head_of(before) or _is_of_process(after)
                 if not is_unmoved and (not is_known or operation in _seeding):
-                    # Seeded by the operation itself, which draws what it likes.
+                    # The operation itself has set the seed, and may draw what it likes.
                     generator.set_state(after)
                     return result
-                # Somebody who knows nothing of us has put it back meanwhile, to what it was at some
-                # time, as torch.utils.checkpoint does in a layer of another partition.
+                # Code that knows nothing of this lending has meanwhile put back some earlier state,
+                # as torch.utils.checkpoint does in a layer of another partition.
                 _note_stray(after)
                 if operation._schema.is_mutable:
                     break

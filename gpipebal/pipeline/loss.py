@@ -34,7 +34,7 @@ class MicroBatchLoss:
 
     Raises:
         BalanceError: an unknown reduction, or a target of other rows than the input.
-        ModelError: `loss_fn` is no function, or the tensors of the target have different rows.
+        ModelError: `loss_fn` is not a function, or the tensors of the target have different rows.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class MicroBatchLoss:
             i: The micro-batch.
             lane: Device and streams of the last partition.
             ready: What to wait for before reading the target.
-            meet: Told which parameters, or other leaves of autograd, the loss uses by itself, not
-                through the output, whenever a graph of it is recorded.
+            meet: Called whenever a graph of the loss is recorded, with the parameters or other
+                leaves of autograd that the loss uses by itself, not through the output.
         """
         loss_fn, target = self._loss_fn, self._target
         leaves = [] if target is None else target.receive(i, lane, ready)
@@ -96,14 +96,14 @@ class MicroBatchLoss:
         return () if self._target is None else self._target.keep_gradients(i)
 
     def target_gradients(self, lane: Lane) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors of the target that want a gradient, with theirs."""
+        """Return the tensors of the target that want a gradient, each with its gradient."""
         return [] if self._target is None else self._target.gradients(lane)
 
     def take(self, output: Packet) -> Tensor:
-        """Return the loss that a cell gave."""
+        """Return the loss that a cell returned."""
         self._needs_gradient = self._needs_gradient or output.needs_gradient[0]
         loss: Tensor = output.leaves[0]
-        # Kept until all are added up. That of a mean may have the storage of all its terms.
+        # Kept until all are added up. A mean may share the storage of all its terms.
         return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
     def check(self) -> None:
@@ -137,7 +137,7 @@ class MicroBatchLoss:
 
 
 def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """Return what can be called for the loss.
+    """Return the function that computes the loss.
 
     Raises:
         ModelError: it cannot.
@@ -150,7 +150,7 @@ def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tens
     if not callable(loss_fn):
         got = "loss_fn=None" if loss_fn is None else f"type(loss_fn)={type(loss_fn).__name__}"
         raise ModelError(
-            f"loss_fn is no function: {got} (expected a function of the output, or of output and "
+            f"loss_fn is not a function: {got} (expected a function of the output or of output and "
             "target).\n"
             "Fix: pipe.step(x, target=y, loss_fn=torch.nn.functional.mse_loss), say."
         )

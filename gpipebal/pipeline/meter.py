@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -14,14 +15,14 @@ from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.ledger import Ledger
 
-__all__ = ["MemoryMeter", "measure_memory"]
+__all__ = ["MemoryMeter", "measure_memory", "optimizer_states"]
 
 
 class MemoryMeter:
     """Peak memory of a metered block, in bytes.
 
     Attributes:
-        ledger: The count of live storages behind the figures.
+        ledger: The count of live storages from which the figures come.
         device_peak_bytes: Peak of the CUDA allocator per device, filled in when the block ends;
             empty on CPU.
     """
@@ -35,11 +36,11 @@ class MemoryMeter:
         """The most that each partition held at one time.
 
         A partition holds its parameters, gradients, buffers and optimizer state, what its worker
-        allocates, and what it has received from its neighbours. What several partitions have
-        belongs to the first of them: a parameter, or the mini-batch where it is handed through.
-        What the caller makes of a tensor belongs to whoever holds that: an optimizer's intermediate
-        results are with the parameter. The rest, gathered outputs, the loss and their gradients,
-        the last partition holds.
+        allocates, and what it has received from its neighbours. A tensor that several partitions
+        have belongs to the first of them: a parameter, or the mini-batch where it is passed on.
+        What the caller makes of a tensor belongs to the partition that holds the tensor: an
+        optimizer's intermediate results count with the parameter. The last partition holds the
+        rest: gathered outputs, the loss and their gradients.
         """
         return tuple(self.ledger.peaks)
 
@@ -57,17 +58,17 @@ def measure_memory(
 
     Every operation is watched, which makes the block several times slower: measure memory in a
     step of its own. What an operation uses inside and frees again is not counted. Layers that
-    `torch.compile` made run as they were written: the figures are those of eager code.
+    `torch.compile` compiled run as they were written: the figures are those of eager code.
 
     Args:
         pipe: The pipeline that runs in the block.
-        optimizer: Its state counts to the partitions of its parameters.
+        optimizer: Its state counts towards the partitions of its parameters.
 
     Yields:
         A meter whose figures are final when the block ends.
 
     Raises:
-        KindError: it is no pipeline.
+        KindError: it is not a pipeline.
         PipelineError: the pipeline is metered already.
 
     Complexity:
@@ -92,7 +93,8 @@ def measure_memory(
                 continue  # it comes into being in the first forward, and counts from then on
             ledger.hold([parameter, parameter.grad], j, keep=True)
             if optimizer is not None:
-                ledger.hold(optimizer.state.get(parameter, {}).values(), j, keep=True)
+                for state in optimizer_states(optimizer):
+                    ledger.hold(state.get(parameter, {}).values(), j, keep=True)
         own = [*partition.buffers(), *attributes_of(partition)]
         ledger.hold((one for one in own if not is_lazy(one)), j, keep=True)
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
@@ -108,3 +110,17 @@ def measure_memory(
         pipe.stop_metering()
         for device in devices:
             meter.device_peak_bytes[str(device)] = torch.cuda.max_memory_allocated(device)
+
+
+def optimizer_states(optimizer: Any) -> list[Mapping[Any, Mapping[str, Any]]]:
+    """Return the states of an optimizer, and of those that it wraps: by parameter, by name.
+
+    Example:
+        >>> len(optimizer_states(torch.optim.SGD([torch.ones(1)])))
+        1
+    """
+    found: list[Any] = [optimizer]
+    for one in found:
+        inner = [value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer)]
+        found += [value for value in inner if not any(value is known for known in found)]
+    return [one.state for one in found]

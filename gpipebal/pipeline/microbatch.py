@@ -2,13 +2,14 @@
 
 Between partitions a value travels as a `Packet`: its leaves (tensors and anything else, in the
 order of the pytree), the pytree's shape, and for every leaf whether a gradient has to come back.
-A cell that takes skip connections beside its input gets one packet joined from all of them.
+A cell that takes skip connections besides its input gets one packet joined from all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from itertools import combinations, islice
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ class Packet(NamedTuple):
     overlaps: frozenset[int] = frozenset()
 
     def as_leaves(self, *, grad: bool = True) -> list[Any]:
-        """Return the leaves for one pass through layers; what these set on them is of that pass.
+        """Return the leaves for one pass through layers; what these set on them stays in that pass.
 
         With `grad`, those that need a gradient are leaves of autograd.
         """
@@ -89,7 +90,7 @@ def detached(leaves: Sequence[Any]) -> list[Any]:
 
 
 def copied(leaves: Sequence[Any], which: Collection[int]) -> list[Any]:
-    """Return the leaves, of the tensors at some indices copies."""
+    """Return the leaves, with copies of the tensors at the given indices."""
     return [
         copy_of(leaf) if k in which and isinstance(leaf, Tensor) else leaf
         for k, leaf in enumerate(leaves)
@@ -102,7 +103,7 @@ def which_need_gradient(leaves: Sequence[Any]) -> list[bool]:
 
 
 def name_of_leaf(structure: pytree.TreeSpec, index: int) -> str:
-    """Say where a leaf stands in its pytree, as one would write it in Python.
+    """Say where a leaf is in its pytree, as one would write it in Python.
 
     Example:
         >>> _, structure = flatten({"x": 0, "masks": (1, 2)})
@@ -145,14 +146,14 @@ class _Place(NamedTuple):
 
     Attributes:
         leaf: Index of the leaf that it is, or is a part of.
-        array: For numpy to compare and never to read; None where nobody knows the elements' places.
+        array: For numpy to compare and never to read; None where the elements' places are unknown.
     """
 
     leaf: int
     array: np.ndarray | None
 
     def meets(self, other: _Place) -> bool:
-        """Tell whether two in one storage have an element in common, or may have."""
+        """Tell whether two tensors in one storage have, or may have, an element in common."""
         if self.array is None or other.array is None:
             return True
         try:
@@ -178,7 +179,7 @@ class _Address:
 def _places(leaves: Sequence[Any]) -> list[list[_Place]]:
     """List where tensors are, the parts of sparse and nested ones too, by the storage they share.
 
-    One that is alone in its storage is left out.
+    A tensor that is alone in its storage is left out.
     """
     by_storage: dict[int, list[tuple[int, Tensor]]] = {}
     for k, leaf in enumerate(leaves):
@@ -194,7 +195,7 @@ def _places(leaves: Sequence[Any]) -> list[list[_Place]]:
 
 
 def find_shared(leaves: Sequence[Any], others: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of the tensors that have memory in common with one of some others."""
+    """Return the indices of the tensors that have memory in common with one of the others."""
     found: set[int] = set()
     for places in _places([*leaves, *others]) if others else ():
         theirs = [place for place in places if place.leaf >= len(leaves)]
@@ -230,8 +231,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type, nn.Module, torch.dtype, t
 def find_hidden_tensor(leaves: Sequence[Any]) -> tuple[type, str] | None:
     """Find an object among the leaves that has a tensor inside, however it keeps it.
 
-    Objects inside of objects are searched too, to a small depth. What a function has in its
-    closure, or an iterator before it, cannot be found.
+    Objects inside objects are searched too, to a small depth. What a function has in its closure,
+    or an iterator has yet to yield, cannot be found.
 
     Returns:
         The object's type and the way in, its attribute or element; None if there is none.
@@ -247,7 +248,7 @@ def find_hidden_tensor(leaves: Sequence[Any]) -> tuple[type, str] | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what an object that is no pytree is made of, each with the way to it."""
+    """Return what an object that is not a pytree is made of, each with the way to it."""
     if isinstance(value, Mapping):
         for key in value:
             yield f"element [{key!r}]", value[key]
@@ -276,7 +277,7 @@ def _holds_tensor(value: Any, depth: int, left: list[int]) -> bool:
 
 
 def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
-    """Refuse objects with tensors in them: nobody would part, move or differentiate those.
+    """Refuse objects with tensors in them: these would not be divided, moved or differentiated.
 
     Raises:
         ModelError: there is one.
@@ -284,22 +285,26 @@ def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
     hidden = find_hidden_tensor(leaves)
     if hidden is not None:
         kind, way = hidden
+        fix = "pass its tensors as a tuple or a dict"
+        if is_dataclass(kind):
+            fix += f"; or register the class, torch.export.register_dataclass({kind.__name__})"
+        elif issubclass(kind, Mapping):
+            fix += ", such as dict(value)"
         raise ModelError(
-            f"{where} has tensors inside an object that is no pytree: {way} of a "
+            f"{where} has tensors inside an object that is not a pytree: {way} of a "
             f"{kind.__name__} (expected tensors in tuples, lists, dicts or named tuples, and not "
             "in other classes, or subclasses of these).\n"
-            "Fix: pass its tensors as a tuple or a dict; for a dataclass "
-            f"torch.export.register_dataclass({kind.__name__}) will do."
+            f"Fix: {fix}."
         )
 
 
 def check_travels(value: Any, layer: str, *, cut: bool) -> None:
-    """Refuse a value that no tensor is in: it cannot go on to the next layer as a micro-batch.
+    """Refuse a value without a tensor: it cannot go on to the next layer as a micro-batch.
 
     Args:
         value: What the layer returned.
         layer: Its name.
-        cut: Whether it is taken apart behind this layer. Inside a partition a tensor may go on in
+        cut: Whether it is taken apart after this layer. Inside a partition a tensor may go on in
             an object that torch cannot take apart.
 
     Raises:

@@ -11,10 +11,10 @@ runs the row of its partition, action by action::
 Forwards and backwards are two phases, between which the caller computes its loss; or one, if the
 last partition computes it, micro-batch by micro-batch.
 
-Who owns what. A cell is touched only by the worker of its partition, between phases by nobody. A
-packet belongs to whoever took it out of an inbox. The mini-batch belongs to the caller, and lives
-as long as the caller's graph of the output does. What workers share is the inboxes, the failures,
-the statistics of deferred batch normalisation and the seed, each behind a lock.
+Who owns what. A cell is touched only by the worker of its partition, and not between phases. A
+packet belongs to the worker or caller that took it out of an inbox. The mini-batch belongs to the
+caller, and lives as long as the caller's graph of the output does. What workers share is the
+inboxes, the failures, the statistics of deferred batch normalisation and the seed, each locked.
 
 What happens on a fault. The first failure closes all inboxes: a worker that waits gives up, one
 that computes ends its cell and stops before the next. The caller waits until all have stopped,
@@ -59,8 +59,8 @@ class MiniBatch:
         runtime: Partitions of the pipeline, their devices and workers.
         inputs: The input, whose micro-batches this takes away.
         schedule: Order of the actions.
-        loss: What the last partition computes behind its layers; None: nothing.
-        watchers: Who looks on.
+        loss: What the last partition computes after its layers; None: nothing.
+        watchers: The trace, meter and timeout.
 
     Attributes:
         outputs: After the forward, the output of each micro-batch.
@@ -98,8 +98,8 @@ class MiniBatch:
         self._spent = not self.grad
         self._seed = new_seed()
         recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
-        # What goes to every micro-batch is read again after one of them has run, and a partition
-        # may hand it on to the next.
+        # A leaf that goes to every micro-batch is read again after one of them has run, and a
+        # partition may pass it on to the next.
         protect = None in self.dims and self.chunks > 1
         self._cells = [
             [
@@ -116,7 +116,7 @@ class MiniBatch:
             ]
             for partition, mode in [(part, part.modules.mode()) for part in runtime.partitions]
         ]
-        self._starts = starts = [lane.follow_caller() for lane in self.lanes]
+        self._ready = starts = [lane.follow_caller() for lane in self.lanes]
         ready = [starts[0], *caller_events(inputs.micro_batches[0])]
         for i, leaves in enumerate(inputs.micro_batches):
             self._routes.put_input(
@@ -134,7 +134,7 @@ class MiniBatch:
         inputs.micro_batches = []
 
     def forward(self) -> None:
-        """Run all forwards; the outputs stand in `outputs`, in the order of micro-batches.
+        """Run all forwards; the outputs are then in `outputs`, in the order of micro-batches.
 
         Raises:
             BaseException: whatever a layer raised, with notes that say where.
@@ -145,7 +145,7 @@ class MiniBatch:
             self.lanes[-1].give_to_caller(packet.leaves, packet.ready)
 
     def step(self) -> list[list[Tensor | None]]:
-        """Run all forwards, losses and backwards; the losses stand in `losses`.
+        """Run all forwards, losses and backwards; the losses are then in `losses`.
 
         Without gradients only the forwards and losses are run.
 
@@ -166,7 +166,7 @@ class MiniBatch:
             self._begin_gradients(parameters=True)
             self._run_forward_phase("FRB")
             received = self._take_input_gradients()
-        self.lanes[-1].give_to_caller(self.losses, self._ends[-1])
+        self.lanes[-1].give_to_caller(self.losses, self._done[-1])
         return received
 
     def backward(
@@ -189,7 +189,7 @@ class MiniBatch:
             For each micro-batch, the gradient of each leaf of its input.
 
         Raises:
-            PipelineError: the cells are spent by an earlier backward.
+            PipelineError: the cells were used up by an earlier backward.
             BaseException: whatever a recompute or a backward raised.
         """
         if self._spent:
@@ -201,7 +201,7 @@ class MiniBatch:
             )
         self._check_unchanged()
         self._spent = not keep
-        self._starts = [lane.follow_caller() for lane in self.lanes]
+        self._ready = [lane.follow_caller() for lane in self.lanes]
         for i, leaves in enumerate(gradients):
             self._routes.put_output_gradients(i, (list(leaves), ready))
         for row in self._cells:
@@ -227,7 +227,7 @@ class MiniBatch:
         return [list(leaves) for leaves, _ in found]
 
     def _run_forward_phase(self, kinds: str) -> None:
-        """Run a phase that has the forwards; what they leave in the layers is settled here."""
+        """Run a phase that has the forwards; then update the running statistics of the layers."""
         self._run_phase(kinds)
         self._statistics.commit()
         if any(cell.checkpointed for row in self._cells for cell in row):
@@ -251,7 +251,7 @@ class MiniBatch:
     def _run_rows(self, rows: Sequence[Sequence[Action]]) -> None:
         """Let every worker run its row; return when all have, raise when one failed."""
         pool = self.runtime.pool
-        self._ends: list[Any] = [None] * len(rows)
+        self._done: list[Any] = [None] * len(rows)
         begun, finished = [False] * len(rows), [Flag() for _ in rows]
 
         def task_of(j: int) -> Callable[[], None]:
@@ -273,12 +273,12 @@ class MiniBatch:
                 pool.submit([task_of(j) for j in range(len(rows))])
                 pool.wait_for(finished, self._watchers.timeout)
         except BaseException:
-            # Interrupted, or nobody comes forward: let the cells in progress end, unless they hang.
-            # A second interrupt ends this wait: workers are given up, and the cells left to them.
+            # Interrupted, or no action ends: let the cells in progress end, unless they hang.
+            # A second interrupt ends this wait: workers are given up, and their cells with them.
             try:
                 self._close()
                 if not pool.is_given_up:
-                    # Who has not begun by now finds it stopped, and does nothing.
+                    # A worker that has not begun by now finds it stopped, and does nothing.
                     running = [flag for flag, it in zip(finished, begun, strict=True) if it]
                     pool.wait_for(running, GRACE, spare_computing=True)
                     self._release_cells()
@@ -296,7 +296,7 @@ class MiniBatch:
             self._release_cells()
             self.runtime.follow_workers()
             raise self._failures.take_first(self.schedule)
-        for lane, end in zip(self.lanes, self._ends, strict=True):
+        for lane, end in zip(self.lanes, self._done, strict=True):
             lane.give_to_caller((), end)
 
     def _run_row(self, j: int, row: Sequence[Action]) -> None:
@@ -304,7 +304,7 @@ class MiniBatch:
         ledger = self._watchers.ledger
         action = row[0]
         try:
-            lane.wait_for(self._starts[j])
+            lane.wait_for(self._ready[j])
             with (
                 ledger.watch(j) if ledger else nullcontext(),
                 gathering(self._statistics),
@@ -314,13 +314,13 @@ class MiniBatch:
                     activity.wait_for(action)
                     self._run_action(action)
                     activity.end()
-            self._ends[j] = lane.mark()
+            self._done[j] = lane.mark()
         except InboxClosedError:
-            if not self._stop.is_set:  # no other worker failed, who would tell why
+            if not self._stop.is_set:  # no other worker failed, which would tell why
                 self._failures.add(action, given_up_error())
                 self._close()
         except BaseException as error:
-            # Perhaps because a layer does not do any more what was found out about it.
+            # Perhaps because what was found out about a layer no longer holds.
             self._cells[j][action.micro_batch].forget_facts()
             self._failures.add(action, error)
             self._close()
@@ -333,21 +333,21 @@ class MiniBatch:
         loss = self._loss if j == len(self.lanes) - 1 else None
         if kind == "F":
             packet = self._routes.take_input(j, i)
-            started = self._start(action)
+            started = self._clock_in(action)
             tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
             output = cell.forward(packet, self.state, tail)
-            del packet  # what it shares with the output is the receiver's to free
-            self._end(action, started)
+            del packet  # memory that it shares with the output is the receiver's to free
+            self._clock_out(action, started)
             if loss is None:
                 self._routes.put_output(j, i, output._replace(ready=lane.mark(output.leaves)))
             else:
                 self.losses[i] = loss.take(output)
         elif kind == "R":
-            # A recompute waits for nobody, so a failed mini-batch has to be noticed here.
+            # A recompute waits for nothing, so a failed mini-batch has to be noticed here.
             self._stop.check()
-            started = self._start(action)
+            started = self._clock_in(action)
             cell.recompute(self.state)
-            self._end(action, started)
+            self._clock_out(action, started)
         else:
             if loss is None:
                 gradients = self._routes.take_gradients(j, i)
@@ -357,14 +357,14 @@ class MiniBatch:
             new = self._new[j] if self._new else None
             if new is not None and not new.has_begun:
                 new.begin(self.runtime.partitions[j].modules.parameters())
-            started = self._start(action)
+            started = self._clock_in(action)
             received = cell.backward(gradients, self.state)
             of_target = () if loss is None else loss.keep_gradients(i)
             if new is not None:
                 new.part_from([*gradients, *received, *of_target])
-            # They may be in the same memory, which is the receiver's from now on.
+            # They may share memory with what was received, which is the receiver's from now on.
             del gradients
-            self._end(action, started)
+            self._clock_out(action, started)
             self._routes.put_gradients(j, i, received, lane.mark())
 
     def _meet(self, leaves: Sequence[Tensor]) -> None:
@@ -374,12 +374,12 @@ class MiniBatch:
         if self._new:
             self._new[-1].add(leaves)
 
-    def _start(self, action: Action) -> Any:
+    def _clock_in(self, action: Action) -> Any:
         j = action.partition
         self.runtime.pool.activities[j].run(self.runtime.partitions[j])
         return self.lanes[j].clock() if self._watchers.record is not None else None
 
-    def _end(self, action: Action, started: Any) -> None:
+    def _clock_out(self, action: Action, started: Any) -> None:
         if self._watchers.record is not None:
             self._watchers.record.add(*action, started, self.lanes[action.partition].clock())
 

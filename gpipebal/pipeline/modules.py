@@ -1,4 +1,4 @@
-"""The modules of a partition: which there are, how they are set, how often they were written to."""
+"""The modules of a partition: their identity, their modes, and writes to their parameters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Modules:
         self._modules = list(
             dict.fromkeys(module for layer in layers for module in layer.modules())
         )
-        # Views of the modules' dictionaries, which follow what happens to them: every step looks.
+        # Views of the modules' dictionaries, which show later changes: every step reads them.
         self._child_views = [module._modules.values() for module in self._modules]
         self._parameter_views = [module._parameters.values() for module in self._modules]
-        # An embedding may keep its rows short: to do so again changes nothing.
+        # An embedding may limit the norm of its rows in place: doing so again changes nothing.
         self._written_views = [
             module._parameters.values()
             for module in self._modules
@@ -38,7 +38,7 @@ class Modules:
         return iter(self._modules)
 
     def mode(self) -> Hashable:
-        """Name the state of the layers: what may change the facts changes the mode."""
+        """Name the state of the layers: anything that may change the facts changes the mode."""
         return (
             tuple([module.training for module in self._modules]),
             tuple(
@@ -52,7 +52,7 @@ class Modules:
         )
 
     def parameters(self) -> list[nn.Parameter]:
-        """List the parameters, one that is shared as often as it stands there."""
+        """List the parameters; a shared one as often as it occurs."""
         return [p for p in chain.from_iterable(self._parameter_views) if p is not None]
 
     def are_as_made(self) -> bool:
@@ -64,10 +64,10 @@ class Modules:
         return list(map(id, chain.from_iterable(self._parameter_views)))
 
     def condition(self) -> Hashable:
-        """Name all that a recompute needs unchanged.
+        """Name the state that a recompute needs unchanged.
 
-        That is the mode, which modules and parameters there are, and how often each parameter has
-        been written to.
+        It consists of the mode, the identity of modules and parameters, and how often each
+        parameter has been written to.
         """
         found = [p for p in self.parameters() if not is_lazy(p) and not p.is_inference()]
         written = (p for p in chain.from_iterable(self._written_views) if p is not None)
@@ -81,7 +81,7 @@ class Modules:
     def frozen_writes(self) -> Hashable:
         """Name how often parameters that are not trained were written to, and where they are.
 
-        Autograd looks after the others.
+        Autograd checks the others.
         """
         found = (p for p in chain.from_iterable(self._written_views) if p is not None)
         frozen = [p for p in found if not (p.requires_grad or is_lazy(p) or p.is_inference())]

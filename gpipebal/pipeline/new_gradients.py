@@ -1,17 +1,17 @@
 """New gradients of parameters: none lies in memory that other cells or the caller read.
 
 The first gradient that a backward finds becomes a parameter's ``.grad`` as it is. It may be a view:
-behind ``x.view(..) + bias.unsqueeze(0)`` on a micro-batch of one row, ``x.grad``, ``bias.grad`` and
+after ``x.view(..) + bias.unsqueeze(0)`` on a micro-batch of one row, ``x.grad``, ``bias.grad`` and
 the gradient that the backward began with are one piece of memory. The next micro-batch adds to
 ``bias.grad`` in place, while other partitions still read the others. In a loop of plain torch all
-of them have been used by then; here each cell's end is the last moment at which they can be parted.
+of them have been used by then; here the end of each cell is the last chance to separate them.
 
-So whoever has run a cell's backward lets parameters keep copies of what lies in memory that
-travels, or in another's gradient, before anything is handed on. What else may look on (a hook that
-keeps a gradient) is not known here.
+So after a cell's backward its worker gives a parameter a copy of its gradient where that lies in
+memory that travels, or in another parameter's gradient, before anything is passed on. Other readers
+(a hook that keeps a gradient) are not known here.
 
 The caller's own graph may use a parameter of a layer too, and give it its first gradient before the
-pipeline's backward begins: it is parted from others by then.
+pipeline's backward begins: that gradient is separated from others at this point.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gpipebal.pipeline.tensors import has_storage, is_shared, parts_of, storage_
 
 __all__ = ["LateGradients", "NewGradients"]
 
-#: Where in a storage elements lie, in bytes: from the first to before the second; and whose
-#: gradient that is; None: something else.
+#: Where in a storage elements lie, in bytes: from the first number to before the second; and the
+#: parameter whose gradient that is; None: something else.
 _Piece = tuple[int, int, Tensor | None]
 
 
@@ -47,26 +47,26 @@ class NewGradients:
         self._watched: dict[int, Tensor] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Take in the parameters of the partition, at its first backward."""
+        """Add the parameters of the partition, at its first backward."""
         self.has_begun = True
         self.add(parameters)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
-        """Take in what wants a gradient, and has got none yet or may lose it again to a hook."""
+        """Add parameters that want a gradient, and have none yet or may lose it again to a hook."""
         for one in parameters:
-            # Under `torch.func.functional_call` something else may stand in a parameter's place.
+            # Under `torch.func.functional_call` something else may be in a parameter's place.
             if one.is_leaf and one.requires_grad and (one.grad is None or _may_lose(one)):
                 self._watched[id(one)] = one
 
     def part_from(self, others: Sequence[Any]) -> None:
-        """Let gradients that have come into being keep copies of what others read too.
+        """Replace gradients that are new by copies where others read the same memory.
 
         Args:
-            others: What the backward began with and what it found for others; what is no tensor
-                is passed over.
+            others: Gradients that the backward began with, and those that it found for others;
+                anything that is not a tensor is skipped.
 
         Complexity:
-            O(n log n) for n new gradients and others, once for each mini-batch; then nothing.
+            O(n log n) for n new gradients and others, once for each mini-batch; O(1) after that.
         """
         found = [one for one in self._watched.values() if one.grad is not None]
         if not found:
@@ -92,12 +92,12 @@ class LateGradients:
     """Gradients that the caller's graph gives parameters before the pipeline's backward begins.
 
     Such a gradient may be a view of another one, which is still on its way, and workers would add
-    to it in place. One that shared its memory before the forward, as a part of a flat buffer does,
-    is meant to.
+    to it in place. A gradient that shared its memory already before the forward, as a part of a
+    flat buffer does, is meant to share it.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        # Under `torch.func.functional_call` something else may stand in a parameter's place.
+        # Under `torch.func.functional_call` something else may be in a parameter's place.
         self._parameters = [one for one in parameters if one.is_leaf]
         self._meant = {
             id(one): storage_key(one.grad)
@@ -106,10 +106,10 @@ class LateGradients:
         }
 
     def part(self, take: Callable[[Tensor], None]) -> None:
-        """Let gradients that share their memory since then be copies.
+        """Replace gradients that have come to share their memory since then by copies.
 
         Args:
-            take: Is called with a gradient before it is copied: it may have been made on another
+            take: Called with each gradient before it is copied: it may have been made on another
                 stream.
         """
         for one in self._parameters:
@@ -118,10 +118,10 @@ class LateGradients:
                 continue
             if has_storage(gradient) and self._meant.get(id(one)) == storage_key(gradient):
                 continue
-            # Nobody else's backward is under way: only this one can have left it a view.
+            # No other backward is under way: only this one can have made it a view.
             if not one.requires_grad:
                 continue
-            edge = get_gradient_edge(one)  # which keeps the node as long as it is asked for
+            edge = get_gradient_edge(one)  # keeps the node alive until it has been asked for
             if will_run(edge.node):
                 take(gradient)
                 with torch.no_grad():
@@ -134,7 +134,7 @@ def _may_lose(parameter: Tensor) -> bool:
 
 
 def _enter(value: Any, owner: Tensor | None, pieces: dict[int, list[_Piece]]) -> None:
-    """Enter where the elements of a tensor lie, of a sparse one those of its parts."""
+    """Enter where the elements of a tensor lie; if it is sparse, those of its parts."""
     for part in parts_of(value) if isinstance(value, Tensor) else ():
         if has_storage(part) and part.numel():
             size = part.element_size()
@@ -147,7 +147,7 @@ def _enter(value: Any, owner: Tensor | None, pieces: dict[int, list[_Piece]]) ->
 def _sharing(pieces: list[_Piece]) -> list[Tensor]:
     """Return whose gradients must move so that no two pieces of a storage have a byte in common.
 
-    Of several that lie in one place, and nothing else there, the first may stay.
+    Of several gradients that lie in one place, with nothing else there, the first may stay.
     """
     moving: list[Tensor] = []
     group: list[Tensor | None] = []

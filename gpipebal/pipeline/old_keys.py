@@ -1,4 +1,4 @@
-"""State dictionaries of torchgpipe: in their keys a layer's partition stands before its name."""
+"""State dictionaries of torchgpipe: in their keys a layer's partition comes before its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PARTITION = re.compile(r"^partitions\.\d+\.")
 
 
 def _stripped(name: str, layers: Collection[str]) -> str:
-    """Return what the layers call torchgpipe's `name`; others stay as they are."""
+    """Return the layers' name for torchgpipe's `name`; any other name stays as it is."""
     below = _PARTITION.sub("", name, count=1)
     return below if below.partition(".")[0] in layers else name
 
@@ -28,12 +28,12 @@ def strip_partitions(
 
     Args:
         state_dict: The dictionary, which is changed.
-        prefix: What stands in front of all keys of the pipeline.
+        prefix: Prefix of all keys of the pipeline.
         layers: Names of the layers.
         errors: Receives what cannot be loaded.
 
     Returns:
-        What keys were before, by what they are now.
+        The former key of each key that was renamed, by its present name.
     """
     own = [key for key in state_dict if key.startswith(prefix)]
     old = [key for key in own if _stripped(key[len(prefix) :], layers) != key[len(prefix) :]]
@@ -57,7 +57,7 @@ def strip_partitions(
 def with_stripped_versions(
     state_dict: Mapping[str, Any], layers: Collection[str]
 ) -> Mapping[str, Any]:
-    """Return a state dictionary whose versions are found under the names of the layers."""
+    """Return a state dictionary that has its versions under the names of the layers."""
     if not isinstance(state_dict, Mapping):
         return state_dict  # torch says what is wrong with it
     state = OrderedDict(state_dict)

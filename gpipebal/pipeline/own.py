@@ -1,4 +1,4 @@
-"""What a model has of its own, beside its layers, that a pipeline of the layers has not."""
+"""What a model has of its own, besides its layers, that a pipeline of the layers lacks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _HOOKS = {
     ),
 }
 
-#: What subclasses of `nn.Sequential` override, to go another way through their layers.
+#: Methods that subclasses of `nn.Sequential` override to go another way through their layers.
 _WAYS = ("forward", "__call__")
 
-#: And to set, save or load them otherwise.
+#: And those that they override to set, save or load their layers otherwise.
 _METHODS = (
     "train",
     "eval",
@@ -58,12 +58,12 @@ def methods_of(module: nn.Module) -> list[str]:
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """List which kinds of hooks a module has of its own, beside those of modules inside it."""
+    """List the kinds of hooks that a module itself has, not those of modules inside it."""
     return [kind for kind, names in _HOOKS.items() if any(map(module.__dict__.get, names))]
 
 
 def warn_of_what_stays_behind(module: nn.Module) -> None:
-    """Say so if a chain has something of its own: a pipeline takes nothing but its layers.
+    """Warn if a chain has something of its own: a pipeline takes nothing but its layers.
 
     Warns:
         UserWarning: it has hooks, parameters, buffers or methods.
@@ -96,7 +96,7 @@ def warn_of_what_stays_behind(module: nn.Module) -> None:
 
 
 def warn_of_lazy_norms(layers: Iterable[nn.Module]) -> None:
-    """Say so if a batch normalisation cannot be deferred because it has no channels yet.
+    """Warn if a batch normalisation cannot be deferred because it has no channels yet.
 
     Warns:
         UserWarning: one is lazy.

@@ -1,4 +1,4 @@
-"""Part a mini-batch into micro-batches, and join what they give.
+"""Divide a mini-batch into micro-batches, and join their outputs.
 
 Every tensor of a mini-batch has its rows along one dimension, dim 0 unless another is named. A
 tensor whose dimension is None has no rows: every micro-batch gets all of it (an input), or the
@@ -42,7 +42,7 @@ Dim = int | None
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:
-    """Part `rows` into ``max(1, min(chunks, rows))`` sizes that differ by at most one.
+    """Divide `rows` into ``max(1, min(chunks, rows))`` sizes that differ by at most one.
 
     Example:
         >>> chunk_sizes(7, 4), chunk_sizes(2, 4), chunk_sizes(0, 4)
@@ -63,7 +63,7 @@ def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
         name: Name of the argument, for the error.
 
     Raises:
-        BalanceError: `dims` is no prefix of the structure, or has another entry.
+        BalanceError: `dims` is not a prefix of the structure, or has another entry.
 
     Example:
         >>> spread_dims((1, None), flatten((0, {"a": 0, "b": 0}))[1], "in_dims")
@@ -84,13 +84,13 @@ def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
 
 
 def _in_order(dims: Any, structure: pytree.TreeSpec) -> Any:
-    """Let the keys of dictionaries stand as they do in the structure: torch pairs them by place."""
+    """Put the keys of dictionaries in the structure's order: torch pairs them by position."""
     kind = pytree._get_node_type(dims)
     if structure.is_leaf() or kind is not structure.type or kind not in pytree.SUPPORTED_NODES:
         return dims
     children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(dims)
     if kind in (dict, OrderedDict, defaultdict):
-        # Of a dictionary with defaults, what makes them stands before the keys.
+        # In a defaultdict the factory of defaults comes before the keys.
         keys, there = (c[1] if kind is defaultdict else c for c in (context, structure.context))
         if set(keys) != set(there):
             return dims
@@ -118,11 +118,11 @@ def count_rows(
         leaves: Leaves of the mini-batch.
         structure: Its pytree, to name a leaf in an error; None: the leaves are a list.
         dims: Dimension of each leaf; empty: 0 for all.
-        what: What they are, for an error.
-        argument: Where their dimensions can be named, for an error.
+        what: What the leaves are, for an error.
+        argument: The argument that can name their dimensions, for an error.
 
     Raises:
-        ModelError: no tensor has rows, one has not got the dimension, or two have different rows.
+        ModelError: no tensor has rows, one lacks the dimension, or two have different rows.
     """
     structure = flatten(list(leaves))[1] if structure is None else structure
     rows: int | None = None
@@ -132,14 +132,14 @@ def count_rows(
         if not -leaf.dim() <= dim < leaf.dim():
             has = "no dimensions" if leaf.dim() == 0 else f"shape {tuple(leaf.shape)}"
             raise ModelError(
-                f"{what} tensor cannot be parted: {name_of_leaf(structure, index)} has {has} "
+                f"{what} tensor cannot be divided: {name_of_leaf(structure, index)} has {has} "
                 f"(expected rows along dim {dim}).\n"
                 "Fix: give it one value per row, make it a Python number, or name its dimension in "
                 f"{argument} (None: every micro-batch gets all of it)."
             )
         if leaf.layout != torch.strided or leaf.is_nested:
             raise ModelError(
-                f"{what} tensor cannot be parted: {name_of_leaf(structure, index)} is "
+                f"{what} tensor cannot be divided: {name_of_leaf(structure, index)} is "
                 f"{'nested' if leaf.is_nested else leaf.layout} (expected a dense tensor).\n"
                 f"Fix: make it dense, or name it in {argument} as None: every micro-batch gets all "
                 "of it."
@@ -167,7 +167,7 @@ def count_rows(
 
 
 def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
-    """Part a mini-batch into micro-batches.
+    """Divide a mini-batch into micro-batches.
 
     Every tensor is cut into views along its dimension; tensors without one, and other leaves, go
     to every micro-batch as they are.
@@ -218,8 +218,8 @@ def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
         dims: Dimension along which each tensor has its rows, as a prefix of the pytree.
 
     Raises:
-        ModelError: the outputs have different structures, a tensor has not got its dimension, or
-            is one in some micro-batches only.
+        ModelError: the outputs have different structures, a tensor lacks its dimension, or a
+            leaf is a tensor in some micro-batches only.
         BalanceError: `dims` does not fit.
 
     Example:
@@ -271,7 +271,7 @@ def gather_leaves(
             _check_shapes(column, None, structure, index)
             joined.append(torch.stack(column))
         elif len(column) == 1 and not first.dim() and not dim:
-            # One micro-batch is the mini-batch; a tensor without rows comes out as it is.
+            # The only micro-batch is the mini-batch; a tensor without rows stays as it is.
             joined.append(first)
         elif not -first.dim() <= dim < first.dim():
             raise ModelError(
@@ -301,7 +301,7 @@ def _check_shapes(
         return shape
 
     for i, tensor in enumerate(column):
-        # Those of nested tensors are torch's to compare.
+        # Shapes of nested tensors are left to torch to compare.
         if not tensor.is_nested and shape_of(tensor) != shape_of(column[0]):
             raise ModelError(
                 f"outputs of the micro-batches differ: {name_of_leaf(structure, index)} has shape "
@@ -314,13 +314,13 @@ def _check_shapes(
 def part_gradients(
     gradient: Tensor | None, sizes: Sequence[int], dim: Dim
 ) -> Sequence[Tensor | None]:
-    """Part the gradient of a joined output as `gather_leaves` joined it."""
+    """Divide the gradient of a joined output as `gather_leaves` joined it."""
     if gradient is None:
         return [None] * len(sizes)
     if dim is not None and len(sizes) == 1:
         return [gradient]
     if gradient.layout not in (torch.strided, torch.sparse_coo):
-        gradient = gradient.to_dense()  # torch can part no other
+        gradient = gradient.to_dense()  # torch can divide only dense ones
     if dim is None:
         return gradient.unbind()
     if not gradient.is_sparse:
@@ -338,7 +338,7 @@ def join_gradients(
     Args:
         received: For each micro-batch, the gradient of each leaf of its input.
         rows: Rows of each micro-batch.
-        dims: Dimension of each leaf. Where it is None the leaf went to all of them, and its
+        dims: Dimension of each leaf. Where it is None the leaf went to all micro-batches, and its
             gradient is the sum of theirs.
     """
     joined: list[Tensor | None] = []

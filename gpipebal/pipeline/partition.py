@@ -1,4 +1,4 @@
-"""A partition as its worker runs it: a run of layers on one device, and what is known of them.
+"""A partition as its worker runs it: a run of layers on one device, and facts about them.
 
 The same layers behave alike for every micro-batch of one kind, so three facts are found out once,
 on the first micro-batch of a new kind, and used from then on:
@@ -12,8 +12,8 @@ on the first micro-batch of a new kind, and used from then on:
 * which outputs need a gradient (a checkpointed forward records no graph that could tell).
 
 Which outputs need a gradient is looked at again in the first micro-batch of every mini-batch, and
-in every one as long as none does. A layer that changes otherwise is noticed in the recompute,
-before it can make a wrong gradient.
+in every micro-batch as long as no output needs one. A layer that changes in another way is noticed
+in the recompute, before it can make a wrong gradient.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from gpipebal.skip.tracker import Key, Skips, using
 
 __all__ = ["ForwardResult", "Partition", "Pass", "Route", "Tail"]
 
-#: What runs behind the layers of the last partition, if the pipeline computes the loss.
+#: What runs after the layers of the last partition, if the pipeline computes the loss.
 Tail = Callable[[Any], Tensor]
 
 
@@ -65,14 +65,14 @@ class Route(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What one pass of a micro-batch through the layers goes by.
+    """What one pass of a micro-batch through the layers depends on.
 
     Attributes:
         kind: Kind of the micro-batch, from `kind_of`.
         state: Settings of the caller.
         randomness: Random numbers of the micro-batch.
-        tail: Runs behind the layers.
-        marks: Takes the number of autograd's next node before each layer.
+        tail: Runs after the layers.
+        marks: Receives the number of autograd's next node before each layer.
     """
 
     kind: Hashable
@@ -87,12 +87,12 @@ class ForwardResult:
     """Outputs of a run of a partition, as leaves, still in the graph if one was recorded.
 
     Attributes:
-        inputs: Leaves of the input, those of the graph if one was recorded.
+        inputs: Leaves of the input, as they are in the graph if one was recorded.
         leaves: Leaves of the output.
         structure: Their pytree.
         needs_gradient: Which of them need a gradient.
         kept: What a recompute needs of the buffers; None if there will be none.
-        overlaps: Leaves in the memory of an input that another value on its way shares too.
+        overlaps: Indices of leaves in the memory of an input that another value on its way shares.
     """
 
     inputs: list[Any]
@@ -117,7 +117,8 @@ class Partition:
             partition's input is the list of the value and what they bring.
         outgoing: Skip connections that go out to other partitions, likewise.
         foreign_buffers: Buffers that layers of other partitions have too.
-        running: The layer of its own that runs, or ran last; their number stands for the loss.
+        running: Index, in the partition, of the layer that runs or ran last; their number means the
+            loss.
         is_given_up: Whether its worker hangs and has been given up: it must start no other layer.
         modules: All modules in its layers.
         buffers: Their buffers.
@@ -150,7 +151,7 @@ class Partition:
                 layer.give_back()
 
     def forget(self, kind: Hashable) -> None:
-        """Let the facts of this kind of micro-batch be found out anew."""
+        """Let the facts about this kind of micro-batch be found out again."""
         self._facts.pop(kind, None)
 
     def forward(
@@ -160,9 +161,9 @@ class Partition:
 
         Args:
             packet: The input.
-            run: What the pass goes by. If the caller wants gradients a graph is recorded.
+            run: What the pass depends on. If the caller wants gradients a graph is recorded.
             checkpointed: Whether a recompute follows: no graph is recorded, buffers are copied.
-            protect: Whether somebody reads the input later, so that it must stay as it is.
+            protect: Whether the input is read later, so that it must stay as it is.
             look: Whether to record a graph only to see which outputs need a gradient: a layer may
                 have been frozen or thawed in a way that its parameters do not show.
 
@@ -170,12 +171,12 @@ class Partition:
             ModelError: a layer returned no tensor, or writes to a buffer that layers of another
                 partition have too.
         """
-        # Asked once: in between another mini-batch may let it be forgotten.
+        # Read once: another mini-batch may have them forgotten in between.
         facts = self._facts.get(run.kind)
         if facts is None:
             return self._first_forward(packet, run, checkpointed=checkpointed, protect=protect)
         if checkpointed and not any(facts.outputs_need_gradient):
-            # Nothing would be recomputed, and so nobody would notice that this micro-batch goes
+            # Nothing would be recomputed, so it would go unnoticed if this micro-batch takes
             # another way through a layer. Where nothing can need a gradient there is no graph.
             look = True
         record = run.state.grad_enabled and (not checkpointed or look)
@@ -196,7 +197,7 @@ class Partition:
         elif checkpointed:
             needs = list(facts.outputs_need_gradient)
             if len(needs) != len(outputs):
-                # As many as there are rows, say. One that is promised for nothing does no harm.
+                # As many as there are rows, for example. A needless promise does no harm.
                 needs = [_may_need_gradient(leaf) for leaf in outputs]
         overlaps = find_shared(outputs, [leaves[k] for k in packet.overlaps])
         return ForwardResult(leaves, outputs, structure, needs, kept, overlaps)
@@ -204,20 +205,20 @@ class Partition:
     def _first_forward(
         self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool
     ) -> ForwardResult:
-        """Run the layers on the first micro-batch of a kind, and find out the facts of the kind."""
+        """Run the layers on the first micro-batch of a kind, and find out the facts about it."""
         # Also if it is recomputed: only a graph tells which outputs need a gradient.
         record = run.state.grad_enabled
         kept = self.buffers.keep() if checkpointed else None
         before = self.buffers.copies(alone=not protect)
         with run.state.entered(grad=record):
             leaves = packet.as_leaves(grad=record)
-            # Where nobody reads the input later, others may write to what lies beside it meanwhile:
+            # Where the input is not read later, others may now write next to it in its storage:
             # views of one tensor have one count of writes.
             inputs = copied(leaves, range(len(leaves)) if protect else packet.overlaps)
             versions = [version_of(leaf) for leaf in inputs]
             counts = self.buffers.counts()
             outputs, structure = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
-            # The next micro-batch writes to them while others still read.
+            # The next micro-batch writes to them while other partitions still read.
             written_outputs = tuple(self.buffers.find_written(outputs, counts))
             outputs = copied(outputs, written_outputs)
         needs = which_need_gradient(outputs)
@@ -234,7 +235,7 @@ class Partition:
         """Make sure that layers do not write, as far as is known, to what others will read.
 
         Raises:
-            ModelError: one has.
+            ModelError: a layer does.
         """
         if not packet.overlaps:
             return
@@ -256,7 +257,7 @@ class Partition:
 
         Args:
             packet: The input.
-            run: What the pass goes by: as the forward did.
+            run: What the pass depends on, as in the forward.
             promised: Which outputs were said to need a gradient.
             kept: The buffers as they were before the forward.
 
@@ -273,25 +274,25 @@ class Partition:
         with run.state.entered(grad=True), self.buffers.replaced(kept):
             outputs, _ = flatten(self._run_on(leaves, written, packet, run))
         needs = which_need_gradient(outputs)
-        # One that was promised for nothing gets a gradient that goes nowhere.
+        # An output that was promised needlessly gets a gradient that goes nowhere.
         more = [need and not promise for need, promise in zip(needs, promised, strict=False)]
         if any(more) or len(needs) != len(promised):
             self.forget(run.kind)
             raise ModelError(
                 f"partition {self.index} cannot be recomputed: an output needs a gradient that "
                 "needed none when this kind of micro-batch was first seen.\n"
-                "Fix: run the mini-batch again, its layers are looked at anew; if they change from "
-                "call to call, use checkpoint='never'."
+                "Fix: run the mini-batch again, which examines its layers again; if they change "
+                "from call to call, use checkpoint='never'."
             )
         return leaves, outputs
 
     def note_failed_backward(
         self, error: BaseException, roots: Sequence[Any], marks: Sequence[int]
     ) -> None:
-        """Note in an error in whose layers' backward it came up, as far as that can be told.
+        """Note in an error in which layers' backward it came up, as far as that can be told.
 
         Args:
-            error: What a backward raised that has not kept its graph.
+            error: What a backward that has not kept its graph raised.
             roots: The nodes that it started from.
             marks: What the pass through the layers noted of autograd's nodes.
         """
@@ -324,10 +325,10 @@ class Partition:
         return self._run_layers(unflatten(copied(leaves, written), packet.structure), run)
 
     def _forget_cached(self) -> None:
-        """Drop what `parametrize.cached` has of the layers' parameters, of another pass's graph.
+        """Drop what `parametrize.cached` has of the layers' parameters, from another pass's graph.
 
-        Its cache is one for all threads, and is emptied when nobody is in such a block any more:
-        in layers of several partitions somebody nearly always is.
+        Its cache is one for all threads, and is emptied when no thread is in such a block any more:
+        with layers in several partitions some thread nearly always is.
         """
         cache = parametrize._cache
         for key in [key for key in cache.copy() if key[0] in self._ids] if cache else ():
@@ -365,7 +366,7 @@ class Partition:
                     randomness.enter_layer(self.first + k)
                     value = tail(value)
         except BaseException as error:
-            with suppress(Exception):  # the error's own class may get in the way
+            with suppress(Exception):  # the error's own class may refuse a note
                 error.add_note("before its first layer" if k < 0 else f"in {self._describe(k)}")
             raise
         if skips is not None and self.outgoing:
@@ -374,10 +375,10 @@ class Partition:
 
 
 def _perhaps_written(leaves: Sequence[Any], facts: Facts | None) -> Collection[int]:
-    """Return the indices of the leaves that layers write to, or of which nobody can tell."""
+    """Return the indices of the leaves that layers write to, or may write to undetected."""
     if facts is None:
         return range(len(leaves))
-    # Tensors made in inference mode count no writes: that no value changed once says nothing.
+    # Tensors made in inference mode count no writes: an unchanged value once proves nothing.
     uncounted = {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
     return facts.written_inputs | uncounted
 

@@ -3,9 +3,9 @@
 They decide which numbers come out: the default dtype, and which kernels an operation may choose
 from, which under dropout draw different masks. A mini-batch's forward and backward run under those
 of its forward, entered by the caller's thread for all workers. Mini-batches of several threads may
-overlap, each in its own time; so whoever leaves puts back what another one inside wants, and the
-last one what was there before the first. Only if those inside want different things, one of them
-is wrong.
+overlap in any order; so a phase that ends puts back what another one inside wants, and the last one
+puts back what was set before the first. Only if the phases inside want different settings, one of
+them runs under the wrong ones.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 )
 
 _changing = threading.Lock()
-#: What each phase inside wants, in the order in which they came.
+#: What each phase inside wants, in the order in which they began.
 _inside: list[list[Settings]] = []
-#: What was there before the first of them.
+#: What was set before the first of them.
 _outside: Settings = ()
 
 
@@ -51,8 +51,8 @@ def current_settings() -> Settings:
 def settings_entered(wanted: Settings) -> Iterator[None]:
     """Run a block under some settings; afterwards they are what they were, or what others want.
 
-    What a layer has set meanwhile is not put back, but for which kernels may run: layers that
-    choose them for a block, at the same time in several partitions, leave any of their choices.
+    What a layer has set meanwhile is not put back, except for the choice of kernels: layers that
+    choose them for a block, at the same time in several partitions, may leave any of their choices.
     """
     global _outside
     mine = [wanted]  # a list, so that no other is the same

@@ -1,4 +1,4 @@
-"""A module in a layer's place: it runs the layer otherwise, and is like it in all else."""
+"""A module in a layer's place: it runs the layer in another way, and is like it in all else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARED = (
 
 
 def _of_layer(name: str) -> Callable[..., Any]:
-    """Make a method that is the layer's."""
+    """Make a method that calls the layer's own."""
 
     def method(self: Proxy, *arguments: Any, **keywords: Any) -> Any:
         return getattr(self.stands_for, name)(*arguments, **keywords)
@@ -36,7 +36,7 @@ def _of_layer(name: str) -> Callable[..., Any]:
 class Proxy(nn.Module):
     """A layer's place in a chain.
 
-    Parameters, buffers, attributes, hooks and modes are the layer's, read and written; who walks
+    Parameters, buffers, attributes, hooks and modes are the layer's, read and written; a walk
     through the modules of a model, with `modules` or `apply`, meets the layer.
 
     Args:
@@ -61,11 +61,11 @@ class Proxy(nn.Module):
 
     @property
     def stands_for(self) -> nn.Module:
-        """The layer whose place it has."""
+        """The layer in whose place it is."""
         return self._layer
 
     def __getattr__(self, name: str) -> Any:
-        # Special names are not handed on: copies and pickles of this object are its own.
+        # Special names are not forwarded: copies and pickles of this object are its own.
         if "_layer" in self.__dict__ and not name.startswith("__"):
             return getattr(self._layer, name)
         return super().__getattr__(name)

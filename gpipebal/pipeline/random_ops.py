@@ -2,10 +2,10 @@
 
 torch dispatches every operation along a list of keys, and a key that a thread includes goes first.
 One of them exists for modes and has no meaning of its own. Here every random operation gets a
-kernel for that key, and all other operations pass it by in C++: a thread that includes the key pays
+kernel for that key, and all other operations skip it in C++: a thread that includes the key pays
 for its random operations only, and a thread that does not pays nothing. A dispatch mode in Python
-does the same work (`_CatchAll` is one, for a torch that has given up the key), but stops at every
-operation: three times the time of a small transformer layer.
+does the same work (`_CatchAll` is one, for a torch that no longer has the key), but stops at every
+operation: a small transformer layer takes three times its time.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Catcher:
         self._known: set[str] = set()
 
     def add_new_operations(self) -> None:
-        """Register a kernel for every random operation that there is by now."""
+        """Register a kernel for every random operation that exists by now."""
         new = [name for name in torch._C._dispatch_get_all_op_names() if name not in self._known]
         self._known.update(new)
         libraries: dict[str, torch.library.Library] = {}
@@ -137,7 +137,7 @@ class _Catcher:
                 continue
             namespace, _, rest = name.partition("::")
             recurrent = namespace == "aten" and rest.partition(".")[0] in _RECURRENT
-            # Operations that are made of others are caught where those draw.
+            # Operations that are composed of others are caught where those draw.
             if _is_composite(name) and not recurrent:
                 continue
             if namespace not in libraries:
@@ -158,7 +158,7 @@ class _Catcher:
     def _recurrent_kernel(self, operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         if _draws_out_of_sight(args) and current_draw() is not None and not _is_traced():
             return self._kernel(operation, *args, **kwargs)
-        # What it is made of is caught.
+        # The operations that it is composed of are caught.
         keys = keys & torch._C._dispatch_keyset_full_after(self.key)
         return operation.redispatch(keys, *args, **kwargs)
 
@@ -167,16 +167,16 @@ def _draws_out_of_sight(args: Sequence[Any]) -> bool:
     """Tell whether a recurrent operation draws where no operation that it is made of shows it.
 
     cuDNN keeps the state of dropout for the whole process, and takes a new one from the default
-    generator where that has been set: so the operation has to run in one go, with ours set.
+    generator if that has been set: so the operation has to run as a whole, with our state set.
     """
     return any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in args)
 
 
 def _is_traced() -> bool:
-    """Tell whether operations of this thread are written down, or only pretend to run.
+    """Tell whether operations of this thread are recorded, or only pretend to run.
 
     A compiler does so in a context of its own; its backend, which traces the patterns that it will
-    look for when it compiles for the first time, does without.
+    look for when it compiles for the first time, does so without one.
     """
     if TracingContext.try_get() is not None:
         return True
@@ -201,19 +201,19 @@ def _make_catcher() -> _Catcher | None:
             return operation(*args, **kwargs)
 
         with _Catch(draw, catcher):
-            # Of the host, whatever the program's default device is.
+            # On the host, whatever the program's default device is.
             generator = torch.Generator("cpu")
             torch.empty(1, device="cpu").bernoulli_(0.5, generator=generator)
         return catcher if caught else None
     except (AttributeError, RuntimeError, TypeError):
-        return None  # another torch: it has not got the key, or not these functions
+        return None  # another torch: it lacks the key, or these functions
 
 
 _catchers: list[_Catcher | None] = []
 
 
 def prepare() -> None:
-    """Find the random operations that there are by now; catching needs this once before."""
+    """Find the random operations that exist by now; needed once before any are caught."""
     with _installing:
         if not _catchers:
             _catchers.append(_make_catcher())
@@ -227,7 +227,7 @@ def _operation(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     except (AttributeError, RuntimeError):
-        return None  # listed, but not to be called from Python
+        return None  # listed, but not callable from Python
 
 
 def _is_composite(name: str) -> bool:

@@ -1,16 +1,17 @@
 """Random numbers that do not depend on threads, on the order of cells, or on the balance.
 
 torch has one default generator per device for the whole process. Workers that drew from it side by
-side would get numbers in the order of the clock: another result in every run, and a recompute that
-differs from its forward. So a layer that draws gets numbers from a generator of its own, seeded by
-(mini-batch, layer, micro-batch): the same for forward and recompute, and the same for every
-balance. The mini-batch's seed comes from the default generator (`seeds`), so that
-`torch.manual_seed` rules as usual.
+side would get numbers in an order that depends on timing: another result in every run, and a
+recompute that differs from its forward. So a layer that draws gets numbers from a generator of its
+own, seeded by (mini-batch, layer, micro-batch): the same for forward and recompute, and the same
+for every balance. The mini-batch's seed comes from the default generator (`seeds`), so that
+`torch.manual_seed` works as usual.
 
 The operation gets that generator as an argument, if it or one of its overloads takes one. The few
 that take none (fused attention and recurrent kernels with dropout) read the process's default
-generator, which is lent our state for as long as they run. A generator that a layer brings along
-is its own matter in the forward; a recompute draws from copies in the states that it had then.
+generator, which is lent our state for as long as they run. A generator that a layer passes
+explicitly is left alone in the forward; a recompute draws from copies of it in the states that it
+had then.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ __all__ = [
     "new_seed",
 ]
 
-#: The generators that layers brought along and their states, one for each of their draws in order.
+#: The generators that layers passed explicitly and their states, one for each draw, in order.
 States = list[tuple[torch.Generator, Tensor]]
 
-# A generator that layers of two partitions have: its state is noted and drawn from in one go.
+# For a generator that layers of two partitions share: its state is noted and drawn from in one go.
 _given_generators = threading.Lock()
 
 
@@ -50,7 +51,7 @@ class OwnRandomness:
     Args:
         seed: Seed of the mini-batch.
         micro_batch: Which micro-batch it is.
-        states: Where to note the states of generators that layers bring along; None: nowhere.
+        states: Where to note the states of generators that layers pass explicitly; None: nowhere.
         again: Whether to draw from those states, as they were noted, instead.
     """
 
@@ -91,7 +92,7 @@ class OwnRandomness:
         return catch_random_operations(self._draw)
 
     def enter_layer(self, layer: int | str) -> None:
-        """Turn to the generators of a layer, given by its place in the whole chain."""
+        """Switch to the generators of a layer, given by its place in the whole chain."""
         self._layer = layer
         self._n_inside = 0
         if self._generators:
@@ -105,10 +106,10 @@ class OwnRandomness:
     def check_draws(self, forward: Mapping[int | str, int]) -> None:
         """Make sure that these are the numbers of a forward, whose draws are given.
 
-        A layer that drew nothing this time has no wrong numbers: what it drew, it may have kept.
+        A layer that drew nothing this time has no wrong numbers: it may have kept what it drew.
 
         Raises:
-            ModelError: a layer drew more often than in the forward, or less.
+            ModelError: a layer drew more often than in the forward, or less often.
         """
         for layer, n in self._draws.items():
             if forward.get(layer, 0) != n:
@@ -126,7 +127,7 @@ class OwnRandomness:
         return self._layer
 
     def repeatable(self) -> Repeatable:
-        """Return the same random numbers from a layer's beginning, to be drawn a second time."""
+        """Return these random numbers from a layer's beginning, so that they can be drawn twice."""
         states: States = []
         seed, micro_batch = self._seed, self._micro_batch
         return Repeatable(
@@ -135,15 +136,15 @@ class OwnRandomness:
         )
 
     def enter_backward(self, partition: int) -> None:
-        """Turn to the generators of a cell's backward."""
+        """Switch to the generators of a cell's backward."""
         self._backward_of = partition
         self.enter_layer(f"backward of partition {partition}")
 
     def seed_inside(self) -> Callable[[], int]:
-        """Return what makes the seed of a mini-batch that the layer begins in its own pipeline."""
+        """Return a function that makes the seed for a mini-batch of a pipeline inside the layer."""
         self._n_inside += 1
         layer, check = f"{self._layer}, pipeline {self._n_inside}", self._check_not_run_again
-        # Asked now, and told when the seed is wanted: the pipeline may draw nothing.
+        # Read now, and checked when the seed is wanted: the pipeline may draw nothing.
         grad = torch.is_grad_enabled()
 
         def make() -> int:
@@ -163,14 +164,14 @@ class OwnRandomness:
         device = _device_of(args, kwargs)
         if device.type == "meta":
             return operation(*args, **kwargs)
-        # Values of a parameter, of a lazy layer say, are drawn once: no recompute does it again.
+        # Values of a parameter, as in a lazy layer, are drawn once: no recompute draws them again.
         if args and isinstance(args[0], nn.Parameter) and _writes_to_first(operation):
             generator = self._generator(device, f"{self._layer}, parameters")
         else:
             self._draws[self._layer] = self._draws.get(self._layer, 0) + 1
             generator = self._generator(device, self._layer)
-        # With a generator an operation cannot be mapped: torch would run it row by row. And nested
-        # tensors know none.
+        # An operation with a generator cannot be mapped by vmap: torch would run it row by row.
+        # And nested tensors take no generator.
         if way.run is None or is_transformed() or _has_nested(args):
             return run_with_default(generator, operation, args, kwargs)
         return way.call(generator, args, kwargs)
@@ -215,11 +216,11 @@ class OwnRandomness:
 
 
 class Repeatable(NamedTuple):
-    """Random numbers that are drawn more than once, of no layer yet.
+    """Random numbers that are drawn more than once, before any layer is entered.
 
     Attributes:
         first: For the first time.
-        again: Makes the same once more.
+        again: Makes the same for another time.
     """
 
     first: OwnRandomness
@@ -227,13 +228,13 @@ class Repeatable(NamedTuple):
 
 
 def current_randomness() -> OwnRandomness | None:
-    """Return whose random numbers this thread draws; None: those of torch's generators."""
+    """Return the source of this thread's random numbers; None: torch's generators."""
     owner = getattr(current_draw(), "__self__", None)
     return owner if isinstance(owner, OwnRandomness) else None
 
 
 def new_seed() -> MiniBatchSeed:
-    """Return the seed of a mini-batch that this thread begins, perhaps inside of a layer."""
+    """Return the seed of a mini-batch that this thread begins, perhaps inside a layer."""
     outer = current_randomness()
     return MiniBatchSeed(None if outer is None else outer.seed_inside())
 
@@ -242,7 +243,7 @@ class _Way(NamedTuple):
     """How a random operation is given a generator.
 
     Attributes:
-        run: Takes the operation's arguments and ``generator=``; None: nothing does.
+        run: Takes the operation's arguments and ``generator=``; None: there is no such overload.
         place: Where the operation itself takes a generator by position.
     """
 
@@ -286,9 +287,9 @@ def _way_of(operation: Any) -> _Way:
 def _dropout(
     input: Tensor, p: float, train: bool | None, *, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Do what `native_dropout` does, which is what dropout runs on CUDA, with a generator."""
+    """Do what `native_dropout` does, which dropout runs on CUDA, but with a generator."""
     if input.device.type == "cuda" and p < 1 and hasattr(torch.ops.aten, "_fused_dropout"):
-        # The same kernel; its mask has the same bytes, of another type.
+        # The same kernel; its mask has the same bytes, with another dtype.
         output, mask = torch.ops.aten._fused_dropout(input, 1 - p, generator=generator)
         return output, mask.view(torch.bool)
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
@@ -316,7 +317,7 @@ _SWITCHES = ("dropout_p", "dropout", "p", "train", "training")
 def _switches_of(operation: Any) -> list[tuple[int, str, Any]]:
     """Return place, name and default of the arguments that may keep an operation from drawing."""
     if operation.namespace != "aten":
-        return []  # nobody knows what another's arguments mean
+        return []  # what the arguments of other libraries' operations mean is not known
     return [
         (place, argument.name, argument.default_value if argument.has_default_value() else None)
         for place, argument in enumerate(operation._schema.arguments)
@@ -325,7 +326,7 @@ def _switches_of(operation: Any) -> list[tuple[int, str, Any]]:
 
 
 def _draws(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether this call draws: attention and recurrent kernels do only with dropout."""
+    """Tell whether this call draws: attention and recurrent kernels draw only with dropout."""
     for place, name, default in _switches_of(operation):
         value = args[place] if place < len(args) else kwargs.get(name, default)
         if isinstance(value, (bool, int, float)) and not value:

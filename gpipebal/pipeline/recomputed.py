@@ -1,15 +1,15 @@
-"""Runs of layers that are recomputed by themselves, inside a partition that keeps other graphs.
+"""Runs of layers that are recomputed on their own, inside a partition that keeps other graphs.
 
-The first layer of a run stands for all of it: it takes what comes in through all of the run's
-layers, by `torch.utils.checkpoint`, and the others pass on what they are given::
+The first layer of a run does the work of all: it takes its input through all of the run's layers,
+under `torch.utils.checkpoint`, and the others pass on what they are given::
 
     embed   block0          block1          head
     embed   block0+block1   ─ as it is ─▶   head        run: block0, block1
 
 So the chain has as many layers as before, with their names, parameters and buffers, and every
-balance that keeps a run in one partition can be used. A recompute is as one of the pipeline's own:
-it draws the same random numbers, starts from the same buffers and leaves no trace in them, and
-`is_recomputing` tells layers of it.
+balance that keeps a run in one partition can be used. Such a recompute behaves as one of the
+pipeline's own: it draws the same random numbers, starts from the same buffers and leaves no trace
+in them, and `is_recomputing` is true in its layers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = ["Recomputed", "with_recompute"]
 def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
     """Return the same chain of layers with some runs of them recomputed in the backward.
 
-    The layers themselves are the module's own, which is not changed. Nothing of a run is kept for
-    the backward but its input, whenever a graph is recorded: also without a pipeline, where the
-    random numbers of the recompute are restored by `torch.utils.checkpoint`. A micro-batch that the
+    The layers are the module's own; the module itself is not changed. Whenever a graph is recorded,
+    only the input of a run is kept for the backward: also without a pipeline, where
+    `torch.utils.checkpoint` restores the random numbers for the recompute. A micro-batch that the
     pipeline recomputes anyway is recomputed once, as a whole.
 
     Args:
@@ -55,7 +55,7 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
 
     Raises:
         BalanceError: layers that do not exist, are not consecutive, or are in two runs.
-        ModelError: `module` is no `nn.Sequential`; or a layer stashes or pops a skip connection.
+        ModelError: `module` is not an `nn.Sequential`, or a layer stashes or pops a skip.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
@@ -68,7 +68,8 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
     """
     if not isinstance(module, nn.Sequential):
         raise ModelError(
-            f"module is no chain: type(module)={type(module).__name__} (expected nn.Sequential).\n"
+            f"module is not a chain: type(module)={type(module).__name__} (expected nn.Sequential)."
+            "\n"
             "Fix: give the layers of the pipeline as an nn.Sequential."
         )
     layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
@@ -81,7 +82,7 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
         for k, (name, layer) in enumerate(inside):
             _check_no_skips(name, layer)
             changed[name] = Recomputed(layer, () if k else inside)
-    # With the module's own hooks, should it have some.
+    # With the module's own hooks, if it has any.
     found = copy.copy(module)
     found.__dict__["_modules"] = changed
     return found
@@ -101,7 +102,7 @@ def _places(run: Sequence[int | str], names: Sequence[str], taken: set[int]) -> 
     if not places or places != list(range(places[0], places[0] + len(places))):
         raise BalanceError(
             f"layers of a run are not consecutive: {list(run)} (expected one layer or more, each "
-            "behind the one before).\nFix: give every part by itself: runs=[...], [...]."
+            "after the one before).\nFix: give every part by itself: runs=[...], [...]."
         )
     both = taken.intersection(places)
     if both:
@@ -122,11 +123,11 @@ def _check_no_skips(name: str, layer: nn.Module) -> None:
 
 
 class Recomputed(Proxy):
-    """A layer's place in a chain: for the first layer of a run the run, for others nothing.
+    """A layer's place in a chain: the first one of a run runs all of it, the others run nothing.
 
     Args:
-        layer: The layer, of which it has the names, parameters and buffers.
-        run: Names and layers that the forward goes through; none: it hands its input on.
+        layer: The layer whose names, parameters and buffers it has.
+        run: Names and layers that the forward goes through; none: it returns its input.
     """
 
     _run: tuple[tuple[str, nn.Module], ...]
@@ -150,11 +151,11 @@ class Recomputed(Proxy):
         return len(self._run)
 
     def keep_off(self, buffers: Container[int]) -> None:
-        """Leave buffers alone that another worker may read: by their identity, while they live."""
+        """Leave buffers alone that another worker may read, given by ``id``, while they exist."""
         self.__dict__.update(_of_run=None, _foreign=buffers)
 
     def give_back(self) -> None:
-        """Give the layers of the run their own buffers, if a recompute that hangs has them."""
+        """Give the layers of the run their own buffers back, if a recompute that hangs has them."""
         buffers, self.__dict__["_of_run"] = self._of_run, None
         if buffers is not None:
             buffers.give_back()
@@ -187,19 +188,19 @@ class Recomputed(Proxy):
             once,
             *once.kept,
             use_reentrant=False,
-            # In a pipeline no worker may touch the process's generator.
+            # In a pipeline no worker may touch the process's default generator.
             preserve_rng_state=outer is None,
             context_fn=lambda: contexts,
         )
-        once.kept = []  # the checkpoint has it, for as long as it is needed
+        once.kept = []  # the checkpoint holds it, for as long as it is needed
         again.kept = buffers.looked(again.kept, look)
         return result
 
     def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
-        """Run the layers, with the random numbers that they have without the run.
+        """Run the layers, with the random numbers that they would have without the run.
 
         Args:
-            first: The first one's place in the chain of the pipeline; None: there is none.
+            first: Place of the first layer in the chain of the pipeline; None: no pipeline.
             values: Its input.
             keywords: Its keyword arguments.
         """
@@ -216,19 +217,19 @@ class Recomputed(Proxy):
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is known of the buffers and the input is found out anew by a copy.
+        # A copy finds out again what is known about the buffers and the input.
         return {**super().__getstate__(), "_of_run": None, "_written": {}}
 
 
 class _Once:
-    """What a checkpoint calls: at first with what the run was given, later with what was kept.
+    """The function that a checkpoint calls: first on the run's input, later on the kept one.
 
-    A run may write to what it is given, as its layers would without it: others may have the same
-    tensor, and see it. A recompute needs it as it was, so of that a copy is kept.
+    A run may write to its input, as its layers would without it, and others that have the same
+    tensor see that. A recompute needs the input as it was, so a copy of such a tensor is kept.
 
     Args:
         place: The first layer of the run.
-        first: Its place in the chain of the pipeline; None: there is none.
+        first: Its place in the chain of the pipeline; None: no pipeline.
         mode: Modes of the layers: a dropout in place writes in training only.
         values: Its input.
         keywords: Its keyword arguments.
@@ -248,9 +249,9 @@ class _Once:
         self._place, self._first, self._mode = place, first, mode
         leaves, self._structure = pytree.tree_flatten((values, keywords))
         known = place._written.get(mode)
-        # At first of everything, to see what is written to.
+        # At first everything is copied, to see what is written to.
         self._copied = frozenset(range(len(leaves))) if known is None else known
-        # One tensor may be in several places, and a write to it is seen in all.
+        # One tensor may be in several places, and a write to it is seen in all of them.
         places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
         self._first_place = [places[id(leaf)] for leaf in leaves]
         self.kept = self._copies(
@@ -261,7 +262,7 @@ class _Once:
     def __call__(self, *kept: Any) -> Any:
         given, self._given = self._given, None
         if given is None:
-            # Copies of the copies: a graph that is retained is gone through again.
+            # Copies of the copies: a graph that is retained runs its backward again.
             return self._go(self._copies(kept, copy_of))
         versions = [*map(version_of, given)]
         result = self._go(given)
@@ -272,7 +273,7 @@ class _Once:
         return result
 
     def _copies(self, leaves: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> list[Any]:
-        """Return leaves with copies of those that are written to, one of each tensor."""
+        """Return leaves with copies of those that are written to, one copy of each tensor."""
         made: list[Any] = []
         for i, (leaf, first) in enumerate(zip(leaves, self._first_place, strict=True)):
             if first < i:
@@ -280,13 +281,13 @@ class _Once:
             elif isinstance(leaf, Tensor) and i in self._copied:
                 made.append(copy(leaf))
             else:
-                # What a layer sets on it, such as a gradient, is of one pass.
+                # What a layer sets on it, such as a gradient, must stay in one pass.
                 alike = isinstance(leaf, Tensor) and not leaf.requires_grad
                 made.append(leaf.detach() if alike else leaf)
         return made
 
     def _check_alone(self, leaves: Sequence[Any], written: set[int]) -> None:
-        """Refuse writes to what another leaf is a view of: copies would not see them.
+        """Refuse writes to memory that another leaf shares: its copy would not see them.
 
         Raises:
             ModelError: there is one.
@@ -337,7 +338,7 @@ class _Again(AbstractContextManager[None]):
         self._buffers.check(self.kept)
         with ExitStack() as stack:
             stack.enter_context(phase(recomputing=True))
-            # Copies of the copies: a graph that is retained is gone through again.
+            # Copies of the copies: a graph that is retained runs its backward again.
             stack.enter_context(self._buffers.replaced(self.kept.again()))
             if self._repeatable is not None:
                 stack.enter_context(self._repeatable.again().watching())

@@ -21,7 +21,7 @@ class MiniBatchRecord:
 
     Args:
         n_partitions: Number of partitions.
-        provenance: What ran, for the timeline to tell; JSON values.
+        provenance: What ran, for the timeline's provenance; JSON values.
     """
 
     def __init__(self, n_partitions: int, provenance: Mapping[str, Any] | None = None) -> None:
@@ -58,7 +58,7 @@ class MiniBatchRecord:
 
 
 def _common_clock(points: list[Any]) -> list[float]:
-    """Turn points of time of all lanes into seconds since the first of them."""
+    """Turn points in time of all lanes into seconds since the first of them."""
     host = [point for point in points if isinstance(point, float)]
     if len(host) == len(points):
         first = min(host, default=0.0)
@@ -84,7 +84,7 @@ def _common_clock(points: list[Any]) -> list[float]:
 
 
 def _host_time(event: Any, device: Any) -> float:
-    """Find the host's clock at an event of the past: step back from an event of now."""
+    """Find the host's time of a past event, by counting back from an event recorded now."""
     event.synchronize()
     with torch.cuda.device(device):
         now = torch.cuda.Event(enable_timing=True)
@@ -104,7 +104,7 @@ class Recorder:
         self, order: Schedule, balance: Sequence[int], checkpoint: Checkpoint
     ) -> MiniBatchRecord:
         """Start the record of another mini-batch."""
-        # By the names that a simulated timeline has for them.
+        # Under the names that a simulated timeline has for them.
         provenance = {
             "schedule": order.name,
             "balance": list(balance),

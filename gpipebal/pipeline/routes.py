@@ -1,14 +1,14 @@
 """Routes: how values and gradients get from one cell to another.
 
-One inbox per partition and direction. The values of micro-batch i lie under the key i; those of a
-skip connection under its own key and i, straight in the inbox of the partition that pops it, so no
-partition in between ever sees them::
+There is one inbox per partition and direction. The values of micro-batch i are under the key i;
+those of a skip connection are under its own key and i, directly in the inbox of the partition that
+pops it, so no partition in between ever sees them::
 
     forward    caller ─▶ 0 ─▶ 1 ─▶ 2 ─▶ caller        backward  caller ◀─ 0 ◀─ 1 ◀─ 2 ◀─ caller
                          └─── skip ──▶┘                                   └◀── skip ──┘
 
 What a partition takes is its own from then on: it empties the list that it found in the inbox, so
-that a sender whose call has not returned yet keeps none of the tensors alive.
+that a sender whose call has not yet returned keeps none of the tensors alive.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _Gradients = tuple[list[Tensor | None], Any]
 class Routes:
     """The inboxes of one mini-batch.
 
-    Inbox j of a direction is what partition j reads; the caller reads the forward's last and the
+    Partition j reads inbox j of each direction; the caller reads the forward's last inbox and the
     backward's first.
 
     Args:
         partitions: Partitions of the pipeline, with their skip connections.
         lanes: Their devices and streams.
         stop: Whether the mini-batch has been stopped.
-        ledger: Where received tensors are charged; None when nobody meters.
-        record: Where the times of copies go; None when nobody traces.
+        ledger: Where received tensors are charged; None when memory is not metered.
+        record: Where the times of copies go; None when no trace is on.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Routes:
         self._ledger = ledger
         self._record = record
         self._values = [Inbox(stop) for _ in range(len(partitions) + 1)]
-        # Element j + 1 is what partition j reads, element 0 what the caller reads.
+        # Partition j reads element j + 1, the caller reads element 0.
         self._gradients = [Inbox(stop) for _ in range(len(partitions) + 1)]
-        # How many leaves each part of a cell's input has, to part its gradients.
+        # How many leaves each part of a cell's input has, to divide its gradients.
         self._parts: dict[tuple[int, int], list[int]] = {}
 
     def close(self) -> None:
-        """Wake everybody who waits, after a stop; drop what lies about."""
+        """Wake every waiting thread, after a stop; drop all values."""
         for inbox in (*self._values, *self._gradients):
             inbox.wake()
 

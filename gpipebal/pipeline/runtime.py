@@ -1,4 +1,4 @@
-"""The runtime: what a pipeline needs to run and cannot copy: facts, streams and threads."""
+"""The runtime: what a pipeline needs to run but cannot copy: facts, streams and threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Runtime:
         threads: Intra-operation threads of a CPU partition.
 
     Attributes:
-        partitions: Runs of layers and what is known of them.
+        partitions: Runs of layers and the facts about them.
         lanes: Devices and streams.
         pool: The workers.
         tied: Parameters that several partitions use.
@@ -67,7 +67,7 @@ class Runtime:
         )
 
     def can_run(self, layers: Iterable[nn.Module | None]) -> bool:
-        """Tell whether it was made of these layers, in this process, and none of it has changed.
+        """Tell whether it was made of these layers, in this process, and nothing has changed since.
 
         Args:
             layers: The layers of the chain.
@@ -75,17 +75,17 @@ class Runtime:
         return (
             self.pool.process == os.getpid()
             and not self.pool.is_given_up
-            # No layer was replaced since, nor a module inside of one.
+            # No layer was replaced since, nor a module inside one.
             and self._layers == list(layers)
             and all([partition.modules.are_as_made() for partition in self.partitions])
         )
 
     def has_other_parameters(self) -> bool:
-        """Tell whether a parameter has been replaced since it was found out which are tied."""
+        """Tell whether a parameter has been replaced since the tied ones were found."""
         return self._parameter_ids != self._find_parameter_ids()
 
     def with_other_ties(self) -> Runtime:
-        """Return the same runtime, with the parameters that several partitions use by now."""
+        """Return the same runtime, with the parameters that several partitions now use."""
         other = copy.copy(self)
         other._parameter_ids = self._find_parameter_ids()
         other.tied = TiedParameters(self.partitions, self.lanes, self.tied)
@@ -95,12 +95,12 @@ class Runtime:
         return [partition.modules.parameter_ids() for partition in self.partitions]
 
     def follow_workers(self) -> None:
-        """Let what the caller does next come behind all that a failed phase has launched.
+        """Let what the caller does next come after all that a failed phase has launched.
 
         A caller may overwrite what cells still add to: gradients, or statistics that it loads.
         """
         for lane in self.lanes:
-            # The failure may be that of the device, which then refuses this too.
+            # The device itself may have failed, and then refuses this too.
             with suppress(RuntimeError):
                 lane.give_to_caller((), lane.mark())
 

@@ -1,13 +1,13 @@
 """The seed of a mini-batch, and the default generator of the process, which it comes from.
 
 A mini-batch that draws nothing leaves the generator as it was; one that does takes its seed from
-the state that the caller's thread found when it began, and lets the generator go on by one number
+the state that the caller's thread found when it began, and advances the generator by one number
 when the workers have ended. Nothing is read from it in between: layers of several partitions may
-save and restore it side by side, and the last one leaves whatever it had seen. In a backward
-`torch.utils.checkpoint` puts back, for a while, what was there in the forward. If that is still
-there at the end of the phase, or what a layer was lent for an operation, what was there at its
-beginning is put back: else the caller and the next mini-batch would get numbers that were drawn
-already.
+save and restore it side by side, and the last one leaves whatever state it had saved. In a backward
+`torch.utils.checkpoint` temporarily puts back the state of the forward. If at the end of the phase
+the generator still has that state, or a state that a layer was lent for an operation, the state at
+the beginning of the phase is put back: otherwise the caller and the next mini-batch would get
+numbers that were already drawn.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gpipebal.pipeline.lent import Strays, bytes_of_state, default_generators, n
 
 __all__ = ["MiniBatchSeed", "cell_seed", "draw_seed"]
 
-#: Seconds to wait for an operation that has it.
+#: Seconds to wait for an operation that holds `default_generators`.
 _PATIENCE = 5.0
 
-#: How many phases are under way that began with a state: each has a seed of its own.
+#: How many phases that began with a given state are under way: each has a seed of its own.
 _under_way: Counter[int] = Counter()
 
 
@@ -37,7 +37,7 @@ def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:
 
 
 def draw_seed() -> int:
-    """Return the seed of a mini-batch that begins now, and let the default generator go on."""
+    """Return the seed of a mini-batch that begins now, and advance the default generator."""
     with default_generators:
         seed = _seed_from(_state(), 0)
         _go_on()
@@ -57,7 +57,7 @@ class MiniBatchSeed:
         self._inside = inside
         self._value: int | None = None
         self._making = threading.Lock()
-        # Those that phases of the mini-batch have begun with.
+        # Hashes of the states that phases of the mini-batch have begun with.
         self._earlier: set[int] = set()
         self._strays = Strays()
         # State of the generator when the phase began, and how many phases had begun with it.
@@ -75,7 +75,7 @@ class MiniBatchSeed:
 
     @contextmanager
     def in_phase(self) -> Iterator[None]:
-        """Run a phase of the mini-batch, in whose block cells may ask for the seed."""
+        """Enclose a phase of the mini-batch: inside the block cells may ask for the seed."""
         if self._inside is not None:
             yield
             return

@@ -1,9 +1,9 @@
-"""The target of a training step: parted like the input, and as little harmed by the loss.
+"""The target of a training step: divided like the input, and kept from harm by the loss.
 
-A loss is a function of the caller's, which may do more with its target than read it:
+A loss is the caller's own function, which may do more with its target than read it:
 
-* write to it. A loss that will be computed again, or of which every micro-batch gets the whole
-  target, then works on a copy; which tensors it writes to is found out on the first micro-batch;
+* write to it. If the loss will be computed again, or if every micro-batch gets the whole target, it
+  then works on a copy; which tensors it writes to is found out on the first micro-batch;
 * differentiate by it, if it comes from a graph (a teacher that is trained too). So it is cut off
   like an input, and its gradient goes back to the caller's graph with the input's.
 """
@@ -41,7 +41,7 @@ __all__ = ["Target"]
 
 
 class Target:
-    """The target of a mini-batch, parted into micro-batches and cut off from the caller's graph.
+    """The target of a mini-batch, divided into micro-batches and cut off from the caller's graph.
 
     The worker of the last partition uses it micro-batch by micro-batch; the caller makes it, and
     asks for the gradients when the workers have ended.
@@ -67,7 +67,7 @@ class Target:
         self._wanted = [grad and need for need in which_need_gradient(self._leaves)]
         self._parts = scatter_leaves(detached(self._leaves), rows, self._dims)
         self._shared = [dim is None and len(self._rows) > 1 for dim in self._dims]
-        # Which tensors the loss writes to, or may write to unseen; None: not known yet.
+        # Which tensors the loss writes to, or may write to undetected; None: not known yet.
         self._written: frozenset[int] | None = None
         # Leaves of autograd in the graph of each micro-batch's loss, then their gradients.
         self._lent: dict[int, list[Tensor | None]] = {}
@@ -86,7 +86,8 @@ class Target:
         """Lend the target of micro-batch `i`, which is in `leaves`, to the loss for a block.
 
         Raises:
-            ModelError: the loss has written to what it had not in the first micro-batch.
+            ModelError: the loss has written to a tensor that it did not write to in the first
+                micro-batch.
         """
         again = is_checkpointing() or is_recomputing()
         lent = list(leaves)
@@ -103,13 +104,13 @@ class Target:
                 if self._written is None or k in self._written or leaf.is_inference():
                     lent[k] = copy_of(lent[k])
         if any(self._wanted):
-            # Of several times the last counts: the recompute's, if there is one.
+            # If lent several times the last one counts: the recompute's, if there is one.
             self._lent[i] = roots
         versions = [version_of(leaf) for leaf in lent]
         yield unflatten(lent, self._structure)
         written = frozenset(k for k, leaf in enumerate(lent) if version_of(leaf) != versions[k])
         if self._written is None:
-            # A copy made in inference mode hides what is written to it: perhaps it was.
+            # A copy made in inference mode hides writes to it: there may have been some.
             unseen = (k for k in protected if versions[k] is None)
             self._written = written.union(unseen)
         for k in written - self._written:

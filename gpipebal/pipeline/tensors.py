@@ -21,8 +21,8 @@ __all__ = [
 
 
 def version_of(value: Any) -> int | None:
-    """Tell how often a tensor has been written to; None: it does not count, or is none."""
-    # Tensors made in inference mode do not; nothing can want their gradient either.
+    """Tell how often a tensor has been written to; None: it counts no writes, or is no tensor."""
+    # Tensors made in inference mode count none; nothing can want their gradient either.
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
@@ -37,8 +37,8 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Tell whether anything but this tensor holds its memory; of a sparse one: yes."""
-    # Private, and the only way to know: one count is the tensor's, one that of the handle here.
+    """Tell whether anything but this tensor holds its memory; for a sparse one: yes."""
+    # Private, and the only way to know: one count is the tensor's, one the handle's here.
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or not has_storage(tensor):
         return True
@@ -59,23 +59,24 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, of a sparse one those of what it is made of."""
+    """Return the bytes of a tensor; for a sparse one those of its parts."""
     return sum([part.nbytes for part in parts_of(tensor)])
 
 
 def copy_of(tensor: Tensor) -> Tensor:
     """Copy a tensor, differentiably, with its strides.
 
-    They decide how layers go on: whether `contiguous()` copies, say, and so what a write behind it
-    writes to. A clone has them only where elements lie side by side; one of an expanded tensor
-    would also have memory for what is one element. Subclasses of tensors clone themselves.
+    The strides decide what layers do: for example whether `contiguous()` copies, and so what a
+    later write writes to. A clone keeps them only where elements lie side by side; a clone of an
+    expanded tensor would also have memory for repetitions of one element. Subclasses clone
+    themselves.
     """
     if not has_storage(tensor) or type(tensor) not in (Tensor, Parameter) or not tensor.numel():
         return tensor.clone()
     reach, has_gaps = 1, False
     for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1:
-            if 0 < step < reach:  # elements lie across each other, as in a window that slides
+            if 0 < step < reach:  # elements overlap, as in a sliding window
                 return tensor.clone()
             has_gaps = has_gaps or step != reach
             reach += (n - 1) * step
@@ -106,7 +107,7 @@ def _once_each(tensor: Tensor) -> Tensor:
 
 
 def are_equal(left: Tensor, right: Tensor | None) -> bool:
-    """Tell whether two tensors have the same elements; what is not a number equals its like."""
+    """Tell whether two tensors have the same elements, NaN being equal to NaN."""
     if right is None or left.shape != right.shape or left.layout != right.layout:
         return False
     return all(map(_have_same_elements, parts_of(left), parts_of(right)))
@@ -115,6 +116,6 @@ def are_equal(left: Tensor, right: Tensor | None) -> bool:
 def _have_same_elements(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or torch.equal(left, right):
         return left.shape == right.shape
-    # Nothing else is not equal to itself.
+    # Only NaN is not equal to itself.
     both_no_numbers = (left != left) & (right != right)
     return bool(((left == right) | both_no_numbers).all())

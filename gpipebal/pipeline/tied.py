@@ -1,13 +1,14 @@
 """Tied parameters: one parameter that several partitions use.
 
-Each worker's backward would add into the same ``.grad``, in the order of the clock, and floating
-point sums depend on their order. So while a worker runs, the gradients of tied parameters are
-caught on their way and summed up for its partition alone; when all workers have ended, the caller's
-thread adds the partitions' sums to ``.grad``, first partition first: the same bits in every run.
+Each worker's backward would add to the same ``.grad``, in an order that depends on timing, and
+floating point sums depend on their order. So while a worker runs, the gradients of tied parameters
+are caught on their way and summed up for its partition alone; when all workers have ended, the
+caller's thread adds the partitions' sums to ``.grad``, first partition first: the same bits in
+every run.
 
-Most are tied by layers. A loss inside the pipeline is the last partition's too, and may use a
-parameter of another one, as a language model's does that projects onto its embedding: that is seen
-in the graph of the loss, before anything is added.
+Most are tied by layers. A loss inside the pipeline belongs to the last partition too, and may use a
+parameter of another partition, as a language model's loss does that projects onto the embedding:
+that is found in the graph of the loss, before anything is added.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class TiedParameters:
     Args:
         partitions: The partitions.
         lanes: Their devices and streams.
-        before: Those that these take the place of, whose hooks go on.
+        before: The tied parameters that these replace, whose hooks stay in use.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class TiedParameters:
                 owners.append(partition.index)
                 if len(owners) > 1:
                     self._tied[parameter] = None
-        # Two mini-batches of two threads may be ready at once.
+        # Mini-batches of two threads may end at the same time.
         self._adding = threading.Lock()
         # torch keeps the node that adds to `.grad` only while a graph does; the hook is on it.
         known = {} if before is None else before._users
         self._users: dict[nn.Parameter, Any] = {p: known[p] for p in self._tied if p in known}
 
     def sums(self, *, grad: bool) -> list[_Sums]:
-        """Return an empty sum for each partition; with `grad`, let gradients be caught."""
+        """Return an empty sum for each partition; with `grad`, prepare to catch gradients."""
         # In inference mode nothing has a graph, whatever the grad mode.
         if grad and not torch.is_inference_mode_enabled():
             for parameter in list(self._tied):
@@ -71,7 +72,7 @@ class TiedParameters:
         return [{} for _ in self._lanes]
 
     def tie(self, j: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in parameters that partition `j` uses beside those of its layers.
+        """Add parameters that partition `j` uses besides those of its layers.
 
         Called by its worker, before the backward that finds their gradients.
         """
@@ -82,13 +83,13 @@ class TiedParameters:
                     self._catch(parameter)
 
     def _catch(self, parameter: nn.Parameter) -> None:
-        # What torch.func.functional_call has computed belongs to the caller's graph, as any value.
+        # A value that torch.func.functional_call put in place belongs to the caller's graph.
         if not (parameter.requires_grad and parameter.is_leaf):
             return
         with self._lanes[self._owners[id(parameter)][-1]].computing():
             user = _user(parameter)
         node, known = _adder(user), self._users.get(parameter)
-        # It is another one after the parameter has changed its type or device.
+        # There is another node after the parameter has changed its dtype or device.
         if known is None or _adder(known) is not node:
             node.register_prehook(_catcher(parameter))
             self._users[parameter] = user
@@ -119,12 +120,12 @@ class TiedParameters:
 
 
 def leaves_behind(tensor: Tensor, before: set[Any], given: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the leaves of autograd, such as parameters, that a tensor was made of by itself.
+    """Return the leaves of autograd, such as parameters, from which a tensor was computed.
 
     Args:
         tensor: The tensor.
-        before: Nodes of its graph behind which not to look.
-        given: Leaves that it was made of too, and that do not count.
+        before: Nodes of its graph at which the search stops.
+        given: Leaves that it was also computed from, and that do not count.
     """
     found: list[Tensor] = []
     known = {id(leaf) for leaf in given}
@@ -138,7 +139,7 @@ def leaves_behind(tensor: Tensor, before: set[Any], given: Sequence[Tensor | Non
         if further:
             waiting += [another for another, _ in further]
         else:
-            # Only a node that adds to a `.grad` has it, and nothing comes before such a one.
+            # Only a node that adds to a `.grad` has a variable, and it leads to no further node.
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in known:
                 found.append(variable)
@@ -146,7 +147,7 @@ def leaves_behind(tensor: Tensor, before: set[Any], given: Sequence[Tensor | Non
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threading.Thread]) -> None:
-    """Let these threads add to no ``.grad`` any more.
+    """Keep these threads from adding to any ``.grad`` from now on.
 
     A worker that was given up may still be inside a backward, whose gradients would otherwise come
     out of nowhere, in the middle of a later step.
@@ -157,7 +158,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threadi
 
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_leaf:
-            # The node that adds is one for all graphs, and theirs keep it.
+            # All graphs share the node that adds, and the graphs of these threads keep it alive.
             user = _user(parameter)
             _adder(user).register_prehook(drop)
 
@@ -165,9 +166,9 @@ def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threadi
 def _user(parameter: nn.Parameter) -> Any:
     """Return a node that leads to the one that adds to a parameter's ``.grad``.
 
-    This one may be kept, and not the other. A node that only Python holds can be used by others
-    only with Python's lock, which torch then waits for while it has locked the parameter; and a
-    thread that holds Python's lock may wait for the parameter, as in ``parameter.T``.
+    This node may be kept, but not the one that adds. A node that only Python holds can be used by
+    others only with Python's lock, which torch then waits for while it has locked the parameter;
+    and a thread that holds Python's lock may wait for the parameter, as in ``parameter.T``.
     """
     with torch.enable_grad():
         return parameter.view_as(parameter).grad_fn
@@ -178,7 +179,7 @@ def _adder(user: Any) -> Any:
 
 
 def _added(known: Tensor | None, gradient: Tensor) -> Tensor:
-    """Add a gradient in place, where torch can: a sparse one to a dense one, not the other way."""
+    """Add a gradient, in place where torch can: a sparse one to a dense one, not the reverse."""
     if known is None:
         return gradient
     if known.is_sparse and not gradient.is_sparse:
@@ -192,7 +193,7 @@ def _catcher(
     def catch(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
         sums: _Sums | None = getattr(_current, "sums", None)
         gradient = gradients[0]
-        # A backward outside of a pipeline, or of another one, to which one partition uses it.
+        # A backward outside a pipeline, or of another pipeline, where only one partition uses it.
         if sums is None or gradient is None or parameter not in _current.tied:
             return None
         if not parameter.requires_grad:

@@ -27,7 +27,7 @@ def trace(pipe: GPipe) -> Iterator[Recorder]:
         recompute and backward of every cell in seconds since its first action.
 
     Raises:
-        KindError: it is no pipeline.
+        KindError: it is not a pipeline.
         PipelineError: the pipeline is traced already.
 
     Example:

@@ -1,4 +1,4 @@
-"""Who looks on while a mini-batch runs: a trace, a meter, and the clock."""
+"""What watches a mini-batch while it runs: a trace, a meter, and the timeout."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Watchers"]
 
 @dataclass(frozen=True)
 class Watchers:
-    """Who looks on, and for how long.
+    """The trace and the meter of a mini-batch, and its timeout.
 
     Attributes:
-        record: Where each action's times go; None when nobody traces.
-        ledger: Where live memory is counted; None when nobody meters.
+        record: Where each action's times go; None when no trace is on.
+        ledger: Where live memory is counted; None when memory is not metered.
         timeout: Seconds without the end of any action after which the caller gives up; None:
             never.
     """

@@ -2,17 +2,17 @@
 
 Who owns what. A pool owns its threads; a thread owns nothing but the task it is running. A task is
 handed to all workers at once, under a lock, so that every worker gets the tasks of all mini-batches
-in one order: the mini-batch handed out first can always go on, whatever the others wait for.
+in one order: the mini-batch handed out first can always proceed, whatever the others wait for.
 Tasks never raise: they keep their failure for the caller.
 
 Idle workers wait for the next task and hold no tensors. They are daemon threads, so a program can
-always end. A pool is closed when nobody holds it any more; then its workers end what they were
-handed. When the interpreter ends, all mini-batches are stopped, and the end waits for the cells in
-progress, because a thread that is still inside torch when the interpreter goes away can abort the
-process. It does not wait for a worker that hangs.
+always end. A pool is closed when nothing refers to it any more; then its workers finish what they
+were handed. When the interpreter ends, all mini-batches are stopped, and the exit waits for the
+cells in progress, because a thread that is still inside torch when the interpreter goes away can
+abort the process. It does not wait for a worker that hangs.
 
-Who hangs, and who only needs long? A worker that computes uses the processor, which its thread's
-clock tells.
+Which worker hangs, and which is only slow? A worker that computes uses the processor, which its
+thread's clock tells.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ _Queue = SimpleQueue[Callable[[], None] | None]
 #: Seconds of rest after which a worker that should end is taken to hang.
 GRACE = 5.0
 
-#: Seconds that the threads which have ended get at the end of the interpreter for destructors.
+#: Seconds that threads which have ended get for their destructors when the interpreter ends.
 DESTRUCTION = 1.0
 
-#: Share of a processor from which a worker is taken to compute.
+#: Seconds after which a wait for the threads of a closed pool checks whether it was given up.
+_LOOK_UP = 0.1
+
+#: Share of a processor above which a worker is taken to compute.
 _COMPUTING = 0.01
 
-# Starting workers changes the process's number of threads for a moment: one pool at a time.
+# Starting workers temporarily changes the process's number of threads: one pool at a time.
 _starting = threading.Lock()
 
 
 def given_up_error() -> PipelineError:
-    """Return what a mini-batch raises whose workers another one, of another thread, gave up."""
+    """Return the error of a mini-batch whose workers were given up by one in another thread."""
     return PipelineError(
         "a mini-batch was stopped, because another one, in another thread, gave up the workers of "
         "both: one of them hangs.\nFix: run it again, with new workers."
@@ -61,15 +64,15 @@ def given_up_error() -> PipelineError:
 class WorkerPool:
     """Threads that run tasks, one task at a time each.
 
-    The threads end when the pool is closed, or when nobody holds it any more: neither a pipeline
-    nor a mini-batch whose backward could still come.
+    The threads end when the pool is closed, or when nothing refers to it any more: neither a
+    pipeline nor a mini-batch whose backward could still come.
 
     Attributes:
         process: Process that started the threads; a forked child has none of them.
         activities: What each worker is doing.
         threads: The threads.
-        is_given_up: Whether a worker hung, so that the pool takes no more tasks and nobody waits
-            for its threads.
+        is_given_up: Whether a worker hung, so that the pool takes no more tasks and its threads
+            are not waited for.
     """
 
     def __init__(self, lanes: Sequence[Lane], threads: Sequence[int | None]) -> None:
@@ -83,9 +86,9 @@ class WorkerPool:
         self._stops: set[Stop] = set()
         self._awaited: set[Flag] = set()
         self._is_exit = False
-        # Before there is a thread, so that an interrupt leaves none behind.
+        # Before the first thread starts, so that an interrupt leaves none behind.
         self._end = weakref.finalize(self, _end_threads, self._queues, self.threads, self.process)
-        # The end of the interpreter has its own rules.
+        # At the end of the interpreter `_end_all` does this.
         self._end.atexit = False
         with _starting:
             before = torch.get_num_threads()
@@ -109,14 +112,17 @@ class WorkerPool:
                     )
                     thread.start()
                     self.threads.append(thread)
-                _started[:] = [*filter(_is_known_to_the_system, _started), *self.threads]
+                _known_threads[:] = [
+                    *filter(_is_known_to_the_system, _known_threads),
+                    *self.threads,
+                ]
                 started.wait()
             except BaseException:
-                # Interrupted, or no more threads to be had: those that wait must not wait on.
+                # Interrupted, or no more threads can be started: those that wait must stop waiting.
                 started.abort()
                 raise
             finally:
-                # set_num_threads in a worker also sets what later threads start with: put it back.
+                # set_num_threads in a worker also sets the number for later threads: put it back.
                 torch.set_num_threads(before)
         _pools.add(self)
         if failures:
@@ -141,8 +147,16 @@ class WorkerPool:
                 "GPipe has checkpoint=."
             )
 
+    def check_closer(self) -> None:
+        """Raise PipelineError in one of the pool's own threads, which would wait for itself."""
+        if threading.current_thread() in self.threads:
+            raise PipelineError(
+                "a pipeline was closed by one of its own layers, which would wait for itself.\n"
+                "Fix: close it when its call has returned."
+            )
+
     def submit(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Hand task j to worker j, to all workers in one go.
+        """Hand task j to worker j, to all workers at once.
 
         Args:
             tasks: One per worker. If this is interrupted some may have been handed out.
@@ -158,7 +172,7 @@ class WorkerPool:
             )
         self.check_caller()
         if self._is_exit and threading.current_thread() is not threading.main_thread():
-            # A daemon thread, with a moment left, and perhaps inside torch: see MiniBatch.
+            # A daemon thread that is about to end, perhaps inside torch: see MiniBatch.
             threading.Event().wait()
         with self._submitting:
             if self.is_given_up:
@@ -189,14 +203,14 @@ class WorkerPool:
             spare_computing: Do not give up either while a worker computes.
 
         Raises:
-            PipelineTimeoutError: given up; the text says what every worker is doing.
+            PipelineTimeoutError: the workers were given up; the text says what each is doing.
             PipelineError: another mini-batch gave the workers up.
         """
         n_done = sum(activity.n_done for activity in self.activities)
         used = 0.0 if timeout is None else _seconds_used(self._clocks)
         try:
-            # Before it is asked who gave up: from then on that wakes us. Waking by the clock would
-            # not do: while the interpreter ends a caller must sleep on.
+            # Before `is_given_up` is read: from now on giving up wakes this thread. Waking up from
+            # time to time would not do: while the interpreter ends a caller must go on sleeping.
             self._awaited.update(finished)
             for flag in finished:
                 while not flag.wait(0.0 if self.is_given_up else timeout):
@@ -214,15 +228,14 @@ class WorkerPool:
             self._awaited.difference_update(finished)
 
     def give_up(self) -> None:
-        """Take no more tasks, and wait for the threads no more: one of them hangs."""
+        """Take no more tasks, and no longer wait for the threads: one of them hangs."""
         try:
             with self._submitting:
                 self.is_given_up = True
-                # Those that still can end by themselves; the one that hangs cannot be waited for.
+                # Threads that can still end do so alone; one that hangs cannot be waited for.
                 self._end.detach()
                 _pools.discard(self)
-                for queue in self._queues:
-                    queue.put(None)
+                _tell_to_end(self._queues)
         finally:
             # Also if an interrupt comes in between: others may wait without a timeout.
             for flag in self._awaited.copy() if self.is_given_up else ():
@@ -232,15 +245,18 @@ class WorkerPool:
         """End the threads, after what they were handed; wait for them. Harmless when repeated.
 
         Raises:
-            PipelineError: one of the threads calls it, which would wait for itself.
+            PipelineError: called by one of the threads, which would wait for itself.
         """
-        if threading.current_thread() in self.threads:
-            raise PipelineError(
-                "a pipeline was closed by one of its own layers, which would wait for itself.\n"
-                "Fix: close it when its call has returned."
-            )
+        self.check_closer()
+        if self.process != os.getpid():
+            return
         with self._submitting:
-            self._end()
+            if self._end.detach() is not None:
+                _tell_to_end(self._queues)
+        # Without the lock: a mini-batch that waits for a layer that hangs may give up meanwhile.
+        for thread in self.threads:
+            while thread.is_alive() and not self.is_given_up:
+                thread.join(_LOOK_UP)
 
     def end_at_exit(self) -> None:
         """Stop all mini-batches, and let the threads end; waits for nothing."""
@@ -263,16 +279,16 @@ class WorkerPool:
                 return
 
 
-#: Those whose threads the end of the interpreter waits for.
+#: Pools whose threads the end of the interpreter waits for.
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 #: Threads of this process that the system may still know.
-_started: list[threading.Thread] = []
+_known_threads: list[threading.Thread] = []
 
 
 def _is_known_to_the_system(thread: threading.Thread) -> bool:
-    """Tell whether a thread is there, perhaps only to run destructors; where that can be asked."""
+    """Tell whether a thread exists, perhaps only to run destructors; where the system tells."""
     return thread.is_alive() or os.path.exists(f"/proc/self/task/{thread.native_id}")
 
 
@@ -283,12 +299,12 @@ def _end_all() -> None:
         pool.end_at_exit()
     until = time.monotonic() + GRACE
     for pool in pools:
-        # Those that rest do so side by side, those that compute take what they need.
+        # Idle workers share one wait, those that compute get the time they need.
         pool.wait_at_exit(max(1.0, until - time.monotonic()))
-    # What a failed backward has left in autograd's queue of a thread is destroyed when Python is
-    # through with the thread, and needs an interpreter that is not ending.
+    # What a failed backward has left in autograd's queue of a thread is destroyed after Python has
+    # finished with the thread, and that needs an interpreter that is not ending.
     until = time.monotonic() + DESTRUCTION
-    for thread in _started:
+    for thread in _known_threads:
         while not thread.is_alive() and _is_known_to_the_system(thread):
             if time.monotonic() > until:
                 return
@@ -296,7 +312,7 @@ def _end_all() -> None:
 
 
 def _seconds_used(clocks: Sequence[int | None]) -> float:
-    """Add up the processor time of threads; of one that has ended, or has no clock, none."""
+    """Add up the processor time of threads; one that has ended, or has no clock, counts as 0."""
     total = 0.0
     for clock in clocks:
         if clock is not None:
@@ -310,18 +326,22 @@ def _end_threads(
 ) -> None:
     if process != os.getpid():
         return
-    try:
-        for queue in queues:
-            queue.put(None)
-    except BaseException:
-        # Interrupted between two of them. Whom it tells twice has ended by then.
-        for queue in queues:
-            queue.put(None)
-        raise
+    _tell_to_end(queues)
     for thread in threads:
         # A pool can be collected, and so ended, by one of its own threads.
         if thread is not threading.current_thread():
             thread.join()
+
+
+def _tell_to_end(queues: Sequence[_Queue]) -> None:
+    try:
+        for queue in queues:
+            queue.put(None)
+    except BaseException:
+        # Interrupted between two of them. A worker that is told twice has ended by then.
+        for queue in queues:
+            queue.put(None)
+        raise
 
 
 def _work(
@@ -338,16 +358,16 @@ def _work(
             with suppress(OSError):
                 clocks[j] = time.pthread_getcpuclockid(threading.get_ident())
         if threads is not None:
-            # A thread takes over the process's number at its first use of it, and would undo
-            # ours if that came later: asking is a use.
+            # A thread adopts the process's number at its first use of it, and would undo ours if
+            # that came later: reading it counts as a use.
             torch.get_num_threads()
             torch.set_num_threads(threads)
         # With this the engine runs every node of a cell's backward in this thread, CUDA nodes
         # too: no other thread is waited for, so no two workers can wait for each other's device
         # thread.
         torch.autograd.set_multithreading_enabled(False)
-        # Nor one cast of a parameter in the graphs of two cells, see CallerState: also where a
-        # layer turns autocast on by itself.
+        # Nor may the graphs of two cells share a cast of a parameter, see CallerState: also where
+        # a layer turns autocast on by itself.
         torch.set_autocast_cache_enabled(False)
         lane.enter_thread()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""What no plan may be."""
+"""Checks of a plan: what makes no sense is refused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OPTIONAL = (
     *("optimizer", "step_time", "pause_time", "equal_split_value", "memory_limit", "weight_time"),
     "mini_batch_rows",
 )
-#: Quantities that are whole numbers, beside those of `PeakMemory`.
+#: Quantities that are whole numbers, in addition to those of `PeakMemory`.
 _WHOLE = ("chunks", "rows", "mini_batch_rows", "memory_limit")
-#: Those of them that are no bytes.
+#: Those of them that are not bytes.
 _COUNTS = ("chunks", "rows", "mini_batch_rows")
-#: Values of what is minimised, which may be a function of the caller's.
+#: Values of the objective, which may be a function of the caller's.
 _OF_ANY_UNIT = ("value", "lower_bound", "equal_split_value")
-#: What has numbers in it and is none.
+#: Fields that contain numbers but are not a number.
 _OTHERS = ("sensitivity",)
 #: What can have been minimised.
 _OBJECTIVES = ("makespan", "bottleneck", "peak_memory", "cost")
@@ -42,9 +42,9 @@ _COUNT = "a whole number, 1 or more"
 _NUMBER = "a finite number, 0 or more"
 _BYTES = "a whole number of bytes, 0 or more"
 _TEXT = "a text"
-#: Seconds and bytes are at most so many.
+#: The most that seconds and bytes can be.
 _MOST = 2**63 - 1
-#: A proof is one although sums are rounded, by this fraction of the value.
+#: Value and bound may differ by this fraction of the value, by which sums are rounded.
 _ROUNDING = 1e-9
 
 
@@ -52,7 +52,7 @@ def check_chunks(chunks: object) -> int:
     """Return a number of micro-batches that a plan can have.
 
     Raises:
-        BalanceError: no whole number, fewer than 1, or more than anybody can mean.
+        BalanceError: not a whole number, fewer than 1, or more than `MOST_CHUNKS`.
     """
     count = check_count("chunks", chunks)
     if count > MOST_CHUNKS:
@@ -68,11 +68,11 @@ def check_plan(plan: Plan) -> None:
 
     Raises:
         BalanceError: counts or modes that make no sense.
-        ProfileError: a time, a size or a text that is none, or an optimum without a proof.
+        ProfileError: an invalid time, size or text, or an optimum without a proof.
     """
     check_count("partitions", plan.n_partitions)
     modes_of(plan.checkpoint, plan.n_partitions)
-    if isinstance(plan.chunks, float):  # which is no count in a file
+    if isinstance(plan.chunks, float):  # in a file, a float is not a count
         raise _bad_value("plan", "chunks", plan.chunks, f"a whole number, 1 to {MOST_CHUNKS}")
     check_chunks(plan.chunks)
     for j, partition in enumerate(plan.partitions):
@@ -112,11 +112,11 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_schedule_known(plan: Plan) -> None:
-    """Refuse a schedule that can be neither run nor simulated, as a file may not name it.
+    """Refuse a schedule that can be neither run nor simulated, as a file may not name such a one.
 
     Raises:
-        BalanceError: its partitions cannot have it.
-        ProfileError: there is none of this name.
+        BalanceError: the plan's partitions cannot have this schedule.
+        ProfileError: there is no schedule with this name.
     """
     if plan.schedule not in ALL_SCHEDULES:
         expected = f"one of {', '.join(map(repr, ALL_SCHEDULES))}"
@@ -125,7 +125,7 @@ def check_schedule_known(plan: Plan) -> None:
 
 
 def _check_words(plan: Plan) -> None:
-    """Refuse texts that are none, or name nothing, and what is neither true nor false."""
+    """Refuse invalid texts, unknown names, and flags that are neither True nor False."""
     for name, known in (("objective", _OBJECTIVES), ("status", _STATUSES)):
         value = getattr(plan, name)
         if not isinstance(value, str) or value not in known:
@@ -170,7 +170,7 @@ def _check_sensitivity(plan: Plan) -> None:
 
 
 def _check_quantities(where: str, noun: Any) -> None:
-    """Refuse a time or a size that is none: bytes are ints, times are finite, neither negative."""
+    """Refuse a time or an invalid size: bytes are ints, times are finite, neither negative."""
     all_whole = isinstance(noun, PeakMemory)
     for item in fields(noun):
         value, name = getattr(noun, item.name), item.name

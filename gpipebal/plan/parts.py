@@ -17,11 +17,11 @@ class PeakMemory:
         buffers: Buffers.
         optimizer: Optimizer state; None when it is not known, and then not counted.
         activations: What the micro-batches in flight keep for their backward.
-        transient: Largest memory of one cell beyond all that.
-        outputs: On the last partition, what is there of the outputs, the target, the loss and
-            their gradients.
-        waiting: What it has made and a busy neighbour has not taken yet. It depends on the clock:
-            this much waits in the simulated timeline, each neighbour taken to be 30 % slower than
+        transient: What one action needs temporarily in addition to what is kept.
+        outputs: On the last partition, the outputs, the target, the loss and their gradients, as
+            far as they exist at that moment.
+        waiting: What it has made and a busy neighbour has not taken yet. It depends on timing: this
+            much waits in the simulated timeline, each neighbour taken to be 30 % slower than
             predicted.
     """
 
@@ -52,9 +52,9 @@ class PartitionPlan:
         backward_time: Seconds of its backward, without recompute.
         recompute_time: Seconds of its recompute, whether or not the mode uses it.
         memory: Its predicted peak memory.
-        memory_limit: Bytes that it may need, what is kept in reserve taken off; None: no limit.
+        memory_limit: Bytes that it may need, after the reserve is subtracted; None: no limit.
         receive_time: Seconds to bring a micro-batch into it from the partition before.
-        return_time: Seconds to bring a gradient into it from the partition behind.
+        return_time: Seconds to bring a gradient into it from the next partition.
         weight_time: Seconds of its backward that are gradients of weights, which no other
             partition waits for; None: half of it.
     """

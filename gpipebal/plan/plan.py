@@ -16,7 +16,15 @@ from gpipebal.kinds import check_index, check_kind
 from gpipebal.plan.checks import check_plan, check_schedule_known
 from gpipebal.plan.parts import PartitionPlan, PeakMemory
 from gpipebal.plan.text import explanation, plan_text
-from gpipebal.records import damaged, fields_of, object_of, place, text_of, tuple_of, without_header
+from gpipebal.records import (
+    damaged,
+    fields_of,
+    object_of,
+    path_in,
+    text_of,
+    tuple_of,
+    without_header,
+)
 from gpipebal.schedule import (
     ALL_SCHEDULES,
     SCHEDULES,
@@ -34,9 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 FORMAT = "gpipebal-plan"
-#: Versions 1 and 2, which knew no links, limits, orders of devices and notes, are still read; and
-#: version 3, which knew no parts of backwards; version 4, whose steps begin without gradients; and
-#: version 5, which has no runs; and version 6, which does not know the rows of mini-batches.
+#: Earlier versions are still read: 1 and 2, without links, limits, orders of devices and notes; 3,
+#: without parts of backwards; 4, whose steps begin without gradients; 5, without runs; and 6,
+#: without the rows of mini-batches.
 VERSION = 7
 
 
@@ -54,25 +62,26 @@ class Plan:
             partition; see `modes`.
         schedule: Name of the schedule, such as ``'gpipe'``.
         objective: What was minimised: ``'makespan'``, ``'bottleneck'``, ``'peak_memory'``, or
-            ``'cost'`` for costs that a function gave.
-        value: The objective's value of this plan: seconds, bytes, or what the function gave.
+            ``'cost'`` for costs that a function of the caller's gave.
+        value: The objective's value of this plan: seconds, bytes, or what that function gave.
         lower_bound: A proven bound that no plan of the same problem can beat, in the same unit.
-            If the balance was given, it is part of the problem.
-        status: ``'optimal'`` where a search has proven that `lower_bound` is the value, or
+            If the balance was given, the balance is part of the problem.
+        status: ``'optimal'`` where a search has proven that the value equals `lower_bound`, else
             ``'feasible'``.
         method: The algorithm that found it, or ``'given'``.
         makespan: Predicted seconds from the first forward to the last backward, without the
             loss.
         bottleneck: The largest time of a partition for one micro-batch, in seconds: forward,
             plus recompute under its mode, plus backward, plus copies that keep its device busy;
-            or of a link there and back, if that takes longer and copies overlap.
+            or the time of a link, forwards and backwards, if that is longer and copies overlap.
         step_time: Predicted seconds of a training step: forwards, gather, loss, backwards,
-            optimizer; None when a part of it was not measured. It counts on shorter forwards
-            where no graph is recorded, if they were measured; the makespan does not.
+            optimizer; None when a part of it was not measured. Unlike in the makespan, forwards
+            without a graph have their own, shorter times in it, where they were measured.
         pause_time: Seconds of gather and loss, between the phases; None if not measured, or if
             the schedule has no phases.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
-            `GPipe.step`, or the caller that of the mini-batch. Step time and memory go by it.
+            `GPipe.step`, or the caller computes that of the mini-batch. Step time and memory depend
+            on it.
         equal_split_value: The objective's value of the split into equally many layers.
         shared_memory: Whether neighbouring partitions share one memory (one CPU), so that the
             tensor at a cut exists once.
@@ -80,20 +89,20 @@ class Plan:
             gradients already.
         device_order: Which of the devices that the plan was made for runs each partition, as
             indices; empty: in order.
-        overlaps: Whether transfers between partitions run beside the devices' work.
-        runs: Layers inside of partitions that are recomputed together, as ranges of places in the
-            chain, in order. The times of backwards have those of the recomputes.
-        sensitivity: For each cut, how much the value grows if it is moved by one layer to the
+        overlaps: Whether transfers between partitions run at the same time as the devices' work.
+        runs: Layers inside partitions that are recomputed together, as ranges of places in the
+            chain, in order. The times of backwards include those of the recomputes.
+        sensitivity: For each cut, how much the value grows if the cut is moved by one layer to the
             left, and to the right, with the same modes and devices; None: there is no such plan,
-            or it breaks a limit or a rule. What waits for busy neighbours counts by the clock
-            that the plan would then have; but against a limit it does not where that would take
-            longer than the search, in plans of many layers and actions. Empty: not worked out.
+            or it breaks a limit or a rule. Memory includes what would wait for busy neighbours in
+            the changed plan's own timeline; only in very large plans are limits checked without
+            waiting, because that would take longer than the search. Empty: not worked out.
         notes: What a reader should know about how the plan was made, in sentences.
         provenance: Where the costs come from: the profile's own provenance.
 
     Raises:
         BalanceError: counts or checkpoint modes that make no sense.
-        ProfileError: a time, a size or a text that is none, or an optimum without a proof.
+        ProfileError: an invalid time, size or text, or an optimum without a proof.
 
     Example:
         >>> from gpipebal import Profile, solve
@@ -137,12 +146,12 @@ class Plan:
         for name in ("device_order", "notes"):
             object.__setattr__(self, name, tuple_of(getattr(self, name), name))
         runs = tuple(
-            run if isinstance(run, range) else _range(run, place("runs", k))
+            run if isinstance(run, range) else _range(run, path_in("runs", k))
             for k, run in enumerate(tuple_of(self.runs, "runs"))
         )
         object.__setattr__(self, "runs", runs)
         moves = tuple(
-            tuple_of(pair, place("sensitivity", k))
+            tuple_of(pair, path_in("sensitivity", k))
             for k, pair in enumerate(tuple_of(self.sensitivity, "sensitivity"))
         )
         object.__setattr__(self, "sensitivity", moves)
@@ -209,7 +218,7 @@ class Plan:
         return any(self.recomputed)
 
     def with_bound(self, lower_bound: float) -> Plan:
-        """Return the same plan where it is known that none has a smaller value than this."""
+        """Return the same plan with another bound, which no plan's value is below."""
         check_kind("lower_bound", lower_bound, Real, "lower_bound=0.0, say")
         bound = min(lower_bound, self.value)
         status = "optimal" if bound >= self.value else "feasible"
@@ -235,17 +244,17 @@ class Plan:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Which of the devices runs each partition, as an index; of interleaved ones, in turns."""
+        """Which device runs each partition, as an index; interleaved ones go round the devices."""
         return self.device_order or tuple(j % self.n_devices for j in range(self.n_partitions))
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Which of what was given for each partition (devices, limits) each has, as an index."""
+        """Which of the devices and limits given for each partition each one has, as an index."""
         return self.device_order or tuple(range(self.n_partitions))
 
     @property
     def peak_bytes(self) -> int | None:
-        """Largest peak memory of a partition; None: not known, of a schedule only torch runs."""
+        """Largest peak memory of a partition; None: not known, under a schedule only torch runs."""
         if self.schedule not in SCHEDULES:
             return None
         return max(part.memory.total for part in self.partitions)
@@ -311,7 +320,7 @@ class Plan:
             content = fields_of(without_header(record, FORMAT, VERSION), "", cls)
             parts = tuple_of(content["partitions"], "partitions")
             content["partitions"] = tuple(
-                _part(part, place("partitions", j)) for j, part in enumerate(parts)
+                _part(part, path_in("partitions", j)) for j, part in enumerate(parts)
             )
             for name in ("schedule", "objective", "method"):
                 text_of(content[name], name)
@@ -348,12 +357,12 @@ class Plan:
 def _part(record: Any, where: str) -> PartitionPlan:
     content = fields_of(record, where, PartitionPlan, also=("memory",))
     for name in ("layers", "fingerprints"):
-        column = place(where, name)
+        column = path_in(where, name)
         content[name] = tuple(
-            text_of(text, place(column, k))
+            text_of(text, path_in(column, k))
             for k, text in enumerate(tuple_of(content[name], column))
         )
-    memory = fields_of(content["memory"], place(where, "memory"), PeakMemory)
+    memory = fields_of(content["memory"], path_in(where, "memory"), PeakMemory)
     return PartitionPlan(**{**content, "memory": PeakMemory(**memory)})
 
 
@@ -361,7 +370,7 @@ def _range(ends: Any, where: str) -> range:
     found = tuple_of(ends, where)
     if len(found) != 2 or not all(type(end) is int for end in found):
         raise KindError(
-            f"value is of another kind: {where}={ends!r:.60} (expected two whole numbers, first "
-            "and last).\nFix: give ranges of layers."
+            f"value is of another kind: {where}={ends!r:.60} (expected two whole numbers: the "
+            "first layer, and one past the last).\nFix: give ranges of layers."
         )
     return range(*found)

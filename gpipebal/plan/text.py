@@ -20,7 +20,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def format_value(plan: Plan, value: float) -> str:
-    """Write a value of what the plan minimises, in its unit."""
+    """Write a value of the plan's objective, in its unit."""
     if plan.objective == "peak_memory":
         return format_bytes(value)
     return f"{value:.6g}" if plan.objective == "cost" else format_seconds(value)
@@ -125,7 +125,7 @@ def explanation(plan: Plan) -> str:
 
 
 def _runs(plan: Plan) -> Iterator[str]:
-    """Say which layers are recomputed by themselves."""
+    """Say which layers are recomputed in runs."""
     if plan.runs:
         names = [name for part in plan.partitions for name in part.layers]
         named = [layer_range([names[k] for k in run]) for run in plan.runs[:4]]
@@ -206,7 +206,7 @@ def _gain(plan: Plan) -> list[str]:
 
 
 def _memory_title(plan: Plan) -> str:
-    """Name the memory that a plan tells of: of a schedule that only torch runs, no peak."""
+    """Name the memory that a plan tells: under a schedule that only torch runs, it is no peak."""
     return "model memory" if plan.peak_bytes is None else "peak memory"
 
 
@@ -226,7 +226,7 @@ def _memory(plan: Plan) -> list[str]:
     if limit is None:
         lines = [f"{text}, the most of all; no limit was given."]
     else:
-        lines = [f"{text} and may need {format_bytes(limit)}: none has less room."]
+        lines = [f"{text} and may use {format_bytes(limit)}: no other has less room."]
     return [*lines, *([] if _knows_optimizer(plan) else [_NO_OPTIMIZER])]
 
 
@@ -249,7 +249,7 @@ def _modes(plan: Plan) -> list[str]:
 
 
 def _either(numbers: Sequence[int]) -> str:
-    """Write numbers that are in order; of many the least and the largest."""
+    """Write numbers that are in order; if there are many, the least and the largest."""
     if len(numbers) > 2:
         return f"{numbers[0]} to {numbers[-1]}"
     return " or ".join(map(str, numbers))
@@ -263,7 +263,7 @@ def _partitions(which: list[int]) -> str:
 def _order(plan: Plan) -> list[str]:
     if not plan.device_order:
         return []
-    return [f"Devices are put into another order: partition by partition, {list(plan.devices)}."]
+    return [f"The devices are used in another order, partition by partition: {list(plan.devices)}."]
 
 
 def _moves(plan: Plan) -> list[str]:
@@ -281,13 +281,13 @@ def _moves(plan: Plan) -> list[str]:
     def adds(move: tuple[float, int, str]) -> str:
         more = abs(move[0])
         share = f" ({format_percent(more / plan.value)})" if plan.value else ""
-        # Of a plan that is not proven to be the best, a move may be better.
+        # Where a plan is not proven to be the best, a move may make it better.
         verb = "takes off" if move[0] < 0 else "adds"
         return f"one layer to the {move[2]} {verb} {format_value(plan, more)}{share}"
 
     if len(moves) == 1:
-        return [f"To move the cut behind partition {cheap[1]} costs at least: {adds(cheap)}."]
+        return [f"Moving the cut after partition {cheap[1]} costs at least: {adds(cheap)}."]
     return [
-        f"Of all cuts, the one behind partition {cheap[1]} is the least decisive: {adds(cheap)}. "
-        f"The most decisive is the one behind partition {costly[1]}: {adds(costly)}."
+        f"Of all cuts, the one after partition {cheap[1]} is the least decisive: {adds(cheap)}. "
+        f"The most decisive is the one after partition {costly[1]}: {adds(costly)}."
     ]

@@ -1,16 +1,20 @@
 """From a profile to a plan: `solve` finds the balance, `evaluate` is given one.
 
-Read in this order: `solve`, `question` (what can be asked, with `layer_rules` and `places`),
-`posing` (the question as a problem for the solvers; `quantiles`, and `run_memory` with `moments`
-and `storage_tables`), `solved` (the solver for it), `best` (which split it is; `all_ways`
-where only a clock tells what fits), `plans` (a split as a plan; `assemble`, and `sensitivity`),
-`advice` (why there is none); `evaluate`; `execution` (how a split is run), `times` (what partitions
-and steps take, from the layers' times), `training_step` (a plan's step, as its profile predicts
-it). Beside them: `schedules` (the search under schedules without a closed form, with its
-`schedule_bounds`), `grid` (pipelines side by side; `replicated` for one number of them),
-`rule_comparison` (a plan beside the rules of thumb), and `recompute` (single layers recomputed
-inside the partitions of a plan: `recompute_choice` is its noun, with `recompute_posing`,
-`recompute_network` and `recompute_ways`).
+Read in this order: `solve`, `question` (what can be asked, with `layer_rules` and `devices`),
+`own_cost` (a cost that the caller gives); `posing` (the question as a problem for the solvers, with
+`quantiles`); `run_memory` (the memory of all runs of layers: `moments` of the schedule,
+`storage_tables` and `tie_tables` of what runs hold, `run_peaks` and `run_ends` of what they need);
+`solved` (the solver for the question), `best` (which split it is; `all_ways` where only a timeline
+tells what fits), `plans` (a split as a plan; `assemble`, and `sensitivity`), `advice` (why there is
+none); `evaluate`; `execution` (how a split is run), `times` (how long partitions and steps take,
+from the layers' times), `training_step` (a plan's step, as its profile predicts it).
+
+Besides these: `schedules` (the search under schedules without a closed form, with `schedule_costs`
+and `schedule_bounds`), `grid` (several pipelines that share the rows, with `grid_options`;
+`replicated` for one number of them), `rule_comparison` (a plan next to `rules_of_thumb`),
+`recompute` (single layers recomputed inside the partitions of a plan: it returns the noun of
+`recompute_choice`, and is built on `recompute_posing`, `recompute_network` and `recompute_ways`),
+and `run_sizes` (the sizes of runs without a schedule, for balances by size).
 """
 
 from gpipebal.planner.assemble import equal_split

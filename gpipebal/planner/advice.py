@@ -10,7 +10,7 @@ from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
 from gpipebal.plan.text import layer_range
 from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.best import MOST_WAYS
-from gpipebal.planner.places import Place
+from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.times import order_for
@@ -26,7 +26,7 @@ from gpipebal.units import format_bytes
 
 __all__ = ["explain", "with_more"]
 
-#: Most partitions that are advised, as a multiple of those that were asked for.
+#: Most partitions that are advised, as a multiple of the number that was asked for.
 _MOST_TIMES = 4
 
 
@@ -42,8 +42,8 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
 
     Returns:
         An error whose text names the partition that lacks most, in the split that lacks least,
-        and changes of the arguments of `solve` with which it has been seen to find a plan. When
-        the question's time limit has passed once more, no further one is tried.
+        and changes of the arguments of `solve` with which it does find a plan. When the question's
+        time limit has passed once more, no further change is tried.
 
     Complexity:
         That of the least shortage, and a search for each thing that might help.
@@ -64,14 +64,13 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     lack, k, path = min(known, key=lambda one: one[:2])
     posed = all_posed[k]
     j, device, limit, peak, start, end = worst_lack(_to_explain(posed), path)
-    run = layer_range(posed.profile.names[start:end])
     helps = _helps(question, lack)
     waits = "" if _is_late(question) else _about_waiting(posed, lack)
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
-        f"(expected {format_bytes(lack)} more, in the split that lacks least: layers {start} to "
-        f"{end - 1}, {run}, need {format_bytes(peak)}, and {format_bytes(limit)} may be used"
-        f"{waits}).\nFix: {'; or '.join(helps)}.",
+        f"(expected {format_bytes(lack)} more). The closest split gives it "
+        f"{_named_layers(posed.profile.names, start, end)}: it needs {format_bytes(peak)}, and "
+        f"{format_bytes(limit)} may be used.{waits}\nFix: {'; or '.join(helps)}.",
         partition=j,
         shortage=lack,
     )
@@ -80,7 +79,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
 def _helps(question: Question, lack: int) -> list[str]:
     """List changes that help against a lack of memory."""
     ways = (_other_modes, _loss_by_micro_batch, _more_chunks, _more_partitions)
-    # More memory first: what has to be known for that is known.
+    # More memory first: all that has to be known for that is known already.
     groups = [
         (4, _more_memory(question, lack)),
         *((k, way(question)) for k, way in enumerate(ways)),
@@ -96,7 +95,7 @@ def _tried(
 
     Args:
         groups: Changes in the order in which they are tried, with their place among all.
-        question: The question, which knows until when.
+        question: The question, which knows when time is up.
     """
     found = list[tuple[int, str]]()
     is_late = False
@@ -117,19 +116,32 @@ def _more_time(question: Question, what: str) -> str:
     return f"more time to see {what} (time_limit={question.time_limit:g} was given)"
 
 
+def _named_layers(names: Sequence[str], start: int, end: int) -> str:
+    """Say which layers of the chain these are; names that are only numbers say nothing more.
+
+    Example:
+        >>> _named_layers(["a", "b", "c"], 0, 2), _named_layers(["0", "1", "2"], 2, 3)
+        ('layers 0 to 1 (a .. b)', 'layer 2')
+    """
+    numbers = f"layer {start}" if end - start == 1 else f"layers {start} to {end - 1}"
+    if list(names[start:end]) == [str(k) for k in range(start, end)]:
+        return numbers
+    return f"{numbers} ({layer_range(names[start:end])})"
+
+
 def _about_waiting(posed: Posed, lack: int) -> str:
-    """Say what of a shortage is only due to what may wait for busy neighbours."""
+    """Say how much of a shortage is only due to what may wait for busy neighbours."""
     without = least_shortage(in_order_if_large(posed.problem))
     if without is None or without[0] >= lack:
         return ""
-    text = ", counting what may wait for busy neighbours: without that "
+    text = " Without values that may have to wait for busy neighbours"
     if without[0] > 0:
-        between = "; by the clock it is something in between"
-        return f"{text}it would be {format_bytes(without[0])} more{between}"
-    # What waits depends on the clock, and many plans are not all tried that might fit by it.
+        least = format_bytes(without[0])
+        return f"{text} it would lack {least}; how many wait depends on timing."
+    # What waits depends on timing; of many plans, not all that might fit by their own are tried.
     if all_ways(posed, MOST_WAYS) is None:
-        return f"{text}some fit, but those that were tried do not with what waits by their clocks"
-    return f"{text}some fit, but none does with what waits by its clock"
+        return f"{text} some splits fit, but none of those tried does with what waits in its steps."
+    return f"{text} some splits fit, but none does with what waits in its own steps."
 
 
 def _to_explain(posed: Posed) -> Problem:
@@ -142,7 +154,7 @@ def _shortage(posed: Posed) -> tuple[int, Path] | None:
 
 
 def _given(question: Question, device: int, limit: int) -> int:
-    """Return the limit as it was given, with the reserve; that of a `Device` has none."""
+    """Return the limit as it was given, with the reserve; the limit of a `Device` has none."""
     limits = question.limits
     of_device = limits[device] if isinstance(limits, tuple) else limits
     if of_device is None or of_device - question.reserve_of(of_device) != limit:
@@ -151,7 +163,7 @@ def _given(question: Question, device: int, limit: int) -> int:
 
 
 def _without_shortage(posed: Posed, question: Question) -> InfeasibleError:
-    """Say which rules leave no split, in the words of `solve`."""
+    """Say which rules leave no split, by the arguments of `solve`."""
     what = no_split_by_rules(posed.problem)
     helps = _tried([(0, _looser(question)), (1, _fewer_partitions(question))], question)
     if not helps:
@@ -206,7 +218,7 @@ def _has_plan(question: Question) -> bool:
     return False
 
 
-# Changes that might help, each by what the caller has to write.
+# Changes that might help, each with what the caller has to write.
 
 
 def _other_modes(question: Question) -> Iterator[tuple[str, Question]]:
@@ -300,7 +312,7 @@ def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
         changed = replace(question, checkpoint=checkpoint)  # type: ignore[arg-type]
         if high <= low or not _has_plan(replace(changed, n_partitions=high)):
             continue
-        # More devices need not help at every step, but what is found has been tried.
+        # Not every device more helps, but the number that is found has been tried.
         while high - low > 1:
             middle = (low + high) // 2
             if _has_plan(replace(changed, n_partitions=middle)):
@@ -331,15 +343,15 @@ def _more_memory(question: Question, lack: int) -> Iterator[tuple[str, Question]
         larger.append((text, replace(question, devices=devices)))
     yield from larger
     if len(larger) == 2 and not any(_has_plan(one) for _, one in larger):
-        # Of two limits the lower one counts: they are too low both.
+        # Of two limits the lower one counts: both are too low.
         texts = [text for text, _ in larger]
         yield " and ".join(texts), replace(larger[0][1], devices=devices)
 
 
 def _with_more_of_their_own(
-    devices: tuple[Place, ...] | None, lack: int
-) -> tuple[Place, ...] | None:
-    """Give devices that have a limit of their own so much more; None if none has."""
+    devices: tuple[DeviceCosts, ...] | None, lack: int
+) -> tuple[DeviceCosts, ...] | None:
+    """Give this much more to devices that have a limit of their own; None if none has."""
     found = tuple(
         replace(device, memory_limit=device.memory_limit + lack)
         if isinstance(device, Device) and device.memory_limit is not None
@@ -350,7 +362,7 @@ def _with_more_of_their_own(
 
 
 def with_more(question: Question, limit: int, lack: int) -> int:
-    """Return a memory limit that leaves so many bytes more when the reserve is taken off."""
+    """Return a memory limit that leaves `lack` bytes more once the reserve is subtracted."""
     needed = limit - question.reserve_of(limit) + lack
     while limit - question.reserve_of(limit) < needed:
         limit += needed - (limit - question.reserve_of(limit))

@@ -1,7 +1,7 @@
 """All ways to run a short chain, one by one: where no formula says what fits.
 
-What waits for busy neighbours depends on the clock, so whether a split keeps its limits is known
-only from its own clock. Where there are few ways to cut and run a chain, all are looked at.
+What waits for busy neighbours depends on timing, so whether a split keeps its limits is known only
+from its own timeline. Where there are few ways to cut and run a chain, all are looked at.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
         most: Largest number of ways.
 
     Returns:
-        Splits without a value; None if there may be more than that.
+        Splits without a value; None if there may be more than `most`.
     """
     problem, question = posed.problem, posed.question
     n, n_layers = problem.n_partitions, problem.n_layers
@@ -61,7 +61,7 @@ def _bounds(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def keeps_rules(rules: Rules | None, bounds: Sequence[int]) -> bool:
-    """Whether a split cuts nowhere where it may not, and has all layers where they belong.
+    """Whether a split has only cuts that are allowed, and all layers where they belong.
 
     Example:
         >>> keeps_rules(Rules(no_cut=[2]), (0, 1, 3)), keeps_rules(Rules(max_layers=1), (0, 1, 3))
@@ -73,7 +73,7 @@ def keeps_rules(rules: Rules | None, bounds: Sequence[int]) -> bool:
 
 
 def device_orders(posed: Posed, most: int) -> list[tuple[int, ...]] | None:
-    """List all orders of the devices that are open, of those that put equal ones elsewhere one.
+    """List all orders of the devices that are open; orders that swap equal devices count once.
 
     The order that was given comes first.
 
@@ -82,7 +82,7 @@ def device_orders(posed: Posed, most: int) -> list[tuple[int, ...]] | None:
         most: Largest number of orders.
 
     Returns:
-        Orders; None if there are more than that.
+        Orders; None if there are more than `most`.
     """
     n, devices = posed.problem.n_partitions, posed.problem.devices
     if not posed.question.any_order or devices is None:
@@ -90,7 +90,7 @@ def device_orders(posed: Posed, most: int) -> list[tuple[int, ...]] | None:
     kinds = [devices.index(device) for device in devices]
     if factorial(n) // prod(factorial(kinds.count(kind)) for kind in set(kinds)) > most:
         return None
-    # By kinds, and of each kind the first that is left.
+    # By kinds; of each kind the first device that is left is taken.
     orders: list[tuple[int, ...]] = [()]
     for _ in range(n):
         orders = [

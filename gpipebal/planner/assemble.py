@@ -16,6 +16,7 @@ from gpipebal.planner.times import (
     step_timeline,
     time_beside,
 )
+from gpipebal.problem.fits import check_enough_layers
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
 from gpipebal.simulator import durations_of
@@ -23,9 +24,9 @@ from gpipebal.timeline import Timeline
 
 __all__ = ["CLOCK_MARGIN", "assemble", "equal_split", "peaks_in_time", "step_time"]
 
-#: How much longer than predicted any one partition may take, as a fraction, as far as memory goes.
-#: Single cells vary so much on a machine with other work, and what others have made for the one
-#: that is behind waits.
+#: How much longer than predicted any one partition may take, as a fraction, for its memory: single
+#: cells vary by that much on a machine with other work, and what others have made for a partition
+#: that is late waits for it.
 CLOCK_MARGIN = 0.3
 
 
@@ -33,7 +34,7 @@ def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
     """Return the bounds of a split into equally many layers; earlier partitions take the rest.
 
     Raises:
-        BalanceError: a number that is no count.
+        BalanceError: a number that is not a count, or more partitions than layers.
 
     Example:
         >>> equal_split(7, 3)
@@ -43,6 +44,7 @@ def equal_split(n_layers: int, n_partitions: int) -> tuple[int, ...]:
         check_count("n_layers", n_layers),
         check_count("n_partitions", n_partitions),
     )
+    check_enough_layers("n_partitions", n_partitions, n_layers)
     small, n_large = divmod(n_layers, n_partitions)
     return tuple(j * small + min(j, n_large) for j in range(n_partitions + 1))
 
@@ -52,9 +54,9 @@ def peaks_in_time(
 ) -> tuple[tuple[PeakMemory, ...], Timeline]:
     """Predict the peak memory of every partition in its timeline with a margin, and that timeline.
 
-    What waits for a busy neighbour is counted as if that took longer by `CLOCK_MARGIN`.
+    What waits for a busy neighbour is counted as if the neighbour took longer by `CLOCK_MARGIN`.
 
-    Under schedules that only torch runs, what each partition holds whatever the schedule.
+    Under schedules that only torch runs, it is the memory that partitions hold under any schedule.
     """
     timeline = step_timeline(profile, bounds, execution)
     if not execution.is_ours:
@@ -89,7 +91,7 @@ def assemble(
         limits: Memory limit of each partition; None: none.
 
     Returns:
-        The partitions, and the seconds of a step; None if something of it was not measured.
+        The partitions, and the seconds of a step; None if a part of the step was not measured.
     """
     memory, timeline = peaks_in_time(profile, bounds, execution)
     times = durations_of(profile, bounds, devices=execution.devices, links=execution.links)
@@ -114,7 +116,7 @@ def assemble(
 
 
 def step_time(profile: Profile, execution: Execution, timeline: Timeline) -> float | None:
-    """Add to the schedule what a step takes beside it; None if something was not measured."""
+    """Add to the schedule what a step takes besides it; None if something was not measured."""
     if execution.loss_inside:
         is_known = profile.step.loss is not None or profile.step.whole_loss is not None
     else:
@@ -124,7 +126,7 @@ def step_time(profile: Profile, execution: Execution, timeline: Timeline) -> flo
 
 
 def _what_stays(profile: Profile, bounds: Sequence[int]) -> tuple[PeakMemory, ...]:
-    """Return what each partition holds whatever the schedule."""
+    """Return what each partition holds under any schedule."""
     found = []
     for start, end in pairwise(bounds):
         layers = profile.layers[start:end]

@@ -1,4 +1,4 @@
-"""The best plan of a question: solved for each number of micro-batches, and held against limits."""
+"""The best plan for a question: solved for each number of micro-batches, and checked for limits."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from gpipebal.solvers.peak import least_shortage
 
 __all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "lower_bound_of", "roomier"]
 
-#: How many of the best splits are tried where the best one has too much waiting; and with how many
-#: layers times partitions that is done only to be sure that there is no better one.
+#: How many of the best splits are tried where too much waits in the best one; and up to how many
+#: layers times partitions that is also done only to be sure that there is no better one.
 _MOST_TRIED, _FEW = 16, 400
 #: How many of them are tried where none is known that fits; and up to how many ways to cut and run
-#: a chain all are.
+#: a chain all of these are tried.
 _MOST_UNTIL_ONE_FITS, MOST_WAYS = 100, 500
-#: Up to so many ways are looked at where the least peak is not proven: each is simulated.
+#: Up to this many ways are looked at where the least peak is not proven: each is simulated.
 _MOST_FOR_PEAKS = 100
 
 
@@ -48,10 +48,10 @@ class Best(NamedTuple):
 
 
 def lower_bound_of(problem: Problem, objective: str) -> float:
-    """Bound the makespan of every split under GPipe, in no time; 0 for another objective.
+    """Bound the makespan of every split under GPipe, without a search; 0 for another objective.
 
-    All micro-batches go through all layers once, and then again and again through the largest
-    layer, or an even share, on the fastest device there is for it.
+    One micro-batch goes through all layers, and all others at least through the largest layer, or
+    an even share, on the fastest device for it.
 
     Example:
         >>> lower_bound_of(Problem([1, 3], [2, 6], [1, 3], 2, chunks=3), "makespan")
@@ -85,11 +85,11 @@ def _quick_bound(posed: Posed) -> float:
 def best_of(posed: Posed) -> Best:
     """Find the best plan at one number of micro-batches.
 
-    Limits are first compared without what waits for busy neighbours. If the plan that is found
-    exceeds one of them by its own clock, all ways are tried if they are few. If not, more is
-    recomputed, where that is open; the search is done again with the most that can wait; and the
-    next best splits are tried, and those that lack least. The gap tells between which values the
-    best plan is.
+    Limits are first checked without what waits for busy neighbours. If the plan that is found
+    exceeds one of them in its own timeline, all ways are tried if they are few. If they are many,
+    more is recomputed, where modes are open; the search is done again with the most that can wait;
+    and the next best splits are tried, and those that lack least. The gap tells between which
+    values the best plan is.
     """
     question = posed.question
     clock = _Clock(question.time_limit)
@@ -97,7 +97,7 @@ def best_of(posed: Posed) -> Best:
     if found is None:
         return Best(None, math.inf)
     if question.cost is None and found.lower_bound < found.value:
-        # Out of time a solver may know less than can be seen at once.
+        # A solver that is out of time may have a worse bound than this quick one.
         found = found.with_bound(max(found.lower_bound, _quick_bound(posed)))
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
@@ -153,7 +153,7 @@ def _solved_again(posed: Posed, problem: Problem, clock: _Clock) -> Split | None
 
 
 def _best_way(posed: Posed, ways: Sequence[Split], method: str, clock: _Clock) -> Best:
-    """Return the best of all ways that keeps its limits by its own clock."""
+    """Return the best of all ways that keeps its limits in its own timeline."""
 
     def rank(way: Split, value: float) -> tuple[float, ...]:
         counted = posed.counted(way.modes)
@@ -176,7 +176,7 @@ def _best_way(posed: Posed, ways: Sequence[Split], method: str, clock: _Clock) -
 
 
 def _with_most_room(posed: Posed) -> Plan | None:
-    """Try the splits that lack least, with what waits and without."""
+    """Try the splits that lack least, counted with what waits and without."""
     for problem in (posed.cautious, posed.problem):
         in_order = [replace(problem, any_order=False)] if problem.any_order else []
         for one in [problem, *in_order]:
@@ -204,7 +204,7 @@ def _among_next(
     posed: Posed, best: Plan | None, bound: float, clock: _Clock
 ) -> tuple[Plan | None, float]:
     """Try the next best splits while there is time; return the best that fits, and a bound."""
-    # Then one split is one plan, and what comes behind a split in the ranking is no better.
+    # Then one split is one plan, and no split that comes later in the ranking is better.
     is_given = not posed.is_open
     n_tried = 0
     most = _MOST_TRIED if best is not None else _MOST_UNTIL_ONE_FITS
@@ -229,7 +229,7 @@ def _least(plans: Sequence[Plan]) -> Plan | None:
     return min(plans, key=lambda plan: plan.value, default=None)
 
 
-#: What a partition does that lacks memory for a mode.
+#: The next mode for a partition that lacks memory for one.
 _SLOWER: dict[CheckpointMode, CheckpointMode] = {"never": "except_last", "except_last": "always"}
 
 
@@ -242,7 +242,7 @@ def roomier(posed: Posed, found: Split, plan: Plan) -> Plan:
         plan: The plan of it.
 
     Returns:
-        A plan that fits, if there is one with the same cuts and devices; else one that does not.
+        A plan that fits, if one is found with the same cuts and devices; else one that does not.
     """
     while posed.question.checkpoint == "auto" and not fits(plan):
         modes = _slower(plan)
@@ -255,7 +255,7 @@ def roomier(posed: Posed, found: Split, plan: Plan) -> Plan:
 
 
 def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
-    """Return the modes of a plan with the next slower one where memory lacks, or beside that.
+    """Return a plan's modes, slower by one where memory is lacking, or in the neighbours of that.
 
     What waits in a partition waits for its neighbours, so their modes count too.
     """
@@ -273,9 +273,9 @@ def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
 def _least_waiting(posed: Posed, plan: Plan, clock: _Clock) -> Plan:
     """Return the plan with the lowest peak of a few that are found in other ways.
 
-    One expects the most to wait. What waits depends on what else is open, and is not in the
-    solver's sums: so the same is done where the order of the devices, or a mode, is given; not
-    under a time limit, which each of these searches would have to itself.
+    One of these searches assumes the most that can wait. What waits depends on what else is open,
+    and is not in the solver's sums: so the others are made with a given order of the devices, or a
+    given mode. Not under a time limit, because each of these searches would get all of it.
     """
     if plan.value <= plan.lower_bound and fits(plan):
         return plan
@@ -310,7 +310,8 @@ def _next_best(posed: Posed, most: int) -> Iterator[Split]:
 def best_of_all(posed: Sequence[Posed]) -> tuple[Posed, Plan] | None:
     """Find the best plan among numbers of micro-batches; None if none was found.
 
-    The most promising are solved first; what is bounded above the best one found is left out.
+    The most promising numbers are solved first; those whose bound is above the best plan found are
+    left out.
     """
     if len(posed) == 1:
         plan = best_of(posed[0]).plan

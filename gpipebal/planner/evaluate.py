@@ -13,7 +13,7 @@ from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.plans import plan_of_balance
 from gpipebal.planner.posing import pose
-from gpipebal.planner.question import Options, Place, Size, ask
+from gpipebal.planner.question import DeviceCosts, Options, Size, ask
 from gpipebal.problem import Link, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count, check_schedule, modes_of
@@ -31,7 +31,7 @@ def evaluate(
     loss_inside: bool | None = None,
     shared_memory: bool | None = None,
     gradients_exist: bool = False,
-    devices: Sequence[Place] | None = None,
+    devices: Sequence[DeviceCosts] | None = None,
     link: Link | None = None,
     memory_limit: Size | Sequence[Size | None] | None = None,
     reserve: Size | None = None,
@@ -41,38 +41,40 @@ def evaluate(
     The makespan comes from the closed form where there is one (``'gpipe'``), and from a simulation
     of the schedule otherwise.
 
-    The makespan is that of the layers alone, with every forward as long as one that records a
-    graph. The step's time is the best prediction: it has the loss, inside the last partition or
-    between the phases with the gather, the optimizer, and forwards without a graph where the
-    profile tells how long they take.
+    The makespan is that of the layers alone, and takes every forward to be as long as one that
+    records a graph. The plan's ``step_time`` is the best prediction: it includes the loss (inside
+    the last partition, or together with the gather between the phases) and the optimizer, and
+    counts forwards without a graph at their own times where the profile has them.
 
     Args:
         profile: Costs of the layers for one micro-batch.
         balance: Number of layers in each partition.
-        chunks: Micro-batches per mini-batch, with as many rows as `solve` gives them; None: the
+        chunks: Micro-batches per mini-batch; they have as many rows as in `solve`. None: the
             profile's.
         checkpoint: Which micro-batches are recomputed: one mode, or one for each partition.
         schedule: ``'gpipe'`` or ``'1f1b'``.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
-            `GPipe.step`, or the caller that of the mini-batch, as in ``loss(pipe(x)).backward()``;
-            None: the caller with ``'gpipe'``, the last partition with ``'1f1b'``.
+            `GPipe.step`, or the caller computes that of the mini-batch, as in
+            ``loss(pipe(x)).backward()``; None: the caller with ``'gpipe'``, the last partition with
+            ``'1f1b'``.
         shared_memory: As for `solve`.
         gradients_exist: As for `solve`.
         devices: As for `solve`, in the order of the partitions.
         link: As for `solve`.
-        memory_limit: As for `solve`. What exceeds it is not refused: the plan shows both.
+        memory_limit: As for `solve`. A balance that exceeds it is not refused: the plan shows the
+            limit and the peak.
         reserve: As for `solve`.
 
     Returns:
         A `Plan` with status ``'feasible'`` and method ``'given'``. No order of the same actions
-        takes less than its ``lower_bound``: a partition does all its work between the first
-        micro-batch's way to it and the last one's way back.
+        takes less than its ``lower_bound``: a partition does all its work after the first
+        micro-batch has come to it and before the last gradient goes back from it.
 
     Raises:
         BalanceError: a balance that does not add up to the number of layers, a count that is not
             1 or more, an unknown checkpoint mode, or not one per partition; or the caller's loss
-            under a schedule that has no moment for it.
-        KindError: `profile` is no Profile.
+            under a schedule that has no time between the phases for it.
+        KindError: `profile` is not a Profile.
         UnsupportedPlanError: an unknown schedule.
 
     Complexity:
@@ -103,7 +105,7 @@ def evaluate(
     )
     posed = pose(ask(profile, n_partitions, options), chunks)
     plan = plan_of_balance(posed, bounds, modes)
-    # Added up in another order the bound may be higher by a rounding error.
+    # The bound's sums are in another order, so it may be higher by a rounding error.
     return replace(plan, lower_bound=min(plan.makespan, _least_makespan(plan)))
 
 
@@ -125,8 +127,8 @@ def _least_makespan(plan: Plan) -> float:
 def _bounds_of(balance: Iterable[int], n_layers: int) -> tuple[int, ...]:
     if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise BalanceError(
-            f"balance is no list: balance={balance!r:.60} (expected the number of layers of each "
-            f"partition).\nFix: balance=[{n_layers}], all in one."
+            f"balance is not a list: balance={balance!r:.60} (expected the number of layers of "
+            f"each partition).\nFix: balance=[{n_layers}], all in one."
         )
     sizes = [check_count(f"balance[{j}]", size) for j, size in enumerate(balance)]
     if sum(sizes) != n_layers:

@@ -1,4 +1,4 @@
-"""How a mini-batch runs, whatever the split: what times and memory depend on beside it."""
+"""How a mini-batch runs, whatever the split: what else times and memory depend on."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Execution:
         loss_inside: Whether the last partition computes the loss.
         shared_memory: Whether all partitions live in one memory.
         gradients_exist: Whether the parameters have gradients before the step.
-        devices: The device of each partition; None: all as the profile's.
-        links: What handing over each cut takes; None: nothing.
+        devices: The device of each partition; None: all like the profile's.
+        links: The time that handing over takes at each cut; None: none.
     """
 
     chunks: int
@@ -38,7 +38,7 @@ class Execution:
 
     @classmethod
     def of(cls, plan: Plan) -> Execution:
-        """Return how a plan is run on devices as the profile's, with links that take no time."""
+        """Return how a plan is run on devices like the profile's, with links that take no time."""
         return cls(
             plan.chunks,
             plan.checkpoint,
@@ -50,7 +50,7 @@ class Execution:
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers run beside the devices' work."""
+        """Whether transfers run at the same time as the devices' work."""
         return self.links is None or self.links.overlaps
 
     @property

@@ -1,9 +1,9 @@
 """`solve_grid`: how many devices make one pipeline, and how many pipelines share the rows.
 
 With n devices one can have one pipeline of n partitions, n replicas of the whole model, or anything
-between: d replicas of pipelines with k partitions, d times k devices. Every replica works on its
-share of the rows, and when a partition has its gradients, it adds them up with the same partition
-of the other replicas::
+between: d replicas of a pipeline with k partitions, on d times k devices. Every replica works on
+its share of the rows. When a partition has its gradients, they are added up with those of the same
+partition of the other replicas::
 
     # 6 devices: 1 x 6, 2 x 3, 3 x 2, 6 x 1 (replicas x partitions)
 """
@@ -41,7 +41,7 @@ __all__ = ["GridRow", "GridTable", "solve_grid"]
 
 #: Most numbers of micro-batches that are tried for each number of replicas.
 _MOST_CANDIDATES = 20
-#: Splits that are looked at most for each number of micro-batches.
+#: Most splits that are looked at for each number of micro-batches.
 _MOST_TRIED = 40
 
 
@@ -52,13 +52,13 @@ class GridRow:
     Attributes:
         replicas: How many pipelines share the rows.
         partitions: How many partitions each of them has.
-        plan: The plan of one replica; None: there is none. Its value is the makespan, which is
-            not the least one if with another split gradients are added up earlier.
+        plan: The plan of one replica; None: there is none. Its value is the makespan. This may not
+            be the least makespan: with another split gradients may be added up earlier.
         time: Seconds of the mini-batch: until every partition has worked and added up its
             gradients. Without loss and optimizer.
         all_reduce_time: Seconds of the longest addition of gradients.
         waiting_time: How much of `time` comes after the last backward.
-        lower_bound: No plan for so many replicas takes less, in seconds, with any of the numbers
+        lower_bound: Seconds that no plan for this many replicas can beat, with any of the numbers
             of micro-batches that were tried.
         refusal: Why there is no plan; empty if there is one.
     """
@@ -107,7 +107,7 @@ class GridTable:
         return self.rows[0]
 
     def row(self, replicas: int) -> GridRow:
-        """Return the row with so many replicas.
+        """Return the row for a number of replicas.
 
         Raises:
             UsageError: there is none.
@@ -177,10 +177,10 @@ def solve_grid(
 ) -> GridTable:
     """Find the best plan for every number of replicas, and set them side by side.
 
-    Minimises, for each of them, the time until every partition has worked and has added up its
-    gradients, over all splits that keep limits and rules. The mini-batch is that of the profile in
-    all of them. Of d replicas each has the d-th part of its rows (the largest part is what counts);
-    devices are alike.
+    Minimises, for each number of replicas, the time until every partition has worked and has added
+    up its gradients, over all splits that keep limits and rules. The mini-batch is always that of
+    the profile. Each of d replicas has one d-th of its rows (if they do not divide evenly, the
+    largest part counts); all devices are alike.
 
     Args:
         profile: Costs of the layers. Smaller micro-batches than the profile's are predicted with
@@ -190,20 +190,21 @@ def solve_grid(
             gradients takes no time. Each pair of replicas uses its own.
         options: As for `solve`: checkpoint modes, memory limit for every device, `link` between
             partitions, layers that stay together; but nothing about single partitions. `chunks`
-            are those of each replica; None: as many as leave micro-batches the rows that they have
-            in the profile, or fewer; several: the best of these; ``'auto'``: of up to 20 numbers.
-            With a `method` or a `time_limit` only the makespan is searched for, and cuts are moved
-            from there; the bound then is that of the makespan, and of what is added up behind it.
+            are those of each replica; None: the fewest with which micro-batches have no more rows
+            than in the profile; several: the best of these; ``'auto'``: the best of up to 20
+            numbers. With a `method` or a `time_limit` only the makespan is searched for, and cuts
+            are moved from there; the bound is then that of the makespan plus the addition of
+            gradients after it.
 
     Returns:
-        A table, the fastest first, each with a bound that tells how sure it is. Numbers without a
-        plan are in it, with the reason.
+        A table, the fastest first, each row with a bound that tells how far it may be from the
+        best. Numbers of replicas without a plan are in it too, with the reason.
 
     Raises:
         BalanceError: a count that is not 1 or more, or an option that does not apply.
-        InfeasibleError: no number of replicas has a plan that fits; the text says what would, for
-            the one that lacks least.
-        KindError: `profile` is no Profile, or an option that does not exist.
+        InfeasibleError: no number of replicas has a plan that fits; the text says what would help,
+            for the number that lacks least.
+        KindError: `profile` is not a Profile, or an option that does not exist.
         ProfileError: the profile does not tell what is asked for.
 
     Complexity:
@@ -227,7 +228,7 @@ def solve_grid(
     check_link("replica_link", replica_link)
     quantile = options.get("quantile")
     if quantile is not None:
-        # Before the rows of micro-batches are chosen, as `solve` does.
+        # Taken before the rows of micro-batches are chosen, as in `solve`.
         profile = at_quantile(profile, quantile)
         options = {**options, "quantile": None}
     options = checked_options(profile, options)
@@ -269,7 +270,7 @@ def _no_plan(
         return InfeasibleError(f"{text}{advice}", least.partition, least.shortage)
     replicas, error = errors[0]
     if all(str(other) == str(error) for _, other in errors):
-        return error  # whatever the number of replicas is
+        return error  # it holds for any number of replicas
     return BalanceError(text + _of_grid(str(error).rpartition("Fix: ")[2], replicas))
 
 
@@ -353,7 +354,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_grid(refusal: str, replicas: int) -> str:
-    """Put the advice that more partitions would do in the words of a grid, as devices."""
+    """Reword the advice to take more partitions: in a grid, as more devices."""
     return re.sub(
         r"\bpartitions=(\d+)", lambda found: f"n_devices={replicas * int(found[1])}", refusal
     )
@@ -362,9 +363,9 @@ def _of_grid(refusal: str, replicas: int) -> str:
 def _sizes_to_try(
     profile: Profile, share: int, chunks: int | str | Sequence[int] | None
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield the rows of micro-batches, for a replica with a share of the rows, and their number.
+    """Yield the rows of a micro-batch and the number of micro-batches, for a replica's rows.
 
-    None: the profile's own, or as many as the share needs.
+    None: the profile's own, or as many as those rows need.
     """
     if chunks is None:
         yield min(profile.rows, share), None

@@ -14,9 +14,9 @@ from gpipebal.schedule import check_known_schedule
 
 __all__ = ["check_applies", "checked_options"]
 
-#: Options of `solve` that are about single partitions, of which there is another number each time.
+#: Options of `solve` that are about single partitions, whose number differs from row to row.
 _REFUSED = ("partitions", "devices", "any_order", "pin", "cost", "rules")
-#: Options that are one for all partitions.
+#: Options that have one value for all partitions.
 _ONE_FOR_ALL = ("memory_limit", "checkpoint")
 #: Options that have to be what they are by default.
 _FIXED = {"schedule": "gpipe", "objective": "makespan"}
@@ -32,7 +32,7 @@ def check_applies(options: Options) -> None:
     given: dict[str, Any] = {**options}
     for name in _REFUSED:
         value = given.get(name)
-        # That devices may not change places is no wish.
+        # That devices may not change places (False) asks for nothing.
         if value is None or (name == "any_order" and not check_flag(name, value)):
             continue
         call = f"partitions, {name}=..." if name != "partitions" else repr(value)
@@ -78,7 +78,7 @@ def checked_options(profile: Profile, options: Options) -> Options:
     return {
         **options,
         "chunks": chunks,
-        # Those that are given as iterators can be gone through once.
+        # Those that are given as iterators can be gone through only once.
         "rules": question.rules,
         "keep_together": (),
         "no_cut": (),

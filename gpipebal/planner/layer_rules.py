@@ -29,7 +29,7 @@ def join_rules(
     """Join the rules that were given, with layers by their index; None if there are none.
 
     Raises:
-        BalanceError: a rule about a layer that does not exist, or about none; a single layer
+        BalanceError: a rule about a layer that does not exist, or about no layer; a single layer
             where a list is expected.
 
     Example:
@@ -56,7 +56,7 @@ def join_rules(
     for pair in together:
         if not pair:
             raise BalanceError(
-                "layers to keep together are none: keep_together has an empty group (expected the "
+                "keep_together has an empty group (expected the "
                 "first and the last layer of each).\nFix: keep_together=[('embed', 'head')]."
             )
     spans = [(min(pair), max(pair)) for pair in together]
@@ -70,7 +70,7 @@ def join_rules(
 
 
 def _groups(profile: Profile, given: Any) -> list[Any]:
-    """Return the groups of layers to keep together; one layer is no group."""
+    """Return the groups of layers to keep together; one layer is not a group."""
     groups = [given] if _is_one(given) else list(() if given is None else given)
     if any(one is None or _is_one(one) for one in groups):
         ends: tuple[Any, ...] = (profile.names[0], profile.names[min(1, profile.n_layers - 1)])
@@ -82,9 +82,9 @@ def _groups(profile: Profile, given: Any) -> list[Any]:
 
 
 def _is_one(value: object) -> bool:
-    """Whether this is one layer, or anything else that is no list.
+    """Whether this is one layer, or anything else that is not a list.
 
-    A text is as iterable as one, and so is an array that is a single number.
+    A text is iterable as a list is, and so is an array of a single number.
     """
     if isinstance(value, str) or getattr(value, "ndim", None) == 0:
         return True

@@ -16,16 +16,16 @@ class RowMoment(NamedTuple):
 
     Attributes:
         kind: ``'F'``, ``'R'``, ``'B'``; ``'L'`` for the caller's loss between the phases; ``'O'``
-            for the optimizer behind them.
+            for the optimizer after them.
         again: Whether the micro-batch at work is recomputed.
         gradients_exist: Whether the parameters have gradients by then.
         forwards_done: Whether all forwards are over.
         n_graphs: Other micro-batches that hold a graph.
         n_inputs: Other micro-batches that hold their input.
-        n_given: Micro-batches that wait for the partition behind.
+        n_given: Micro-batches whose outputs wait for the next partition.
         n_returned: Micro-batches whose gradients wait for the partition before.
-        n_passed: Micro-batches that a partition before may still have to recompute, for which it
-            keeps what it hands through without a gradient.
+        n_passed: Micro-batches that an earlier partition may still have to recompute, for which it
+            keeps what it passes through without a gradient.
     """
 
     kind: str
@@ -53,8 +53,8 @@ def moments_of(
         row: Its actions.
         loss_inside: Whether the last partition computes the loss.
         waiting: Whether to count micro-batches that may wait for a neighbour.
-        ahead: How many forwards the partition before runs ahead of its first backward, where it
-            goes on with one forward and one backward; None: it runs all of them.
+        ahead: How many forwards the partition before runs before its first backward, if it then
+            alternates between one forward and one backward; None: it runs all of them.
         gradients_exist: Whether the parameters have gradients before the step.
 
     Example:
@@ -73,8 +73,8 @@ def moments_of(
         if not waiting or kind in "LO":
             return 0, 0
         if ahead is not None:
-            # What a micro-batch gave was taken before its backward; and before a forward comes,
-            # the partition that it comes from has taken the gradients of those long before.
+            # The output of a micro-batch was taken before its backward; and before a forward comes,
+            # the partition that it comes from has taken the gradients of much earlier ones.
             taken = max(0, forwards - 1 - ahead)
             return forwards - backwards, max(0, backwards - taken)
         # Without a loss between the phases, outputs may wait until the first backward.
@@ -113,7 +113,7 @@ def moments_of(
 def _hull(moments: list[RowMoment]) -> list[RowMoment]:
     """Keep the outermost of moments that lie on a line, as those of one kind do.
 
-    From one to the next the same is added to the same counts, so none between them is higher.
+    From one to the next the counts change by the same amounts, so none between them is higher.
     """
     if len(moments) < 3:
         return moments

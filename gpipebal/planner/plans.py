@@ -1,4 +1,4 @@
-"""A split put into a plan, with what it costs under the schedule that was asked for."""
+"""A split turned into a plan, with what it costs under the schedule that was asked for."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
     "with_sensitivity",
 ]
 
-#: Actions that are simulated at most to tell how decisive cuts are under other schedules; and
-#: layers and actions that are gone through for the memory of all moves, under limits, and where
-#: peak memory is the objective, whose search takes longer itself.
+#: Most actions that are simulated to tell how decisive cuts are under other schedules; and most
+#: layers and actions that are gone through for the memory of all moves: under limits, and where
+#: peak memory is the objective, as its search takes longer anyway.
 _MOST_ACTIONS, _MOST_UNDER_LIMITS, _MOST_FOR_PEAKS = 10**7, 4_000, 40_000
 
 
@@ -47,12 +47,12 @@ def keeps_limit(part: PartitionPlan) -> bool:
 
 
 def plan_of_split(posed: Posed, found: Split) -> Plan:
-    """Put a split into a plan."""
+    """Turn a split into a plan."""
     problem, question, profile = posed.problem, posed.question, posed.profile
     bounds, order = found.bounds, found.order
     modes = found.modes
     if question.checkpoint != "auto":
-        # As they were asked for: solvers see those that count under the schedule.
+        # The modes that were asked for: solvers see those that count under the schedule.
         modes = modes_of(question.checkpoint, problem.n_partitions)
     n = problem.n_partitions
     execution = posed.execution(modes, order)
@@ -63,11 +63,11 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         unknown = f"Memory is that of the model: under {execution.schedule!r} no more is predicted."
         notes = (*notes, unknown)
     value, lower_bound, status = float(found.value), float(found.lower_bound), found.status
-    # As `select_method` names it: whether it went through all splits, the status tells.
+    # As `select_method` names it: the status tells whether all splits were gone through.
     method = "schedule search" if found.method == "schedule enumeration" else found.method
     objective = "cost" if question.cost is not None else question.objective
     if objective == "peak_memory":
-        # With what waits by the plan's own clock, which solvers do not know.
+        # With what waits in the plan's own timeline, which solvers do not know.
         value = max(part.memory.total for part in partitions)
         lower_bound = found.lower_bound
         status = "optimal" if value <= lower_bound else "feasible"
@@ -99,7 +99,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
 
 
 def _notes_on_ties(profile: Profile, bounds: Sequence[int], execution: Execution) -> Iterator[str]:
-    """Say which partitions share parameters, which no two devices can."""
+    """Say which partitions share parameters, as partitions on two devices cannot."""
     if execution.shared_memory:
         return
     for tie in profile.ties:
@@ -120,7 +120,7 @@ def plan_of_balance(
     modes: Sequence[CheckpointMode],
     order: Sequence[int] | None = None,
 ) -> Plan:
-    """Put a split that was given into a plan, whose value is that of the question's objective."""
+    """Turn a given split into a plan, whose value is that of the question's objective."""
     order = tuple(range(len(bounds) - 1)) if order is None else tuple(order)
     value = value_of(posed, bounds, modes, order)
     assert value is not None
@@ -136,7 +136,7 @@ def value_of(
 ) -> float | None:
     """Return the objective's value of a split, whether or not it keeps limits and rules.
 
-    None where a cost of runs was given that does not allow it.
+    None where the caller's own cost of runs does not allow the split.
     """
     question = posed.question
     if question.cost is not None:
@@ -153,7 +153,7 @@ def value_of(
 def _peaks_of(
     posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
 ) -> list[int]:
-    """Return the peak memory of every partition of a split, with what waits by its clock."""
+    """Return the peak memory of every partition of a split, with what waits in its timeline."""
     memory, _ = peaks_in_time(posed.profile, bounds, posed.execution(modes, order))
     return [peak.total for peak in memory]
 
@@ -168,7 +168,7 @@ def _makespan_of(
     times = durations_of(
         posed.profile, bounds, devices=execution.devices, links=execution.links
     ).without_launches
-    # Of the problem, whose forwards all take as long and whose devices work by themselves.
+    # As in the problem: all forwards take equally long, and devices do not slow each other down.
     times = replace(times, no_grad_forward=None)
     return place(_order_of(execution, len(bounds) - 1), times, overlap=execution.overlaps).makespan
 
@@ -184,7 +184,7 @@ def _bottleneck_of(
 
 
 def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
-    """Add how decisive each cut is, each moved cut simulated where only a clock can tell."""
+    """Add how decisive each cut is; moved cuts are simulated where only a timeline can tell."""
     question, problem = posed.question, posed.problem
     modes, order = plan.modes, plan.places
     n_moves, n_actions = 2 * (plan.n_partitions - 1), 3 * plan.n_partitions * plan.chunks
@@ -212,7 +212,7 @@ def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
 def _simulator_of(
     posed: Posed, modes: Sequence[CheckpointMode], order: Sequence[int]
 ) -> Callable[[Sequence[Sequence[int]]], list[float]]:
-    """Return what simulates splits as the search for the best of them does."""
+    """Return a function that simulates splits as the search for the best of them does."""
     actions = _order_of(posed.execution(modes, order), posed.problem.n_partitions)
     shares = weight_shares(posed.profile)
     return ScheduleCosts(posed.problem, actions, order, shares).makespans

@@ -1,4 +1,4 @@
-"""A question about a profile, put as a problem for the solvers."""
+"""A question about a profile, posed as a problem for the solvers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from gpipebal.errors import BalanceError
 from gpipebal.planner.execution import Execution
-from gpipebal.planner.question import Place, Question
+from gpipebal.planner.question import DeviceCosts, Question
 from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
 from gpipebal.problem.chunking import at_chunks
@@ -27,7 +27,7 @@ class Posed:
         question: What was asked for.
         profile: Costs of the layers at the rows that a micro-batch then has.
         chunks: Micro-batches per mini-batch.
-        problem: The problem; nothing waits for busy neighbours in its memory.
+        problem: The problem; its memory does not include what waits for busy neighbours.
         notes: What a reader should know.
     """
 
@@ -39,7 +39,7 @@ class Posed:
 
     @cached_property
     def cautious(self) -> Problem:
-        """The problem where as much waits for busy neighbours as any clock allows."""
+        """The problem with the most waiting for busy neighbours that any timing allows."""
         return replace(self.problem, memory=self._memory)
 
     @property
@@ -47,11 +47,11 @@ class Posed:
         return _memory_of(self.question, self.profile, self.chunks, cautious=True)
 
     def counted(self, modes: Sequence[CheckpointMode]) -> tuple[CheckpointMode, ...]:
-        """Return the modes of partitions as they count under the schedule."""
+        """Return the modes of partitions that count under the schedule."""
         return _counted(self.question, self.chunks, modes)
 
     def execution(self, modes: Sequence[CheckpointMode], order: Sequence[int]) -> Execution:
-        """Return how splits run whose partitions have such modes and devices."""
+        """Return how splits run whose partitions have these modes and devices."""
         question, devices = self.question, self.problem.devices
         return Execution(
             chunks=self.chunks,
@@ -66,7 +66,7 @@ class Posed:
 
     @property
     def mini_batch_rows(self) -> int:
-        """Rows of the mini-batch: the profile's if it knows such micro-batches, or full ones."""
+        """Rows of the mini-batch: the profile's if it has such micro-batches, or all full ones."""
         return _mini_batch_rows(self.profile, self.chunks)
 
     @property
@@ -76,14 +76,14 @@ class Posed:
 
 
 def pose(question: Question, chunks: int | None = None) -> Posed:
-    """Put a question at one number of micro-batches.
+    """Pose a question for one number of micro-batches.
 
     Args:
         question: What was asked for.
         chunks: Micro-batches per mini-batch; None: the profile's.
 
     Raises:
-        BalanceError: something that does not fit the chain.
+        BalanceError: a part of the question does not fit the chain.
     """
     profile, notes = at_chunks(question.profile, chunks)
     chunks = profile.chunks if chunks is None else chunks
@@ -94,7 +94,7 @@ def pose(question: Question, chunks: int | None = None) -> Posed:
         memory = _memory_of(question, profile, chunks, cautious=False)
     checkpoint = question.checkpoint
     if checkpoint != "auto" and question.schedule != "gpipe" and question.objective != "makespan":
-        # Orders of actions know by themselves which recomputes they leave out; bottlenecks do not.
+        # Orders of actions tell which recomputes are left out; bottlenecks do not.
         checkpoint = _counted(question, chunks, modes_of(checkpoint, question.n_partitions))
     problem = Problem(
         **profile.layer_times,
@@ -132,7 +132,7 @@ def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: b
 
 
 def _mini_batch_rows(profile: Profile, chunks: int) -> int:
-    """Return the rows of a mini-batch whose micro-batches have at most those of a profile."""
+    """Return the rows of a mini-batch whose micro-batches have at most a profile's rows."""
     rows = profile.mini_batch_rows
     # With other numbers than the profile's own, all of its one size are full: see `at_chunks`.
     is_parted = profile.chunks == chunks and -(-rows // chunks) == profile.rows
@@ -171,8 +171,8 @@ def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: boo
 
 
 def _devices_of(question: Question, rows: int) -> tuple[Device, ...] | None:
-    """Return the devices with their times for micro-batches of so many rows, and their limits."""
-    places: Sequence[Place] | None = question.devices
+    """Return the devices with their times for micro-batches of `rows` rows, and their limits."""
+    places: Sequence[DeviceCosts] | None = question.devices
     if places is None:
         if question.limits is None:
             return None
@@ -183,7 +183,7 @@ def _devices_of(question: Question, rows: int) -> tuple[Device, ...] | None:
     devices = []
     for j, (place, limit) in enumerate(zip(places, of_device, strict=True)):
         if isinstance(place, Profile):
-            # Profiles are large, and the same one mostly stands for many devices.
+            # Profiles are large, and mostly one is given for many devices.
             if id(place) not in made:
                 made[id(place)] = _device_of(j, place, rows)
             place = made[id(place)]

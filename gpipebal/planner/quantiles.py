@@ -1,4 +1,4 @@
-"""Times that are seldom exceeded, in place of medians."""
+"""Upper quantiles of the measured times, in place of medians."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _RANGE = 2 * NormalDist().inv_cdf(0.75)
 def at_quantile(profile: Profile, quantile: float) -> Profile:
     """Take an upper quantile of every time, as the measured spread suggests it.
 
-    The spread is an interquartile range; the distribution is taken to be normal. Layers do not
-    have their bad moments all at once, so the sum over many is more cautious than the quantile.
+    The spread is an interquartile range; the distribution is taken to be normal. Layers are rarely
+    slow all at once, so the sum over many layers is more cautious than the quantile says.
 
     Args:
         profile: Costs with spreads; layers without any keep their times.
         quantile: 0.5, the median, to below 1.
 
     Raises:
-        BalanceError: another quantile.
+        BalanceError: the quantile is below 0.5, or not below 1.
 
     Example:
         >>> from dataclasses import replace

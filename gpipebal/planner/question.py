@@ -1,4 +1,4 @@
-"""The question that `solve` is asked, checked and put into one noun."""
+"""The question that `solve` is asked, checked and put into one object."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Literal, TypedDict
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.kinds import check_kind, check_options
 from gpipebal.plan.checks import check_chunks
+from gpipebal.planner.devices import DeviceCosts, check_interleaved, devices_asked
 from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
-from gpipebal.planner.places import Place, check_interleaved, devices_asked
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.run_memory import KnownMemory
 from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
 from gpipebal.problem.chunking import chunk_candidates
-from gpipebal.problem.fits import check_enough_layers, check_places
+from gpipebal.problem.fits import check_any_order, check_enough_layers
 from gpipebal.problem.link import check_link
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
@@ -35,9 +35,9 @@ from gpipebal.units import parse_bytes
 
 __all__ = [
     "AnyCost",
+    "DeviceCosts",
     "LayerKey",
     "Options",
-    "Place",
     "Question",
     "Size",
     "ask",
@@ -50,13 +50,13 @@ Size = int | str
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of `solve`; see there."""
+    """The keyword arguments of `solve`, which explains them."""
 
     chunks: int | Literal["auto"] | Sequence[int] | None
     checkpoint: Checkpoint | Literal["auto"]
     schedule: str
     objective: Objective
-    devices: Sequence[Place] | None
+    devices: Sequence[DeviceCosts] | None
     any_order: bool
     memory_limit: Size | Sequence[Size | None] | None
     reserve: Size | None
@@ -77,7 +77,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked for; `gpipebal.planner.posing` makes problems of it.
+    """What is asked for; `gpipebal.planner.posing` turns it into problems.
 
     Attributes:
         profile: Costs of the layers, at the quantile that was asked for.
@@ -86,23 +86,23 @@ class Question:
         checkpoint: One mode, one for each partition, or ``'auto'``.
         schedule: Name of the schedule.
         objective: What is minimised.
-        devices: The device of each partition; None: all as the profile's.
+        devices: The device of each partition; None: all like the profile's.
         any_order: Whether they may change places.
         limits: Memory limit of each device, before the reserve; None: none at all. A single one
             is for every device, however many there are.
         reserve: Bytes kept free on every device; None: the default of its type.
         link: What connects the devices; None: handing over costs nothing.
-        rules: Where cuts may not be.
+        rules: Where cuts may not be, and which layers belong where.
         cost: A cost of runs that takes the place of the objective; None: none.
         method: Name of an algorithm, or ``'auto'``.
-        time_limit: Seconds for a search that has no end of its own; None: as long as it takes.
+        time_limit: Seconds for an open-ended search; None: as long as it takes.
         loss_inside: Whether the last partition computes the loss.
         shared_memory: Whether all partitions live in one memory.
         gradients_exist: Whether the parameters have gradients before the step.
         notes: What a reader should know.
-        known_memory: What is known of the memory of the profile's layers, for this question and
-            those that are made of it by changes.
-        until: Moment of the clock after which no more advice is looked for; None: none.
+        known_memory: What is known about the memory of the profile's layers, for this question and
+            for changed copies of it.
+        until: Time of the clock after which no more advice is looked for; None: no limit.
     """
 
     profile: Profile
@@ -111,7 +111,7 @@ class Question:
     checkpoint: Checkpoint | Literal["auto"] = "except_last"
     schedule: str = "gpipe"
     objective: Objective = "makespan"
-    devices: tuple[Place, ...] | None = None
+    devices: tuple[DeviceCosts, ...] | None = None
     any_order: bool = False
     limits: int | tuple[int | None, ...] | None = None
     reserve: int | None = None
@@ -129,7 +129,7 @@ class Question:
 
     @property
     def is_searched(self) -> bool:
-        """Whether a simulator has to tell what splits cost: of the makespan, but GPipe's."""
+        """Whether splits have to be simulated: for the makespan, but not GPipe's."""
         return self.schedule != "gpipe" and self.objective == "makespan" and self.cost is None
 
     def reserve_of(self, limit: int) -> int:
@@ -143,7 +143,7 @@ def default_reserve(device_type: object, limit: int) -> int:
     """Return the bytes that are kept free on a device unless the caller says otherwise.
 
     On a CPU none. On a GPU 512 MiB for the context and what libraries keep, and a twentieth of the
-    memory for what the allocator cannot use because it lies in pieces: a cautious guess, not a
+    memory for what the allocator cannot use because it is fragmented: a cautious guess, not a
     measurement. A profile of given costs has no device, and no reserve.
 
     Example:
@@ -158,8 +158,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
 
     Raises:
         BalanceError: one that makes no sense.
-        KindError: `profile` is no Profile.
-        ProfileError: the profile does not tell what they ask for.
+        KindError: `profile` is not a Profile.
+        ProfileError: the profile does not have the costs that they need.
     """
     check_kind("profile", profile, Profile)
     check_options(options, Options.__annotations__, "solve")
@@ -191,7 +191,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     limited = own_limits or options.get("memory_limit") is not None
     _check_memory_known(schedule, limited=limited or objective == "peak_memory")
     any_order = check_flag("any_order", options.get("any_order") or False)
-    check_places(any_order, devices)
+    check_any_order(any_order, devices)
     if schedule == "interleaved_1f1b" and devices is not None:
         check_interleaved(devices, any_order=any_order)
     cost = check_cost(options.get("cost"))
@@ -305,7 +305,7 @@ def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | 
                 ".\nFix: chunks=None for the profile's."
             )
         if len(found) > 1:
-            chunk_candidates(profile)  # says so where the profile cannot compare them
+            chunk_candidates(profile)  # raises where the profile cannot compare them
     else:
         return (check_chunks(chunks),)
     if len(found) > 1 and objective in ("bottleneck", "cost"):
@@ -323,7 +323,7 @@ def check_memory_limit(
     """Return a limit in bytes, for all devices or one for each.
 
     Raises:
-        BalanceError: it is no size, or not one for each partition.
+        BalanceError: it is not a size, or not one for each partition.
     """
     if memory_limit is None:
         return None
@@ -345,6 +345,6 @@ def _size(name: str, size: Any) -> int:
     if not isinstance(size, str):
         return check_bytes(name, size)
     try:
-        return parse_bytes(size)
+        return parse_bytes(size, name)
     except UsageError as error:
-        raise BalanceError(str(error).replace("size", name)) from None
+        raise BalanceError(str(error)) from None

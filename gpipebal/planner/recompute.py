@@ -15,7 +15,7 @@ from gpipebal.plan import Plan
 from gpipebal.planner.advice import with_more
 from gpipebal.planner.evaluate import evaluate
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.question import Place, Question, Size
+from gpipebal.planner.question import DeviceCosts, Question, Size
 from gpipebal.planner.recompute_choice import LayerRecompute
 from gpipebal.planner.recompute_network import partition_network
 from gpipebal.planner.recompute_posing import check_costs, posed_again
@@ -29,9 +29,10 @@ from gpipebal.units import format_bytes
 
 __all__ = ["recompute_layers"]
 
-#: How often the limits are tightened by what only a whole choice tells.
+#: How often the limits are tightened by amounts that are known only for a whole choice.
 _MOST_ROUNDS = 12
-#: Of how many ways for each partition how many are tried together where that does not help.
+#: Where that does not help: how many ways are listed for each partition, and how many of their
+#: combinations are tried.
 _MOST_WAYS, _MOST_CHOICES = 64, 300
 
 
@@ -41,49 +42,51 @@ def recompute_layers(
     *,
     memory_limit: Size | Sequence[Size | None] | None = None,
     reserve: Size | None = None,
-    devices: Sequence[Place] | None = None,
+    devices: Sequence[DeviceCosts] | None = None,
     link: Link | None = None,
     time_limit: float | None = None,
 ) -> LayerRecompute:
     """Choose which layers of a plan's partitions to recompute, so that they fit at the least cost.
 
     For every partition that exceeds its limit, minimises the seconds of recomputing layers, over
-    all ways to recompute some *runs* of its layers: a run keeps nothing but its input, and is gone
-    through again, for every micro-batch, when the backward comes to it. The graphs of all other
-    layers are kept. A partition that the plan recomputes as a whole, by ``checkpoint``, is left as
-    it is if it fits, and else gets runs instead. Less time in one partition makes no makespan
-    longer, so no other choice for the same plan has a smaller one.
+    all ways to recompute some *runs* of its layers: a run keeps nothing but its input, and its
+    forward is done again, for every micro-batch, when the backward comes to it. The graphs of all
+    other layers are kept. A partition that the plan recomputes as a whole, by ``checkpoint``, is
+    left as it is if it fits, and otherwise gets runs instead. Less time in one partition makes no
+    makespan longer, so no other choice for the same plan has a smaller makespan.
 
-    What waits for busy neighbours is known only of a whole choice, and so is what has no gradient
-    and is held, in one memory, because a partition before saves it. Bounds are without both; where
-    they decide, the limit is tightened by them, then other runs are tried in all partitions
-    together, and the status is ``'feasible'``.
+    Two parts of the memory are known only for a whole choice: what waits for busy neighbours, and,
+    where partitions share one memory, values without a gradient that are held because an earlier
+    partition saves them. Bounds leave out both. Where they decide, the limit is tightened by them,
+    then other runs are tried in all partitions together, and the status is ``'feasible'``.
 
-    Layers that stash or pop skip connections are in no run, and no run has a layer whose output
-    lies in the memory of the run's input (but for a part of it that has no gradient, such as a mask
-    that goes along).
+    Layers that stash or pop skip connections are in no run. Nor does any run have a layer whose
+    output lies in the memory of the run's input (except for a part of the output that has no
+    gradient, such as a mask that is passed along).
 
     Args:
         profile: The profile that the plan was made from.
         plan: Balance, micro-batches, checkpoint modes and schedule, ``'gpipe'`` or ``'1f1b'``.
         memory_limit: As for `solve`; None: the plan's limits.
         reserve: As for `solve`, if a memory limit is given.
-        devices: Those that the plan was made for, in the order in which `solve` was given them.
+        devices: The devices that the plan was made for, in the order in which `solve` was given
+            them.
         link: As for `solve`.
         time_limit: Seconds to search for each partition; None: as long as it takes.
 
     Returns:
         A `LayerRecompute`: the runs, and a `Plan` that has them, with the predicted times and
-        memory. `GPipe.from_plan` runs it; `gpipebal.pipeline.with_recompute` makes another
-        pipeline's layers recompute these runs.
+        memory. `GPipe.from_plan` runs it; `gpipebal.pipeline.with_recompute` makes layers in
+        another pipeline recompute these runs.
 
     Raises:
         BalanceError: there is no limit, or a reserve without one; the profile is not the plan's; or
             another argument that makes no sense, such as a negative `time_limit`.
-        KindError: `profile` is no Profile, or `plan` no Plan.
-        InfeasibleError: a partition exceeds its limit whatever is recomputed, or, where what waits
-            for busy neighbours decides and there are many runs, with those that were tried; the
-            text says which it is, and which limit would do.
+        KindError: `profile` is not a Profile, or `plan` no Plan.
+        InfeasibleError: a partition exceeds its limit whatever is recomputed; or, where what waits
+            for busy neighbours decides and there are many runs, it exceeds the limit with all runs
+            that were tried. The text says which partition and which of the two it is, and which
+            limit would do.
         UnsupportedPlanError: a schedule whose memory is not known.
 
     Complexity:
@@ -108,7 +111,7 @@ def recompute_layers(
 
 
 class _RunChoice:
-    """The choice for all partitions of one plan, and what it comes to.
+    """The choice for all partitions of one plan, and what it costs.
 
     Args:
         posed: The plan as a question.
@@ -128,12 +131,12 @@ class _RunChoice:
         self._limits = limits
         self._bounds = to_bounds(plan.balance)
         self._networks: dict[int, Network] = {}
-        # What a partition may need as its network knows: its limit, until that is too much.
+        # What a partition may need by its network's figures: its limit, until that is too much.
         self._rooms: dict[int, int] = {}
         self._ways: dict[int, Way] = {}
         self._lower_bounds: dict[int, int] = {}
         self._seconds_used: dict[int, float] = {}
-        # Whether a partition that does not fit was seen not to, whatever is recomputed.
+        # Whether it is certain that a partition does not fit, whatever is recomputed.
         self.all_tried = True
 
     @cached_property
@@ -160,7 +163,7 @@ class _RunChoice:
         return self._result(before, found)
 
     def _with_other_runs(self, before: Plan, j: int) -> LayerRecompute | int:
-        """Try runs of all partitions together; return the choice, or the partition that is over."""
+        """Try runs of all partitions together; return the choice, or a partition over its limit."""
         network, limit = self._network(j), self._limits[j]
         if network is None or limit is None or lowest(network).peak > limit:
             return j
@@ -184,7 +187,7 @@ class _RunChoice:
         return j
 
     def needed(self) -> tuple[int, ...]:
-        """Return what each partition needs at least, if those that exceed their limits do all."""
+        """Return the least that partitions need, if those over their limits recompute the most."""
         for j in self._over(self._evaluated()):
             network = self._network(j)
             if network is not None:
@@ -207,7 +210,7 @@ class _RunChoice:
             if way is not None:
                 self._rooms[j], self._lower_bounds[j] = limit, way.lower_bound
             return way
-        # It fits but for what waits, or a partition before saves: there must be room for that.
+        # It fits without what waits, and what an earlier partition saves; these need room too.
         least = lowest(network).peak
         if before.peak == least:
             return None
@@ -229,7 +232,7 @@ class _RunChoice:
             first, end = self._bounds[j : j + 2]
             inside = question.loss_inside and end == profile.n_layers
             loss = loss_of_micro_batch(profile) if inside else None
-            # Partitions before it may come to save less, which can be more room in one memory.
+            # Earlier partitions may come to save less, which can leave more room in one memory.
             profile = with_nothing_saved_before(profile, first)
             cell = Cell(profile, first, end, loss, question.shared_memory)
             if not cell.goes_back:
@@ -238,7 +241,7 @@ class _RunChoice:
             modes, chunks = self._modes_with(j), self._posed.chunks
             row = make_schedule(question.schedule, question.n_partitions, chunks, modes).rows[j]
             costs = [*scaled(self._times(j), self._scale(j)), 0]
-            # Of ways that take as long, one that recomputes fewer layers.
+            # Of ways that take equally long, one that recomputes fewer layers.
             costs = [(end - first + 1) * cost + 1 for cost in costs]
             self._networks[j] = partition_network(
                 cell, row, chunks, costs, gradients_exist=question.gradients_exist
@@ -288,7 +291,7 @@ class _RunChoice:
             devices=self._devices(runs),
             link=question.link,
         )
-        # What is given for each partition is in the plan's order already.
+        # The arguments with one entry for each partition are in the plan's order already.
         return replace(plan, device_order=self._plan.device_order)
 
     def _devices(self, runs: Sequence[range]) -> list[Device] | None:
@@ -325,7 +328,7 @@ class _RunChoice:
 def _infeasible(
     posed: Posed, plan: Plan, j: int, time_limit: float | None, *, all_tried: bool
 ) -> InfeasibleError:
-    """Say which partition lacks most (else j) whatever is recomputed, and which limit would do."""
+    """Say which partition lacks most (else j), whatever is recomputed, and which limit would do."""
     search = _RunChoice(posed, plan, time_limit, posed.problem.limits)
     needs = search.needed()
     pairs = list(zip(needs, posed.problem.limits, strict=True))
@@ -346,7 +349,7 @@ def _infeasible(
         least = "with the runs that need least by themselves"
     return InfeasibleError(
         f"partition {j} does not fit its device, {which}: it may "
-        f"need {format_bytes(limit)} (expected {format_bytes(shortage)} more: layers "
+        f"use {format_bytes(limit)} (expected {format_bytes(shortage)} more: layers "
         f"{first} to {first + len(names) - 1}, {names[0]} .. {names[-1]}, need "
         f"{format_bytes(needs[j])} {least}).\nFix: {fix}.",
         j,

@@ -21,10 +21,11 @@ class LayerRecompute:
     Attributes:
         runs: Layers that are recomputed together, as ranges of places in the chain, in order.
         plan: A plan that has these runs: modes, times and memory are predicted, and the times of
-            backwards have those of the recomputes.
+            backwards include those of the recomputes.
         before: The same plan without any run.
-        recompute_times: Seconds that each partition recomputes its runs, for one micro-batch.
-        lower_bounds: A proven bound on each, over all runs with which the partition fits.
+        recompute_times: Seconds that each partition takes to recompute its runs, for one
+            micro-batch.
+        lower_bounds: A proven bound on each of these, over all runs with which the partition fits.
     """
 
     runs: tuple[range, ...]
@@ -41,12 +42,12 @@ class LayerRecompute:
 
     @property
     def value(self) -> float:
-        """Seconds that all partitions together recompute runs, for one micro-batch."""
+        """Seconds that all partitions together take to recompute runs, for one micro-batch."""
         return sum(self.recompute_times)
 
     @property
     def lower_bound(self) -> float:
-        """A proven bound on that."""
+        """A proven bound on `value`."""
         return sum(self.lower_bounds)
 
     @property
@@ -66,7 +67,7 @@ class LayerRecompute:
         return tuple(run for run in self.runs if first <= run.start < end)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values: each run as its first layer and the one behind its last."""
+        """Return it as JSON values: each run as its first layer and the one after its last."""
         return {
             "runs": [[run.start, run.stop] for run in self.runs],
             "layer_names": [list(names) for names in self.layer_names],
@@ -91,7 +92,7 @@ class LayerRecompute:
                 continue
             mode = "" if before.modes[j] == after.modes[j] else f" with {before.modes[j]!r}"
             yield (
-                f"Partition {j} needs {format_bytes(old.memory.total)}{mode} and may need "
+                f"Partition {j} needs {format_bytes(old.memory.total)}{mode} and may use "
                 f"{format_bytes(limit)}: it recomputes {self._words(j)}, needs "
                 f"{format_bytes(new.memory.total)}, and takes "
                 f"{format_seconds(self.recompute_times[j])} more for each micro-batch."

@@ -1,13 +1,13 @@
 """A partition as a network: which of its layers to recompute, as the knapsack's question.
 
 Nodes are places between layers. What a step adds to what is held depends on what is held already,
-because layers share storages, so a node also knows which storages are held of those that matter
-behind it. Steps are a layer whose graph is kept, and runs of layers that are recomputed.
+because layers share storages. So a node also knows which of the storages that matter after it are
+held. A step is a layer whose graph is kept, or a run of layers that is recomputed.
 
 `gpipebal.memory` walks through a partition in four ways: forwards and backwards, with and without
-gradients that exist. What a moment of them needs is what is held up to there, what the layer itself
-needs, and a rest that does not depend on what is recomputed; it is taken from a walk through the
-partition as it is.
+existing gradients. What a moment of such a walk needs has three parts: what is held up to there,
+what the layer itself needs, and a rest that does not depend on what is recomputed. The rest is
+taken from a walk through the partition as it is.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def partition_network(
     """List all ways to recompute layers of one partition.
 
     Args:
-        cell: What the cells of the partition hold and need, if nothing is recomputed.
+        cell: The memory of the partition's cells if nothing is recomputed.
         row: The actions of the partition, without recomputes.
         chunks: Micro-batches of a mini-batch.
-        costs: For each layer of the partition what it costs to recompute it, a whole number.
+        costs: The cost of recomputing each layer of the partition, a whole number.
         gradients_exist: Whether the parameters have gradients before the step.
 
     Returns:
-        The network; a step's name is the run that it recomputes, or None. Nothing waits for busy
-        neighbours in its peaks.
+        The network; a step's name is the run that it recomputes, or None. Its peaks do not include
+        what waits for busy neighbours.
 
     Complexity:
         O(n^2 s) for n layers and s sets of shared storages that can be held at one place.
@@ -95,7 +95,7 @@ class _Parts:
         self._matters = self._what_matters()
 
     def _rest(self, kind: str, gradients_exist: bool) -> list[int]:
-        """Return for each layer what a moment needs beside what is held and the layer's own."""
+        """Return for each layer what a moment needs besides what is held and the layer's own."""
         cell = self._cell
         if kind == "F":
             moments = list(cell.forward(records=True, gradients_exist=gradients_exist))
@@ -107,7 +107,7 @@ class _Parts:
         ]
 
     def _find_runs(self) -> list[list[InRun]]:
-        """Tell for each place of the layers that may be in a run that begins there."""
+        """Return for each place the layers that may be in a run that begins there."""
         cell = self._cell
         barred = uses_skips(cell.profile)
         found: list[list[InRun]] = []
@@ -121,7 +121,7 @@ class _Parts:
         return [*found, *([] for _ in cell.layers[len(found) :])]
 
     def _what_matters(self) -> list[Storages]:
-        """Return for each place the storages for which it matters whether they are held."""
+        """Return for each place the storages that matter after it if they are held."""
         cell = self._cell
         matters = (cell.received - cell.entering) | cell.handed | cell.outputs
         found = [matters]
@@ -135,7 +135,7 @@ class _Parts:
         return self._cell.entering | node[1]
 
     def steps(self, node: _Node) -> Iterator[tuple[_Node, Arc]]:
-        """Return what a node's steps lead to, and the steps."""
+        """Yield the steps from a node, each with the node that it leads to."""
         place, _ = node
         cell = self._cell
         layer = cell.layers[place]
@@ -178,9 +178,9 @@ class _Parts:
         return without[k] + needed, exist[k] + needed
 
     def _backward(self, k: int, layer: LayerProfile, added: int, held: Storages) -> tuple[int, int]:
-        """Return the same of a backward, where so many bytes were added up to this layer.
+        """Return the same for a backward, where the step added `added` bytes up to this layer.
 
-        With outputs that the caller keeps all the time, whether a graph will hold them or not.
+        Includes outputs that the caller keeps all the time, whether or not a graph will hold them.
         """
         added += self._cell.bytes_of(self._kept - held)
         without, exist = (
@@ -190,7 +190,7 @@ class _Parts:
         return without, exist
 
     def _beyond(self, held: Storages) -> int:
-        """Return what a forward holds that the cell does not hold, or is not charged with."""
+        """Return the bytes that a forward holds and the cell does not, or is not charged with."""
         cell = self._cell
         return cell.bytes_of((cell.received - held) | (cell.handed & held))
 
@@ -221,7 +221,7 @@ def _ceilings(
     As in `gpipebal.memory.partitions`, action by action.
     """
     fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks)
-    # A loss inside hands nothing on, and what it gives is not counted while it waits.
+    # A loss inside passes nothing on, and its output is not counted while it waits.
     less = 0 if cell.loss is None else cell.bytes_of((cell.outputs & held) - cell.handed)
     output = 0
     target = cell.of_loss(chunks)
@@ -244,7 +244,7 @@ def _ceilings(
     for action in row:
         walk = _WALKS.index((action.kind, exist))
         others = in_flight - (action.kind == "B")
-        # Walks through backwards have what the caller keeps.
+        # Walks through backwards include what the caller keeps.
         add(walk, others, target + outputs - (kept if action.kind == "B" else 0))
         in_flight += 1 if action.kind == "F" else -1
         exist = exist or action.kind == "B"

@@ -1,4 +1,4 @@
-"""A plan put as a question again, with what was not its own: limits, devices and links."""
+"""A plan posed as a question again, with what a plan does not contain: devices, links, limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.question import Options, Place, Size, ask
+from gpipebal.planner.question import DeviceCosts, Options, Size, ask
 from gpipebal.problem import Link
 from gpipebal.problem.chunking import as_planned, check_planned
 from gpipebal.profile import Profile
@@ -23,16 +23,16 @@ def posed_again(
     plan: Plan,
     memory_limit: Size | Sequence[Size | None] | None,
     reserve: Size | None,
-    devices: Sequence[Place] | None,
+    devices: Sequence[DeviceCosts] | None,
     link: Link | None,
     time_limit: float | None,
 ) -> Posed:
-    """Put the plan as a question, with devices and limits in the order of its partitions.
+    """Pose the plan as a question, with devices and limits in the order of its partitions.
 
     Raises:
         BalanceError: the profile is not the plan's, nothing limits the memory, or an argument makes
             no sense.
-        KindError: `profile` is no Profile, or `plan` no Plan.
+        KindError: `profile` is not a Profile, or `plan` no Plan.
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)

@@ -1,7 +1,7 @@
-"""Ways to recompute layers of several partitions, the cheapest first, where a clock decides.
+"""Ways to recompute layers of several partitions, the cheapest first, where timing decides.
 
-What waits for busy neighbours is known of a whole choice only, and it may be less with runs that
-need more by themselves: because they take longer, or because a partition beside recomputes too. So
+What waits for busy neighbours is known only for a whole choice. It may be less with runs that need
+more by themselves: because they take longer, or because a neighbouring partition recomputes too. So
 where the runs that need least do not fit, others are tried together, in the order of their time.
 """
 
@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     """One way to recompute layers of a partition.
 
     Attributes:
-        seconds: What it takes, for one micro-batch.
+        seconds: Seconds that it takes, for one micro-batch.
         way: The way; None: the partition stays as it is.
     """
 
@@ -35,13 +35,13 @@ def choices_of(
 
     Args:
         network: All ways of a partition.
-        limit: Bytes, without what waits; None: as many as there are.
+        limit: Bytes, without what waits; None: no limit.
         most: How many ways are listed at most.
         time_limit: Seconds to search for each of them; None: as long as it takes.
 
     Returns:
-        All of them if they are few, and whether they are all. Else the cheapest, and cheaper ones
-        for ever lower limits, down to the lowest.
+        The ways, and whether these are all. All are listed if there are few; otherwise the
+        cheapest, and the cheapest for lower and lower limits, down to the lowest.
 
     Example:
         >>> from gpipebal.solvers.knapsack import Ceiling
@@ -64,7 +64,7 @@ def choices_of(
         if way is None or way.peak <= least.peak:
             break
         found.append(way)
-        # In so few steps that the lowest is reached.
+        # In steps so large that the lowest is reached.
         room = way.peak - max(1, (way.peak - least.peak) // (most - len(found)))
     return [*found, least], False
 
@@ -90,7 +90,7 @@ def in_order(choices: Sequence[Sequence[Choice]]) -> Iterator[tuple[Choice, ...]
     """Yield one choice of each list, in the order of their seconds together.
 
     Complexity:
-        O(k log c) for each of c that are yielded, of k lists.
+        O(k log c) for each of the c that are yielded, with k lists.
 
     Example:
         >>> lists = [[Choice(0, None), Choice(5, None)], [Choice(1, None), Choice(2, None)]]
@@ -109,7 +109,7 @@ def in_order(choices: Sequence[Sequence[Choice]]) -> Iterator[tuple[Choice, ...]
     while heap:
         _, places = heapq.heappop(heap)
         yield tuple(one[k] for one, k in zip(ranked, places, strict=True))
-        # Each tuple of places comes from one other: that with its last place above 0 lowered.
+        # Each tuple of places comes from one other: the one with its last place above 0 lowered.
         last = max((j for j, k in enumerate(places) if k), default=0)
         for j in range(last, len(ranked)):
             if places[j] + 1 < len(ranked[j]):

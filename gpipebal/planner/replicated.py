@@ -1,19 +1,19 @@
-"""The best plan of a pipeline of which there are several: its makespan, and what is added up.
+"""The best plan of a pipeline with several replicas: its makespan, and adding up gradients.
 
-A partition adds its gradients up with the same partition of the other replicas as soon as its own
-last backward is done, while those before it still work. So the mini-batch ends with the latest of
-them, which need not be the first partition, though that one works longest. `best_replicated`
-minimises that time over all splits::
+A partition adds up its gradients with those of the same partition of the other replicas as soon as
+its own last backward is done, while earlier partitions still work. So the mini-batch ends with the
+latest of these additions, which need not be that of the first partition, though that one works
+longest. `best_replicated` minimises that time over all splits::
 
     time = max(end of j's last backward + time to add up j's gradients, over partitions j)
 
-Where there are few ways to cut a chain, all are looked at. Else: nothing ends before the makespan,
-and then the first partition adds up. So all splits whose first partition ends at the same layer
-have a bound: the least makespan of them, and that addition. The group with the least bound is
-looked into first, split by split in the order of their makespans, until no group's bound is below
-the best time that was found. Where adding up takes long, another bound counts: the least, over all
-splits, of the largest addition behind the earliest end that a partition from that layer on can
-have.
+Where there are few ways to cut a chain, all are looked at. Where there are many: the first
+partition's last backward ends with the makespan, and then its gradients are added up. So all splits
+whose first partition ends at the same layer have a common bound: their least makespan, plus that
+addition. The group with the least bound is searched first, split by split in the order of their
+makespans, until no group's bound is below the best time that was found. Where adding up takes long,
+another bound counts: over all splits, the least value of the largest sum of a partition's addition
+and the earliest end that a partition which begins at its first layer can have.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gpipebal.solvers import Split, iter_best_splits, split_any_cost
 
 __all__ = ["Additions", "Replicated", "all_reduce_time", "best_replicated", "last_ends"]
 
-#: Up to how many ways to run a replica all are looked at; and how many of them are assembled to see
-#: whether they fit.
+#: Up to this many ways to run a replica all are looked at; and how many of them at most are
+#: assembled to see whether they fit.
 _MOST_WAYS, _MOST_ASSEMBLED = 5_000, 200
 #: Runs of layers, for each partition, up to which the bound by additions is worked out.
 _MOST_RUNS = 2 * 10**6
@@ -50,8 +50,8 @@ _ROUNDING = 1e-12
 def all_reduce_time(n_bytes: int, replicas: int, link: Link | None) -> float:
     """Predict how long replicas take to add up gradients in a ring.
 
-    Every replica sends and receives ``2 (d - 1)`` times one d-th of the bytes: first to add the
-    parts up, then to hand the sums round.
+    Every replica sends and receives ``2 (d - 1)`` times one d-th of the bytes: first to add up the
+    parts, then to pass the sums round.
 
     Example:
         >>> all_reduce_time(400, 4, Link(bandwidth=100.0, latency=0.5))
@@ -66,8 +66,8 @@ def all_reduce_time(n_bytes: int, replicas: int, link: Link | None) -> float:
 class Additions:
     """How long adding up the gradients of a run of layers takes.
 
-    That of a tied parameter is added up where the parameter is, with its first layer: the other
-    partitions of a pipeline have sent theirs there by then.
+    The gradient of a tied parameter is added up in the partition of the parameter's first layer:
+    the other partitions of the pipeline have sent theirs there by then.
 
     Args:
         profile: Costs of the layers.
@@ -126,7 +126,7 @@ def last_ends(
     costs, repeats = problem.costs, problem.chunks - 1
     parts = costs.parts(bounds, modes, order)
     there, back = costs.send, costs.give_back
-    # Where copies keep devices busy, that of a gradient is part of the backward, and comes last.
+    # Where copies keep devices busy, the copy of a gradient is part of the backward, its last part.
     copied = [0 if costs.overlaps else back[start] for start in bounds]
     if not costs.overlaps:
         there = back = (0,) * len(there)
@@ -135,7 +135,7 @@ def last_ends(
     for k, part in enumerate(parts):
         once += there[bounds[k]] + part.forward
         slowest = max(slowest, there[bounds[k]], part.forward)
-        # A path that turns around farther on takes no less, but for a recompute that it leaves out.
+        # A path that turns around later takes no less, except by a recompute that it leaves out.
         if k < last and not part.early:
             continue
         # The path that turns around in partition k, back to it and to those before it.
@@ -152,13 +152,13 @@ def last_ends(
 def best_replicated(
     posed: Posed, plan: Plan, additions: Additions, most_tried: int, known: float = math.inf
 ) -> Replicated:
-    """Find the plan of one replica with which all gradients are added up first.
+    """Find the plan of one replica with which all gradients are added up earliest.
 
     Args:
         posed: The question that a replica's plan answers, for its makespan under GPipe.
-        plan: A plan that has the least makespan, as well as is known.
+        plan: The plan with the least makespan that is known.
         additions: How long adding up takes.
-        most_tried: Splits that are looked at most.
+        most_tried: Most splits that are looked at.
         known: A time that another plan has: only plans that take less are of interest.
 
     Returns:
@@ -179,11 +179,11 @@ class _BestReplica:
         self._known = known
         self._order = tuple(range(posed.problem.n_partitions))  # devices are alike
         self._plan, self._time = plan, self._time_of(to_bounds(plan.balance), plan.modes)
-        # Of splits that cannot be looked into any further.
+        # The least bound of splits that cannot be looked at any further.
         self._left_out = math.inf
 
     def answer(self, most_tried: int) -> Replicated:
-        """Move cuts as long as that helps; then look into groups, the most promising first."""
+        """Move cuts as long as that helps; then search the groups, the most promising first."""
         self._descend()
         heap = [(bound, end, self._splits(end)) for bound, end in self._groups()]
         heapq.heapify(heap)
@@ -243,7 +243,7 @@ class _BestReplica:
         return self._time
 
     def _may_fit(self, way: Split) -> bool:
-        """Whether a way keeps the limits but for what waits for busy neighbours."""
+        """Whether a way keeps the limits without what waits for busy neighbours."""
         memory = self._posed.problem.memory
         runs = zip(pairwise(way.bounds), way.modes, self._posed.problem.limits, strict=True)
         return memory is None or all(
@@ -252,7 +252,7 @@ class _BestReplica:
         )
 
     def _bound_by_additions(self) -> float:
-        """Bound the time of all splits by additions; and go on from the split that meets it."""
+        """Bound the time of all splits by additions; and go on from the split with that bound."""
         problem, posed = self._posed.problem, self._posed
         n_layers, n, repeats = problem.n_layers, problem.n_partitions, problem.chunks - 1
         if n_layers**2 * n > _MOST_RUNS:
@@ -266,7 +266,7 @@ class _BestReplica:
         once = sums.forward[-1] + repeats * max(largest_forward, -(-sums.forward[-1] // n))
 
         def earliest(j: int, start: int) -> float:
-            """Bound the last backward of partition j from below, if it begins with a layer."""
+            """Bound the end of partition j's last backward from below, if it begins at `start`."""
             slowest = max(-largest[start], -(-(again[-1] - again[start]) // (n - j)))
             units = once + sums.backward[-1] - sums.backward[start] + repeats * slowest
             return problem.to_time(units) * (1 - _ROUNDING)
@@ -314,7 +314,7 @@ class _BestReplica:
             self._time = time
 
     def _with_bound(self, plan: Plan) -> Plan:
-        """Let a plan know what is known about its own value, the makespan."""
+        """Give a plan the bound that is known on its own value, the makespan."""
         note = "Chosen for the time until all replicas have added up their gradients."
         plan = plan.with_bound(self._first.lower_bound)
         return replace(plan, notes=(*plan.notes, note))
@@ -332,7 +332,7 @@ class _BestReplica:
             yield makespan + self._additions.of_run(0, end), end
 
     def _least_makespan(self, end: int) -> float:
-        """Bound the makespan where the first partition ends at a layer, in no time.
+        """Bound the makespan where the first partition ends at a layer, without a search.
 
         It does its forwards and backwards one by one, and the others share the rest evenly.
         """

@@ -1,4 +1,4 @@
-"""`compare_rules`: a plan beside what rules of thumb would have made of the same chain."""
+"""`compare_rules`: a plan compared with what rules of thumb make of the same chain."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class RuleRow:
         bottleneck: Largest time of a partition for one micro-batch, in seconds.
         peak_bytes: Largest predicted peak memory of a partition; None: not known.
         above_plan: How much more than the plan it costs, in the plan's objective, as a fraction;
-            None: the objective is one that was given as a function.
+            None: the objective is a function that the caller gave.
         gap: How far it can be from the optimum, as a fraction, by the plan's bound; None: the
             bound does not hold for it, because it breaks limits that the plan keeps, or because
-            the plan's balance was given and its bound is about that balance alone.
+            the plan's balance was given, so that its bound is about that balance alone.
         refusal: Why the rule has no answer; empty if it has one.
     """
 
@@ -66,7 +66,7 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class RuleTable:
-    """A plan beside rules of thumb; printed, it is a table.
+    """A plan compared with rules of thumb; printed, it is a table.
 
     Attributes:
         rows: The plan first, then the rules.
@@ -129,33 +129,33 @@ class RuleTable:
 def compare_rules(
     profile: Profile, plan: Plan, *, patience: float = 2.0, **options: Unpack[Options]
 ) -> RuleTable:
-    """Set a plan beside the balances that rules of thumb make of the same chain.
+    """Compare a plan with the balances that rules of thumb make of the same chain.
 
-    Every rule cuts the chain into as many partitions as the plan has; what that costs is
+    Every rule cuts the chain into as many partitions as the plan has. What its balance costs is
     predicted with the plan's micro-batches, checkpoint modes, schedule and order of devices,
     whether or not it keeps the plan's limits and rules about cuts. The rules of thumb:
 
-    * ``'equal layers'``: equally many layers each;
+    * ``'equal layers'``: every partition has equally many layers;
     * ``'equal parameters'``: the largest partition has as few bytes of parameters as possible;
-    * ``'torchgpipe'``: that of its ``balance_by_time``, see
+    * ``'torchgpipe'``: the rule of torchgpipe's ``balance_by_time``, see
       `gpipebal.planner.rules_of_thumb.block_split`, for forward + backward of each layer;
     * ``'least bottleneck'``: the slowest partition is as fast as possible, on equal devices without
-      links: the best balance only if nothing but the steady state counts.
+      links. This is the best balance only if nothing but the steady state counts.
 
     Args:
         profile: The costs from which the plan was made.
         plan: The plan.
         patience: Seconds after which to give up on torchgpipe's rule, which is slow on long
             chains.
-        options: The `devices`, `link` and `quantile` that `solve` was given, if it was.
+        options: The `devices`, `link` and `quantile` that `solve` was given, if any.
 
     Returns:
         A table, the plan first. A rule without an answer is in it, with the reason.
 
     Raises:
         ProfileError: the profile is of another chain than the plan, or the plan has other costs.
-        BalanceError: options that make no sense, or a plan with layers recomputed by themselves.
-        KindError: what was given is no Profile, or no Plan, or there is no such option.
+        BalanceError: options that make no sense, or a plan with runs of layers that are recomputed.
+        KindError: `profile` is not a Profile, `plan` is not a Plan, or an option does not exist.
 
     Example:
         >>> from gpipebal.planner import solve

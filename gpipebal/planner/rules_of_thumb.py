@@ -1,7 +1,7 @@
-"""Rules of thumb: how a chain is cut without a solver, for a plan to be set beside.
+"""Rules of thumb: how a chain is cut without a solver, to compare a plan with.
 
-None of them knows an objective: they put as many layers, or parameters, or seconds into every
-partition as they can. `compare_rules` says what that costs.
+None of them knows an objective: they put layers, or parameters, or seconds into the partitions as
+evenly as they can. `compare_rules` says what that costs.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def block_split(
 ) -> tuple[int, ...]:
     """Return the bounds that torchgpipe's rule ends with.
 
-    It begins with equally many layers each, the rest with the last partition. Then a smallest
-    partition takes a layer from its neighbour on the side of a largest one, again and again, until
-    largest and smallest differ by no more than one layer can. That is a bound on their difference,
-    not on the largest: the result may be far from the best. torchgpipe takes the smallest layer's
-    cost off every layer first, so that the longer a partition is, the more of its cost is not seen.
+    It begins with equally many layers in each partition; the last one takes the remainder. Then a
+    smallest partition takes a layer from its neighbour on the side of a largest one, again and
+    again, until largest and smallest differ by no more than one layer can. That bounds their
+    difference, not the largest: the result may be far from the best. torchgpipe first subtracts the
+    smallest layer's cost from every layer: the longer a partition is, the more of its cost is
+    ignored.
 
     Args:
         costs: Cost of each layer, 0 or more.
@@ -92,7 +93,7 @@ def block_split(
     bounds = [j * (n_layers // n_partitions) for j in range(n_partitions)] + [n_layers]
 
     def size(j: int) -> int:
-        # An empty partition may be passed over for a moment; it then ends before it begins.
+        # A bound may temporarily pass over an empty partition, which then ends before it begins.
         return sums[max(bounds[j], bounds[j + 1])] - sums[bounds[j]]
 
     sizes = [size(j) for j in range(n_partitions)]

@@ -1,11 +1,12 @@
-"""What backwards of runs of layers need less because of where the run ends.
+"""How much less the backwards of runs of layers need because of where the run ends.
 
-The table of what each layer's backward needs is one for all ends, as if every run went on. Where
-a run ends, some of it is not there: gradients of skip connections that go past the end are among
-those that the backward starts from, and so on. What is taken off has two kinds. Some stays the
-same for many ends in a row: that of the same skip connections past all of them, of the same uses
-of tied parameters. It is taken off once for all of these ends, and where it changes, only from
-there on. The rest belongs to one end, and begins a few layers before it.
+One table of what each layer's backward needs serves for all ends, as if every run went on. Where a
+run ends, some of this memory is not needed: for example, gradients of skip connections that go past
+the end are among those that the backward starts from. The amounts that are subtracted are of two
+kinds. Some stay the same for many ends in a row: those of the same skip connections past all of
+these ends, or of the same uses of tied parameters. They are subtracted once for all of these ends,
+and where they change, only from there on. The others belong to one end, and begin a few layers
+before it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-    #: The first layer from which on something is taken off, and a table that begins there; one
-    #: row may stand for all.
+    #: The first layer from which on something is subtracted, and a table that begins there; it may
+    #: be one row that holds for all.
     Less = tuple[int, Table]
 
 __all__ = ["RunEnds"]
 
 
 class _Lasting(NamedTuple):
-    """Something that is taken off for several ends.
+    """An amount that is subtracted for several ends.
 
     Attributes:
-        first: The first layer from which on it is.
+        first: The first layer from which on it is subtracted.
         columns: Called as ``columns(low, stop)``, with `low` no less than `first`; returns what is
-            taken off layers `low` to ``stop - 1``, as a table or a row for all.
+            subtracted from layers `low` to ``stop - 1``, as a table or a row for all.
     """
 
     first: int
@@ -46,12 +47,12 @@ class _Lasting(NamedTuple):
 
 
 class RunEnds:
-    """Takes off what depends on where runs end.
+    """Subtracts the amounts that depend on where runs end.
 
     Args:
         tables: Tables of the runs.
         ties: Tables of tied parameters of the same runs.
-        idle_to_end: Which of the runs to the end of the chain no gradient comes to.
+        idle_to_end: Which of the runs to the end of the chain receive no gradient.
         chunks: Micro-batches of a mini-batch.
     """
 
@@ -66,20 +67,20 @@ class RunEnds:
     def correct(
         self, before: Table, inner: Table, highest: Table, *, again: bool, exist: bool
     ) -> None:
-        """Put right the highest of the layers before the last of every run.
+        """Correct the highest of the layers before the last of every run.
 
         Args:
             before: For each run to each end, column 0 being end 1, the highest of its layers but
-                the last; changed where something is taken off.
-            inner: What each layer needs in a run that goes on behind it.
-            highest: The running maximum of that along each row.
-            again: Whether the runs are run again before their backward.
-            exist: Whether gradients exist when it begins.
+                the last; changed where something is subtracted.
+            inner: What each layer needs in a run that goes on after it.
+            highest: The running maximum of `inner` along each row.
+            again: Whether the runs are recomputed before their backward.
+            exist: Whether gradients exist when the backward begins.
 
         Complexity:
-            For each variant of a run O(n), once for the chain of n layers; what it is long for
-            each skip connection; n for each use of a tied parameter; and for each end as far back
-            as what it hands on has been handed through.
+            For each variant of a run: O(n) once for the chain of n layers; O(l) for each skip
+            connection that goes past l layers; O(n) for each use of a tied parameter; and O(l) for
+            each end where values are passed on that l layers have handed through.
         """
         needs = _Needs(inner, highest)
         for _, group in groupby(range(2, self._n + 1), key=self._lasting_key):
@@ -94,7 +95,7 @@ class RunEnds:
                     before[:, end - 1] = needs.highest_before(last)
 
     def _last(self, end: int) -> int:
-        """Return the last layer of the runs to an end: behind the chain's last, the loss."""
+        """Return the last layer of the runs to an end: the loss, if one follows the last layer."""
         return end - 1 if end < self._n else len(self._chain.layers) - 1
 
     def _goes_on(self, end: int) -> bool:
@@ -102,14 +103,14 @@ class RunEnds:
         return end < self._n or self._chain.loss is None
 
     def _lasting_key(self, end: int) -> Hashable:
-        """Return what decides on everything that is not one end's own."""
-        if end == self._n:  # here the caller or the loss is behind it
+        """Return a key for all that is not one end's own: ends with equal keys share it."""
+        if end == self._n:  # the caller or the loss comes next
             return None
         past = tuple(k for k in self._chain.crossing[end] if self._source(k) < end - 1)
         return past, self._ties.uses_before(end), tuple(self._handed_from_before(end))
 
     def _lasting(self, end: int, again: bool, exist: bool) -> Iterator[tuple[Hashable, _Lasting]]:
-        """Yield what is taken off for this end and others, by names that stay the same."""
+        """Yield what is subtracted for this end and others, by names that stay the same."""
         for t, n_uses in enumerate(self._ties.uses_before(end)):
             if n_uses > 1:
                 first, amounts = self._ties.less(t, n_uses, exist)
@@ -154,12 +155,12 @@ class RunEnds:
                 n_bytes = self._row([self._chain.skip_gradient_bytes[k]])
                 yield ("skip", k), _Lasting(source, _everywhere(n_bytes))
         for source in self._skip_sources(end):
-            # The backward started from those, and does not free them.
+            # The backward started from these, and does not free them.
             n_bytes = self._row([-freed(self._profile.layers[source], exist)])
             yield ("source", source), _Lasting(source, _padded(source, n_bytes))
 
     def _through(self, end: int, last: int, exist: bool) -> Iterator[Less]:
-        """Yield gradients of what is handed through to the end: they do not come anew."""
+        """Yield gradients of what is handed through to the end: they are not made a second time."""
         profile, sources = self._profile, self._skip_sources(end)
         through = set(profile.layers[end - 1].outputs)
         further = profile.further_gradients(end - 1)
@@ -170,7 +171,7 @@ class RunEnds:
             if not through:
                 break
             n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
-            # Further gradients too, as far as every layer behind has as many.
+            # Further gradients too, as far as every later layer has as many.
             further = min(further, profile.further_gradients(k))
             n_bytes += further
             # What the backward started from is not freed.
@@ -183,21 +184,21 @@ class RunEnds:
         first = end - 1 - len(amounts)
         yield first, self._row(amounts[::-1])
         if at_begin:
-            # Copied when the backward of a run begins that begins with the layer.
+            # Copied when the backward begins, in a run that begins with this layer.
             copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]
             yield first, -self._row(copies).T
 
     def _handed_from_before(self, end: int) -> Sequence[tuple[int, int]]:
-        """Return what runs to an end hand on from layers before their last, and which do."""
+        """Return what runs to an end pass on from layers before their last, and which runs do."""
         if not self._chain.shared_memory:
             return []
         handed = self._chain.handed_at[end]
         return [(storage, last) for storage, last in handed.items() if last < end - 1]
 
     def _handed_comes_in(self, storage: int, handing: int, again: bool) -> Table:
-        """Return from which end on runs hold what they hand on; behind all others: never.
+        """Return the first end at which runs hold what they pass on; a later one than all: never.
 
-        Where they are run `again`, only if they have received it.
+        Where they are recomputed (`again`), only if they have received it.
         """
         tables = self._tables
         comes_in = tables.comes_in(storage)
@@ -209,7 +210,7 @@ class RunEnds:
         return np.where(mine, comes_in, tables.n_columns + 1)
 
     def _held(self, storage: int, comes_in: Table) -> Callable[[int, int], Table]:
-        """Return what tells the bytes of a storage at layers, from where it comes in."""
+        """Return a function for the bytes of a storage at layers, from where it comes in."""
         kind, n_bytes = self._tables.kind, self._tables.bytes[storage]
 
         def columns(low: int, stop: int) -> Table:
@@ -219,7 +220,7 @@ class RunEnds:
         return columns
 
     def _kept_by_caller(self, last: int) -> Iterator[Less]:
-        """Yield what the caller keeps of the last run's graph, as less than nothing."""
+        """Yield what the caller keeps of the last run's graph, as negative amounts."""
         tables = self._tables
         for storage in set(self._profile.layers[-1].outputs):
             comes_in = tables.comes_in(storage)
@@ -234,10 +235,10 @@ class RunEnds:
 
 
 class _Needs:
-    """What each layer needs, less what is taken off for several ends.
+    """What each layer needs, less what is subtracted for several ends.
 
     Attributes:
-        start: Columns before this one are those of the table for all ends.
+        start: Columns before this one are still those of the table for all ends.
     """
 
     def __init__(self, inner: Table, highest: Table) -> None:
@@ -248,7 +249,7 @@ class _Needs:
         self._stop = 0
 
     def take_off(self, lasting: Mapping[Hashable, _Lasting], stop: int) -> None:
-        """Take amounts off the columns before `stop`, and no others; what was, stays."""
+        """Subtract exactly these amounts from the columns before `stop`; keep unchanged ones."""
         differs = self._lasting.keys() ^ lasting.keys()
         both = {**self._lasting, **lasting}
         low = min([self._stop, *(both[key].first for key in differs)])
@@ -286,12 +287,12 @@ class _Needs:
 
 
 def _everywhere(amount: Table) -> Callable[[int, int], Table]:
-    """Return what tells the same amount at all layers."""
+    """Return a function for the same amount at all layers."""
     return lambda low, stop: amount
 
 
 def _padded(first: int, amounts: Table) -> Callable[[int, int], Table]:
-    """Return what tells amounts at layers, with nothing behind those that are there.
+    """Return a function for amounts at layers, with 0 after the last of them.
 
     Example:
         >>> _padded(3, np.array([[7, 8]]))(4, 7)
@@ -306,7 +307,7 @@ def _padded(first: int, amounts: Table) -> Callable[[int, int], Table]:
 
 
 def _less(table: Table, low: int, amounts: Sequence[Less]) -> Table:
-    """Return columns of a table, of which the first is number `low`, less amounts.
+    """Return columns of a table, the first of which has the number `low`, less amounts.
 
     Example:
         >>> _less(np.array([[5, 5]]), 1, [(2, np.array([[4]]))])

@@ -1,14 +1,15 @@
-"""The peak memory of every run of layers at once, as solvers ask for it.
+"""The peak memory of every run of layers at once, in the form that solvers use.
 
 The same figures as `gpipebal.memory.partition_memory`, which walks through one partition: a test
 compares the two for all runs of many chains. A walk through a row of the schedule becomes a short
 list of *moments* that can be the highest, each a sum of tables over all runs: what the other
 micro-batches hold, and the most that the one at work needs.
 
-What depends on the clock is not a matter of one run: how many micro-batches wait for a busy
-neighbour. Peaks are given without it, a lower bound for every clock, or with the most that the
-order of the actions allows, an upper bound. That exceeds the exact figure by what does not wait
-in fact: at most (chunks - 1) times the bytes at the run's ends, with the skip connections there.
+How many micro-batches wait for a busy neighbour depends on timing, and not on one run alone. So
+peaks are given without waiting, which is a lower bound for any timing, or with the most that the
+order of the actions allows, which is an upper bound. The upper bound exceeds the exact figure by
+what does not wait in fact: at most (chunks - 1) times the bytes at the run's ends, with the skip
+connections there.
 """
 
 from __future__ import annotations
@@ -58,25 +59,25 @@ def memory_of(
         chunks: Micro-batches of a mini-batch.
         loss_inside: Whether the last partition computes the loss of each micro-batch.
         shared_memory: Whether all partitions live in one memory.
-        waiting: Whether micro-batches that wait for a neighbour are counted as ``'none'`` or as
-            the ``'most'`` that any clock allows.
+        waiting: ``'none'``: no micro-batch is counted as waiting for a neighbour; ``'most'``: as
+            many as any timing allows.
         schedule: ``'gpipe'`` or ``'1f1b'``.
         n_partitions: Number of partitions; under ``'gpipe'`` it does not matter.
         gradients_exist: Whether the parameters have gradients before the step.
 
     Returns:
-        Peaks of a run depend on its first and last layer; on which partition it is only under
-        ``'1f1b'``, where earlier ones have more micro-batches in flight.
+        The peak of a run depends on its first and last layer. It depends on which partition the run
+        is only under ``'1f1b'``, where earlier ones have more micro-batches in flight.
 
     Raises:
         UnsupportedPlanError: another schedule.
 
     Complexity:
-        O(N^2) in numpy for N layers and each mode; for every skip connection as much again as it
-        is long, for every use of a tied parameter as much again, and for every cut as far back as
-        what it hands on has been handed through. Where partitions share a memory, O(N^2) for every
-        cut that hands on a storage which a layer before the last one saves. Under ``'1f1b'`` for
-        every partition.
+        O(N^2) in numpy for N layers and each mode; in addition O(N l) for every skip connection
+        that goes past l layers, O(N^2) for every use of a tied parameter, and O(N l) for every cut
+        where values are passed on that l layers have handed through. Where partitions share a
+        memory, O(N^2) for every cut where a storage is passed on that a layer before the last one
+        saves. Under ``'1f1b'`` all of this for every partition.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 10], output_bytes=[8, 2])
@@ -99,14 +100,14 @@ def memory_of(
 class KnownMemory:
     """Memory of all runs of one chain's layers, worked out once for all questions about it.
 
-    Those asked for last are kept, as many as take some hundred MiB, and one in any case.
+    The most recent ones are kept, as many as fit into some hundred MiB, and one in any case.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Memory, RunMemory]] = {}
 
     def of(self, profile: Profile, **asked: Any) -> Memory:
-        """Do what `memory_of` does, or return what it has returned.
+        """Do what `memory_of` does, or return its earlier result.
 
         Args:
             profile: The chain, at any of its numbers of rows.
@@ -163,7 +164,7 @@ class RunMemory:
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
 
     def as_memory(self) -> Memory:
-        """Return the peaks as solvers ask for them."""
+        """Return the peaks in the form that solvers use."""
         return Memory(self.rows, alike="all" if self._ahead is None else self._ahead)
 
     @property
@@ -172,7 +173,7 @@ class RunMemory:
         return sum(row.nbytes for rows in self._peaks.values() for row in rows)
 
     def forget_tables(self) -> None:
-        """Keep the peaks that are known, and not what others would be made of."""
+        """Keep the peaks that are known, and drop the tables that others would be made from."""
         self._tables = None
 
     def rows(self, first: int, partition: int, mode: CheckpointMode) -> Any:
@@ -187,7 +188,7 @@ class RunMemory:
         schedule = "gpipe" if self._ahead is None else "1f1b"
         n, before = (1, None) if self._ahead is None else (ahead + 1, ahead + 1)
         if before is not None and self._profile.skips:
-            # The gradient of a skip connection may wait for a partition far before.
+            # The gradient of a skip connection may wait for a much earlier partition.
             before = self._chunks
         return moments_of(
             make_schedule(schedule, n, self._chunks, mode).rows[0],
@@ -220,7 +221,7 @@ class RunMemory:
             peaks = piece.peaks(moments)
             for v, variant in enumerate(piece.variants):
                 first_end, last_end = variant.ends
-                # A copy: what is left of the tables is not kept.
+                # A copy, so that the rest of the tables is not kept.
                 rows[variant.first].append(peaks[v, first_end - 1 : last_end].copy())
         return [row[0] if len(row) == 1 else np.concatenate(row) for row in rows]
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RunPeaks"]
 
-#: Stands where a table has no moment: below every sum of bytes.
+#: The entry where a table has no moment: below every sum of bytes.
 _NONE = -(2**61)
 
 
 class RunPeaks:
-    """Tables of some variants, and what the moments make of them.
+    """Tables of some variants, and the peaks of moments that follow from them.
 
     Rows are variants, columns ends from 1 to the number of layers (less one: column 0 is end 1).
     """
@@ -58,7 +58,7 @@ class RunPeaks:
         self._outgoing = tables.stashed[:, self._ends].copy()
         sizes = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers[:-1]]
         self._outgoing[:, :-1] += self._column(sizes)
-        #: What the backward of each layer is given; that of a loss nothing.
+        #: Gradients that the backward of each layer is given; the backward of a loss is given none.
         self._flowing = [self._profile.gradients_into(k) for k in range(self._n)]
         self._flowing += [0] * (len(chain.layers) - self._n)
         self._started = tables.stashed_gradients[:, self._ends].copy()
@@ -69,14 +69,14 @@ class RunPeaks:
         self._run_ends = RunEnds(tables, self._ties, self._idle[:, -1], chunks)
         kept = self._column([0, *(la.kept_buffer_bytes for la in self._profile.layers)]).cumsum()
         ends = np.arange(1, self._n + 1)
-        #: Copies of buffers that a cell is recomputed with.
+        #: Copies of buffers that a cell keeps for its recompute.
         self._kept_buffers = kept[ends][None, :] - kept[self._firsts][:, None]
         self._graphs = tables.kept[:, self._ends].copy()
         if chain.loss is not None:
             self._graphs[:, -1] -= self._in_graph(chain.loss.outputs)
         self._handed = tables.handed[:, self._ends].copy() if self._shared else 0 * self._graphs
         self._handed[:, -1] = 0
-        #: What each layer makes anew if a run begins with it.
+        #: What each layer makes in addition if a run begins with it.
         self._made = {
             records: self._column(
                 [
@@ -103,7 +103,7 @@ class RunPeaks:
         return plain[ends] - plain[firsts] + np.where(known, state[ends] - state[firsts], 0)
 
     def _returned_bytes(self) -> Table:
-        """Bound what each micro-batch leaves for the partition before: gradient, and graph."""
+        """Bound the bytes that a micro-batch leaves for the partition before: gradient, graph."""
         profile = self._profile
         trained = np.cumsum([0, *(bool(la.gradient_bytes) for la in profile.layers)]) > 0
         found = []
@@ -119,26 +119,27 @@ class RunPeaks:
         return self._column(found)[:, None]
 
     def _passed_bytes(self) -> Table:
-        """Bound what the partitions before keep of each input, where the run itself does not.
+        """Bound what earlier partitions keep of each input, where the run itself does not.
 
-        A run that no gradient comes to keeps nothing of it, and else all that has a gradient.
+        A run that receives no gradient keeps nothing of its input, any other run all that has a
+        gradient.
         """
         chain, profile = self._chain, self._profile
         whole, not_kept = [], []
         for one in self.variants:
             is_handed = self._shared and one.first > 0
             outputs = profile.layers[one.first - 1].outputs if is_handed else ()
-            # What comes as the value and as a skip connection counts twice.
+            # A storage that comes both as the value and as a skip connection counts twice.
             whole.append(profile.bytes_of(outputs) + one.popped if is_handed else 0)
             lacks = [k for k in one.received if not chain.is_kept(k, one.first)]
             not_kept.append(sum(chain.bytes[k] for k in lacks) if is_handed else 0)
         return np.where(self._idle, self._column(whole)[:, None], self._column(not_kept)[:, None])
 
     def _idle_runs(self) -> Table:
-        """Return the runs that no gradient comes to."""
+        """Return the runs that receive no gradient."""
         chain, idle = self._chain, np.zeros((len(self.variants), self._n), dtype=bool)
         for end in range(1, self._n + (chain.loss is None)):
-            # The last first layers from which on anything, and a gradient's tensor, is handed on.
+            # The last first layers whose runs pass on anything, and a tensor with a gradient.
             handed = chain.handed_at[end]
             something = max(handed.values(), default=-1)
             trained = handed.keys() - chain.without_gradient
@@ -194,12 +195,12 @@ class RunPeaks:
         return highest
 
     def _outputs(self, moments: Sequence[RowMoment]) -> Any:
-        """Return what tells the outputs that a moment of the last partition has beside it."""
+        """Return a function for the outputs that exist during a moment of the last partition."""
         if self._chain.loss is not None:
             return lambda moment: 0
         profile, n = self._profile, self._n
         outputs = frozenset(profile.layers[-1].outputs)
-        # Runs from the first layer on have the caller's input, in one memory all have it.
+        # Runs from the first layer on have the caller's input; in one memory all have it.
         callers = (self._firsts == 0) | self._shared
         cells = [Cell(profile, first, n, None, self._shared) for first in (n - 1, 0)]
         sizes = self._column([cell.bytes_of(outputs) for cell in cells])
@@ -250,13 +251,13 @@ class RunPeaks:
         return self._known[key]
 
     def _optimizer_peaks(self) -> Table:
-        """Return what the optimizer's step needs for a moment, as far as it is known."""
+        """Return what the optimizer's step needs temporarily, as far as it is known."""
         peaks = self._column([layer.optimizer_peak_bytes or 0 for layer in self._profile.layers])
         if self._profile.step.optimizer_together:
             sums = np.concatenate([peaks[:1] * 0, peaks.cumsum()])
             return sums[1:][None, :] - sums[self._firsts][:, None]
         carried = self._column([la.optimizer_carried_bytes for la in self._profile.layers])
-        # The first layer that is stepped, of the runs from each on.
+        # The first layer that is stepped, for the runs from each layer on.
         first = np.where(peaks > 0, np.arange(self._n), self._n)
         first = np.minimum.accumulate(first[::-1])[::-1][self._firsts]
         behind = np.arange(self._n)[None, :] > first[:, None]
@@ -291,7 +292,7 @@ class RunPeaks:
         made = self._gradient_sums
         kept = tables.kept
         if again:
-            # What a recompute makes anew has copies of buffers beside it.
+            # In addition to what a recompute makes there are copies of buffers.
             saved = [layer.saved_buffer_bytes for layer in self._profile.layers]
             saved += [0] * (len(layers) - self._n)  # a loss has none
             copies_saved = self._column([0, *saved]).cumsum()
@@ -299,7 +300,7 @@ class RunPeaks:
         chained = self._column([chained_peak(layer, exist) for layer in layers])
         inner = kept[:, 1:] + (chained + flowing + waits)
         own = kept[:, ends] + peaks[ends - 1]
-        # What is handed through is copied only where it is the whole run's way in and out.
+        # What is handed through is copied only where it goes through the whole run.
         copies_made = self._column([copied(layer, exist) for layer in layers])
         passes = np.array([not set(la.outputs).isdisjoint(la.handed_through) for la in layers])
         passes[self._n :] = False  # the loss
@@ -308,7 +309,7 @@ class RunPeaks:
         for first, end in chain.handed_through():  # there it is copied at the beginning
             own[self._firsts == first, end - 1] += copies_made[first]
         if not exist:
-            # Beside the first of a parameter's gradients there is a sum, or a copy.
+            # In addition to the first of a parameter's gradients there is a sum, or a copy.
             copies = self._ties.copies(len(layers))
             inner = inner - made[1:] + copies
             own = own - made[ends] + self._copies_of_last(copies)

@@ -18,7 +18,7 @@ __all__ = ["sizes_of"]
 
 
 def sizes_of(profile: Profile, param_scale: float) -> Memory:
-    """Return the size of every run, without schedule, transients, and what waits.
+    """Return the size of every run, without a schedule, transients, or what waits.
 
     Args:
         profile: Costs of the layers.

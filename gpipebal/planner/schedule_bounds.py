@@ -1,13 +1,13 @@
 """How fast any split can be under a schedule without a closed form: a proven lower bound.
 
 Take one partition of a split, with `a` its first layer. Its device cannot begin before the first
-micro-batch has come through the layers before `a`, and when it has given back the last gradient,
-that has to go back through them. Between the two the device does all that its row says. And its
-first backward waits until a micro-batch has been through the whole chain and back to it; from there
-the rest of its row is still to be done::
+micro-batch has come through the layers before `a`. When it has passed back the last gradient, that
+gradient has to go back through these layers. Between the two the device does all actions of its
+row. And its first backward waits until a micro-batch has been through the whole chain and back to
+it; the rest of its row is done after that::
 
     time ->  |- forwards before a -|-------- all of the row --------|- backwards before a -|
-             |----- forwards of all, backwards behind -----|- rest of the row -|- before a -|
+             |---- forwards of all, backwards after it ----|- rest of the row -|- before a -|
 
 Both are sums of layers with coefficients that the schedule gives, and grow when the partition gets
 longer at either end. So the smallest limit that all partitions of some split can keep is found like
@@ -50,8 +50,8 @@ class Columns(NamedTuple):
 class Row(NamedTuple):
     """How many forwards, recomputes, input gradients and weight gradients a partition does.
 
-    All of them; those up to its last input gradient; those from its first one on; and those
-    between the two.
+    Counted four times: all of them; those up to its last input gradient; those from its first input
+    gradient on; and those between the two.
     """
 
     all: tuple[int, int, int, int]
@@ -121,7 +121,7 @@ class Relaxed:
         return len(self.path.forward) - 1
 
     def cost(self, partition: int, start: int, end: int) -> int:
-        """Return a time that no split with this run as this partition can undercut."""
+        """Return a time that no split can beat if this run is this partition."""
         path, own, row = self.path, self.own[partition], self.rows[partition]
         forward = own.forward[end] - own.forward[start]
         times = (
@@ -153,8 +153,8 @@ class Relaxed:
         for k in range(4):
             counts = {row.all[k] for row in self.rows}
             work += min(counts) * self.path[k][-1]
-        # The device of partition d waits for at least d layers, there and back; but on the way back
-        # it may still have gradients of weights to make.
+        # The device of partition d waits for at least d layers, forwards and backwards; but on the
+        # way back it may still have gradients of weights to make.
         waiting = sum(
             self.path.forward[min(d, n_layers)]
             + (0 if self.rows[d].all[3] else self.path.input[min(d, n_layers)])
@@ -166,8 +166,8 @@ class Relaxed:
         """Find the smallest limit that partitions can keep, if some of them may be empty.
 
         What one layer costs depends on the partition, so a partition that takes as much as it can
-        may leave the next one with a layer that costs it too much. Letting it be empty makes the
-        greedy probe exact, and the limit a little smaller than that of any split.
+        may leave the next one with a layer that costs too much there. Letting that one be empty
+        makes the greedy probe exact, and the limit a little smaller than that of any split.
 
         Returns:
             The limit, and a split near it, without empty partitions.
@@ -197,7 +197,7 @@ class Relaxed:
         return upper, tuple(filled)
 
     def limit_of(self, bounds: Sequence[int]) -> int:
-        """Return the smallest limit that a split keeps: its makespan is no less."""
+        """Return the smallest limit that a split keeps: its makespan is not below that."""
         runs = enumerate(pairwise(bounds))
         return max(self.cost(j, start, end) for j, (start, end) in runs if start < end)
 
@@ -235,7 +235,7 @@ class Relaxed:
         return ways[-1]
 
     def windows(self, limit: int) -> list[tuple[int, int]]:
-        """Return for each bound the first and the last place that splits within a limit give it.
+        """Return the first and the last place of each bound in splits within a limit.
 
         Where no split keeps the limit, the windows are empty.
         """
@@ -264,7 +264,7 @@ class Relaxed:
             return []
         found: list[tuple[int, ...]] = []
         bounds = [0]
-        # Where each bound can stand behind the one before it.
+        # Where each bound can be after the one before it.
         places: list[Iterator[int]] = [self._next(0, 0, windows, limit)]
         while places:
             place = next(places[-1], None)
@@ -283,7 +283,7 @@ class Relaxed:
     def _next(
         self, j: int, start: int, windows: Sequence[tuple[int, int]], limit: int
     ) -> Iterator[int]:
-        """Return the places of the bound behind partition `j`, which begins at `start`."""
+        """Return the places of the bound after partition `j`, which begins at `start`."""
         low, high = windows[j + 1]
         return iter(range(max(low, start + 1), self.furthest(j, start, high, limit) + 1))
 

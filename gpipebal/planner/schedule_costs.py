@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScheduleCosts"]
 
-#: Parts of a backward are whole numbers of a finer unit, so that shares of it are close enough.
+#: Parts of a backward are whole numbers of a finer unit, so that shares are precise enough.
 _FINER = 2**32
 
 
@@ -30,9 +30,9 @@ class ScheduleCosts:
     """The costs of a problem's splits under one order of actions.
 
     Attributes:
-        relaxed: What no split can undercut; for all modes and orders of devices that the problem
-            leaves open.
-        open_ends: Whether it leaves any open.
+        relaxed: The bound that no split can beat, for all modes and orders of devices that the
+            problem leaves open.
+        open_ends: Whether the problem leaves any open.
 
     Args:
         problem: Times of the layers, devices and links.
@@ -126,7 +126,7 @@ class ScheduleCosts:
 
 
 def _parts(sums: Sequence[int], shares: Sequence[float] | None) -> tuple[list[int], list[int]]:
-    """Part the prefix sums of backwards into those of input and of weight gradients."""
+    """Divide the prefix sums of backwards into those of input and of weight gradients."""
     if shares is None:
         return list(sums), [0] * len(sums)
     weights = [0]

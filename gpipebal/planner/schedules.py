@@ -1,10 +1,9 @@
 """The best split under a schedule without a closed form: 1F1B, interleaved, zero bubble.
 
-What a split costs there is for the simulator to say. `search_schedule` begins with splits that are
-good for other reasons, moves cuts as long as that helps, and keeps a bound that no split can
-undercut (`gpipebal.planner.schedule_bounds`). The bound also says which splits could still be
-better than the best one found: if they are few, all are tried, and the result is proven. For
-`solve`::
+Under such a schedule a simulator tells what a split costs. `search_schedule` begins with splits
+that are good for other reasons, moves cuts as long as that helps, and has a bound that no split can
+beat (`gpipebal.planner.schedule_bounds`). The bound also tells which splits could still be better
+than the best one found: if they are few, all are tried, and the result is proven. For `solve`::
 
     problem = Problem(**profile.layer_times, n_partitions=4, chunks=8)  # devices, links, rules
     shares = weight_shares(profile)  # of gpipebal.simulator
@@ -36,13 +35,13 @@ __all__ = ["bound_of", "search_schedule"]
 
 #: Splits that are simulated at most, and actions in them, unless told otherwise.
 MOST_TRIALS, MOST_ACTIONS = 20_000, 2 * 10**8
-#: So many actions between two looks at the clock.
+#: Actions between two looks at the clock.
 _AT_ONCE = 2**20
-#: A time that is below another by this fraction only may be as long: sums are rounded.
+#: Times that differ only by this fraction may be equal: sums are rounded.
 _ROUNDING = 1e-12
 #: How often the search begins again near the best split.
 _MOST_BEGINNINGS = 200
-#: With up to so many partitions, whole runs of neighbouring cuts are moved too.
+#: With up to this many partitions, whole runs of neighbouring cuts are moved too.
 MOST_FOR_RUNS = 16
 
 
@@ -70,8 +69,8 @@ def search_schedule(
         weight_share: Which share of each layer's backward is the gradient of its weights, where a
             schedule does backwards in two parts; None: half.
         most_trials: How many splits are simulated at most; None: 20,000, or as many as have 200
-            million actions together, but no less than 200.
-        time_limit: Seconds after which the best so far is returned.
+            million actions together, but no fewer than 200.
+        time_limit: Seconds after which the best split so far is returned.
 
     Returns:
         A Split, ``'optimal'`` if its makespan meets the bound or no split that could be better was
@@ -81,8 +80,8 @@ def search_schedule(
 
     Raises:
         UnsupportedPlanError: an unknown schedule.
-        BalanceError: partitions that cannot be dealt out evenly, or chunks that the schedule cannot
-            have.
+        BalanceError: partitions that cannot be distributed evenly over the devices, or a number of
+            chunks that the schedule cannot have.
 
     Complexity:
         O(K m) for each split that is tried, with K partitions and m micro-batches, some hundred of
@@ -99,7 +98,7 @@ def search_schedule(
         ((2, 2), 40.0, 'optimal')
     """
     schedule = check_known_schedule(schedule)
-    partitions_on_each(schedule, problem.n_partitions)  # refused before anything is searched
+    partitions_on_each(schedule, problem.n_partitions)  # raises before anything is searched
     start = find(problem, "bottleneck", time_limit=time_limit)
     if start is None:
         return None
@@ -192,7 +191,7 @@ def _look_around(tried: _Tried, enough: float) -> None:
 
 
 def _other_starts(problem: Problem, time_limit: float | None) -> list[tuple[int, ...]]:
-    """Return the best split under GPipe, where it is quickly found."""
+    """Return the best split under GPipe, if it is quickly found."""
     method = select_method(problem)
     if problem.chunks == 1 or method == "integer program":
         return []

@@ -18,7 +18,7 @@ __all__ = ["sensitivity"]
 
 #: With more partitions that recompute every micro-batch it would take too long.
 _MOST_PATHS = 1024
-#: Simulated times that differ by this fraction only are equal.
+#: Simulated times that differ only by this fraction are equal.
 _ROUNDING = 1e-12
 
 Moves = tuple[tuple[float | None, float | None], ...]
@@ -48,14 +48,16 @@ def sensitivity(
         order: Device of each partition.
         objective: What was minimised.
         cost: The cost of runs, if that was minimised.
-        peaks: What partitions need with what waits for busy neighbours by the split's own clock;
-            None: limits are compared without that. Needed if peak memory was minimised.
+        peaks: Tells what partitions need, including what waits for busy neighbours in the split's
+            own timeline; None: limits are checked without waiting. Needed if peak memory was
+            minimised.
         makespans: Simulates splits, if their makespan was minimised under a schedule without a
             formula; None: GPipe's formula.
 
     Returns:
-        For each cut, the growth to the left and to the right; None where that is no split that
-        is allowed. Empty for more than `_MOST_PATHS` partitions that recompute every micro-batch.
+        For each cut, the growth if it is moved to the left, and to the right; None where that split
+        is not allowed. Empty for more than `_MOST_PATHS` partitions that recompute every
+        micro-batch.
 
     Complexity:
         O(K) for K partitions; O(K^2) if some recompute every micro-batch. With `peaks` or
@@ -87,7 +89,7 @@ def _known(growth: float | None) -> float | None:
 
 
 def _moves(bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """Return all moves: the partition behind a cut, and where the cut is put."""
+    """Return all moves: the partition after a cut, and where the cut is moved to."""
     return [
         (j, cut)
         for j in range(1, len(bounds) - 1)
@@ -121,7 +123,7 @@ class _Allowed:
         start, end = self._bounds[j - 1], self._bounds[j + 1]
         if not (self._rules.allows(start, cut, j - 1) and self._rules.allows(cut, end, j)):
             return False
-        # What does not fit without what waits does not fit with it.
+        # A partition that does not fit without what waits does not fit with it.
         if not (self._fits(j - 1, start, cut) and self._fits(j, cut, end)):
             return False
         if self._needs is None:
@@ -141,7 +143,7 @@ def _simulated(
 ) -> dict[tuple[int, int], float]:
     moves = [move for move in _moves(bounds) if allowed(*move)]
     now, *found = makespans([tuple(bounds), *(_moved(bounds, *move) for move in moves)])
-    # A difference that is as small as the rounding of sums is none.
+    # A difference as small as the rounding of sums counts as none.
     return {
         move: 0.0 if math.isclose(value, now, rel_tol=_ROUNDING) else value - now
         for move, value in zip(moves, found, strict=True)
@@ -157,7 +159,7 @@ def _change(
     cost: AnyCost | None,
     needs: Peaks | None,
 ) -> Callable[[int, int], float] | None:
-    """Return what tells by how much the objective grows if a cut is put elsewhere."""
+    """Return a function for how much the objective grows if a cut is moved."""
     if objective == "cost":
         assert cost is not None
         return _of_cost(cost, bounds)
@@ -188,7 +190,7 @@ def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float
 
 
 def _without_two(values: Sequence[float]) -> list[float]:
-    """Return, for each cut, the largest of all values but those on both its sides.
+    """Return, for each cut, the largest of all values except those of its two sides.
 
     Example:
         >>> _without_two([3, 1, 2])
@@ -213,10 +215,10 @@ def _of_paths(
     parts = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
 
     def value(rows: Sequence[tuple[int, ...]]) -> int:
-        # Of each split anew: one with a slow link or device may need larger numbers than others.
+        # For each split again: one with a slow link or device may need larger numbers than others.
         small = sum(map(sum, rows)) * max(1, repeats) < 2**62
         table = np.array(rows, dtype=np.int64 if small else object)
-        # As in `Costs.makespan`: forwards up to a partition, its recompute, all the way back.
+        # As in `Costs.makespan`: forwards up to a partition, its recompute, all backwards from it.
         once, early, first, again, _ = table.T
         slowest = np.maximum.accumulate(first) + np.maximum.accumulate(again)
         return int((np.cumsum(once) + early + repeats * slowest).max())
@@ -268,7 +270,7 @@ class _Part:
         self._costs, self._modes, self._order = problem.costs, modes, order
 
     def __call__(self, j: int, start: int, end: int) -> tuple[int, int, int, int, int]:
-        """Return what a run passes once, its last recompute, forward, backward, and all of it."""
+        """Return a run's ``once``, last recompute, forward, backward, and all of its time."""
         costs = self._costs
         part = costs.part(start, end, self._order[j], self._modes[j])
         there, back = costs.send[start], costs.give_back[start]

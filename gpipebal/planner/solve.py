@@ -12,7 +12,7 @@ from gpipebal.planner.advice import explain
 from gpipebal.planner.best import best_of_all, roomier
 from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.question import AnyCost, LayerKey, Options, Place, Size, ask
+from gpipebal.planner.question import AnyCost, DeviceCosts, LayerKey, Options, Size, ask
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["posed_of", "select_method", "solve", "top_plans"]
 
-#: Splits that break a limit only by what waits, after which the next best are not looked for.
+#: After this many splits that exceed a limit only by what waits, no next best is looked for.
 _MOST_MISSED = 200
 
 
@@ -37,7 +37,7 @@ def solve(
     checkpoint: Checkpoint | Literal["auto"] = "except_last",
     schedule: str = "gpipe",
     objective: Objective = "makespan",
-    devices: Sequence[Place] | None = None,
+    devices: Sequence[DeviceCosts] | None = None,
     any_order: bool = False,
     memory_limit: Size | Sequence[Size | None] | None = None,
     reserve: Size | None = None,
@@ -59,83 +59,86 @@ def solve(
 
     Minimises `objective` over all splits into exactly `partitions` non-empty runs of consecutive
     layers that fit their devices and keep the rules; and, where they are left open, over the
-    number of micro-batches, checkpoint modes and the order of devices (under other schedules than
-    ``'gpipe'`` these are chosen for the bottleneck first). Among equally good splits the one with
-    the smaller bottleneck is taken, then the one with the smaller sum of squares of the partitions'
-    times, then the one with the leftmost cuts; but where `plan.method` is ``'box search'``,
-    ``'integer program'``, ``'schedule search'`` or ``'dense table'``, the first that is met, which
-    is always the same one.
+    number of micro-batches, checkpoint modes and the order of devices (under schedules other than
+    ``'gpipe'``, modes and order are chosen for the bottleneck first). Among equally good splits it
+    takes the one with the smaller bottleneck, then the one with the smaller sum of squares of the
+    partitions' times, then the one with the leftmost cuts. But where ``plan.method`` is
+    ``'box search'``, ``'integer program'``, ``'schedule search'`` or ``'dense table'``, it takes
+    the first that the search meets, which is always the same one.
 
     Args:
         profile: Costs of the layers for one micro-batch.
         partitions: Number of partitions, 1 to the number of layers.
         chunks: Micro-batches per mini-batch; None: the profile's; several: the best of these;
-            ``'auto'``: the best of all that the profile can tell about. If the profile was taken at
-            several numbers of rows, the mini-batch stays that of the profile, and a micro-batch has
-            ``ceil(mini_batch_rows / chunks)`` rows. If it was taken at one, each micro-batch has
-            the profile's rows, the mini-batch grows with their number, and the plan says so.
+            ``'auto'``: the best of all numbers whose costs the profile can tell. If the profile was
+            taken at several numbers of rows, the mini-batch stays that of the profile, and a
+            micro-batch has ``ceil(mini_batch_rows / chunks)`` rows. If it was taken at one number
+            of rows only, each micro-batch has the profile's rows, the mini-batch grows with the
+            number of micro-batches, and the plan says so.
         checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
             ``'auto'``: in each partition the fastest mode that fits its device.
         schedule: ``'gpipe'``; ``'1f1b'``, which `GPipe.step` runs as well; or one that only torch
-            runs. Under all but ``'gpipe'`` the makespan is searched for with a simulator, see
-            `gpipebal.planner.schedules`, and the plan says how far from a proven bound it may be.
+            runs. Under all but ``'gpipe'`` the least makespan is searched for with a simulator, see
+            `gpipebal.planner.schedules`, and the plan says how far it is from a proven bound.
         objective: ``'makespan'``, the seconds from the first forward to the last backward of a
             mini-batch; ``'bottleneck'``, the largest time of a partition for one micro-batch; or
             ``'peak_memory'``, the largest peak memory of a partition, in bytes.
         devices: The device of each partition: a `Device`; or its speed, 1 for one as fast as the
-            profile's and 2 for one twice as fast; or the profile of the same chain taken on it,
-            of which the times for as many rows count. None: all as the profile's.
-        any_order: Whether devices may change places; the plan's `devices` tells which runs what.
+            profile's and 2 for one twice as fast; or a profile of the same chain taken on it, whose
+            times at the same number of rows count. None: all like the profile's.
+        any_order: Whether devices may change places; the plan's ``devices`` tell which runs what.
         memory_limit: Memory of a device, as bytes or as a text such as ``'16 GiB'``: one for all,
-            or one for each. A partition may need what `reserve` leaves of it, including what waits
-            for busy neighbours, each taken to be 30 % slower than predicted. None: no limit. Where
-            a `Device` has a limit too, the lower one counts.
+            or one for each. A partition may need what `reserve` leaves of it. This includes what
+            waits for busy neighbours, each taken to be 30 % slower than predicted. None: no limit.
+            Where a `Device` has a limit too, the lower one counts.
         reserve: Memory that is kept free on every device; None: 0 on CPUs, and on GPUs 512 MiB and
             a twentieth. The plan says how much.
-        link: What connects the devices: everything that crosses a cut takes its time, with skip
-            connections in every cut that they go past. None: handing over takes no time.
-        pin: The partition of layers, by index or name.
-        keep_together: First and last layer of runs that one partition holds.
+        link: What connects the devices: everything that crosses a cut takes its time, a skip
+            connection in every cut that it goes past. None: handing over takes no time.
+        pin: The partition of each pinned layer; layers by index or name.
+        keep_together: First and last layer of runs; each run is held by one partition.
         no_cut: Layers that stay with the layer before them.
         max_layers: Most layers of a partition.
-        rules: The same rules as one `Rules`, with layers by index; they add to the others.
+        rules: Rules of the same kinds as one `Rules`, with layers by index; they are added to the
+            four arguments above.
         quantile: Plan with this upper quantile of the measured times, such as 0.9; None: medians.
         cost: Called as ``cost(first, end, partition)``, with `end` one past the last layer: the
             largest of these is minimised instead of `objective`. None or infinity: not allowed.
-        method: ``'auto'``, or the name of an algorithm: the one that `select_method` tells, or one
+        method: ``'auto'``, or the name of an algorithm: the one that `select_method` names, or one
             that is more general.
-        time_limit: Seconds after which a search without an end of its own returns the best that it
-            has found, with the gap; for each number of micro-batches. One way to cut is always
-            tried (the integer program may have found none), and at the end a plan is made of the
-            best, which with very many micro-batches takes a few seconds; what runs of layers need
-            is worked out before, where there are limits, which takes some seconds for thousands of
-            layers. Where nothing fits, how much is lacking is found out, and then changes that
-            would help are tried until as much time has passed again.
+        time_limit: Seconds after which an open-ended search stops and returns the best that it has
+            found, with its gap. Each number of micro-batches gets this time for itself. Not
+            included: working out the memory of runs of layers beforehand where there are limits
+            (seconds for thousands of layers), and making the final plan (seconds for very many
+            micro-batches). At least one way to cut is always tried, except that the integer program
+            may end without any, and then raises. If nothing fits, the search for what would help
+            may take as long again.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
-            `GPipe.step`, or the caller that of the mini-batch; None: the caller with schedule
-            ``'gpipe'``, else the last partition. Its memory counts; its time is no part of the
-            makespan, but of the step.
-        shared_memory: Whether all partitions live in one memory, which decides what a cut costs;
-            None: if the profile was taken on a CPU.
+            `GPipe.step`, or the caller computes that of the mini-batch; None: the caller with
+            schedule ``'gpipe'``, else the last partition. Its memory counts; its time is not part
+            of the makespan, but of the step.
+        shared_memory: Whether all partitions live in one memory, which decides how much memory a
+            cut costs; None: True if the profile was taken on a CPU.
         gradients_exist: Whether the parameters have gradients before the step, as when those of
-            several mini-batches are accumulated, or behind ``zero_grad(set_to_none=False)``: they
-            take memory from its beginning. As a default they do not.
+            several mini-batches are accumulated, or after ``zero_grad(set_to_none=False)``:
+            gradients then take memory from the beginning of the step.
 
     Returns:
-        A `Plan`, whose ``status`` is ``'optimal'`` when ``value == lower_bound``. Its `notes` say
+        A `Plan`, whose ``status`` is ``'optimal'`` when ``value == lower_bound``. Its ``notes`` say
         what was assumed.
 
     Raises:
         BalanceError: an argument that makes no sense, or does not fit the others.
-        InfeasibleError: no plan fits; the text says what would.
-        KindError: `profile` is no Profile.
-        ProfileError: the profile does not tell what is asked for.
-        UnsupportedPlanError: an unknown schedule, or one under which something is not known.
+        InfeasibleError: no plan fits; the text says what would help.
+        KindError: `profile` is not a Profile.
+        ProfileError: the profile does not have the costs that are asked for.
+        UnsupportedPlanError: an unknown schedule, or one under which a cost that is asked for is
+            not known.
 
     Complexity:
-        O(n + k log n) steps per probe for n layers and k partitions, with some tens of probes;
-        plus the tie-break. With limits O(n^2) for their memory (see `memory_of`), and some tens of
-        probes of O(n k) machine words.
+        O(n + p k log n) for n layers, k partitions and p probes, plus the tie-break; see
+        `gpipebal.solvers.split` for p. With limits O(n^2) for their memory (see `memory_of`), and
+        some tens of probes of O(n k) machine words.
 
     Source:
         See `gpipebal.solvers`.
@@ -178,24 +181,26 @@ def solve(
 def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Options]) -> list[Plan]:
     """Find the k best plans, no two with the same balance and number of micro-batches.
 
-    So that a run can try them, and keep the one that is fastest in truth.
+    A run can then try them, and keep the one that proves to be fastest.
 
     Args:
         profile: Costs of the layers for one micro-batch.
         k: How many.
         partitions: As for `solve`.
-        options: As for `solve`, but for `cost`, `method` and `time_limit`; the schedule is
-            ``'gpipe'``, the objective makespan or bottleneck, and for the makespan no partition's
-            mode is ``'always'``.
+        options: As for `solve`, except for `cost`, `method` and `time_limit`; the schedule has to
+            be ``'gpipe'``, the objective makespan or bottleneck, and for the makespan no
+            partition's mode may be ``'always'``.
 
     Returns:
-        Plans, best first; fewer if there are no more, or if what waits for busy neighbours breaks
-        the limits of very many. The bound of each is that of all plans: the first is ``'optimal'``
-        if that can be proven, and the gap of the others is to the best. No plan that is left out
-        is better than the last of them, but for the bound.
+        Plans, best first; fewer than `k` if there are no more, or if very many exceed the limits by
+        what waits for busy neighbours. All of them have the same bound, which holds for every plan:
+        the first is ``'optimal'`` if that can be proven, and the gap of each of the others tells
+        how far it is from the best. No plan that is left out is better than the last one returned,
+        as far as the bound tells.
 
     Raises:
-        BalanceError: as `solve`; a `k` that is not 1 or more; what has no next best.
+        BalanceError: as `solve`; a `k` that is not 1 or more; a question whose solver has no next
+            best.
         InfeasibleError: no plan fits.
 
     Example:
@@ -237,7 +242,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
                 continue
-            # For what waits for busy neighbours, which the ranking does not know.
+            # Because of what waits for busy neighbours, which the ranking does not know.
             n_missed += 1
             if n_missed == _MOST_MISSED:
                 bound = min(bound, split.lower_bound)
@@ -261,8 +266,8 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
         options: As for `solve`.
 
     Returns:
-        One of `gpipebal.solvers.METHODS`, or ``'schedule search'`` or ``'dense table'``; if several
-        numbers of micro-batches may be chosen, that for the largest.
+        One of `gpipebal.solvers.METHODS`, or ``'schedule search'`` or ``'dense table'``; if there
+        are several numbers of micro-batches to choose from, the algorithm for the largest.
 
     Raises:
         BalanceError: as `solve`.
@@ -276,12 +281,13 @@ def select_method(profile: Profile, partitions: int, **options: Unpack[Options])
     if question.cost is not None:
         return "dense table"
     if question.is_searched:
-        order_for(question.schedule, question.n_partitions, posed.chunks, "never")  # if it can be
+        # Raises if the schedule cannot be had.
+        order_for(question.schedule, question.n_partitions, posed.chunks, "never")
         return "schedule search"
     return check_method(posed.problem, question.objective, question.method)
 
 
 def posed_of(profile: Profile, partitions: int, options: Options) -> list[Posed]:
-    """Put the question at each number of micro-batches."""
+    """Pose the question for each number of micro-batches."""
     question = ask(profile, partitions, options)
     return [pose(question, chunks) for chunks in question.chunks or (None,)]

@@ -18,7 +18,7 @@ from gpipebal.solvers import Split, find, split_any_cost
 
 __all__ = ["solved"]
 
-#: In up to so many orders of the devices a schedule is searched.
+#: Up to this many orders of the devices are searched under a schedule.
 _MOST_ORDERS = 24
 
 
@@ -28,7 +28,7 @@ def solved(posed: Posed, problem: Problem, time_limit: float | None) -> Split | 
     Args:
         posed: The question.
         problem: Its problem, or the one with the most that can wait.
-        time_limit: Seconds after which a search without an end of its own returns.
+        time_limit: Seconds after which an open-ended search returns.
     """
     question = posed.question
     if question.is_searched:
@@ -42,7 +42,7 @@ def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | No
     """Search under the schedule, in each order of the devices that is open, if they are few."""
     question, n = posed.question, problem.n_partitions
     orders = device_orders(posed, _MOST_ORDERS)
-    # If they are many: the order with the least bottleneck, and the one that was given.
+    # If there are many: the order with the least bottleneck, and the one that was given.
     ways = [None, tuple(range(n))] if orders is None else orders
     found: list[Split] = []
     for order in ways:
@@ -61,7 +61,7 @@ def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | No
     if not found:
         return None
     best = min(found, key=lambda split: split.value)
-    # That of an open order holds for all of them.
+    # The bound for an open order holds for all orders.
     bound = found[0].lower_bound if orders is None else min(one.lower_bound for one in found)
     return best.with_bound(bound)
 
@@ -83,8 +83,8 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
         number = _number(found)
         if number is None:
             raise BalanceError(
-                f"cost of a run is no number: cost({start}, {end}, {j})={found!r:.40} (expected a "
-                f"number up to {sys.float_info.max:.3g}, infinity or None).\n"
+                f"cost of a run is not a number: cost({start}, {end}, {j})={found!r:.40} (expected "
+                f"a number up to {sys.float_info.max:.3g}, infinity or None).\n"
                 "Fix: return None for what is not allowed."
             )
         if number < 0:
@@ -104,7 +104,7 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
 
 
 def _number(found: Any) -> float | None:
-    """Return a cost, an int or a Fraction as it is; None if it is no number that a float can be."""
+    """Return a cost, an int or a Fraction as it is; None if it is no number, or exceeds a float."""
     if not isinstance(found, Real) or isinstance(found, bool):
         return None
     # Whole numbers and fractions are compared exactly; others, such as numpy's, may not know how

@@ -1,11 +1,11 @@
 """What runs of layers hold, for all runs at once: tables over first layers and ends.
 
 `gpipebal.memory` walks through one partition with sets of storages. A planner asks about all
-N (N + 1) / 2 runs. What a run holds is a union, so its size is no sum over layers, but each storage
-has one place where it comes in: the first layer of the run that saves it, or the run's input. All
+N (N + 1) / 2 runs. What a run holds is a union, so its size is not a sum over layers. But each
+storage comes in at one place: the first layer of the run that saves it, or the run's input. All
 runs that begin between two layers that save a storage meet it at the same place, so a table of
-what comes in where takes two entries for every time that a storage is saved; adding them up along
-both sides gives the size of every union.
+where storages come in takes two entries for every time that a storage is saved; adding them up
+along rows and columns gives the size of every union.
 
 Rows of the tables are *variants*: a first layer, and which skip connections the run pops, as they
 are part of its input from the beginning. A chain without skip connections has one per layer.
@@ -54,11 +54,11 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerChain:
-    """A profile's layers, and behind them the loss if the last partition computes that.
+    """A profile's layers, followed by the loss if the last partition computes it.
 
     Attributes:
         profile: Costs of the layers.
-        loss: The loss as a layer behind the last; None: the caller computes it.
+        loss: The loss as a layer after the last; None: the caller computes it.
         shared_memory: Whether all partitions live in one memory.
     """
 
@@ -82,7 +82,7 @@ class LayerChain:
 
     @cached_property
     def bytes(self) -> Sequence[int]:
-        """Bytes of every storage for those who receive it: in one memory the caller's have none."""
+        """Bytes of every storage for its receiver: in one memory, 0 for the caller's."""
         sizes = list(self.profile.storages)
         for storage in self.profile.inputs if self.shared_memory else ():
             sizes[storage] = 0
@@ -101,9 +101,9 @@ class LayerChain:
         return self.shared_memory and bool(places) and places[0] < first
 
     def handed_through(self) -> Iterator[tuple[int, int]]:
-        """Yield first layer and end of runs of several through all of which something is handed.
+        """Yield first layer and end of runs of several layers that all hand something through.
 
-        A loss at the end hands nothing on.
+        A loss at the end passes nothing on.
         """
         layers = self.profile.layers
         for end in range(2, len(layers) + (self.loss is None)):
@@ -127,7 +127,7 @@ class LayerChain:
 
     @cached_property
     def crossing(self) -> Sequence[Sequence[int]]:
-        """For each place of a cut, the skip connections that go past it, by index."""
+        """For each place of a cut, the indices of the skip connections that go past it."""
         found: list[list[int]] = [[] for _ in range(len(self.layers) + 1)]
         for k, skip in enumerate(self.profile.skips):
             for place in range(skip.source + 1, skip.destination + 1):
@@ -136,7 +136,7 @@ class LayerChain:
 
     @cached_property
     def stashed_before(self) -> Sequence[Mapping[int, int]]:
-        """For each layer, the storages stashed when it begins, with the layer that did it last."""
+        """For each layer, the storages stashed before it, with the layer that last stashed each."""
         adds: dict[int, set[int]] = {}
         removes: dict[int, set[int]] = {}
         for skip in self.profile.skips:
@@ -154,9 +154,9 @@ class LayerChain:
 
     @cached_property
     def handed_at(self) -> Sequence[Mapping[int, int]]:
-        """For each end, what runs hand on there: storages, and the last first layer that does.
+        """For each end, the storages that runs pass on there, with the last first layer that does.
 
-        Those to the last end hand on the chain's output.
+        Runs to the last end pass on the chain's output.
         """
         profile, all_ends = self.profile, list[Mapping[int, int]]()
         for end in range(profile.n_layers + 1):
@@ -202,17 +202,18 @@ class StorageTables:
     Attributes:
         received: Bytes of each variant's input, without what is the caller's.
         graph: Bytes of input and saved storages of the runs to each end.
-        kept: The same without inputs that have no gradient, where nothing saves them: what is
-            theirs until the backward.
-        handed: Of these, bytes that the run hands on: its output, and skips that it stashes for
+        kept: The same without inputs that have no gradient and that nothing saves: what belongs to
+            the runs until the backward.
+        handed: Of these, bytes that the run passes on: its output, and skips that it stashes for
             later runs.
-        stashed: Bytes of skips that the runs to each end stash for later ones, each by itself.
-        stashed_gradients: Bytes of their gradients.
-        passing: Of each input, bytes that the runs to each end hand on as they are; in memory of
-            their own runs hand on copies.
+        stashed: Bytes of skips that the runs to each end stash for later ones, each counted by
+            itself.
+        stashed_gradients: Bytes of the gradients of these skips.
+        passing: Of each input, bytes that the runs to each end pass on as they are; where
+            partitions do not share a memory, runs pass on copies.
         passing_kept: Of these, bytes that are in the runs' graphs.
         live: What else lives while each layer runs forward, if a graph is recorded.
-        live_without_graph: The same if none is.
+        live_without_graph: The same if no graph is recorded.
     """
 
     def __init__(self, chain: LayerChain, variants: Sequence[Variant], kind: type) -> None:
@@ -276,7 +277,7 @@ class StorageTables:
             for v in rows:
                 saved = self._next_saved(storage, self.firsts[v])
                 if saved is not None:
-                    # It is there from the beginning, and comes in no more.
+                    # It exists from the beginning, and does not come in again.
                     table[v, saved + 1] -= self.bytes[storage]
         return np.cumsum(table, axis=1, dtype=self.kind)[:, :-1] + self.received[:, None]
 
@@ -292,7 +293,7 @@ class StorageTables:
         return table
 
     def _handed(self) -> tuple[Table, Table, Table]:
-        """Return what a run keeps of what it hands on; what it stashes; and gradients of that."""
+        """Return what runs keep of what they pass on; what they stash; and gradients of that."""
         chain, profile = self.chain, self.chain.profile
         entries: list[_Entry] = []
         stashed: list[_Entry] = []

@@ -28,10 +28,11 @@ class TieTables:
         kind: Type of the numbers.
 
     Attributes:
-        counted_again: For the run to each end, bytes of gradients that are one, though several of
-            its layers count them.
-        others: Bytes of gradients that are another partition's at the end of the step.
-        summed_apart: Bytes of sums beside its own gradients, if these exist before the step.
+        counted_again: For the run to each end, bytes of gradients that several of its layers count
+            although there is only one.
+        others: Bytes of gradients that belong to another partition at the end of the step.
+        summed_apart: Bytes of sums in addition to the run's own gradients, if these exist before
+            the step.
     """
 
     def __init__(self, profile: Profile, firsts: Table, kind: type) -> None:
@@ -50,7 +51,7 @@ class TieTables:
             self.summed_apart += some_elsewhere.astype(kind) * tie.gradient_bytes
 
     def copies(self, n_columns: int) -> Table:
-        """Return what each layer's first backward needs beside gradients: a copy, or a sum."""
+        """Return what each layer's first backward needs besides gradients: a copy, or a sum."""
         table: Table = np.zeros((len(self._firsts), n_columns), dtype=self._kind)
         for tie in self._ties:
             rows, columns = self._first_uses(tie)
@@ -58,20 +59,20 @@ class TieTables:
         return table
 
     def uses_before(self, end: int) -> tuple[int, ...]:
-        """Count the layers before an end that use each of them; `less` depends on no more."""
+        """Count the layers before an end that use each tie; `less` depends on nothing else."""
         return tuple(int(np.searchsorted(tie.layers, end)) for tie in self._ties)
 
     def less(self, tie: int, n_uses: int, gradients_exist: bool) -> tuple[int, Table]:
-        """Return what to take off the backward of layers of the runs that end behind some uses.
+        """Return what to subtract from the backward of layers, in runs that end after some uses.
 
         Args:
-            tie: Number of the parameters.
-            n_uses: How many of the layers with them come before the end: two or more.
+            tie: Index of the tie.
+            n_uses: How many of the layers with these parameters come before the end: two or more.
             gradients_exist: Whether the parameters have gradients when the backward begins.
 
         Returns:
-            The first layer from which on something is taken off, and a table, or a row of it,
-            that begins there and ends where nothing more is.
+            The first layer from which on something is subtracted, and a table, or one row for all,
+            that begins there and ends where nothing more is subtracted.
         """
         tied = self._ties[tie]
         last = tied.layers[n_uses - 1]
@@ -80,7 +81,7 @@ class TieTables:
             behind = n_uses - np.searchsorted(tied.layers, layers + 1)
             again: Table = np.maximum(behind - 1, 0).astype(self._kind)
             return 0, again[None, :] * tied.gradient_bytes
-        # What waits to be added up, and the sum.
+        # The gradients that wait to be added up, and their sum.
         rows, columns = self._first_uses(tied)
         several = self._before(tied)[rows] + 1 < n_uses
         rows, columns = rows[several], columns[several]

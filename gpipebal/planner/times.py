@@ -31,14 +31,14 @@ __all__ = [
 ]
 
 
-#: Where it turns or comes first, a cell takes at most so many times as long, or as short.
+#: Where it turns or comes first, a cell takes at most this many times as long, or this fraction.
 MOST_TURN = 4.0
 
 
 def pause_time(profile: Profile, chunks: int) -> float | None:
     """Predict the seconds of gather and loss between the phases; None if one was not measured.
 
-    Both were measured for the mini-batch of the profile, and grow with the rows.
+    Both were measured for the mini-batch of the profile, and scale with the rows.
     """
     step = profile.step
     if step.gather_time is None:
@@ -60,7 +60,7 @@ def time_beside(profile: Profile, loss_inside: bool) -> float | None:
 
 
 def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution) -> Timeline:
-    """Simulate a training step without its optimizer, as well as the profile tells."""
+    """Simulate a training step without its optimizer, as far as the profile tells."""
     inside = execution.loss_inside
     loss = loss_of_micro_batch(profile) if inside else None
     of_layers = durations_of(
@@ -72,7 +72,7 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
     order = order_for(execution.schedule, len(bounds) - 1, execution.chunks, execution.checkpoint)
     pause = None if inside else pause_time(profile, execution.chunks) or 0.0
     shares = profile.step.side_by_side
-    # Devices that differ in their limits alone are like the profile's.
+    # Devices that differ only in their limits are like the profile's.
     alike = all(device.is_alike for device in execution.devices or ())
     known = alike and execution.links is None and execution.is_ours
     if known:
@@ -85,11 +85,11 @@ def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution)
 
 
 def with_turns(profile: Profile, durations: Durations) -> Durations:
-    """Say how much longer cells take where they turn or come first, as far as a profile tells.
+    """Add how much longer cells take where they turn or come first, as far as a profile tells.
 
     Args:
         profile: What was measured, by itself and in the trial.
-        durations: Those of partitions of its layers.
+        durations: The durations of partitions of the profile's layers.
     """
     turns = profile.step.turns
     if turns is None:
@@ -99,7 +99,7 @@ def with_turns(profile: Profile, durations: Durations) -> Durations:
     for name, seconds in vars(turns).items():
         times = getattr(totals, name.removeprefix("first_")) or totals.forward
         factor = 1 + seconds / times[0] if times[0] else 1.0
-        # At few rows the work may take less than a turn at many.
+        # At few rows the work may take less than a turn that was measured at many.
         factors[name] = min(max(factor, 1 / MOST_TURN), MOST_TURN)
     return durations.turning(factors)
 
@@ -109,7 +109,7 @@ def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpo
 
     Raises:
         UnsupportedPlanError: an unknown schedule.
-        BalanceError: partitions that cannot be dealt out evenly.
+        BalanceError: partitions that cannot be distributed evenly over the devices.
     """
     n_devices = n_partitions // partitions_on_each(schedule, n_partitions)
     return order_of(schedule, n_devices, chunks, checkpoint)
@@ -124,7 +124,7 @@ def recomputes_for(
 
 
 def runnable(chunks: Sequence[int], schedule: str, n_partitions: int) -> tuple[int, ...]:
-    """Return the numbers of micro-batches that a schedule can have; all of them if it has none.
+    """Return the numbers of micro-batches that a schedule can have; if it can have none, all.
 
     Example:
         >>> runnable((2, 3, 4, 5), "zb_h1", 2)

@@ -25,23 +25,23 @@ __all__ = ["training_step"]
 def training_step(profile: Profile, plan: Plan) -> Timeline:
     """Predict the timeline of a training step, without its optimizer, as `Plan.step_time` has it.
 
-    `simulate` knows what a plan knows: the layers' own times, which its makespan is made of. A
-    profile knows how these change in a step: what partitions side by side cost each other, what
-    turning between forwards and backwards costs, that forwards without a graph take less, what the
-    host needs to launch layers, and how long the loss takes. So this is the timeline to set beside
-    a measured one.
+    `simulate` knows only what a plan contains: the layers' own times, which its makespan is made
+    of. A profile tells how these change in a step: how much partitions that work side by side slow
+    each other down, what turning between forwards and backwards costs, that forwards without a
+    graph take less, what the host needs to launch layers, and how long the loss takes. So this is
+    the timeline to compare with a measured one.
 
     Args:
         profile: The profile that the plan was made from.
-        plan: The plan; of no devices and links of its own, as those have their own times.
+        plan: The plan; without devices or links of its own, because those have times of their own.
 
     Returns:
         A Timeline with source ``'simulated'``.
 
     Raises:
-        BalanceError: the plan was made of other costs: of another profile, of other devices, with
-            links, or of a quantile of the times.
-        KindError: `profile` or `plan` is none.
+        BalanceError: the plan was made from other costs: another profile, other devices, links, or
+            a quantile of the times.
+        KindError: `profile` is not a Profile, or `plan` is not a Plan.
         ProfileError: the profile does not tell the costs at the rows of the plan.
 
     Example:

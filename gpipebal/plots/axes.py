@@ -45,12 +45,12 @@ LINE_HEIGHT = 1.25
 
 
 def new_axes(width: float, height: float) -> Axes:
-    """Make a figure of a size in inches, with one axes whose layout leaves nothing cut off."""
+    """Make a figure of a size in inches, with one axes, laid out so that nothing is cut off."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     ax = figure.add_subplot()
-    # Gives the axes nearly its final size, from which follows what fits.
+    # Gives the axes nearly its final size, which decides what fits.
     figure.draw_without_rendering()
     return ax
 
@@ -59,7 +59,7 @@ def axes_or_new(ax: Axes | None, width: float, height: float) -> Axes:
     """Return the axes that were given, or new ones of a size in inches.
 
     Raises:
-        KindError: what was given is none.
+        KindError: `ax` is of another kind.
     """
     from matplotlib.axes import Axes
 
@@ -94,7 +94,7 @@ def _text_width(text: str, size: float, settings: object) -> float:
 
 
 def dashed(ax: Axes, colour: Any, width: float) -> dict[str, Any]:
-    """Return how a dashed line looks that can be seen on dark areas and on light ones."""
+    """Return the style of a dashed line that can be seen on dark areas and on light ones."""
     # The gaps are filled: a dark line on a dark area would be lost.
     return {
         "color": colour,
@@ -105,7 +105,7 @@ def dashed(ax: Axes, colour: Any, width: float) -> dict[str, Any]:
 
 
 def fits(text: str, width: float, size: float = FONT_SIZE) -> bool:
-    """Tell whether a text, at a font size, is no wider than some points."""
+    """Tell whether a text, at a font size, is at most this many points wide."""
     return text_width(text, size) <= width
 
 
@@ -118,11 +118,11 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
         ax: The axes.
         title: Text of the title.
         entries: Handles of the legend.
-        below: Points between the axes and the legend that something else needs.
+        below: Points between the axes and the legend that are needed for something else.
     """
     from matplotlib.transforms import ScaledTranslation
 
-    # Lines of a grid, which a style may ask for, run behind the bars and what is written on them.
+    # Lines of a grid, which a style may ask for, are drawn behind the bars and their labels.
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_linewidth(0.6)
@@ -164,7 +164,7 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
 
 
 def plain_numbers(ax: Axes) -> None:
-    """Let ticks be whole: a power of ten stands in the unit, and not at the end of an axis."""
+    """Write ticks as plain numbers: a power of ten is in the unit, not at an axis's end."""
     from matplotlib.ticker import ScalarFormatter
 
     for axis in (ax.xaxis, ax.yaxis):
@@ -179,7 +179,7 @@ def note(ax: Axes, text: str) -> None:
     words = ax.text(
         0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=NEUTRAL, size=10
     )
-    # Lines behind it, such as those between partitions, must not strike it out.
+    # Lines behind the text, such as those between partitions, must not strike it out.
     words.set_bbox({"facecolor": ax.get_facecolor(), "linewidth": 0.0, "pad": 2.0})
 
 
@@ -207,7 +207,7 @@ def index_steps() -> Iterator[int]:
 def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
     """Label layers 0, 1, ... on the x axis: by name if all names fit, else by index.
 
-    Names that would be cut to the same text lose what all of them have in common instead.
+    Names that would be cut to the same text lose their common beginning instead.
 
     Args:
         ax: The axes.
@@ -217,7 +217,7 @@ def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
     """
     room = points(ax)[0] / len(names)
     short = _short_names(names, 20 if grow else 16)
-    # A name is no formula, even if it holds a dollar sign.
+    # A name is not a formula, even if it holds a dollar sign.
     style: dict[str, Any] = {"parse_math": False, "family": families("".join(short))}
     if len(set(short)) < len(set(names)):
         label_indices(ax, len(names))
@@ -250,7 +250,7 @@ def _short_names(names: Sequence[str], most: int) -> list[str]:
     short = [_shorten(name, most) for name in names]
     if len(set(short)) == len(set(names)):
         return short
-    # Whole words only: of conv_1 and conv_12 the 1 is nothing that they have in common.
+    # Whole words only: the 1 is not a common beginning of conv_1 and conv_12.
     prefix = re.sub(r"[^\W_]+$", "", _common_start(names))
     rest = [name[len(prefix) :] for name in names]
     suffix = _common_start([name[::-1] for name in rest])[::-1]

@@ -1,4 +1,4 @@
-"""Micro-batches: what more of them cost and save."""
+"""Micro-batches: the costs and savings of having more of them."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def plot_chunks(
 ) -> Axes:
     """Draw time, bubble and peak memory of plans with different numbers of micro-batches.
 
-    A bar is a makespan: what devices work on average, and above it what they wait. The line with
-    dots is the training step, where it is known; the other line, with an axis of its own at the
-    right, is the peak memory of the partition that needs most; it has a gap where a plan does not
-    know its peak. Below each number of micro-batches stands the bubble.
+    A bar is a makespan: the time that devices work on average, and above it the time that they
+    wait. The line with dots is the training step, where it is known; the other line, with an axis
+    of its own at the right, is the peak memory of the partition that needs most; it has a gap where
+    a plan does not know its peak. The bubble is written below each number of micro-batches.
 
     Args:
         plans: Plans of one mini-batch, in any order. Where their mini-batches have different rows,
             as with a profile that knows one size only, none is named the fastest.
         ax: Axes to draw on; None: a new figure. The right axis is its twin.
-        limit: Bytes that a partition may need, as a number or such as ``'16 GiB'``; drawn as a
-            dashed line along the right axis. Plans whose peak is above it, or not known, are not
+        limit: Bytes that a partition may need, as a number or a text such as ``'16 GiB'``; drawn as
+            a dashed line along the right axis. Plans whose peak is above it, or not known, are not
             named the fastest.
 
     Raises:
-        KindError: what was given is no list of Plans.
-        UsageError: there are no plans, or the limit is not readable.
+        KindError: `plans` is not a list of Plans.
+        UsageError: there are no plans, or the limit cannot be read.
 
     Example:
         >>> import gpipebal as gb
@@ -67,7 +67,7 @@ def plot_chunks(
     for k, plan in enumerate(plans):
         check_kind(f"plans[{k}]", plan, Plan, make)
     plans = sorted(plans, key=lambda plan: plan.chunks)
-    room = None if limit is None else parse_bytes(limit)
+    room = None if limit is None else parse_bytes(limit, "limit")
     n = len(plans)
     ax = axes_or_new(ax, min(12.0, max(5.5, 2.5 + 0.6 * n)), 4.0)
     steps = [plan.step_time for plan in plans if plan.step_time is not None]
@@ -103,7 +103,7 @@ def plot_chunks(
         entries += _draw_memory(ax, peaks, room, memory_colour)
     fits = [k for k, peak in enumerate(peaks) if room is None or _is_within(peak, room)]
     best = min(fits, key=times.__getitem__, default=None)
-    # Of older files without them: those of full micro-batches.
+    # Older files have no rows of the mini-batch: count those of full micro-batches.
     rows = sorted(plan.mini_batch_rows or plan.rows * plan.chunks for plan in plans)
     if rows[0] < rows[-1]:
         title = f"Mini-batches of {rows[0]:,} to {rows[-1]:,} rows"

@@ -1,4 +1,4 @@
-"""Costs: what layers and partitions take, as bars."""
+"""Costs: time and memory of layers and partitions, as bars."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "ti
         ax: Axes to draw on; None: a new figure.
         by: ``'time'``: forward and backward. ``'memory'``: what stays for the whole step
             (parameters, gradients, buffers, optimizer state), and what is saved for the backward
-            of one micro-batch. Bars have all that a layer saves; the title counts a tensor once
-            that several save.
+            of one micro-batch. A bar has all that its layer saves; the title counts a tensor that
+            several layers save only once.
 
     Raises:
-        KindError: `profile` is no Profile.
+        KindError: `profile` is not a Profile.
         UsageError: `by` is neither.
 
     Example:
@@ -81,7 +81,7 @@ def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "ti
     if by == "time":
         text = f"{format_seconds(sum(map(sum, kinds.values())))} in sum"
     else:
-        # What several layers save is one storage.
+        # A storage that several layers save counts once.
         saved = profile.bytes_of({index for layer in profile.layers for index in layer.saved})
         text = f"{format_bytes(sum(kinds['F']) + saved)} together"
     what = f"{count(profile.n_layers, 'layer')}, micro-batch of {count(profile.rows, 'row')}"
@@ -96,18 +96,18 @@ def plot_balance(
 
     Args:
         profile: Costs of the layers.
-        plan: How they are cut; of the same layers.
+        plan: How the layers are cut; a plan of the same layers.
         ax: Axes to draw on; None: a new figure.
         by: ``'time'``: forward, recompute (where the plan recomputes) and backward; totals are
             seconds of a partition for one micro-batch, and its bars add up to them: where the plan
-            counts with other times than the profile (of other devices, quantiles or recomputed
-            layers), each layer has its share of the partition's. ``'memory'``: what stays for the
+            has other times than the profile (for other devices, quantiles or recomputed layers),
+            each layer has its share of the partition's time. ``'memory'``: what stays for the
             whole step and what is saved for one micro-batch; totals are the predicted peaks, which
             count more than that, and tensors that layers share only once; where the plan knows no
             peaks, they are what stays for the whole step.
 
     Raises:
-        KindError: what was given is no Profile, or no Plan.
+        KindError: `profile` is not a Profile, or `plan` not a Plan.
         ProfileError: the plan is of other layers.
         UsageError: `by` is neither.
 
@@ -125,7 +125,7 @@ def plot_balance(
     ax = axes_or_new(ax, 10.0, 4.0)
     hues = partition_colours(plan.n_partitions)
     colours = [hues[j] for j, n_layers in enumerate(plan.balance) for _ in range(n_layers)]
-    with suppress(ProfileError):  # one that knows no other rows was planned with at its own
+    with suppress(ProfileError):  # the plan used a profile without other rows at its own rows
         profile = profile if profile.rows == plan.rows else profile.at_rows(plan.rows)
     kinds = _layer_costs(profile, by, recomputes=plan.recomputes)
     if by == "time":
@@ -159,7 +159,7 @@ def _check_same_layers(profile: Profile, plan: Plan) -> None:
 
 
 def _as_planned(kind: str, times: Sequence[float], plan: Plan) -> list[float]:
-    """Return what each layer takes of the time that the plan counts for its partition."""
+    """Return each layer's share of the time that the plan counts for its partition."""
     name = {"F": "forward_time", "R": "recompute_time", "B": "backward_time"}[kind]
     found: list[float] = []
     for part, again in zip(plan.partitions, plan.recomputed, strict=True):
@@ -173,16 +173,17 @@ def _as_planned(kind: str, times: Sequence[float], plan: Plan) -> list[float]:
 def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     """Draw one bar per partition, its time for one micro-batch, against their mean.
 
-    A perfect balance has every bar end at the mean; the longest one is the bottleneck. Transfers
-    stand on top, where the plan counts them; between GPUs they run beside the work. Mean and
-    imbalance are those of the bars, so with transfers; `Plan.imbalance` is that of the work alone.
+    With a perfect balance every bar ends at the mean; the longest one is the bottleneck. Transfers
+    are drawn on top, where the plan counts them; between GPUs they overlap with the work. Mean and
+    imbalance are those of the bars, so they include transfers; `Plan.imbalance` is that of the work
+    alone.
 
     Args:
         plan: Gives the times of the partitions.
         ax: Axes to draw on; None: a new figure.
 
     Raises:
-        KindError: `plan` is no Plan.
+        KindError: `plan` is not a Plan.
 
     Example:
         >>> import gpipebal as gb
@@ -230,8 +231,8 @@ def _write_totals(
 ) -> None:
     """Write the totals of partitions above their bars, if all fit, clear of the mean line.
 
-    Where the line would strike a number out, the number goes into the bar; where the bar has no
-    room for it, or changes from dark to light behind it, above the line.
+    Where the line would strike a number out, the number goes into the bar; if the bar has no room
+    for it, or changes from dark to light behind it, the number goes above the line.
     """
     texts = [format_seconds(total) for total in totals]
     width, height = points(ax)
@@ -244,7 +245,7 @@ def _write_totals(
         to_line = (mean - total) * per_second
         rise, va, inks = 2.0, "bottom", set()
         if -_CLEAR < to_line < need + rise:
-            # Of a line that nearly touches the bar the number is as close above.
+            # If the line nearly touches the bar, the number is just above the line.
             is_high = to_line > _CLEAR and total * per_second >= need
             parts = {kind: seconds[j] * per_second for kind, seconds in kinds.items()}
             inks = _inks(parts, colours[j], need) if is_high else set()
@@ -264,7 +265,7 @@ def _write_totals(
 
 
 def _inks(parts: dict[str, float], colour: Colour, depth: float) -> set[str]:
-    """Return what is readable on the parts of a bar, heights from the bottom, near its top."""
+    """Return the ink colours that can be read on the parts of a bar near its top."""
     found = set()
     for kind, height in reversed(parts.items()):
         if depth > 0 and height:

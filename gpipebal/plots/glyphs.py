@@ -10,12 +10,12 @@ from gpipebal.text import one_line
 
 __all__ = ["families", "font_settings", "pieces", "written"]
 
-#: Fonts whose glyphs say nothing (boxes for everything), stand at other places, or are pictures.
+#: Fonts whose glyphs are boxes for everything, are at other code points, or are pictures.
 _UNUSABLE = re.compile(r"Last ?Resort|^cm[a-z]+\d+$|^STIX(NonUnicode|Size)|Emoji|Color")
 
 
 def written(name: str) -> str:
-    r"""Write a name in one line, with escapes for what no installed font has.
+    r"""Write a name in one line, with escapes for characters that no installed font has.
 
     Example:
         >>> written("a\nb \U0010ffff")
@@ -25,7 +25,7 @@ def written(name: str) -> str:
 
 
 def pieces(name: str) -> list[str]:
-    """Return what stands for each character of a name: itself, or an escape."""
+    """Return how each character of a name is written: as itself, or as an escape."""
     settings = font_settings()
     return [
         char if _family(char, settings) is not None else char.encode("unicode_escape").decode()
@@ -36,7 +36,7 @@ def pieces(name: str) -> list[str]:
 def families(text: str) -> list[str]:
     """Return the families of fonts that a text needs, as matplotlib takes them.
 
-    First those of matplotlib's settings, which are used for all that they have.
+    First those of matplotlib's settings, which are used for all characters that they have.
     """
     settings = font_settings()
     others = {_family(char, settings) or "" for char in text} - {""}
@@ -44,7 +44,7 @@ def families(text: str) -> list[str]:
 
 
 def font_settings() -> tuple[Any, ...]:
-    """Return what decides on the fonts of a text: the families first, then what they stand for."""
+    """Return the settings that decide on fonts: the families first, then what they stand for."""
     from matplotlib import rcParams
     from matplotlib.font_manager import fontManager
 
@@ -83,7 +83,7 @@ def _installed(n_fonts: int) -> list[tuple[str, str]]:
     default = fontManager.defaultFamily["ttf"]
     fonts = sorted(
         (
-            # Of those that have no plain letters, matplotlib tells that it uses others.
+            # For fonts that lack plain letters, matplotlib warns that it uses others.
             (entry.weight != 400, entry.name != default, not entry.name.startswith("Noto Sans")),
             entry.name,
             entry.fname,

@@ -32,7 +32,7 @@ def draw_header(
     width, height = points(ax)
     ends = accumulate(balance)
     starts = [end - n_layers - 0.5 for end, n_layers in zip(ends, balance, strict=True)]
-    # Close to each other lines would be all that is seen.
+    # Close to each other the lines would hide everything else.
     has_lines = width / len(balance) >= 2 * FINE
     for start, n_layers, colour in zip(starts, balance, colours, strict=True):
         if start > 0 and has_lines:
@@ -58,12 +58,12 @@ def draw_header(
 def _header_texts(
     balance: Sequence[int], middles: Sequence[float], totals: Sequence[str], room: float
 ) -> dict[int, str]:
-    """Choose what stands above which partition so that no two texts touch.
+    """Choose the text above each partition so that no two texts touch.
 
     Args:
         balance: Layers of each partition.
         middles: Where the partitions' texts are centred, in layers.
-        totals: What each partition takes.
+        totals: Total of each partition, as text.
         room: Points of one layer.
     """
     widths = [n_layers * room for n_layers in balance]
@@ -72,13 +72,13 @@ def _header_texts(
         names = (f"partition {j}\n{total}", f"{j}\n{total}", str(j))
         texts[j] = next((name for name in names if fits(name, width)), str(j))
     if 2 * sum("\n" in text for text in texts.values()) >= len(texts):
-        # What fits its own partition touches nothing; a few narrow partitions stay without. The
-        # empty second line keeps a number from standing where others have their total.
+        # A text that fits its own partition touches no other; a few narrow partitions have none.
+        # The empty second line keeps a number off the line where others have their total.
         lines = {j: text if "\n" in text else f"{text}\n" for j, text in texts.items()}
         return {j: text for j, text in lines.items() if fits(text, widths[j])}
     texts = {j: str(j) for j in texts}
     for step in index_steps():
-        # Numbers alone may be wider than their partition, but not touch each other.
+        # Numbers alone may be wider than their partition, but must not touch each other.
         ends = [(middles[j] * room, text_width(text) / 2) for j, text in texts.items()]
         if all(b - a >= half_a + half_b for (a, half_a), (b, half_b) in pairwise(ends)):
             break

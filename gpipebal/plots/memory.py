@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_memory"]
 
-#: What is drawn on top of what, the shade of each, and what it is called.
+#: The areas from bottom to top, the shade of each, and its name.
 _LAYERS = (
     (("fixed", "gradients"), "F", "parameters and state"),
     (("outputs",), "R", "outputs and loss"),
@@ -47,13 +47,13 @@ _LAYERS = (
 #: Share of a row that stays empty above its limit or its highest peak.
 _GAP = 0.14
 
-#: From how many times the highest peak on a limit is too far away to be drawn.
+#: A limit of more than this many times the highest peak is too far away to be drawn.
 _FAR = 5
 
 #: Points of the mark at the right of a row that is above its limit.
 _MARK = 3.0
 
-#: Inches of a row that is easy to read, and of a figure at most.
+#: Inches of a row that is easy to read, and the most inches of a figure.
 _ROW = 0.55
 _MAX_HEIGHT = 9.0
 
@@ -66,22 +66,22 @@ def plot_memory(
 ) -> Axes:
     """Draw what every device holds over time, on one scale, with its peak and its limit.
 
-    With what `gpipebal.simulator.held_of` tells of a plan, the peaks are those of this timeline,
-    without the optimizer's step, which comes behind it, and without the plan's margin for slow
-    neighbours. A loss behind the
-    pipeline is in the last row: gathered outputs, what the loss takes, and what stays of both.
+    With the sizes that `gpipebal.simulator.held_of` gives for a plan, the peaks are those of this
+    timeline, without the optimizer's step, which comes after it, and without the plan's margin for
+    slow neighbours. A loss outside the pipeline is in the last row: gathered outputs, what the loss
+    needs, and what stays of both.
 
     Args:
         tracks: What `gpipebal.simulator.memory_over_time` returned.
         ax: Axes to draw on; None: a new figure.
-        limit: Bytes that a device may hold, as a number or such as ``'16 GiB'``; one for all, or
-            one for each device, None where there is none; drawn as a dashed line in its row.
-            Where there are too many rows for that, one limit for all is drawn in the highest row,
-            and rows above it are marked. One far above all peaks is not drawn, but told of.
+        limit: Bytes that a device may hold, as a number or a text such as ``'16 GiB'``; one for
+            all, or one for each device, None where there is none; drawn as a dashed line in its
+            row. Where there are too many rows for that, one limit for all is drawn in the highest
+            row, and rows above it are marked. A limit far above all peaks is written, not drawn.
 
     Raises:
-        KindError: what was given is no list of tracks.
-        UsageError: there are no tracks, a limit is not readable, or there is not one per device.
+        KindError: `tracks` is not a list of tracks.
+        UsageError: there are no tracks, a limit cannot be read, or there is not one per device.
 
     Example:
         >>> import gpipebal as gb
@@ -112,7 +112,7 @@ def plot_memory(
     scale = (1 - _GAP) / max(highest, *(size or 0 for size in near), 1)
     n_partitions = 1 + max((j for track in tracks for j in track.partitions), default=0)
     hues = partition_colours(n_partitions)
-    # What several partitions hold on one device has the colour of none.
+    # A device that several partitions share has the colour of none of them.
     colours = [
         hues[track.partitions[0]] if len(track.partitions) == 1 else NEUTRAL for track in tracks
     ]
@@ -137,7 +137,7 @@ def plot_memory(
             verdict += f" of {format_bytes(min(far))}" if len(far) == 1 else ""
         elif far:
             verdict += f" ({', '.join(map(format_bytes, sorted(far)))}: too far above to be drawn)"
-        # Without sizes nobody knows.
+        # Without sizes there is no verdict.
         title += f", {verdict}" if highest else ""
         if any(above) and len(shown) < n:
             entries.append(_mark_rows(ax, [j for j in range(n) if above[j]]))
@@ -152,7 +152,7 @@ def plot_memory(
 
 
 def _any_held(tracks: Sequence[MemoryTrack], kinds: Sequence[str]) -> bool:
-    """Whether a layer of the picture has to be explained: not the outputs, where nobody has any."""
+    """Whether an area needs a legend entry: all do, except outputs that no device holds."""
     return "outputs" not in kinds or any(track.held["outputs"].any() for track in tracks)
 
 
@@ -162,13 +162,15 @@ def _limits(
     if limit is None:
         return [None] * n_devices
     if not isinstance(limit, (list, tuple)):
-        return [parse_bytes(limit)] * n_devices  # type: ignore[arg-type]
+        return [parse_bytes(limit, "limit")] * n_devices  # type: ignore[arg-type]
     if len(limit) != n_devices:
         raise UsageError(
             f"limits and devices differ: len(limit)={len(limit)} (expected {n_devices}, one per "
             "device).\nFix: give one limit for all, or one per device."
         )
-    return [None if size is None else parse_bytes(size) for size in limit]
+    return [
+        None if size is None else parse_bytes(size, f"limit[{j}]") for j, size in enumerate(limit)
+    ]
 
 
 def _draw_track(
@@ -197,14 +199,14 @@ def _draw_track(
         place = track.peak_time / factor, row + 1 - track.peak * scale
         beside = max(sum(track.at(track.peak_time).values()), _before(track))
         if (track.peak - beside) * scale > _GAP:
-            # What takes no time has no area: a line leads up to the dot.
+            # A peak that lasts no time has no area: a line leads up to the dot.
             ax.vlines(place[0], row + 1, place[1], color=colour, linewidth=0.8)
         ink = ax.xaxis.label.get_color()
         ax.plot(*place, marker="o", markersize=size, color=ink, clip_on=False, zorder=4)
 
 
 def _before(track: MemoryTrack) -> int:
-    """Return the bytes of a track before the moment of its peak."""
+    """Return the bytes of a track just before its peak."""
     place = int(np.searchsorted(track.times, track.peak_time)) - 1
     return int(track.total[place]) if place >= 0 else 0
 
@@ -217,14 +219,14 @@ def _draw_limits(
     *,
     is_dense: bool,
 ) -> list[Line2D]:
-    """Draw a line in each row; of one limit in rows too low for that, in the highest row only."""
+    """Draw a line in each row; if rows are too low, a common limit in the highest row only."""
     same = len(set(limits)) == 1
     rows = [j for j, size in enumerate(limits) if size is not None]
     if not rows:
         return []
     if is_dense and same:
         rows = [_highest_row(tracks)]
-    # Thinner lines in lower rows: they must not be all that is seen.
+    # Thinner lines in lower rows, so that they do not hide everything else.
     width = 0.9 if is_dense and same else min(0.9, max(0.3, points(ax)[1] / len(tracks) / 30))
     style = dashed(ax, ax.xaxis.label.get_color(), width)
     lines = []

@@ -1,4 +1,4 @@
-"""Overview: one figure of a whole run, and how a figure becomes a file."""
+"""Overview: one figure of a whole run, and how a figure is saved."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def plot_run(
 ) -> Figure:
     """Draw layers, partitions and timelines of a run in one figure.
 
-    Above, what each layer costs in the colour of its partition, and what each partition costs;
+    Above, the costs of each layer in the colour of its partition, and the costs of each partition;
     below, the predicted timeline and, on the same time axis, the measured one.
 
     Args:
         profile: Costs of the layers.
-        plan: How they are cut.
-        predicted: Simulated timeline of the plan. Where it is of another makespan than the plan's,
-            with the loss, say, its caption has both.
+        plan: How the layers are cut.
+        predicted: Simulated timeline of the plan. If its makespan differs from the plan's, as with
+            the loss, its caption has both.
         measured: Timeline that a run of the plan recorded; None: not run.
 
     Raises:
-        KindError: what was given is no Profile, no Plan or no Timeline.
+        KindError: an argument is not a Profile, a Plan or a Timeline.
         ProfileError: the plan is of another number of layers than the profile.
 
     Example:
@@ -81,7 +81,7 @@ def plot_run(
         ha="left",
         fontsize=12.5,
     )
-    # Gives the axes nearly their final sizes, from which follows what fits.
+    # Gives the axes nearly their final sizes, which decide what fits.
     figure.draw_without_rendering()
     plot_balance(profile, plan, ax=layers)
     plot_partitions(plan, ax=partitions)
@@ -97,7 +97,7 @@ def save_figure(figure: Figure | Axes, path: str | os.PathLike[str]) -> None:
         path: File to write; its suffix, such as ``.png``, ``.svg`` or ``.pdf``, is its type.
 
     Raises:
-        UsageError: the suffix is none that matplotlib can write.
+        UsageError: the suffix is not one that matplotlib can write.
 
     Example:
         >>> import gpipebal as gb

@@ -22,9 +22,9 @@ _ROW = 0.36
 
 
 def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
-    """Draw the makespan of every schedule: what devices work on average, and what they wait.
+    """Draw the makespan of every schedule: the mean time that devices work, and that they wait.
 
-    Behind each bar stand makespan, bubble and, where sizes are known, the highest peak of memory.
+    After each bar come makespan, bubble and, where sizes are known, the highest peak of memory.
     `plot_timelines` draws the timelines themselves.
 
     Args:
@@ -32,7 +32,7 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
         ax: Axes to draw on; None: a new figure.
 
     Raises:
-        KindError: `table` is no ScheduleTable.
+        KindError: `table` is not a ScheduleTable.
 
     Example:
         >>> import gpipebal as gb
@@ -49,7 +49,7 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(rows)), names, parse_math=False, family=families("".join(names)))
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_xlabel(f"makespan [{unit}]")
-    # The names take their room from the axes, whose width decides on all other texts.
+    # The names take their space from the axes, whose width decides on all other texts.
     _figure(ax).draw_without_rendering()
     width = points(ax)[0]
     texts = _texts(rows, width)
@@ -83,7 +83,7 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
         f"checkpoint={table.checkpoint!r}"
     )
     add_headline(ax, title, [work, idle_patch()])
-    # Lines of a grid between the rows would strike out what is written behind the bars.
+    # Lines of a grid between the rows would strike out the texts after the bars.
     ax.grid(False, axis="y")
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -103,8 +103,8 @@ def _name(row: ScheduleRow) -> str:
 
 
 def _texts(rows: tuple[ScheduleRow, ...], width: float) -> list[str]:
-    """Choose what stands behind the bars: all that is known, or what leaves the bars their room."""
-    # A profile without sizes gives peaks of 0, which say nothing.
+    """Choose the texts after the bars: all that is known, or what leaves the bars enough space."""
+    # A profile without sizes gives peaks of 0, which mean nothing.
     with_peaks = any(row.peak_bytes for row in rows)
     choices: list[list[str]] = [[], [], [], []]
     for row in rows:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.kinds import check_whole
-from gpipebal.units import format_bytes, format_seconds
+from gpipebal.units import bytes_unit, seconds_unit
 
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
@@ -28,14 +28,14 @@ __all__ = [
 Colour = tuple[float, float, float]
 
 #: Okabe and Ito's colours, told apart by people with any common form of colour blindness. Their
-#: black is left out because text is black; yellow stands last because it is weak on white.
+#: black is left out because text is black; yellow comes last because it is weak on white.
 _OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442")
 
-#: Colour of what belongs to no partition.
+#: Colour of anything that belongs to no partition.
 NEUTRAL: Colour = (0.35, 0.38, 0.42)
 _COPY: Colour = (0.1, 0.1, 0.1)
 
-#: How time without work looks.
+#: Style of time without work.
 IDLE: dict[str, Any] = {"facecolor": (0.5, 0.5, 0.5), "alpha": 0.17, "linewidth": 0.0}
 
 #: Points below which bars, cells and rows are fine: no gaps between them, and no hatch.
@@ -45,15 +45,12 @@ FINE = 7.0
 _LARGE = 1e5
 _SMALL = 0.1
 
-_SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
-_BYTES_PER_UNIT = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
-
 
 def partition_colours(n_partitions: int) -> list[Colour]:
     """Return one colour per partition.
 
     Up to seven partitions get distinct colours that do not depend on how many there are; more
-    get steps of a map from dark to light, where neighbours are alike but order can be seen.
+    get steps of a map from dark to light, where neighbours look alike but the order can be seen.
 
     Source:
         Okabe and Ito, "Color Universal Design", 2008.
@@ -78,7 +75,7 @@ def kind_style(colour: Colour, kind: str, *, fine: bool = False) -> dict[str, An
 
     Args:
         colour: Colour of the partition.
-        kind: A kind of event; ``C`` and ``H``, copies and launches, belong to no hue.
+        kind: A kind of event; ``C`` and ``H``, copies and launches, have no hue.
         fine: Leave the hatch out, because patches are too small to show it.
     """
     if kind == "R" and not fine:
@@ -86,7 +83,7 @@ def kind_style(colour: Colour, kind: str, *, fine: bool = False) -> dict[str, An
         light = _tint(colour, 0.78)
         return {"facecolor": light, "edgecolor": colour, "linewidth": 0.0, "hatch": "/////"}
     tints = {"F": 0.0, "R": 0.28, "B": 0.5, "I": 0.28, "W": 0.72}
-    # Light shades beside the grey of idle time would look idle.
+    # Light shades next to the grey of idle time would look idle.
     beside = {"C": _COPY, "H": NEUTRAL, "O": _shade(colour, 0.5)}
     face = beside[kind] if kind in beside else _tint(colour, tints[kind])
     return {"facecolor": face, "edgecolor": face, "linewidth": 0.0}
@@ -137,8 +134,8 @@ def scale_seconds(largest: float) -> tuple[float, str]:
         >>> scale_seconds(0.25), scale_seconds(2e7)
         ((0.001, 'ms'), (1000000.0, '1e6 s'))
     """
-    unit = format_seconds(largest).rsplit(" ", 1)[1]
-    return _with_power(largest, _SECONDS_PER_UNIT[unit], unit)
+    unit, seconds = seconds_unit(largest)
+    return _with_power(largest, seconds, unit)
 
 
 def scale_bytes(largest: float) -> tuple[float, str]:
@@ -148,14 +145,14 @@ def scale_bytes(largest: float) -> tuple[float, str]:
         >>> scale_bytes(5 * 2**20)
         (1048576, 'MiB')
     """
-    unit = format_bytes(largest).rsplit(" ", 1)[1]
-    return _with_power(largest, _BYTES_PER_UNIT[unit], unit)
+    unit, n_bytes = bytes_unit(largest)
+    return _with_power(largest, n_bytes, unit)
 
 
 def _with_power(largest: float, factor: float, unit: str) -> tuple[float, str]:
     """Put a power of ten into the unit of values that matplotlib would write one for.
 
-    It would stand at the end of the axis, where legends are.
+    Matplotlib would put it at the end of the axis, where legends are.
     """
     size = largest / factor
     if not size or _SMALL <= size < _LARGE or not math.isfinite(size):

@@ -42,7 +42,7 @@ __all__ = ["plot_pair", "plot_timeline", "plot_timelines", "timeline_height"]
 
 _NAMES = {"simulated": "Predicted", "measured": "Measured"}
 
-#: Where in a row the strips of actions lie that run beside the device's work.
+#: Where in a row the strips of events lie that overlap with the device's work.
 _BESIDE = {LAUNCH_KIND: 0.06, COPY_KIND: 0.8}
 
 #: Start and duration of each cell, in the unit of the time axis.
@@ -51,7 +51,7 @@ Spans = list[tuple[float, float]]
 #: Height of a row that is easy to read, and of the space above each timeline, in inches.
 _ROW = 0.3
 _GAP = 0.3
-#: Characters of a name that are looked at, more fit no figure.
+#: Characters of a name that are looked at; more fit in no figure.
 _LONGEST = 300
 _MAX_HEIGHT = 9.0
 
@@ -73,7 +73,7 @@ def plot_timeline(
         beside: Another timeline, to compare; a prediction is drawn above a measurement.
 
     Raises:
-        KindError: what was given is no Timeline.
+        KindError: `timeline` or `beside` is not a Timeline.
 
     Example:
         >>> import gpipebal as gb
@@ -101,7 +101,8 @@ def plot_pair(
         timeline: What to draw.
         beside: Another one, or None.
         ax: Axes to draw on; None: a new figure.
-        planned: Makespan of the plan, which a prediction with more in it (the loss) is set beside.
+        planned: Makespan of the plan, written next to that of a prediction with more in it (the
+            loss).
     """
     shown = [timeline] if beside is None else [timeline, beside]
     # Sorting is stable: two of one source keep their order.
@@ -119,14 +120,14 @@ def plot_pair(
 def plot_timelines(timelines: Mapping[str, Timeline], *, ax: Axes | None = None) -> Axes:
     """Draw timelines below each other on one time axis, such as those of several schedules.
 
-    Above each stand its name, makespan and bubble, and by how much it is longer than the first.
+    Above each are its name, makespan and bubble, and by how much it is longer than the first.
 
     Args:
         timelines: What to draw, by name, from top to bottom.
         ax: Axes to draw on; None: a new figure.
 
     Raises:
-        KindError: what was given is no mapping to Timelines.
+        KindError: `timelines` is not a mapping to Timelines.
         UsageError: there is none.
 
     Example:
@@ -207,7 +208,7 @@ def _heights(ax: Axes, shown: list[Timeline]) -> tuple[float, float]:
 
 
 def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> str:
-    """Sum a timeline up in a line of at most some points, compared with the first one shown."""
+    """Summarise a timeline in one line of at most `width` points, compared with the first shown."""
     makespan = format_seconds(timeline.makespan)
     if timeline is not first and first.makespan:
         change = timeline.makespan / first.makespan - 1
@@ -231,7 +232,7 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
 
 
 def _shorter(name: Sequence[str]) -> Iterator[str]:
-    """Yield a name with more and more of its middle left out: the end says most of a path."""
+    """Yield a name with more and more of its middle left out: a path's end says the most."""
     kept = min(len(name) - 2, _LONGEST)
     while kept > 2:
         yield f"{''.join(name[: kept // 3])}…{''.join(name[kept // 3 - kept :])}"
@@ -258,7 +259,7 @@ def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: flo
         style["snap"] = False
         bars = _joined(spans, ax.get_xlim()[1] / points(ax)[0])
         if kind in _BESIDE:
-            # A strip at the edge: these run beside the device's work, not instead of it.
+            # A strip at the edge: these run during the device's work, not instead of it.
             ax.broken_barh(bars, (top + j + _BESIDE[kind], 0.14), zorder=3, **style)
             continue
         ax.broken_barh(bars, (top + j + gap, 1 - 2 * gap), **style)
@@ -286,7 +287,7 @@ def _joined(spans: Spans, point: float) -> Spans:
 
 
 def _draw_borders(ax: Axes, spans: Spans, top: float, bottom: float) -> None:
-    """Part wide cells from what stands before them by a line in the background's colour."""
+    """Separate wide cells from the cells before them by a line in the background's colour."""
     per_unit = points(ax)[0] / ax.get_xlim()[1]
     starts = [start for start, duration in spans if duration * per_unit > FINE]
     ax.vlines(starts, top, bottom, color=ax.get_facecolor(), linewidth=0.6)
@@ -304,8 +305,8 @@ def _draw_numbers(
     if size < _SMALLEST or events[0].kind in "RO":
         return
     per_unit = points(ax)[0] / ax.get_xlim()[1]
-    # Smaller ones, if the longest then fits, and none where it does not: numbers that end at 9 look
-    # as if there were no more.
+    # Smaller numbers, if the longest then fits, and none if it does not: numbers that stop at 9
+    # would look as if there were no more.
     usual = median(duration for _, duration in spans) * per_unit
     longest = max((str(event.micro_batch) for event in events), key=len)
     size = next((s for s in (size, 7.5, 7.0, 6.5, _SMALLEST) if fits(longest, usual, s)), size)

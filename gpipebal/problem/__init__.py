@@ -1,6 +1,6 @@
 """What a split of a chain costs, exactly: layers, devices, links, memory and rules.
 
-And in `chunking`, what a profile says for another number of micro-batches.
+`chunking` tells what a profile says for another number of micro-batches.
 """
 
 from gpipebal.problem.bounds import to_balance, to_bounds

@@ -15,7 +15,7 @@ def check_bounds(name: str, bounds: object, n_layers: int | None = None) -> tupl
     """Return bounds of runs as a tuple: whole numbers that grow, from 0 to the number of layers.
 
     Raises:
-        KindError: it is no list.
+        KindError: it is not a list.
         BalanceError: it has other numbers.
 
     Example:
@@ -29,8 +29,8 @@ def check_bounds(name: str, bounds: object, n_layers: int | None = None) -> tupl
     if not grows or n_layers not in (None, known[-1]):
         last = "the number of layers" if n_layers is None else n_layers
         raise BalanceError(
-            f"bounds of partitions are none: {name}={bounds!r:.60} (expected whole numbers that "
-            f"grow, from 0 to {last}).\nFix: {name}=to_bounds(balance)."
+            f"bounds of partitions are not valid: {name}={bounds!r:.60} (expected whole numbers "
+            f"that grow, from 0 to {last}).\nFix: {name}=to_bounds(balance)."
         )
     return known
 

@@ -39,7 +39,7 @@ def plain_number(value: object) -> float:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return what is true or false, and refuse what only counts as one, as the text ``'no'`` does.
+    """Return True or False, and refuse values that are only truthy or falsy, such as ``'no'``.
 
     Raises:
         BalanceError: it is neither.
@@ -86,7 +86,7 @@ def largest_denominator(times: Sequence[float]) -> int:
     floats = [time for time in times if type(time) is float]
     if not floats:
         return 1
-    # A float is an odd number times a power of two; the smallest such power decides.
+    # A float is an odd number times a power of two; the smallest of these powers decides.
     parts, exponents = np.frexp(np.array(floats))
     wholes = (parts * 2.0**53).astype(np.int64)
     # The lowest bit that is set, and its place; of 0 there is none, and 0 is whole.
@@ -99,7 +99,7 @@ def largest_denominator(times: Sequence[float]) -> int:
 def scaled(times: Sequence[float], scale: int, ints: bool = False) -> Iterable[int]:
     """Multiply times by a power of two that makes them whole numbers.
 
-    If they are all `ints`, they are such.
+    If `ints` says that all of them are ints, they are returned as they are.
 
     Example:
         >>> list(scaled([0.5, 0.375, 3], 8))

@@ -1,4 +1,4 @@
-"""What a number of micro-batches means: the profile at the rows that a micro-batch then has."""
+"""A profile's costs for a number of micro-batches, at the rows that each of them then has."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def as_planned(profile: Profile, plan: Plan) -> Profile:
     """Return the costs that a plan was made from, at its one number of rows.
 
     Args:
-        profile: The profile that was planned, or that a grid's share of the rows was taken of.
+        profile: The profile that was planned; or, for a plan of a grid, the profile of which each
+            replica was given its share of the rows.
         plan: The plan.
 
     Raises:
-        ProfileError: the profile does not tell the costs of so many rows.
+        ProfileError: the profile does not tell the costs of that many rows.
 
     Example:
         >>> from gpipebal.planner import solve
@@ -41,7 +42,7 @@ def check_planned(profile: Profile, plan: Plan) -> None:
     """Refuse a plan of other layers than a profile's.
 
     Raises:
-        BalanceError: it has others, or layers that have changed.
+        BalanceError: the plan has other layers, or layers that have changed.
 
     Example:
         >>> from gpipebal.planner import solve
@@ -73,16 +74,16 @@ def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str,
     """Return a profile's costs for a number of micro-batches, and what a reader should know.
 
     If the profile was taken at several numbers of rows, its mini-batch stays as it is, and is
-    parted into so many micro-batches, of ``ceil(mini_batch_rows / chunks)`` rows at most. If it
-    was taken at one, nobody knows what another micro-batch costs: each has the profile's rows,
-    and the mini-batch grows with their number.
+    divided into that many micro-batches, of ``ceil(mini_batch_rows / chunks)`` rows at most. If it
+    was taken at one number of rows only, the cost of other micro-batches is not known: each one
+    has the profile's rows, and the mini-batch grows with their number.
 
     Args:
         profile: Costs for one micro-batch.
         chunks: Micro-batches per mini-batch; None: the profile's.
 
     Raises:
-        BalanceError: the mini-batch has fewer rows than that.
+        BalanceError: the mini-batch has fewer rows than `chunks`.
 
     Example:
         >>> small = Profile.from_costs([3.0], rows=2, chunks=4)

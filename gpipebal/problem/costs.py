@@ -1,4 +1,4 @@
-"""What partitions cost when devices differ, handing over takes time, or modes do.
+"""What partitions cost when devices or modes differ, or when handing over takes time.
 
 The formulas are those of `Problem.makespan` with more machines: every link that overlaps the
 computation is one. All numbers are scaled integers, so that sums and comparisons are exact.
@@ -41,7 +41,7 @@ class ExactTimes(NamedTuple):
 
     @property
     def load(self) -> int:
-        """What its device is busy with for one micro-batch."""
+        """How long its device is busy with one micro-batch."""
         return self.forward + self.backward + max(self.again, self.early)
 
 
@@ -51,9 +51,10 @@ class Costs:
     Attributes:
         types: Prefix sums for each type of device.
         type_of: The type of each device.
-        send: Scaled time to hand on at each place from 0 to the number of layers; 0 at both ends.
-        give_back: The same for the gradient.
-        overlaps: Whether copies run beside the computation.
+        send: Scaled time to pass values on at each place from 0 to the number of layers; 0 at both
+            ends.
+        give_back: The same for passing the gradients back.
+        overlaps: Whether copies run at the same time as the computation.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from gpipebal.problem.problem import Problem
 
 __all__ = [
+    "check_any_order",
     "check_enough_layers",
     "check_lengths",
     "check_parts",
-    "check_places",
     "check_total",
 ]
 
@@ -24,7 +24,7 @@ def check_lengths(problem: Problem) -> None:
     """Refuse a chain without layers, with times missing, or with too few layers.
 
     Raises:
-        BalanceError: it is one.
+        BalanceError: the chain is one of these.
     """
     n_layers = problem.n_layers
     if not n_layers:
@@ -46,7 +46,7 @@ def check_enough_layers(name: str, n_partitions: int, n_layers: int) -> None:
     """Refuse more partitions than layers.
 
     Args:
-        name: How the caller knows the number of partitions.
+        name: What the caller calls the number of partitions.
         n_partitions: The number.
         n_layers: Number of layers.
 
@@ -61,11 +61,11 @@ def check_enough_layers(name: str, n_partitions: int, n_layers: int) -> None:
         )
 
 
-def check_places(any_order: bool, devices: object) -> None:
-    """Refuse to let devices change places where there are none.
+def check_any_order(any_order: bool, devices: object) -> None:
+    """Refuse to let devices change places where no devices are given.
 
     Raises:
-        BalanceError: there are none.
+        BalanceError: none are given.
     """
     if any_order and devices is None:
         raise BalanceError(
@@ -78,7 +78,7 @@ def check_parts(problem: Problem) -> None:
     """Refuse devices, links, memory or rules that do not fit the chain.
 
     Raises:
-        BalanceError: there are some.
+        BalanceError: one of them does not fit.
     """
     n_layers, n_partitions = problem.n_layers, problem.n_partitions
     if problem.devices is not None:
@@ -99,7 +99,7 @@ def check_parts(problem: Problem) -> None:
                 f"{problem.devices[limited[0]].memory_limit}).\n"
                 "Fix: memory=layer_memory(...), or no memory_limit."
             )
-    check_places(problem.any_order, problem.devices)
+    check_any_order(problem.any_order, problem.devices)
     if problem.links is not None:
         for name in ("forward", "backward"):
             column = getattr(problem.links, name)
@@ -111,10 +111,10 @@ def check_parts(problem: Problem) -> None:
 
 
 def check_total(problem: Problem) -> None:
-    """Refuse times whose sums are no floats.
+    """Refuse times whose sums are too large for a float.
 
     Raises:
-        BalanceError: there are some.
+        BalanceError: a sum is.
     """
     if problem.devices is None and problem.links is None:
         most = sum(sums[-1] for sums in problem.layer_sums)

@@ -1,4 +1,4 @@
-"""A link between devices, in the words of a user, and what it makes of a profile's sizes."""
+"""A link between devices, as a user describes it, and how long a profile's sizes take over it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ __all__ = ["Link", "check_link", "links_of"]
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two neighbouring devices; every two of them have one of these.
+    """The connection of two neighbouring devices; every pair of neighbours has its own.
 
     Attributes:
         bandwidth: Bytes per second in one direction; `math.inf` where size does not matter.
-        latency: Seconds that a copy takes whatever its size.
-        overlaps: Whether copies run beside the computation, as between GPUs. If not, each copy
-            keeps the sender busy, and then the receiver, as through the host's memory.
+        latency: Seconds that every copy takes in addition, whatever its size.
+        overlaps: Whether copies run at the same time as the computation, as between GPUs. If not,
+            each copy keeps the sender busy, and then the receiver, as copies through the host's
+            memory do.
 
     Raises:
-        BalanceError: a bandwidth that is not above 0, or a latency that is no time.
+        BalanceError: a bandwidth that is not above 0, or a latency that is not a time.
 
     Example:
         >>> Link(bandwidth=16e9, latency=10e-6).seconds(16_000_000)
@@ -55,30 +56,30 @@ class Link:
             )
 
     def seconds(self, n_bytes: int) -> float:
-        """Return the time of a copy; of nothing, none."""
+        """Return the seconds of a copy; a copy of nothing takes none."""
         return self.latency + n_bytes / self.bandwidth if n_bytes else 0.0
 
 
 def check_link(name: str, link: object) -> Link | None:
-    """Return a link or None, and refuse all else.
+    """Return a link or None, and refuse any other value.
 
     Raises:
-        BalanceError: it is neither.
+        BalanceError: the value is neither.
     """
     if link is None or isinstance(link, Link):
         return link
     raise BalanceError(
-        f"{name} is none: {name}={link!r:.60} (expected a Link).\n"
+        f"{name} is not valid: {name}={link!r:.60} (expected a Link).\n"
         f"Fix: {name}=Link(bandwidth=16e9), in bytes per second."
     )
 
 
 def links_of(profile: Profile, link: Link) -> Links:
-    """Return what handing one micro-batch over each cut takes.
+    """Return the time that handing one micro-batch over takes at each cut.
 
     A cut is crossed by the output of the layer before it and by all skip connections that go past
-    it, each storage once; and backwards by the gradients of those that have something to train
-    before them.
+    it, each storage once. In the other direction it is crossed by the gradients of those values
+    that depend on a trained layer.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 1.0], output_bytes=[100, 0])

@@ -1,11 +1,11 @@
-"""How much memory a partition needs, as solvers ask for it.
+"""How much memory a partition needs, in the form that solvers use.
 
-The true need of a run of layers is a union of storages walked through a backward: it is no sum
+The true need of a run of layers is a union of storages walked through a backward: it is not a sum
 over layers, and it may even shrink when the run gets longer (a partition is charged for the
 gradient of its output, and the next layer's output may be smaller). With checkpoints it has a
 term in its first layer, ``(chunks - 1) * input``, so that a shorter run may need more. Solvers
 therefore assume nothing about it: they ask for all runs from a given first layer, and take the
-ones that fit, be they an interval or not.
+ones that fit, whether or not these form an interval.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gpipebal.schedule import CheckpointMode, check_count
 
 __all__ = ["Memory", "layer_memory"]
 
-#: Peaks of the runs that begin at a layer, in a partition, under a mode: run by run, one layer
-#: longer each. It may stop early: runs that it does not tell about fit no device.
+#: Peaks of the runs that begin at a layer, in a partition, under a mode: each run is one layer
+#: longer than the one before it. The list may stop early: runs that it leaves out fit no device.
 Rows = Callable[[int, int, CheckpointMode], Sequence[int]]
 
 
@@ -36,10 +36,11 @@ class Memory:
     Attributes:
         rows: Called as ``rows(first, partition, mode)``; returns the peak bytes of the runs of 1,
             2, 3, ... layers that begin with layer `first`. Solvers call it once for each first
-            layer, mode, and kind of partition, so n_layers times 2 or 6 in all; one that adds
-            layer after layer serves best.
-        alike: Which partitions have the same rows: ``'all'``; ``'between'``, all but the first and
-            the last, which receive from and hand to the caller; or a label for each partition.
+            layer, mode, and kind of partition, so n_layers times 2 or 6 in all. It is fastest if
+            it adds one layer after the other.
+        alike: Which partitions have the same rows: ``'all'``; ``'between'``, all but the first,
+            which receives from the caller, and the last, which returns to it; or a label for each
+            partition.
 
     Example:
         >>> memory = Memory.from_peaks(lambda first, end, partition, mode: 10 * (end - first), 3)
@@ -57,7 +58,7 @@ class Memory:
         n_layers: int,
         alike: tuple[int, ...] | Literal["all", "between"] = "between",
     ) -> Memory:
-        """Ask a function about one run at a time.
+        """Make one from a function that is asked about one run at a time.
 
         Args:
             peak: Called as ``peak(first, end, partition, mode)``, with `end` one past the last
@@ -79,9 +80,9 @@ class Memory:
         Args:
             start: First layer.
             end: One past the last layer.
-            partition: The partition that they are.
+            partition: The partition that these layers form.
             mode: Its checkpoint mode.
-            limit: Bytes; None: any.
+            limit: Bytes; None: no limit.
 
         Example:
             >>> Memory(lambda first, partition, mode: [10, 20]).fits(0, 2, 0, "never", 15)
@@ -96,7 +97,7 @@ class Memory:
         """Return a label for each partition.
 
         Raises:
-            BalanceError: there are too many or too few.
+            BalanceError: `alike` has too many labels or too few.
 
         Example:
             >>> Memory(lambda first, partition, mode: [0]).labels(4)
@@ -137,14 +138,14 @@ def layer_memory(
         inputs: Bytes of what each layer receives, for one micro-batch: the partition's input, if
             it is its first layer.
         chunks: Number of micro-batches.
-        transient: Bytes that each layer needs for a moment; None: none.
+        transient: Bytes that each layer needs temporarily; None: none.
 
     Raises:
-        BalanceError: a number that is not one of bytes, or lists of different lengths.
+        BalanceError: a value that is not a number of bytes, or lists of different lengths.
 
     Source:
         Huang et al., "GPipe", NeurIPS 2019, section 2.1, has the orders of magnitude. Differs:
-        exact for layers that share no storages; `gpipebal.memory` tells what they share.
+        exact for layers that share no storages; `gpipebal.memory` counts shared storages once.
 
     Example:
         >>> memory = layer_memory([5, 5], [100, 10], [8, 50], chunks=4)

@@ -1,4 +1,4 @@
-"""The parts of a problem beside the layers' times: devices, links, and rules about cuts."""
+"""The parts of a problem other than the layers' times: devices, links, and rules about cuts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ __all__ = ["Device", "Links", "Rules"]
 class Device:
     """A device that runs one partition.
 
-    Devices of equal `slowness` and times are of one type; solvers take as long as there are types.
+    Devices with equal `slowness` and times are of one type. The more types there are, the longer
+    solvers take.
 
     Attributes:
-        slowness: How much longer than in the problem every layer takes here: 2 on a device of
-            half the speed. More than 0. Kept as it is given, so that costs stay exact: a float
+        slowness: How many times longer than in the problem every layer takes here: 2 on a device
+            of half the speed. More than 0. Kept as it is given, so that costs stay exact: a float
             such as 1 / 3 is taken as that float.
-        memory_limit: Bytes that the partition may need, what is kept in reserve already taken
-            off; None for no limit.
+        memory_limit: Bytes that the partition may need, from which the reserve has already been
+            subtracted; None for no limit.
         forward: Forward time of each layer on this device, before `slowness`; None: the problem's.
         backward: The same for the backward.
         recompute: The same for the recompute.
 
     Raises:
-        BalanceError: a slowness or a limit that is none, or times of some kinds only.
+        BalanceError: a slowness or a limit that is not one, or times of some kinds only.
 
     Example:
         >>> Device(slowness=1.5, memory_limit=16 * 2**30).slowness
@@ -74,7 +75,7 @@ class Device:
 
     @property
     def is_alike(self) -> bool:
-        """Whether every layer takes as long here as in the problem."""
+        """Whether every layer takes the same time here as in the problem."""
         return self.slowness == 1 and self.times is None
 
 
@@ -85,16 +86,16 @@ _COLUMNS = ("forward", "backward", "recompute")
 class Links:
     """What it takes to hand one micro-batch from one partition to the next.
 
-    Entry ``p - 1`` belongs to the cut before layer ``p``: there is one fewer than layers. What
-    skip connections carry across a cut is part of it.
+    Entry ``p - 1`` belongs to the cut before layer ``p``: there is one entry fewer than there are
+    layers. What skip connections carry across a cut is included.
 
     Attributes:
-        forward: Time to hand on what crosses each cut.
-        backward: Time to hand back its gradient.
-        overlaps: Whether copies run beside the computation. If they do, every cut is a machine of
-            its own: it takes one copy at a time, and micro-batches queue for it as they do for a
-            device. If they do not, each copy keeps the sender busy, and then the receiver: it is
-            added to the times of both, as where data passes through the host's memory.
+        forward: Time to pass on what crosses each cut.
+        backward: Time to pass its gradient back.
+        overlaps: Whether copies run at the same time as the computation. If they do, every cut is a
+            machine of its own: it makes one copy at a time, and micro-batches queue for it as they
+            do for a device. If they do not, each copy keeps the sender busy, and then the receiver:
+            it is added to the times of both, as where data passes through the host's memory.
 
     Raises:
         BalanceError: a time that is negative, infinite, or no number.
@@ -118,14 +119,14 @@ class Rules:
     """Where cuts may not be, and which layers belong where.
 
     Attributes:
-        no_cut: Layers that stay with the layer before them: no partition begins there.
-        keep_together: Pairs of layers, first and last in either order, that one partition holds,
-            with all between: layers that share a parameter, say.
+        no_cut: Layers that stay with the layer before them: no partition begins with one of these.
+        keep_together: Pairs of layers, first and last in either order: one partition holds both
+            and all layers between them; for example, layers that share a parameter.
         pin: The partition of each pinned layer.
         max_layers: Most layers of a partition; None for no limit.
 
     Raises:
-        BalanceError: a layer where a list is expected, or single ones where pairs are.
+        BalanceError: a layer where a list is expected, or single layers where pairs are expected.
 
     Example:
         >>> Rules(no_cut=[3], keep_together=[(5, 7)]).uncut
@@ -141,8 +142,8 @@ class Rules:
         for name in ("no_cut", "keep_together", "pin"):
             if not isinstance(getattr(self, name), Iterable):
                 raise BalanceError(
-                    f"{name} is no list: {name}={getattr(self, name)!r} (expected one of layers, "
-                    f"or pairs of them).\nFix: {name}=(), for none."
+                    f"{name} is not a list: {name}={getattr(self, name)!r} (expected one of "
+                    f"layers, or pairs of them).\nFix: {name}=(), for none."
                 )
         pins = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
         uncut = [*map(_whole, self.no_cut)]
@@ -165,14 +166,15 @@ class Rules:
 
     @cached_property
     def uncut(self) -> frozenset[int]:
-        """Layers before which there is no cut, without the first: none could be there."""
+        """Layers before which there is no cut; not the first one, as no cut could be there."""
         between = (range(first + 1, last + 1) for first, last in self.keep_together)
         return frozenset(self.no_cut).union(*between) - {0}
 
     def allows(self, start: int, end: int, partition: int) -> bool:
-        """Whether a partition may hold the layers from one to before another.
+        """Whether a partition may hold the layers `start` to ``end - 1``.
 
-        A split keeps the rules if all its partitions do: where one ends the next one starts.
+        A split keeps the rules if all its partitions do. A cut is only checked as the start of the
+        partition after it.
 
         Example:
             >>> rules = Rules(no_cut=[2], pin={3: 1})
@@ -189,7 +191,7 @@ class Rules:
         """Refuse rules about layers or partitions that do not exist.
 
         Raises:
-            BalanceError: there are some.
+            BalanceError: there is such a rule.
         """
         layers = [("no_cut", layer) for layer in self.no_cut]
         layers += [("keep_together", layer) for pair in self.keep_together for layer in pair]

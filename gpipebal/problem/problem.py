@@ -35,7 +35,7 @@ __all__ = ["Problem"]
 
 @dataclass(frozen=True)
 class Problem:
-    """Pose the question how to cut a chain of layers into partitions.
+    """The question how to cut a chain of layers into partitions.
 
     All times are those of ONE micro-batch, per layer, in seconds or in any other unit (results
     have the same). They may be ints or floats, 0 or more; if all are ints, results are ints too.
@@ -55,11 +55,12 @@ class Problem:
         checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
             ``'auto'``: for each partition the fastest mode that fits its device, ``'never'``,
             ``'except_last'`` or ``'always'``.
-        devices: The device of each partition; None: all as in the profile.
+        devices: The device of each partition; None: every layer takes the times above, and no
+            device has a limit.
         any_order: Whether `devices` may be put into another order.
         links: What handing over costs; None: nothing.
         memory: What runs of layers need; None: not known, and no device limits it.
-        rules: Where cuts may not be; None: anywhere.
+        rules: Where cuts may not be, and which layers belong where; None: no rules.
 
     Raises:
         BalanceError: no layer; times that are missing, negative, infinite or NaN; a count that is
@@ -101,7 +102,7 @@ class Problem:
             check_total(self)
 
     def _check_parts(self) -> None:
-        """Normalise what stands beside the times, or refuse it."""
+        """Normalise the parts other than the times, or refuse them."""
         n_partitions = self.n_partitions
         if self.checkpoint != "auto":
             check_checkpoint(self.checkpoint)
@@ -138,20 +139,20 @@ class Problem:
 
     @property
     def recomputes(self) -> bool:
-        """Whether some micro-batch is recomputed somewhere, so that recompute times count."""
+        """Whether any partition recomputes a micro-batch, so that recompute times count."""
         modes = {self.checkpoint} if isinstance(self.checkpoint, str) else set(self.checkpoint)
         return "always" in modes or (modes != {"never"} and self.chunks > 1)
 
     @property
     def is_plain(self) -> bool:
-        """Whether partitions differ in their layers only, and every split is allowed."""
+        """Whether partitions differ only in their layers, and every split is allowed."""
         extras = (self.devices, self.links, self.memory, self.rules)
         one_mode = isinstance(self.checkpoint, str) and self.checkpoint != "auto"
         return one_mode and all(extra is None for extra in extras)
 
     @cached_property
     def modes(self) -> tuple[CheckpointMode, ...] | None:
-        """Checkpoint mode of each partition; None: they are open."""
+        """Checkpoint mode of each partition; None: modes are left open."""
         if self.checkpoint == "auto":
             return None
         return modes_of(self.checkpoint, self.n_partitions)
@@ -197,7 +198,7 @@ class Problem:
 
     @cached_property
     def load_sums(self) -> tuple[int, ...]:
-        """Prefix sums of what a device is busy with for one micro-batch: all three added."""
+        """Prefix sums of how long a device is busy with one micro-batch: all three added."""
         columns = [self.forward_sums, self.backward_sums, self.recompute_sums]
         sums, *others = [column for column in columns if column[-1]] or columns
         for other in others:
@@ -262,7 +263,7 @@ class Problem:
         """Return the makespan of a split as a scaled integer."""
         return self.costs.makespan(self.check_bounds(bounds), modes, order)
 
-    # The same in the unit of the problem, for people.
+    # The same in the unit of the problem.
 
     def bottleneck(
         self,
@@ -278,12 +279,12 @@ class Problem:
             order: Device of each partition, as an index into `devices`; None: in order.
 
         Returns:
-            Forward + recompute + backward of the slowest partition, or of the slowest link there
-            and back. Recompute counts as 0 with checkpoint ``'never'``, and with
-            ``'except_last'`` and one chunk.
+            Forward + recompute + backward of the slowest partition; or forward + backward copy of
+            the slowest link, if that takes longer. Recompute counts as 0 with checkpoint
+            ``'never'``, and with ``'except_last'`` and one chunk.
 
         Raises:
-            BalanceError: `bounds` is no split of this chain.
+            BalanceError: `bounds` is not a split of this chain.
 
         Complexity:
             O(n_partitions).
@@ -318,7 +319,7 @@ class Problem:
             order: Device of each partition, as an index into `devices`; None: in order.
 
         Raises:
-            BalanceError: `bounds` is no split of this chain.
+            BalanceError: `bounds` is not a split of this chain.
 
         Complexity:
             O(n_partitions).

@@ -1,14 +1,14 @@
 """Profile: what every layer of a chain costs, for one micro-batch, and how that was found out.
 
-A profile is all that the planner knows of a model. It holds times in seconds and sizes in bytes,
+A profile is all that the planner knows about a model. It holds times in seconds and sizes in bytes,
 and keeps what a layer saves for its backward as a *set of storages*: two neighbours that save the
 same tensor (the output of one is the input of the other) hold it once, so the memory of a
 partition is the union of the sets of its layers and never their sum.
 
-Read in this order: `layer` (one layer, a skip connection, tied parameters, the
-terms of a step), `profile` (the
-noun), `checks` (what no profile may be), `record` (the same as JSON values), `sizes` and `fit` (the
-costs at other numbers of rows), `fingerprint` and `match` (whether it still fits a model).
+Read in this order: `layer` (one layer, a skip connection, tied parameters, the terms of a step),
+`profile` (the noun), `checks` (what makes no sense in a profile is refused), `record` (the profile
+as JSON values), `sizes` and `fit` (the costs at other numbers of rows), `fingerprint`, `match` and
+`ties` (whether it still fits a model).
 """
 
 from gpipebal.profile.layer import (

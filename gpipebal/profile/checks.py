@@ -1,4 +1,4 @@
-"""What no profile may be."""
+"""Checks of a profile: what makes no sense is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STEP_TIMES = (
 )
 #: More micro-batches than this are a mistake, and their schedule would fill the memory.
 MOST_CHUNKS = 2**20
-#: An int beyond 63 bits is no number of bytes or seconds, and may be beyond a float too.
+#: An int beyond 63 bits is not a number of bytes or seconds, and may be beyond a float too.
 MOST = 2**63 - 1
 #: Texts of errors that say what a value can be.
 _COUNT = "a whole number, 1 or more"
@@ -54,7 +54,7 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
         columns: Values of the layers, by name of the argument; None: not given.
 
     Raises:
-        ProfileError: one is no list, or has something else in it.
+        ProfileError: one is not a list, or has an entry of another kind.
     """
     for name, given in (("rows", rows), ("chunks", chunks)):
         if not isinstance(given, Integral) or isinstance(given, bool):
@@ -66,7 +66,7 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
             continue
         if isinstance(column, (str, Mapping)) or not isinstance(column, Iterable):
             raise ProfileError(
-                f"costs are no list: {name}={column!r:.60} (expected one for each layer).\n"
+                f"costs are not a list: {name}={column!r:.60} (expected one for each layer).\n"
                 "Fix: give a list."
             )
         values = list(column)
@@ -74,13 +74,13 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
         for k, plain in enumerate(found[name] or ()):
             if plain is None:
                 raise ProfileError(
-                    f"cost is no number: {name}[{k}] is a {type(values[k]).__name__} (expected an "
-                    "int or a float).\nFix: give numbers."
+                    f"cost is not a number: {name}[{k}] is a {type(values[k]).__name__} (expected "
+                    "an int or a float).\nFix: give numbers."
                 )
             if isinstance(plain, str) and not _is_text(plain):
                 raise ProfileError(
-                    f"name is no text: {name}[{k}]={plain!r} (expected characters that a file can "
-                    "hold).\nFix: give another name."
+                    f"name is not a text: {name}[{k}]={plain!r} (expected characters that a file "
+                    "can hold).\nFix: give another name."
                 )
     return found
 
@@ -94,7 +94,7 @@ def _is_text(value: str) -> bool:
 
 
 def _plain(value: object) -> int | float | None:
-    """Return a number of any kind, such as numpy's, as Python's; None if it is none."""
+    """Return a number of any kind, such as numpy's, as Python's; None if it is not one."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
@@ -104,7 +104,7 @@ def check_profile(profile: Profile) -> None:
     """Verify the invariants of a profile.
 
     Raises:
-        KindError: something is of another kind.
+        KindError: a part of the profile is of the wrong kind.
         ProfileError: no layers, a count below 1, a time or size that is negative or not finite, a
             storage or layer that does not exist, or another size that does not fit.
     """
@@ -144,7 +144,7 @@ def check_profile(profile: Profile) -> None:
             _check_storage(storage, n_storages, name)
     if not set(profile.common_inputs) <= set(profile.inputs):
         raise ProfileError(
-            f"profile has common inputs that are none: common_inputs={profile.common_inputs} "
+            f"profile has common inputs that are not valid: common_inputs={profile.common_inputs} "
             f"(expected some of inputs={profile.inputs}).\nFix: profile the model again."
         )
     _check_step(profile, n_storages)
@@ -290,7 +290,7 @@ def _is_quantity(value: Any, *, whole: bool) -> bool:
 
 
 def _check_count(where: str, name: str, value: Any) -> None:
-    # Of chunks there is a smaller limit than that of all numbers, which is told by itself.
+    # Chunks have a smaller limit than numbers in general, which has an error of its own.
     known = isinstance(value, int) if name == "chunks" else _is_quantity(value, whole=True)
     if not known or isinstance(value, bool) or value < 1:
         expected = f"a whole number, 1 to {MOST_CHUNKS}" if name == "chunks" else _COUNT

@@ -10,9 +10,9 @@ from typing import Any
 
 __all__ = ["fingerprint", "is_same_layer", "is_uninitialized"]
 
-#: Fingerprints of another version tell nothing. The first knew nothing of buffers and attributes.
+#: Fingerprints of another version tell nothing. Version 1 did not include buffers and attributes.
 _VERSION = "2:"
-#: Attributes of attributes are looked at so deep.
+#: Attributes of attributes are looked at to this depth.
 _DEPTH = 4
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, enum.Enum)
 
@@ -20,9 +20,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, enum.Enum)
 def fingerprint(layer: Any) -> str:
     """Hash what decides a layer's costs: classes, options, shapes of its parameters and buffers.
 
-    Options are what a class tells of itself, and public attributes: numbers, texts, names of
-    functions and lists of such. What may change while the layer is trained does not count: values
-    of tensors, the mode, hooks, and attributes whose names begin with an underscore.
+    Options are what ``extra_repr()`` of a class says, and public attributes: numbers, texts, names
+    of functions and lists of these. What may change while the layer is trained does not count:
+    values of tensors, the mode, hooks, and attributes whose names begin with an underscore.
 
     Args:
         layer: A `torch.nn.Module`. Only its methods are called, so this needs no torch.
@@ -30,7 +30,7 @@ def fingerprint(layer: Any) -> str:
     Returns:
         A version and 16 hexadecimal digits. Two layers that were made alike have the same.
     """
-    # What stands in a layer's place to run it otherwise costs whatever the layer does.
+    # A substitute that runs the layer in another way has the fingerprint of the layer.
     layer = getattr(layer, "stands_for", layer)
     parts = []
     for name, module in layer.named_modules():
@@ -52,7 +52,8 @@ def fingerprint(layer: Any) -> str:
 def is_same_layer(known: str, layer: Any) -> bool | None:
     """Tell whether a layer has a fingerprint.
 
-    None: that is empty, or of another version; or the layer is lazy, and has no shapes yet.
+    None: the fingerprint is empty, or of another version; or the layer is lazy, and has no shapes
+    yet.
     """
     if not known.startswith(_VERSION):
         return None
@@ -67,7 +68,7 @@ def is_uninitialized(tensor: Any) -> bool:
 
 
 def _described(value: Any, depth: int) -> str:
-    """Describe a value by what two equal ones have in common in every process."""
+    """Describe a value so that two equal ones have the same description in every process."""
     kind = type(value).__qualname__
     if isinstance(value, _PLAIN):
         return repr(value)

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["SURE", "TOLERANCE", "count_at", "fit_line", "interpolate", "time_at"]
 
-#: No measured time is taken to be surer than this, as a fraction of it.
+#: No measured time is taken to be more certain than this, as a fraction of it.
 SURE = 0.01
 #: A fit is bad where it misses a time by more than its spread and more than this fraction of it.
 TOLERANCE = 0.03
@@ -40,7 +40,7 @@ def time_at(points: Sequence[tuple[int, float, float]], rows: int) -> tuple[floa
     return float(found), len(points) == 1 or not any(time for _, time, _ in points)
 
 
-# Whoever tries several numbers of rows asks for the same lines each time.
+# A search over several numbers of rows asks for the same lines each time.
 @lru_cache(maxsize=1 << 15)
 def _line_through(
     points: tuple[tuple[int, float, float], ...],
@@ -101,8 +101,9 @@ def fit_line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
 def interpolate(points: Sequence[tuple[int, Any]], rows: int) -> Fraction:
     """Interpolate linearly between points of ascending rows, exactly.
 
-    Beyond them the line through the two outermost goes on, but never falls as the rows grow, and
-    goes to zero at zero rows where it would be negative there. One point alone: in proportion.
+    Beyond the points, the line through the two outermost goes on. But it never falls as the rows
+    grow, and goes to zero at zero rows where it would be negative there. With only one point, the
+    result is in proportion to the rows.
 
     Example:
         >>> [int(interpolate([(2, 20), (4, 60)], rows)) for rows in (1, 2, 3, 4, 6)]
@@ -120,7 +121,7 @@ def _around(points: Sequence[tuple[int, Any]], rows: int) -> Sequence[tuple[int,
 
 
 def _on_line(points: Sequence[tuple[int, Any]], rows: int) -> tuple[Any, int]:
-    """Return what a line through points is there, as a fraction: of whole numbers if they are."""
+    """Return the value of a line at these rows, as a fraction: of whole numbers if points are."""
     if len(points) == 1:
         r, value = points[0]
         return (value * rows, r) if r else (value, 1)

@@ -1,4 +1,4 @@
-"""The parts of a profile: layers, what connects them, and what a step costs beside them."""
+"""The parts of a profile: layers, what connects them, and what else a step costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayerProfile:
         no_grad_forward_time: Median seconds of a forward without a graph, as a micro-batch that
             is recomputed later has it; None: not known, take `forward_time`.
         forward_host_time: Seconds that the host needs to launch the forward on a device that
-            works on its own; None: the host does the work itself.
+            works by itself; None: the host does the work.
         backward_host_time: The same for the backward.
         flops: Floating-point operations of the forward; None: not counted.
         parameter_bytes: Bytes of parameters that no earlier layer holds.
@@ -39,37 +39,39 @@ class LayerProfile:
             behind as attributes.
         kept_buffer_bytes: Bytes of the copies of buffers that a micro-batch which is recomputed
             keeps from its forward to its recompute.
-        saved_buffer_bytes: How much of that the graph of the recompute keeps until the backward.
+        saved_buffer_bytes: How many of `kept_buffer_bytes` the graph of the recompute keeps until
+            the backward.
         optimizer_bytes: Bytes of optimizer state of its parameters; None if it is not known.
-        outputs: Storages (indices into `Profile.storages`) that the layer hands on.
+        outputs: Storages (indices into `Profile.storages`) of the layer's output.
         saved: Storages that it keeps from its forward until its backward, without parameters
             and buffers.
-        handed_through: Storages of its input that it hands on as they are: the gradient that its
+        handed_through: Storages of its input that it outputs as they are: the gradient that its
             backward is given is the one that it returns, in the same memory.
         output_bytes: Bytes of the storages in `outputs`.
-        output_gradient_bytes: Bytes of the gradients that its backward is given for what it hands
-            on, without skip connections: more than those storages have where a tensor is handed on
-            twice, fewer where a part of a larger one is; None: not known, take as many as those
-            storages that have a gradient.
-        forward_peak_bytes: Largest memory during its forward beyond what was there at its
-            start, so with its outputs and what it saves.
-        no_grad_forward_peak_bytes: The same of a forward without a graph; None: not known, take
+        output_gradient_bytes: Bytes of the gradients that its backward is given for its output,
+            without skip connections: more than the output's storages have where a tensor is output
+            twice, fewer where it is a part of a larger one; None: not known, take the bytes of
+            those storages that have a gradient.
+        forward_peak_bytes: Largest memory during its forward beyond what existed at its start; this
+            includes its outputs and what it saves.
+        no_grad_forward_peak_bytes: The same for a forward without a graph; None: not known, take
             `forward_peak_bytes`.
-        backward_peak_bytes: Largest memory during its backward beyond what was there at its
-            start, so with the gradients that it makes.
-        accumulating_peak_bytes: The same of a backward that adds to gradients which exist
+        backward_peak_bytes: Largest memory during its backward beyond what existed at its start;
+            this includes the gradients that it makes.
+        accumulating_peak_bytes: The same for a backward that adds to gradients which exist
             already; None: not known, take `backward_peak_bytes`.
-        chained_peak_bytes: The same where another layer of the partition comes behind it: what the
-            backward is given is freed once it is used, and no copies are made of what is handed
-            through; None: not known, take `backward_peak_bytes` without `copied_bytes`.
-        chained_accumulating_peak_bytes: The same of a backward that adds to gradients which exist
-            already.
-        copied_bytes: How much of the other two is copies of gradients that are handed through: only
-            the first layer of a partition makes them.
+        chained_peak_bytes: Like `backward_peak_bytes`, where another layer of the partition comes
+            after it: what the backward is given is freed once it is used, and no copies are made
+            of what is handed through; None: not known, take `backward_peak_bytes` without
+            `copied_bytes`.
+        chained_accumulating_peak_bytes: Like `chained_peak_bytes`, for a backward that adds to
+            gradients which exist already.
+        copied_bytes: How much of `backward_peak_bytes` and of `accumulating_peak_bytes` is copies
+            of gradients that are handed through: only the first layer of a partition makes them.
         optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
-            was there at its start, without state that is made only once; None: not known.
+            existed at its start, without state that is made only once; None: not known.
         optimizer_carried_bytes: How much more that is where an earlier layer of the partition has
-            been stepped before, of which something is left.
+            been stepped before, and has left something.
         fingerprint: Short hash of its class, options, and parameter shapes.
     """
 
@@ -131,13 +133,13 @@ class SkipProfile:
 
 @dataclass(frozen=True)
 class TieProfile:
-    """Parameters that the same layers share.
+    """Parameters that are shared by the same layers.
 
     Attributes:
         layers: Indices of the layers that have them, in ascending order; two or more.
         parameter_bytes: Bytes of the parameters; the first layer's `parameter_bytes` has them too.
-        gradient_bytes: Bytes of their gradients, those of one use; every layer's `gradient_bytes`
-            has them too.
+        gradient_bytes: Bytes of their gradients, counted for one use; every layer's
+            `gradient_bytes` has them too.
     """
 
     layers: tuple[int, ...]
@@ -147,17 +149,17 @@ class TieProfile:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """How much faster the work of a partition is while no other one works.
+    """How much faster the work of a partition is while no other partition works.
 
     Partitions on a CPU share caches, memory and the interpreter. The times of a profile are those
-    of partitions that all work.
+    of partitions that all work at the same time.
 
     Attributes:
         n_partitions: How many worked side by side; two or more.
         forward: Share of its time that a forward takes alone; more than 0, and at most 1.
-        no_grad_forward: The same of a forward without a graph.
-        recompute: The same of a recompute.
-        backward: The same of a backward.
+        no_grad_forward: The same for a forward without a graph.
+        recompute: The same for a recompute.
+        backward: The same for a backward.
     """
 
     n_partitions: int
@@ -168,7 +170,7 @@ class SideBySide:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether partitions leave each other alone."""
+        """Whether partitions do not slow each other down."""
         return min(self.forward, self.no_grad_forward, self.recompute, self.backward) == 1
 
 
@@ -176,22 +178,22 @@ class SideBySide:
 class TurnTimes:
     """What it costs to turn between forwards and backwards, in seconds of the whole chain.
 
-    What a forward needs (parameters, memory that it writes to) has left the caches when a backward
+    What a forward needs (parameters, memory that it writes to) has left the caches if a backward
     ran before it, and the other way round. A partition takes the share of these seconds that its
-    layers have of the chain's work. They hardly depend on the rows. The first ones of a step cost
-    more, because more has come between. Below zero, a turn is faster.
+    layers have of the chain's work. They hardly depend on the rows. The first cells of a step cost
+    more, because more has run in between. A negative value means that a turn is faster.
 
     Attributes:
-        forward: How much longer a forward takes behind a backward than behind a forward.
-        no_grad_forward: The same of a forward without a graph.
-        recompute: How much longer a recompute takes behind a forward than behind a backward, where
-            it stands as a rule; below zero, mostly.
-        backward: How much longer a backward takes behind a forward or recompute than behind a
+        forward: How much longer a forward takes after a backward than after a forward.
+        no_grad_forward: The same for a forward without a graph.
+        recompute: How much longer a recompute takes after a forward than after a backward, which is
+            its usual place; mostly below zero.
+        backward: How much longer a backward takes after a forward or recompute than after a
             backward.
-        first_forward: How much longer a partition's first forward of a step takes than one behind a
-            forward. It stands behind the backwards of the step before.
-        first_no_grad_forward: The same of a forward without a graph.
-        first_backward: How much longer a partition's first backward of a step takes than one behind
+        first_forward: How much longer a partition's first forward of a step takes than one after a
+            forward. It comes after the backwards of the step before.
+        first_no_grad_forward: The same for a forward without a graph.
+        first_backward: How much longer a partition's first backward of a step takes than one after
             a backward, unless its recompute is right before it.
     """
 
@@ -206,25 +208,25 @@ class TurnTimes:
 
 @dataclass(frozen=True)
 class StepTerms:
-    """What a training step costs beside the layers; None: not measured.
+    """What a training step costs besides the layers; None: not measured.
 
     Attributes:
         gather_time: Seconds to join the outputs of all micro-batches of a mini-batch.
-        loss: The loss over one micro-batch, as `GPipe.step` computes it: a layer behind the last
+        loss: The loss over one micro-batch, as `GPipe.step` computes it: a layer after the last
             one. Its `buffer_bytes` are the target's.
         whole_loss: The loss over the gathered output of the mini-batch, as a caller computes it
-            behind ``pipe(x)``.
+            after ``pipe(x)``.
         gathered: Storages of the gathered output (indices into `Profile.storages`).
         optimizer_time: Seconds of the optimizer's step and of clearing the gradients.
         optimizer_together: Whether the optimizer steps all parameters at once, so that what it
-            needs for a moment adds up, or one after the other.
+            needs temporarily adds up, or one after the other.
         overhead_time: Seconds of a step with ``loss(pipe(x)).backward()`` that no cell, gather,
-            loss or optimizer takes: the caller's way into the workers and back, twice.
-        inside_overhead_time: The same of a step with `GPipe.step`, which goes there once.
-        cell_overhead_time: Seconds that a cell (a micro-batch in a partition) takes beside its
-            layers, until the one that waits for it has started.
-        side_by_side: What partitions that work side by side do to each other; None: nothing, or
-            not known.
+            loss or optimizer takes: the way from the caller to the workers and back, twice.
+        inside_overhead_time: The same for a step with `GPipe.step`, which goes there once.
+        cell_overhead_time: Seconds that a cell (a micro-batch in a partition) takes in addition to
+            its layers, until the cell that waits for it has started.
+        side_by_side: How much partitions that work side by side slow each other down; None: not at
+            all, or not known.
         turns: What it costs to turn from forwards to backwards and back; None: not known.
     """
 

@@ -25,14 +25,14 @@ class ProfileMatch:
 
     Attributes:
         n_layers: Layers of the profile.
-        changed: Names of layers whose class, options or parameters are others than profiled.
+        changed: Names of layers whose class, options or parameters differ from the profiled ones.
         missing: Names of layers that were profiled and are not in the model.
         added: Names of layers of the model that were not profiled.
-        moved: Names of layers that stand in another order than those beside them did.
-        unknown: Names of layers that the profile has no fingerprint of, or one of an earlier
+        moved: Names of layers whose order among the other layers has changed.
+        unknown: Names of layers of which the profile has no fingerprint, or one of an earlier
             version, and of lazy layers that have no shapes yet: they match by name only.
-        tied: Names of layers that share parameters with others than when they were profiled. Of
-            a profile without ties in which a layer has no fingerprint, nothing is known.
+        tied: Names of layers that share parameters with other layers than when they were profiled.
+            For a profile without ties in which a layer has no fingerprint, nothing is known.
     """
 
     n_layers: int
@@ -53,7 +53,7 @@ class ProfileMatch:
                 (self.changed, "has changed: another class, other options or parameters"),
                 (self.missing, "is missing: it was profiled, and the model has it no more"),
                 (self.added, "is new: the model has it, and it was not profiled"),
-                (self.moved, "has moved: it stands in another place of the chain"),
+                (self.moved, "has moved: it is at another place of the chain"),
                 (self.tied, "is tied otherwise: it shares its parameters with other layers"),
             )
             for name in names
@@ -78,8 +78,8 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
         A `ProfileMatch`: true if the profile fits, else its text has one line per difference.
 
     Raises:
-        KindError: `profile` is no Profile.
-        ModelError: `module` has no children, as no `torch.nn.Module` lacks them.
+        KindError: `profile` is not a Profile.
+        ModelError: `module` is not a `torch.nn.Module`.
 
     Complexity:
         O(n log n) for n modules and parameters.
@@ -99,7 +99,8 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
     children = getattr(module, "_modules", None)
     if not isinstance(children, dict):
         raise ModelError(
-            f"module is no module: type(module)={type(module).__name__} (expected nn.Sequential).\n"
+            f"module is not a module: type(module)={type(module).__name__} "
+            "(expected nn.Sequential).\n"
             "Fix: give the model that was profiled, an nn.Sequential of its layers."
         )
     layers = {name: layer for name, layer in children.items() if layer is not None}
@@ -118,7 +119,7 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
         added=tuple(name for name in layers if name not in profiled),
         moved=tuple(name for k, name in enumerate(both) if k not in in_order),
         unknown=tuple(name for name in both if same[name] is None),
-        # Another shape of what is tied is said already.
+        # That a tied parameter has another shape is reported already.
         tied=tuple(
             name
             for name in both
@@ -133,7 +134,7 @@ def _is_lazy(layer: Any) -> bool:
 
 
 def _tied_otherwise(profile: Profile, layers: Mapping[str, Any]) -> set[str]:
-    """Return names of layers that share parameters with others than profiled, or other bytes."""
+    """Return names of layers that share parameters with other layers, or share other bytes."""
     before = _ties_by_name(profile.ties, profile.names)
     now = _ties_by_name(find_ties(list(layers.values())), list(layers))
     return {name for names, *_ in before ^ now for name in names}
@@ -149,7 +150,7 @@ def _ties_by_name(
 
 
 def _longest_run_in_order(places: list[int]) -> set[int]:
-    """Return the positions of a longest ascending subsequence: who moved is not in it."""
+    """Return the positions of a longest ascending subsequence: layers that moved are not in it."""
     if places == sorted(places):
         return set(range(len(places)))
     # lowest[n]: the lowest place that an ascending subsequence of n + 1 places can end with.

@@ -41,13 +41,14 @@ class Profile:
         layers: One `LayerProfile` per layer, in the order of the chain.
         storages: Bytes of every storage that `LayerProfile.saved` and `.outputs` name.
         inputs: Storages of the chain's own input.
-        common_inputs: Those of them that all micro-batches have in common: tensors without rows.
+        common_inputs: Those of the inputs that all micro-batches have in common: tensors without
+            rows.
         without_gradient: Storages between layers that no gradient goes back through: integers,
             constants, and what comes before the first layer that is trained.
         rows: Rows of the micro-batch that was measured.
-        mini_batch_rows: Rows of the sample, that is of the mini-batch.
-        chunks: Micro-batches that the sample was parted into.
-        step: Costs of a step beside the layers.
+        mini_batch_rows: Rows of the sample, which is a mini-batch.
+        chunks: Micro-batches that the sample was divided into.
+        step: Costs of a step besides the layers.
         skips: Skip connections between layers.
         ties: Parameters that several layers share.
         other_sizes: The same chain measured at other numbers of rows, in ascending order; these
@@ -56,7 +57,7 @@ class Profile:
             ``torch``, ``gpipebal``, ``date`` and more; JSON values.
 
     Raises:
-        ProfileError: a cost that is none, or a storage that does not exist.
+        ProfileError: an invalid cost, or a storage that does not exist.
 
     Example:
         >>> profile = Profile.from_costs([3.0, 1.0], names=["a", "b"], saved_bytes=[64, 0])
@@ -121,7 +122,7 @@ class Profile:
             backward: Seconds of each backward; None: twice the forward.
             recompute: Seconds of each recompute; None: the same as the forward.
             names: Names of the layers; None: their indices.
-            parameter_bytes: Bytes of each layer's parameters; None: 0. Gradients take as much.
+            parameter_bytes: Bytes of each layer's parameters; None: 0. Gradients take the same.
             saved_bytes: Bytes that each layer saves on its own; None: 0.
             output_bytes: Bytes of each layer's output; None: 0.
             rows: Rows of one micro-batch.
@@ -201,7 +202,7 @@ class Profile:
 
     @property
     def layer_times(self) -> LayerTimes:
-        """Seconds of every layer by kind, as a `Problem` or a `Device` is given them.
+        """Seconds of every layer by kind, as a `Problem` or a `Device` takes them.
 
         Example:
             >>> Profile.from_costs([1.0, 2.0]).layer_times["backward"]
@@ -219,7 +220,7 @@ class Profile:
             return sum(self.storages[index] for index in set(storages))
         except (TypeError, IndexError) as error:
             raise KindError(
-                f"storages are none of the profile's: storages={storages!r:.60} (expected indices, "
+                f"storages are not the profile's: storages={storages!r:.60} (expected indices, "
                 f"0..{len(self.storages) - 1}).\nFix: storages=layer.saved, say."
             ) from error
 
@@ -229,7 +230,7 @@ class Profile:
         return chunks * (self.bytes_of(self.inputs) - common) + common
 
     def gradient_bytes_of(self, storages: Iterable[int]) -> int:
-        """Add up the bytes of the gradients of storages, which are as large as they."""
+        """Add up the bytes of the gradients of storages, which are as large as the storages."""
         return self.bytes_of(self.with_gradient(storages))
 
     def gradients_into(self, layer: int) -> int:
@@ -239,7 +240,7 @@ class Profile:
         return self.gradient_bytes_of(costs.outputs) if known is None else known
 
     def further_gradients(self, layer: int) -> int:
-        """Return how much more that is than the storages of the outputs; it may be less than 0."""
+        """Return how much more `gradients_into` is than the outputs' storages; may be negative."""
         return self.gradients_into(layer) - self.gradient_bytes_of(self.layers[layer].outputs)
 
     def with_gradient(self, storages: Iterable[int]) -> frozenset[int]:
@@ -253,10 +254,10 @@ class Profile:
     def at_rows(self, rows: int, *, mini_batch_rows: int | None = None) -> Profile:
         """Say what the chain costs for micro-batches of another number of rows.
 
-        A measured size comes back as it was measured. Otherwise every time is an overhead plus so
-        much per row, fitted to all measured sizes, or interpolated where that fits badly; bytes
+        A measured size is returned as it was measured. Otherwise every time is an overhead plus a
+        time per row, fitted to all measured sizes, or interpolated where that fits badly; bytes
         are exact where they are a line in the rows, else interpolated and rounded up. See
-        `gpipebal.profile.sizes` for what is bad, and for what lies beyond the measured sizes.
+        `gpipebal.profile.sizes` for which fits are bad, and for rows beyond the measured sizes.
 
         Args:
             rows: Rows of a micro-batch, 1 or more.
@@ -264,11 +265,11 @@ class Profile:
 
         Returns:
             A `Profile` without other sizes. Its chunks are as many as the mini-batch then has.
-            How it was made stands in ``provenance['at_rows']``: from which rows, whether beyond
-            them (``'extrapolated'``), and which layers were interpolated.
+            How it was made is recorded in ``provenance['at_rows']``: from which rows, whether
+            beyond them (``'extrapolated'``), and which layers were interpolated.
 
         Raises:
-            ProfileError: a number of rows that is none.
+            ProfileError: an invalid number of rows.
 
         Complexity:
             O(n s) for n layers and storages, and s measured sizes.
@@ -289,11 +290,11 @@ class Profile:
     def to_frame(self, *, all_sizes: bool = False) -> pd.DataFrame:
         """Return one row per layer: times in seconds, sizes in bytes, one column each.
 
-        ``saved_bytes`` counts what the layer saves, on its own: the column does not add up to
-        the memory of a partition, because neighbours share storages.
+        ``saved_bytes`` counts what each layer saves by itself: the column does not add up to the
+        memory of a partition, because neighbours share storages.
 
         Args:
-            all_sizes: Give every layer at every measured size, in ascending order of ``rows``.
+            all_sizes: Return every layer at every measured size, in ascending order of ``rows``.
         """
         import pandas as pd
 

@@ -1,12 +1,13 @@
 """Profiles as JSON values.
 
-Records of version 1 (before the loss was a layer, and without skip connections and other sizes),
-version 2 (without what a trial as a pipeline tells), version 3 (without tied parameters, and what
-has no gradient or is handed through), version 4 (without copies of buffers, and what partitions
-side by side do to each other), version 5 (without the bytes of gradients between layers), version 6
-(without inputs that all micro-batches have in common), version 7 (without turns) and version 8
-(without the turns of first cells) are still read; what they do not tell is unknown, so that
-everything between layers is taken to have a gradient, each storage one.
+Records of earlier versions are still read: version 1 (before the loss was a layer, and without skip
+connections and other sizes), version 2 (without the results of a trial as a pipeline), version 3
+(without tied parameters, and without which values have no gradient or are handed through),
+version 4 (without copies of buffers, and without how partitions side by side slow each other down),
+version 5 (without the bytes of gradients between layers), version 6 (without inputs that all
+micro-batches have in common), version 7 (without turns) and version 8 (without the turns of first
+cells). What they do not tell is unknown, so that every storage between layers is taken to have a
+gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gpipebal.records import (
     damaged,
     fields_of,
     object_of,
-    place,
+    path_in,
     text_of,
     tuple_of,
     without_header,
@@ -131,12 +132,12 @@ def _other(record: Any, kind: type[_Profile], number: int) -> _Profile:
     try:
         return _profile(record, kind, has_others=False)
     except (TypeError, ValueError) as error:
-        raise FileFormatError(f"{place('other_sizes', number)}: {error}") from error
+        raise FileFormatError(f"{path_in('other_sizes', number)}: {error}") from error
 
 
 def _each(make: Callable[[Any, str], _Part], records: Any, where: str) -> tuple[_Part, ...]:
     """Make parts of a profile of a list of records."""
-    return tuple(make(one, place(where, k)) for k, one in enumerate(tuple_of(records, where)))
+    return tuple(make(one, path_in(where, k)) for k, one in enumerate(tuple_of(records, where)))
 
 
 def _step(record: Any) -> StepTerms:
@@ -148,7 +149,7 @@ def _step(record: Any) -> StepTerms:
         ("turns", _turns),
     ):
         if content[name] is not None:
-            content[name] = make(content[name], place("step", name))
+            content[name] = make(content[name], path_in("step", name))
     content["gathered"] = tuple_of(content["gathered"], "step.gathered")
     return StepTerms(**content)
 
@@ -164,29 +165,31 @@ def _turns(record: Any, where: str) -> TurnTimes:
 def _layer(record: Any, where: str) -> LayerProfile:
     content = fields_of(record, where, LayerProfile, also=("saved", "outputs"))
     for name in STORAGE_FIELDS:
-        content[name] = tuple_of(content.get(name, ()), place(where, name))
+        content[name] = tuple_of(content.get(name, ()), path_in(where, name))
     for name in TEXT_FIELDS:
-        text_of(content.get(name, ""), place(where, name))
+        text_of(content.get(name, ""), path_in(where, name))
     return LayerProfile(**content)
 
 
 def _skip(record: Any, where: str) -> SkipProfile:
     content = fields_of(record, where, SkipProfile, also=("storages",))
-    text_of(content["name"], place(where, "name"))
-    content["storages"] = tuple_of(content["storages"], place(where, "storages"))
+    text_of(content["name"], path_in(where, "name"))
+    content["storages"] = tuple_of(content["storages"], path_in(where, "storages"))
     return SkipProfile(**content)
 
 
 def _tie(record: Any, where: str) -> TieProfile:
     content = fields_of(record, where, TieProfile)
-    return TieProfile(**{**content, "layers": tuple_of(content["layers"], place(where, "layers"))})
+    return TieProfile(
+        **{**content, "layers": tuple_of(content["layers"], path_in(where, "layers"))}
+    )
 
 
 def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Bring a record of an earlier version up to date.
 
     Raises:
-        FileFormatError: it lacks what has to be changed, or has what only later versions have.
+        FileFormatError: it lacks a field that has to be changed, or has one of a later version.
     """
     check_missing(content, "", {"step": _FIELDS["step"]})
     for last, bring in (
@@ -238,7 +241,7 @@ def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_version_3(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 3 up to date: all has a gradient, and no parameters are tied."""
+    """Bring a record of version 3 up to date: all values have gradients, no parameters are tied."""
     for name in ("without_gradient", "ties"):
         if name in content:
             raise _too_early("", name)
@@ -246,7 +249,7 @@ def _of_version_3(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_version_4(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 4 up to date: partitions do nothing to each other."""
+    """Bring a record of version 4 up to date: partitions do not slow each other down."""
     step = object_of(content["step"], "step")
     if "side_by_side" in step:
         raise _too_early("step", "side_by_side")
@@ -283,5 +286,5 @@ def _of_version_8(content: dict[str, Any]) -> dict[str, Any]:
 
 def _too_early(where: str, name: str) -> FileFormatError:
     return FileFormatError(
-        f"unknown field: {place(where, name)!r} (expected none that its version does not have)."
+        f"unknown field: {path_in(where, name)!r} (expected none that its version does not have)."
     )

@@ -1,25 +1,26 @@
 """Costs at any number of rows, from those that were measured.
 
-**Times.** Each is fitted as an overhead plus so much per row, neither negative, to all measured
-sizes. A size counts by how sure it is: the squared inverse of its spread, which is taken to be at
-least `fit.SURE` of the time. Where the fit misses a measured time by more than its spread and by
-more than `fit.TOLERANCE` of it, the time is no line in the rows (a kernel that changes with the
-size), and is interpolated between the measured sizes instead.
+**Times.** Each is fitted as an overhead plus a time per row, neither negative, to all measured
+sizes. A size is weighted by how certain it is: the squared inverse of its spread, which is taken to
+be at least `fit.SURE` of the time. Where the fit misses a measured time by more than its spread and
+by more than `fit.TOLERANCE` of it, the time is not a line in the rows (for example, because a
+kernel changes with the size), and is interpolated between the measured sizes instead.
 
 **Bytes.** A size that is a line in the rows through all measured sizes is exact at every number
 of rows; any other is interpolated and rounded up. Storages keep their identity: the sets of the
-result are those of the measured sizes, which must be the same. A measured size whose sets are
-others than those of the size nearest to what is asked for (another algorithm was chosen there) is
+result are those of the measured sizes, which must be the same. A measured size whose sets differ
+from those of the size nearest to the one asked for (because another algorithm was chosen there) is
 left out of the bytes, and named in the provenance.
 
 **Beyond the measured sizes** a fit goes on as it is, and interpolated values as `fit.interpolate`
-says. **One size alone** tells nothing of the overhead: all grows in proportion to the rows, but
-for buffers and for the gradients of parameters in the peaks of a backward, which stay as they are.
+says. **One size alone** tells nothing about the overhead: all costs grow in proportion to the rows,
+except for buffers and for the gradients of parameters in the peaks of a backward, which stay as
+they are.
 
-**Terms of the mini-batch** (gather, the loss over it, the optimizer) do not go by the rows of a
+**Terms of the mini-batch** (gather, the loss over it, the optimizer) do not depend on the rows of a
 micro-batch: they are those of the profile, or in proportion to other rows of the mini-batch.
 
-What was done stands in ``provenance['at_rows']`` of the result.
+What was done is recorded in ``provenance['at_rows']`` of the result.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _TIMES = {
     "forward_spread": "forward_spread",
     "backward_spread": "backward_spread",
 }
-#: Bytes and operations of a layer that go by the rows; parameters and what belongs to them do not.
+#: Bytes and operations of a layer that depend on the rows; those of parameters do not.
 _COUNTS = (
     "flops",
     "output_bytes",
@@ -61,12 +62,12 @@ _COUNTS = (
     "chained_accumulating_peak_bytes",
     "copied_bytes",
     "output_gradient_bytes",
-    # What a layer keeps as an attribute may be of a micro-batch.
+    # What a layer keeps as an attribute may belong to a micro-batch.
     "buffer_bytes",
     "kept_buffer_bytes",
     "saved_buffer_bytes",
 )
-#: Those that one size alone leaves as they are, and those that hold gradients of parameters too.
+#: Those that stay as they are with one size alone, and those that include parameters' gradients.
 _FIXED = ("buffer_bytes", "kept_buffer_bytes", "saved_buffer_bytes")
 _WITH_GRADIENTS = (
     "backward_peak_bytes",
@@ -86,7 +87,7 @@ def at_rows(profile: Profile, rows: int, mini_batch_rows: int | None = None) -> 
     if rows == profile.rows and of_mini_batch == profile.mini_batch_rows:
         return profile
     sizes = sorted((profile, *profile.other_sizes), key=lambda size: size.rows)
-    # Of two that are equally near the larger: its bytes are the safer guess.
+    # Of two that are equally near, the larger: its bytes are the safer guess.
     nearest = min(sizes, key=lambda size: (abs(size.rows - rows), -size.rows))
     made, about = (nearest, None) if nearest.rows == rows else _between(sizes, nearest, rows)
     step, storages, without_gradient = _with_whole_terms(made, profile, of_mini_batch)
@@ -163,7 +164,7 @@ def _layer_at(
         sizes: The layer at all measured sizes, in ascending order of rows.
         alike: Those with the same storages as the nearest.
         rows: Rows to find it at.
-        bad_fits: Gets its name if one of its times is no line in the rows.
+        bad_fits: Gets its name if one of its times is not a line in the rows.
     """
     found: dict[str, Any] = {}
     for name, spread in _TIMES.items():
@@ -187,7 +188,7 @@ def _layer_at(
 
 
 def _in_proportion(name: str, known: _Size, rows: int) -> int:
-    """Scale what one size alone tells, without what does not go by the rows."""
+    """Scale what one size alone tells, except for what does not depend on the rows."""
     of_rows, layer = known
     n_bytes: int = getattr(layer, name)
     fixed = n_bytes if name in _FIXED else 0
@@ -202,12 +203,12 @@ def _with_whole_terms(
     """Give a size the terms of the mini-batch: its own, or those of the profile.
 
     Returns:
-        The terms; the size's storages with those of the terms behind them; and which of all have
+        The terms; the size's storages followed by those of the terms; and which of all these have
         no gradient.
     """
     own = made.step
     known = [size for size in (profile, made) if size.step.whole_loss is not None]
-    # One of as many rows rather than one that has to be scaled.
+    # Prefer one with the same rows to one that has to be scaled.
     known.sort(key=lambda size: (size.mini_batch_rows != mini_batch_rows, size is profile))
     source = known[0] if known else made
     step, storages = source.step, list(made.storages)
@@ -216,7 +217,7 @@ def _with_whole_terms(
     number: dict[int, int] = {}
     for index in dict.fromkeys((*step.gathered, *_sets_of(step.whole_loss))):
         if alike and index in by_micro_batch:
-            # With one micro-batch its output is the mini-batch's.
+            # With one micro-batch, its output is that of the mini-batch.
             number[index] = index
             continue
         n_bytes = count_at([(source.mini_batch_rows, source.storages[index])], mini_batch_rows)
@@ -264,7 +265,7 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
 
 
 def _named(profile: Profile) -> set[int]:
-    """Return the storages that exist for every micro-batch, and not for the mini-batch only."""
+    """Return the storages that exist for every micro-batch, and not only for the mini-batch."""
     found = set(profile.inputs)
     for layer in profile.layers:
         found.update(layer.outputs, layer.saved)
@@ -279,11 +280,11 @@ def _sets_of(layer: LayerProfile | None) -> Iterable[int]:
 
 
 def _rows(name: str, rows: object) -> int:
-    """Return a number of rows as Python's own, or refuse what is none."""
+    """Return a number of rows as Python's own, or refuse anything else."""
     number = whole_number(rows)
     if number is None or not 1 <= number < 2**31:
         raise ProfileError(
-            f"number of rows is none: {name}={rows!r} (expected an int of 1 or more).\n"
+            f"number of rows is not valid: {name}={rows!r} (expected an int of 1 or more).\n"
             f"Fix: {name}=1, or more."
         )
     return number

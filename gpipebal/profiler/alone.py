@@ -1,9 +1,9 @@
 """One layer at a time: measure a model that need not fit the device.
 
-A layer comes to the device with its parameters, is looked at and measured there at every size of
-micro-batch, and leaves again. What it hands on waits on the host. So there is never more on the
-device than one layer with its gradients, its input, and what it makes of that. In turn nobody sees
-what neighbours do to each other, and there is no run of the whole chain to compare with.
+A layer comes to the device with its parameters, is examined and measured there at every size of
+micro-batch, and leaves again. Its output waits on the host. So there is never more on the device
+than one layer with its gradients, its input, and what it makes of that. In return, the effects of
+neighbours on each other are not seen, and there is no run of the whole chain to compare with.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SizeWalk:
         return cls(rows, arrived, numbers, arrived.storages)
 
     def survey(self, routes: Routes, device: torch.device) -> Survey:
-        """Return what was found out, when all layers are done."""
+        """Return the findings, once all layers are done."""
         with memory_for("the output"):
             outputs = moved(self.arrived, device)
         skips: tuple[SkipProfile, ...] = describe_skips(routes, self.skips)
@@ -78,7 +78,7 @@ class SizeWalk:
 
 @dataclass
 class _Twin:
-    """What was measured of a layer, for others like it: its index, and what it handed on."""
+    """What was measured of a layer, for others like it: its index, and its output."""
 
     index: int
     inputs: list[int | None]
@@ -104,7 +104,7 @@ def walk_alone(
         names: Names of the layers.
         modules: The caller's layers.
         routes: Their skips.
-        walks: The sizes, the micro-batch's own first. Those that a layer fails at are taken out.
+        walks: The sizes, the micro-batch's own first. Sizes at which a layer fails are removed.
         device: Where to measure.
         share: Whether layers that are alike are measured once.
         must: Whether a layer may not fail at any size.
@@ -114,16 +114,16 @@ def walk_alone(
         out_dims: Dimension along which the outputs of the last layer are joined; see `Chain`.
 
     Returns:
-        What there is to say: the sizes that were given up, and why.
+        Flags: the sizes that were given up, and why.
 
     Raises:
-        GpipebalError: a layer failed at the micro-batch's own size, or with `must` at any.
+        GpipebalError: a layer failed at the micro-batch's own size, or, with `must`, at any.
     """
     twins: dict[Hashable, _Twin] = {}
     notes: list[str] = []
 
     def give_up(i: int, error: GpipebalError) -> None:
-        # Its text alone is kept: its traceback holds all that the layer had made.
+        # Only its text is kept: its traceback holds all that the layer had made.
         if must or not i:
             raise error
         notes.append(left_out(walks[i].rows, error))
@@ -131,13 +131,13 @@ def walk_alone(
     for k, (name, module) in enumerate(zip(names, modules, strict=True)):
         dims = out_dims if k == len(names) - 1 else None
         kinds = [_kind(module, walk.arrived, k, routes, dims) if share else None for walk in walks]
-        # Of all sizes or of none, because they are measured in turns.
+        # For all sizes or for none, because they are measured in turns.
         known = None not in kinds and all((i, kind) in twins for i, kind in enumerate(kinds))
         if known:
             for i, walk in enumerate(walks):
                 _repeat(walk, twins[i, kinds[i]])
         else:
-            # A copy of its own: what a layer writes to its parameters is nobody's loss.
+            # A copy of its own: it does no harm if a layer writes to its parameters.
             replica = replicate([name], [module], device, private=(0,), keep_modes=keep_modes)[0]
             before = [list(walk.arrived.numbers) for walk in walks]
             subjects: dict[int, Subject] = {}
@@ -170,9 +170,9 @@ def _look(
     out_dims: Any,
     written: list[frozenset[int]] | None,
 ) -> Subject:
-    """Find out all of a layer that needs no repeats, and go on behind it.
+    """Find out all about a layer that needs no repeats, and go on after it.
 
-    Which inputs it writes to is found out at the first size; `written` is that, or None.
+    The inputs that it writes to are found out at the first size, when `written` is None.
     """
     popped = [key for key, (_, destination) in routes.items() if destination == k]
     on_host = walk.arrived.value
@@ -202,10 +202,10 @@ def _rounds(
     """Measure a layer at every size, in turns; its input comes to the device for that.
 
     Args:
-        subjects: The layer at each size, 0 being the micro-batch's own. A size that could be
-            looked at, but fails here, where more memory is needed, is taken out.
+        subjects: The layer at each size, 0 being the micro-batch's own. A size that was examined,
+            but fails here, where more memory is needed, is removed.
         pace: How long to go on.
-        give_up: Told of such a size; may raise.
+        give_up: Called with such a size; may raise.
     """
 
     def runs(i: int, times: Times) -> bool:
@@ -213,7 +213,7 @@ def _rounds(
             _round(subjects[i], times)
         except GpipebalError as error:
             if not is_out_of_memory(error):
-                raise  # it did not fail when it was looked at
+                raise  # it did not fail when it was examined
             del subjects[i]
             give_up(i, error)
             return False
@@ -259,7 +259,7 @@ def join_times(layers: Sequence[Times]) -> Times:
 def _kind(
     module: nn.Module, arrived: Arrived, k: int, routes: Routes, out_dims: Any
 ) -> Hashable | None:
-    """Say what a layer and its input are like; None: it has skips, which nothing is like."""
+    """Return a key that layers share if they and their inputs are alike; None: it has skips."""
     if any(k in ends for ends in routes.values()):
         return None
     same = {number: place for place, number in reversed(list(enumerate(arrived.numbers)))}
@@ -274,7 +274,7 @@ def _kind(
 
 
 def _repeat(walk: SizeWalk, twin: _Twin) -> None:
-    """Go on behind a layer that is like one that was measured."""
+    """Go on after a layer that is like one that was measured."""
     known = dict(zip(twin.inputs, walk.arrived.numbers, strict=True))
     known[None] = None
 
@@ -303,7 +303,7 @@ def _repeat(walk: SizeWalk, twin: _Twin) -> None:
 
 
 def moved(arrived: Arrived, device: torch.device, only: Sequence[Key] | None = None) -> Arrived:
-    """Bring a value to a device; of the skips that wait all, or only some."""
+    """Bring a value to a device, with all skips that wait, or only some of them."""
     return Arrived(_value_to(arrived.value, device, only), arrived.numbers, arrived.skips)
 
 

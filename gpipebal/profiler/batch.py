@@ -1,8 +1,8 @@
 """A mini-batch that knows where its rows are: what a pipeline is called with, or a target.
 
-The profiler needs micro-batches of any size from it, laid out in memory as the pipeline hands them
-to the first layer: on its own device as views into the mini-batch, gaps and all. A layer may copy
-what has gaps, so they are kept; the rows alone are what a micro-batch counts for.
+The profiler needs micro-batches of any size from it, laid out in memory as the pipeline passes them
+to the first layer: on its own device as views into the mini-batch, with their gaps. A layer may
+copy what has gaps, so they are kept; only the rows count as the micro-batch's bytes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Batch:
         structure: Their pytree.
         dims: Dimension along which each leaf has its rows; None: it has none, and every
             micro-batch gets all of it.
-        what: What it is called in errors.
-        as_given: The dimensions as the user gave them: of a sample those of the input and of
+        what: Its name in errors.
+        as_given: The dimensions as the user gave them: for a sample, those of the input and of
             keyword arguments.
     """
 
@@ -59,7 +59,7 @@ class Batch:
         in_dims: Any = 0,
         keyword_dims: Mapping[str, Any] | None = None,
     ) -> Batch:
-        """Take apart what a pipeline is called with, as it does.
+        """Take apart what a pipeline is called with, as the pipeline does.
 
         Raises:
             BalanceError: a dimension does not fit.
@@ -69,7 +69,7 @@ class Batch:
 
     @classmethod
     def target(cls, target: Any, dims: Any = 0) -> Batch | None:
-        """Take a target apart, as a step does; None: there is none.
+        """Take a target apart, as a step does; None: there is no target.
 
         Raises:
             BalanceError: a dimension does not fit.
@@ -101,10 +101,10 @@ class Batch:
         return count_rows(*given, what=self.what, argument=argument)
 
     def parted(self, chunks: int) -> list[int]:
-        """Part its rows into micro-batches.
+        """Divide its rows into micro-batches.
 
         Raises:
-            ModelError: it cannot be parted.
+            ModelError: it cannot be divided.
             ProfileError: it has no rows.
         """
         rows = self.count_rows()
@@ -131,7 +131,7 @@ class Batch:
             sizes: Rows of each.
 
         Raises:
-            ModelError: it cannot be parted.
+            ModelError: it cannot be divided.
             BalanceError: it has other rows.
         """
         if all(dim is None for _, dim in self._each_tensor()):
@@ -149,7 +149,7 @@ class Batch:
         return self._with([_first_of(leaf, dim, rows) for leaf, dim in self._each_tensor()])
 
     def repeated(self, rows: int, have: int) -> Batch:
-        """Return so many rows, from the first on, and from the first again.
+        """Return a number of rows: from the first on, and then from the first again.
 
         Args:
             rows: Rows wanted.
@@ -160,7 +160,7 @@ class Batch:
         return self._with([_repeated(*pair, rows, have) for pair in self._each_tensor()])
 
     def without_memory(self, rows: int, have: int) -> Batch:
-        """Return so many rows as tensors on the meta device, laid out as `copied_to` does it.
+        """Return a number of rows as tensors on the meta device, laid out as by `copied_to`.
 
         Args:
             rows: Rows wanted.
@@ -169,7 +169,7 @@ class Batch:
         return self._with([_without_memory(*pair, rows, have) for pair in self._each_tensor()])
 
     def to(self, device: torch.device) -> Batch:
-        """Bring its tensors to a device, cut off from autograd; those that are there stay."""
+        """Bring its tensors to a device, cut off from autograd; those already there stay."""
         return self._with(
             [leaf.detach().to(device, copy=leaf.is_inference()) for leaf in self.tensors]
         )
@@ -177,7 +177,7 @@ class Batch:
     def copied_to(self, device: torch.device) -> Batch:
         """Copy its tensors to a device, cut off from autograd.
 
-        On the device where they are they keep their strides, as views into the mini-batch.
+        Copies on the same device keep their strides, as views into the mini-batch have them.
         """
         return self._with([_copied(leaf.detach(), device) for leaf in self.tensors])
 
@@ -212,7 +212,7 @@ class Batch:
 
 
 def _rows_of(leaf: Tensor, dim: Dim) -> int | None:
-    """Return how many rows a tensor has; None: it has not got the dimension."""
+    """Return how many rows a tensor has; None: it does not have the dimension."""
     if dim is None or not -leaf.dim() <= dim < leaf.dim():
         return None
     return leaf.shape[dim]
@@ -247,7 +247,7 @@ def _copied(leaf: Tensor, device: torch.device) -> Tensor:
 
 
 def _like(leaf: Tensor, device: torch.device) -> Tensor:
-    """Make a tensor laid out as a view is; one that overlaps with itself becomes dense."""
+    """Make a tensor with the layout of a view; one that overlaps with itself becomes dense."""
     if not _is_strided(leaf):
         return torch.empty_like(leaf, device=device)
     once = _once(leaf)
@@ -256,9 +256,9 @@ def _like(leaf: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_strided(leaf: Tensor) -> bool:
-    """Tell whether a tensor is a plain one, and has its elements once, or along whole dimensions.
+    """Tell whether a tensor is plain, and repeats its elements only along whole dimensions.
 
-    As `Tensor.expand` makes it; windows that overlap, as of `Tensor.unfold`, are something else.
+    `Tensor.expand` makes such tensors; windows that overlap, as of `Tensor.unfold`, are different.
     """
     if type(leaf) not in (Tensor, nn.Parameter) or not has_storage(leaf) or leaf.is_quantized:
         return False

@@ -1,8 +1,8 @@
 """Buffers of a layer that a micro-batch which is recomputed later keeps copies of.
 
 The executor's rule (`gpipebal.pipeline.buffers`): small buffers always, and statistics of torch's
-normalisation layers; others if a forward writes to them or puts others in their place. Without
-values an estimate goes by the counts of writes.
+normalisation layers; others if a forward writes to them or puts others in their place. An estimate,
+which has no values, looks at the counts of writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copies_of_large(layer: nn.Module) -> list[tuple[Tensor, Tensor | int]]:
 
 
 def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor | int]]) -> list[Tensor]:
-    """Return the buffers that a recomputed micro-batch keeps copies of, of sparse ones the parts.
+    """Return the buffers that a recomputed micro-batch keeps copies of; parts of sparse ones.
 
     Args:
         layer: The layer, after a forward.
@@ -50,7 +50,7 @@ def kept_buffers(layer: nn.Module, before: Sequence[tuple[Tensor, Tensor | int]]
 
 
 def _buffers(layer: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yield the buffers that a forward of the layer may write to, with who has them."""
+    """Yield the buffers that a forward of the layer may write to, each with its module."""
     for module in layer.modules():
         left_alone = getattr(type(module), "buffers_left_alone", ())
         for name, buffer in module._buffers.items():

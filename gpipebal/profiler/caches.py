@@ -1,14 +1,13 @@
-"""Caches that layers keep outside of themselves, put back as they were.
+"""Caches that layers keep outside of themselves, restored as they were.
 
 A layer may keep a table of positions in a dictionary of its closure, under a global name, in its
-class, in a module that it calls without having it, as an attribute of a function, as a default of
-an argument or behind `functools.lru_cache`.
-Copies of the layer fill the same one, with tensors of the device that is measured, or without
-values.
+class, in a module that it calls but does not register, as an attribute of a function, as a default
+of an argument, or in `functools.lru_cache`. Copies of the layer fill the same cache, with tensors
+of the device that is measured, or without values.
 
-What is or holds tensors is put back; whatever else such a place is for goes on. Memories of
-`functools.lru_cache` cannot be put back in part, so those that grow are emptied. What code does
-not name, and what objects with ``__slots__`` or very many entries hold, is not found.
+Entries that are or hold tensors are restored; all else in such a place keeps its changes. A
+`functools.lru_cache` cannot be restored in part, so those that have grown are emptied. Caches that
+code does not name, or that are in objects with ``__slots__`` or very many entries, are not found.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from gpipebal.pipeline.attributes import MOST_INSIDE, inside_of, tensors_in
 
 __all__ = ["caches_kept", "global_names"]
 
-#: Objects inside objects are looked at so deep, and so many at most.
+#: Objects inside objects are looked at to this depth, and this many at most.
 _DEPTH, _MOST_OBJECTS = 8, 20_000
 #: Packages whose functions keep nothing of a layer.
 _OTHERS = frozenset({"torch", "numpy", "gpipebal", "builtins", "functools", "contextlib", "typing"})
 _PLAIN = (Tensor, str, bytes, int, float, type(None))
 _GONE = object()
-#: What every module has, mostly empty: hooks, say. A forward may add buffers and parameters.
+#: Attributes that every module has, mostly empty, such as hooks; without those that a forward may
+#: add to: buffers and parameters.
 _EMPTY_MOSTLY = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
 class _Places:
-    """The places outside of layers where code of theirs may put tensors.
+    """The places outside of layers where their code may put tensors.
 
     Attributes:
-        undo: What puts each place back.
+        undo: For each place, what restores it.
         memos: Functions that remember their results, with how many were new before.
     """
 
@@ -51,7 +51,7 @@ class _Places:
         self.undo: list[Callable[[], None]] = []
         self.memos: list[tuple[Any, int]] = []
         self._seen: set[int] = set()
-        # What is only looked at for a moment must not leave its identity to another.
+        # Temporary objects are kept, so that no other object gets the identity of one.
         self._alive: list[Any] = []
         # Modules outside of layers, with all that they have: looked at last, as they may be many.
         self._outside: list[tuple[nn.Module, int]] = []
@@ -61,14 +61,14 @@ class _Places:
             self._look_into_module(*self._outside.pop(0))
 
     def _look_at_own(self, value: Any) -> None:
-        """Look at what copies have too: only its functions lead elsewhere."""
+        """Look at a part that copies have too: only its functions lead elsewhere."""
         if not isinstance(value, nn.Module):
             self._look(value, _DEPTH)
             return
         for module in value.modules():
             self._look(type(module), _DEPTH)
             for each in vars(module).values():
-                # Copies have containers of their own, with the same functions in them: hooks, say.
+                # Copies have containers of their own, with the same functions in them, as hooks.
                 inside = each.values() if isinstance(each, dict) else [each]
                 for one in each if isinstance(each, list) else inside:
                     if not isinstance(one, (nn.Module, dict, list)):
@@ -81,7 +81,7 @@ class _Places:
             return
         self._seen.add(id(value))
         self._alive.append(value)
-        # Objects of the user's may refuse to be looked at, and lead nowhere then.
+        # Objects of the user's may refuse to be looked at; they then lead nowhere.
         with suppress(Exception):
             self._look_into(value, type(value), depth - 1)
 
@@ -136,7 +136,7 @@ class _Places:
 
     def _look_into_module(self, value: nn.Module, depth: int) -> None:
         """Look into a module that copies of layers have in common with them."""
-        # Trees of modules are no detour.
+        # Submodules do not count as a further depth.
         modules = [value, *(each for each in value.modules() if id(each) not in self._seen)]
         self._seen.update(map(id, modules))
         for module in modules:
@@ -171,7 +171,7 @@ class _Places:
     def _look_at_spoken(
         self, module: types.ModuleType, function: types.FunctionType, depth: int
     ) -> None:
-        """Look at what a function speaks of, of another module of the user's."""
+        """Look at what a function names in another Python module of the user's."""
         spoken = {name for code in _codes(function) for name in code.co_names}
         self._look_at_all([vars(module)[name] for name in spoken & vars(module).keys()], depth)
 
@@ -195,7 +195,7 @@ def global_names(function: types.FunctionType) -> list[str]:
 
 
 def _imported_in(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """Yield the modules that a function imports itself, where they are there already."""
+    """Yield the modules that a function imports itself, if they are loaded already."""
     package = function.__globals__.get("__package__") or ""
     for code in _codes(function):
         for name, level in _imports_in(code):
@@ -274,7 +274,7 @@ def _put_back_cell(cell: Any, held: Any) -> None:
 
 @contextmanager
 def caches_kept(objects: Iterable[Any]) -> Iterator[None]:
-    """Put back behind a block what code of some objects keeps of tensors outside of them.
+    """Restore, after a block, the tensors that the code of some objects keeps outside of them.
 
     Args:
         objects: Layers, and functions such as a loss.
@@ -284,7 +284,7 @@ def caches_kept(objects: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         for undo in places.undo:
-            # A place that refuses does not keep the others from being put back.
+            # A place that refuses does not keep the others from being restored.
             with suppress(Exception):
                 undo()
         for memo, misses in places.memos:

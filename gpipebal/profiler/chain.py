@@ -1,8 +1,8 @@
 """Chain: replicas of layers that run one micro-batch, layer by layer or in one piece.
 
 Layer by layer, every layer is a small autograd graph of its own, cut off at detached inputs, as a
-pipeline cuts at its partitions. What a layer stashes for a later one goes beside the chain, and is
-cut in the same way: a popped value is one more input of its layer, a stashed one one more output.
+pipeline cuts at its partitions. What a layer stashes for a later one bypasses the chain, and is cut
+in the same way: a popped value is a further input of its layer, a stashed one a further output.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Chain:
         names: Names of the layers.
         layers: Replicas of the layers.
         device: Where they are.
-        start: What goes into the first; its tensors are on the device.
+        start: The input of the first layer; its tensors are on the device.
         routes: Skips of the whole chain.
         first: Index of the first layer in the whole chain.
-        only_inputs: Whether a backward must leave everything but the inputs alone.
-        out_dims: Dimension along which the outputs of several micro-batches are joined, if that is
-            what the last of these layers gives; as `GPipe` takes it.
+        only_inputs: Whether a backward must make gradients of nothing but the inputs.
+        out_dims: Dimension along which the outputs of several micro-batches are joined, if the last
+            of these layers gives the output of the chain; as `GPipe` takes it.
 
     Attributes:
-        written: For each layer, which of its inputs (those popped count behind the others) it
-            writes to. Those are copied before the layer runs, and the copy is not clocked.
+        written: For each layer, which of its inputs (popped ones count after the others) it writes
+            to. Those are copied before the layer runs, and the copy is not clocked.
         stop: Set from outside to end a round before its next layer.
     """
 
@@ -98,14 +98,14 @@ class Chain:
                 self._pops[destination - first].append(key)
 
     def inputs(self, k: int, value: Value) -> list[Any]:
-        """Return the leaves that go into layer k: its input, and behind it what it pops."""
+        """Return the leaves that go into layer k: its input, then what it pops."""
         leaves = list(value.leaves)
         for key in self._pops[k]:
             leaves += value.skips[key][0]
         return leaves
 
     def outputs(self, k: int, value: Value) -> list[Any]:
-        """Return the leaves that came out of layer k: its output, and behind it what it stashed."""
+        """Return the leaves that came out of layer k: its output, then what it stashed."""
         leaves = list(value.leaves)
         for key in self._stashes[k]:
             leaves += value.skips[key][0]
@@ -123,7 +123,7 @@ class Chain:
         return random_gradients(self.outputs(k, value), dims)
 
     def popped(self, k: int) -> Sequence[Key]:
-        """Return the skips that layer k pops, in the order in which their leaves follow."""
+        """Return the skips that layer k pops, in the order of their leaves in the input."""
         return self._pops[k]
 
     def stashed(self, k: int) -> Sequence[Key]:
@@ -138,7 +138,7 @@ class Chain:
         wants: bool,
         protect: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Cut the inputs of layer k off, and copy those that it writes to, or with `protect` all.
+        """Cut off the inputs of layer k, and copy those that it writes to, or, with `protect`, all.
 
         Args:
             k: Index of the layer.
@@ -163,12 +163,12 @@ class Chain:
         layer: nn.Module | None = None,
         spans: list[Span] | None = None,
     ) -> Value:
-        """Run layer k, or another in its place; clock it where `spans` are wanted.
+        """Run layer k, or another in its place; clock it if `spans` are given.
 
         Args:
             k: Index of the layer.
-            given: What it is given, from `prepare`. Emptied: nobody holds what the layer frees.
-            value: Where its structure and the skips that pass it come from.
+            given: Its input, from `prepare`. Emptied, to hold nothing that the layer frees.
+            value: Gives the structure of the input, and the skips that pass the layer.
             layer: Runs in its place.
             spans: Its time is appended here.
 
@@ -263,8 +263,8 @@ class Chain:
         """Run the backward of every layer, the last one first; `tape` is used up.
 
         Args:
-            tape: What the forward left.
-            end: What came out at the end; its gradients are random.
+            tape: What the forward left for the backward.
+            end: The output of the last layer; its gradients are random.
             spans: The times are appended, the first layer's first; None: it had nothing to do.
         """
         last = len(self.layers) - 1
@@ -299,7 +299,7 @@ class Chain:
         torch.clear_autocast_cache()
         with torch.set_grad_enabled(grad):
             inputs = as_leaves(self.start.leaves, wants=self.first > 0)
-            # A layer may write to what those before it have handed on.
+            # A layer may write to the output of earlier ones.
             places = range(len(inputs)) if any(self.written) else ()
             given = cloned(inputs, places, self.start.views)
             arrived = {
@@ -358,7 +358,7 @@ class Chain:
             return False
         tensors, gradients = [root[0] for root in roots], [root[1] for root in roots]
         try:
-            # In this thread, as a worker does it, and where the ledger watches.
+            # In this thread, as in a worker, and because the ledger watches this thread.
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(tensors, gradients, inputs=wanted)
         except Exception as error:
@@ -374,5 +374,5 @@ class Chain:
 
 
 def _call(layer: nn.Module, value: Any) -> Any:
-    """Give a layer its input, and with it the keyword arguments that the first layer gets."""
+    """Call a layer with its input, and with the keyword arguments that the first layer gets."""
     return layer(value.input, **value.keywords) if isinstance(value, Call) else layer(value)

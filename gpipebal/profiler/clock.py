@@ -1,4 +1,4 @@
-"""The clock: what time a span of work took, on the host and on its device."""
+"""The clock: how long a span of work took, on the host and on its device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Span = tuple[Any, Any]
 
 
 class Clock:
-    """Points in time: on a CPU of the host's clock; on CUDA an event, and the host's time beside.
+    """Points in time: on a CPU, of the host's clock; on CUDA, an event and the host's time.
 
-    A CUDA device works behind the host: the event tells when the device came by, the host's time
-    when the work was launched. A host that is far ahead has to wait until the device takes more,
-    so what launching alone takes is only seen while the device has nothing else to do.
+    A CUDA device lags behind the host: the event tells when the device reached this point, the
+    host's time when the work was launched. A host that is far ahead has to wait until the device
+    accepts more, so the time of launching alone is only seen while the device has nothing else to
+    do.
 
     Attributes:
         from_idle: Whether work begins only when a CUDA device has done all before.
@@ -53,12 +54,12 @@ class Clock:
 
 
 def seconds_of(spans: Sequence[Span | None]) -> list[float]:
-    """Turn spans into seconds; those of a device are waited for. None is no work: 0."""
+    """Turn spans into seconds; waits for those of a device. None is not work: 0."""
     return [_seconds(*span) if span is not None else 0.0 for span in spans]
 
 
 def host_seconds_of(spans: Sequence[Span | None]) -> list[float]:
-    """Return the seconds that the host needed, of spans on a device that works on its own."""
+    """Return the seconds that the host needed for spans on a device that works on its own."""
     return [span[1][1] - span[0][1] if span is not None else 0.0 for span in spans]
 
 

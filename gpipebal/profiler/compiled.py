@@ -1,4 +1,4 @@
-"""Layers that `torch.compile` made faster: which they are, and their copies."""
+"""Layers that `torch.compile` has compiled: which they are, and their copies."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _calls_compiled(value: Any) -> bool:
 
 @contextmanager
 def compiled_apart(objects: Iterable[Any]) -> Iterator[None]:
-    """Let compiled layers be compiled as often as measuring needs, and leave none of that behind.
+    """Let compiled layers be compiled as often as measuring needs, and keep none of it afterwards.
 
     torch gives up compiling code that it has compiled a few times, and copies have the code of the
-    caller's layers. Behind the block all that torch has compiled in this process is compiled anew
+    caller's layers. After the block, all that torch has compiled in this process is compiled again
     at its next call.
 
     Args:
@@ -63,9 +63,9 @@ def compiled_apart(objects: Iterable[Any]) -> Iterator[None]:
 
 
 def compile_alike(layer: nn.Module, copied: nn.Module) -> None:
-    """Compile a copy in place where the original was, by ``layer.compile()``, in the same way.
+    """Compile a copy in place, in the same way, if the original was, by ``layer.compile()``.
 
-    A copy of a module forgets that; only wrappers (``torch.compile(layer)``) are copied with it.
+    A copy of a module loses this; only wrappers (``torch.compile(layer)``) are copied with it.
     """
     for theirs, mine in zip(layer.modules(), copied.modules(), strict=True):
         if theirs._compiled_call_impl is None:
@@ -84,7 +84,7 @@ def runs_as_written(layer: nn.Module) -> bool:
 
 
 def _compiler_of(compiled: Any) -> Callable[..., Any] | None:
-    """Find what made a compiled function: backend and options are nowhere else to be had."""
+    """Find what made a compiled function: only this tells its backend and options."""
     try:
         compiler = inspect.getclosurevars(compiled).nonlocals.get("self")
     except (TypeError, ValueError):

@@ -15,15 +15,15 @@ __all__ = ["buffer_like", "copy_layer", "parameter_like"]
 
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Make a parameter of the same class and with the same attributes, of these values.
+    """Make a parameter of the same class, with the same attributes and these values.
 
     Args:
-        parameter: The parameter; it is only looked at.
+        parameter: The parameter; it is not changed.
         values: The tensor that the new one shares its memory with.
     """
     kind, needs = type(parameter), parameter.requires_grad
     if type(values) is Tensor and issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
-        # Not by its constructor, which may want to know more.
+        # Not by its constructor, which may need more arguments.
         made: nn.Parameter = Tensor._make_subclass(kind, values, needs)
     else:
         made = nn.Parameter(values, needs)
@@ -61,8 +61,8 @@ def copy_layer(
 
     Args:
         name: Its name.
-        layer: The layer; it is only looked at.
-        memo: What stands for which object, by identity, as `deep_copy` takes it.
+        layer: The layer; it is not changed.
+        memo: Substitutes for objects, by identity, as `deep_copy` takes them.
         keep_modes: Whether its parts stay in training or evaluation mode; else all are trained.
         copying: Copies tensors; None: tensors of a graph are cut off from it.
 

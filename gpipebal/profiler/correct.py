@@ -1,4 +1,4 @@
-"""Correct a profile by what a trial of it as a pipeline told."""
+"""Correct a profile by the results of a trial of it as a pipeline."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gpipebal.profiler.trial import MOST_TRIAL_CHUNKS, Setting, run_trial
 
 __all__ = ["correct", "try_out"]
 
-#: A factor further from 1 than this is told of.
+#: A factor further from 1 than this is reported.
 NOTABLE = 0.1
 
 
 def try_out(
     profile: Profile, setting_of: Callable[[int], Setting], chunks: int, seconds: float
 ) -> Profile:
-    """Run a profile's layers as a pipeline for a while, and correct it by what that tells.
+    """Run a profile's layers as a pipeline for a while, and correct it by the result.
 
     Args:
         profile: What was measured, layer by layer.
-        setting_of: Makes the setting of a trial with so many micro-batches.
-        chunks: Micro-batches of a mini-batch; as many are tried as the memory holds.
-        seconds: How long, about.
+        setting_of: Makes the setting of a trial with a number of micro-batches.
+        chunks: Micro-batches of a mini-batch; the trial has as many of them as the memory holds.
+        seconds: About how long.
 
     Returns:
         The corrected profile; or one that says why there was no trial.
@@ -97,14 +97,14 @@ def _turns(profile: Profile, trial: Trial) -> TurnTimes | None:
 
 
 def _words(factor: float) -> str:
-    """Write a factor; one at an end of what is believed may have been farther out."""
+    """Write a factor; one at the end of the plausible range may have been beyond it."""
     if factor >= MOST_FACTOR:
         return f"{factor:.2f} or more"
     return f"{factor:.2f} or less" if factor <= 1 / MOST_FACTOR else f"{factor:.2f}"
 
 
 def _with_flag(profile: Profile, flag: str) -> Profile:
-    """Say one more thing that is doubtful about a profile."""
+    """Add a flag to a profile."""
     flags = [*profile.provenance.get("flags", []), flag]
     return replace(profile, provenance={**profile.provenance, "flags": flags})
 

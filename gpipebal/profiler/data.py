@@ -1,4 +1,4 @@
-"""The data of a study: a mini-batch, its target, and how both are parted and joined."""
+"""The data of a study: a mini-batch, its target, and how both are divided and joined."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Data:
         return self.out_dims if len(self.sizes) > 1 else None
 
     def start_of(self, rows: int, device: torch.device) -> Value:
-        """Return what goes into the chain with a micro-batch of so many rows."""
+        """Return the chain's input for a micro-batch of a number of rows."""
         with memory_for(f"a micro-batch of {count(rows, 'row')}"):
             return Value.of(self.sample.first(rows).copied_to(device).value)
 
@@ -63,7 +63,7 @@ class Data:
         """Return the target of its first micro-batch, as a loss takes it.
 
         Raises:
-            ModelError: the target cannot be parted.
+            ModelError: the target cannot be divided.
             BalanceError: it has other rows than the sample.
         """
         with memory_for("the target"):
@@ -76,7 +76,7 @@ class Data:
         return {"in_dims": in_dims, "keyword_dims": keyword_dims, "out_dims": self.out_dims}
 
     def outputs(self, first: Arrived, sizes: Sequence[int]) -> Outputs:
-        """Return the outputs of a mini-batch, told from that of its first micro-batch."""
+        """Return the outputs of a mini-batch, derived from that of its first micro-batch."""
         return Outputs(first, sizes, self.out_dims)
 
     def _target_of(self, sizes: Sequence[int]) -> Batch | None:

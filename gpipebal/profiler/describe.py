@@ -36,7 +36,7 @@ __all__ = [
 
 #: Fewer rounds than this are too few to trust a median.
 FEW_ROUNDS = 3
-#: A spread wider than this share of the median is told of.
+#: A spread wider than this share of the median is flagged.
 WIDE_SPREAD = 0.1
 
 
@@ -47,7 +47,7 @@ def describe_layers(
     found: Survey,
     optimizer: OptimizerMemory,
 ) -> tuple[tuple[LayerProfile, ...], dict[str, Settled]]:
-    """Describe every layer, and how its times were settled with the whole chain's."""
+    """Describe every layer, and how its times were reconciled with the whole chain's."""
     settled = {
         "forward": settle_rounds(times.forward, times.whole_forward),
         "backward": settle_rounds(times.backward, times.whole_backward),
@@ -154,10 +154,10 @@ class OptimizerMemory(NamedTuple):
 
     Attributes:
         state: Bytes that it keeps.
-        peaks: Bytes that its step needs for a moment.
-        carried: Bytes more that it needs beside what the step of the layer before has left.
-        together: Whether those of all layers add up.
-        doubts: What there is to say about them.
+        peaks: Bytes that its step needs temporarily.
+        carried: Further bytes where the step of the layer before has left something.
+        together: Whether the peaks of all layers add up.
+        doubts: Flags about these numbers.
     """
 
     state: list[int] | None = None
@@ -175,14 +175,14 @@ class OptimizerMemory(NamedTuple):
         return None if self.peaks is None else self.peaks[k]
 
     def carried_of(self, k: int) -> int:
-        """Return the bytes more that it needs behind another layer on the same device."""
+        """Return the further bytes that it needs after another layer on the same device."""
         return 0 if self.carried is None else self.carried[k]
 
 
 def optimizer_memory(
     maker: Maker | None, modules: Sequence[nn.Module], device_type: str
 ) -> OptimizerMemory:
-    """Find what an optimizer needs for every layer, on a device of a type."""
+    """Find out what an optimizer needs for every layer, on a type of device."""
     if maker is None:
         return OptimizerMemory()
     owner = layer_of_tensors(modules)
@@ -207,7 +207,7 @@ def optimizer_memory(
             f"the optimizer's time and state are not known: a step of {maker.name} calls the model"
         )
     elif state is None or peaks is None:
-        known = {"state": state, "memory for a moment": peaks}
+        known = {"state": state, "temporary memory": peaks}
         missing = " and ".join(name for name, found in known.items() if found is None)
         verb = "are" if state is None and peaks is None else "is"
         doubts.append(

@@ -1,4 +1,4 @@
-"""Doubts: what is to be said about layers before they are measured, for the flags of a profile."""
+"""Doubts: what to flag about layers before they are measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NAMES = 3
 def doubts_about(
     names: Sequence[str], layers: Sequence[nn.Module], *, keep_modes: bool
 ) -> Iterator[str]:
-    """Yield what is not as one might think of these layers.
+    """Yield flags about these layers: what is not as a user may expect.
 
     Args:
         names: Their names.

@@ -1,4 +1,4 @@
-"""What to say when a layer fails while it is measured: which one, given what, and what helps."""
+"""What to say when a layer fails while it is measured: which one, on what input, what helps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shapes_of(leaves: Sequence[Any]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether the device had no memory left: an error itself, or what it came from."""
+    """Tell whether the device had no memory left, by an error or by the error that caused it."""
     cause = error.__cause__ or error
     # A CPU's allocator has no kind of error of its own.
     on_cpu = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause)
@@ -46,12 +46,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def alone_already(error: ProfileError) -> ProfileError:
-    """Take the advice to measure one layer at a time back, where that has been done."""
+    """Remove the advice to measure one layer at a time, where that has been done."""
     return ProfileError(str(error).replace(_ONE_AT_A_TIME, ""))
 
 
 def forbids_hooks(error: BaseException) -> bool:
-    """Tell whether a function ran that forbids to look at what is saved: one of torch.func."""
+    """Tell whether a function of torch.func ran, which forbids hooks on what is saved."""
     return "yet support saved tensor hooks" in str(error)
 
 
@@ -62,10 +62,10 @@ def left_out(rows: int, error: Exception) -> str:
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Say what there is no memory for, where it is not a layer that asks for it.
+    """Say what there is no memory for, where it is not a layer that needs it.
 
     Raises:
-        ProfileError: there is none.
+        ProfileError: there is not enough memory.
     """
     try:
         yield
@@ -112,7 +112,7 @@ def backward_failed(error: Exception, name: str, shapes: str) -> ProfileError:
 
 
 def whole_backward_failed(error: Exception, writers: Sequence[str]) -> ProfileError:
-    """Say why layers that can go back one by one cannot go back together.
+    """Say why the backward of the whole chain fails though those of single layers run.
 
     Args:
         error: The original error.

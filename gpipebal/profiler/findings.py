@@ -1,4 +1,4 @@
-"""What the traces of a trial tell, set beside the sums over the layers."""
+"""What the traces of a trial tell, compared with the sums over the layers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Trial:
         rounds: How often each way of running had its turn.
         factors: Measured over predicted time of the cells of a kind while all partitions work, by
             field of `Durations`.
-        cell_overhead_time: Seconds that a cell takes beside its layers.
-        overhead_time: Seconds of a step with the loss behind it, beside everything.
+        cell_overhead_time: Seconds that a cell takes in addition to its layers.
+        overhead_time: Seconds of a step with the loss after the pipeline that nothing else takes.
         inside_overhead_time: The same with the loss inside; None: there is nothing to train.
-        alone: How much of its time a cell of a kind takes while no other partition works; None:
+        alone: Share of its time that a cell of a kind takes while no other partition works; None:
             not known.
         turns: How many times as long a cell of a kind takes where it turns or comes first, as
-            `turn_factors` says it; None: not known.
+            `turn_factors` returns it; None: not known.
     """
 
     balance: tuple[int, ...]
@@ -70,14 +70,14 @@ def read_trial(
     overheads: Mapping[str, float],
     of_loss: Mapping[str, float] | None = None,
 ) -> Trial:
-    """Set the traces of a trial beside the sums over the layers.
+    """Compare the traces of a trial with the sums over the layers.
 
     Args:
         profile: What was measured, layer by layer.
         balance: How the chain was cut.
         chunks: Micro-batches of its steps.
         rounds: How often each way of running had its turn.
-        ways: The ways, and what was seen of them; also those in one partition.
+        ways: The ways of running with their traces; also those in one partition.
         overheads: Seconds of a cell of each kind whose layer does next to nothing.
         of_loss: Seconds that a loss which does nothing adds to a cell of a kind; None: no time.
     """
@@ -100,7 +100,7 @@ def read_trial(
             for way in together
             if not way.inside
         ]
-        # Whatever the cells by themselves told, the steps that ran take as long as they took.
+        # Whatever the single cells tell, the predicted steps must take as long as those that ran.
         pairs = zip(beside.spans, placed, strict=True)
         ratios = [median(times) / time for times, time in pairs if time]
         scale = within_reason(fmean(ratios)) if ratios else 1.0
@@ -119,7 +119,7 @@ def read_trial(
 
 
 def _medians(ways: Sequence[Traced], n_partitions: int) -> dict[str, tuple[float, ...]]:
-    """Return the middle time of each partition's cells of each kind; 0 where there is none."""
+    """Return the median time of each partition's cells of each kind; 0 where there is none."""
     cells = seconds_of_cells(ways)
     return {
         name: tuple(median(cells.get((name, j), [0.0])) for j in range(n_partitions))
@@ -135,15 +135,15 @@ def _apart(
     overheads: Mapping[str, float],
     turns: Mapping[str, float] | None,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Tell what cells take beside others, and how much of that they take alone.
+    """Find how long cells take while others work, and what share of that they take alone.
 
     Args:
         predicted: Sums over the layers, by kind and partition.
         together: The ways in which all partitions worked.
         solo: Those in one partition.
-        factors: What cells take beside others, where `solo` does not tell.
+        factors: How long cells take while others work, where `solo` does not tell.
         overheads: Seconds of a cell whose layer does next to nothing.
-        turns: How many times as long a cell takes where it stands.
+        turns: How many times as long a cell takes by its position.
     """
     slow = alone_factors(predicted, seconds_of_cells(solo), overheads)
     pressures = pressures_of(together, predicted, slow, overheads, turns)
@@ -154,14 +154,14 @@ def _apart(
 
 
 class _Beside(NamedTuple):
-    """Seconds of steps beside their cells.
+    """Seconds of steps in addition to their cells.
 
     Attributes:
-        gaps: Between two cells, for each step with the loss behind the pipeline.
-        around: In front of the first cell, behind the last, and between the phases, less what is
-            known of the loss; for each of these steps.
+        gaps: Between two cells, for each step with the loss after the pipeline.
+        around: Before the first cell, after the last, and between the phases, less what is known
+            about the loss; for each of these steps.
         spans: From the first cell to the last, without the pause, for each way and its steps.
-        inside: In front of the first cell and behind the last, for each step with the loss inside.
+        inside: Before the first cell and after the last, for each step with the loss inside.
     """
 
     gaps: list[float]
@@ -177,7 +177,7 @@ def _beside_cells(
     measured: Durations,
     turns: Mapping[str, float] | None,
 ) -> _Beside:
-    """Find out what steps took beside their cells, whose middle times are known."""
+    """Find out what steps took in addition to their cells, whose median times are known."""
     gaps, around, inside = [], [], []
     spans: list[list[float]] = []
     known = (profile.step.loss_time or 0.0) + (profile.step.gather_time or 0.0)
@@ -226,7 +226,7 @@ def _means(
 ) -> Durations:
     """Take the mean time of each partition's cells of a kind in one step.
 
-    What a cell takes longer where it stands is taken out, and told apart.
+    The extra time that is due to a cell's position is left out here, and reported apart.
     """
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     events = timeline.events
@@ -260,7 +260,7 @@ def _hand_over(timeline: Timeline, order: Any, cells: Durations, pause: float) -
 
 
 def _pause_of(timeline: Timeline) -> float:
-    """Return the seconds from the last forward to the first action behind it."""
+    """Return the seconds from the last forward to the first action after it."""
     ends = [event.end for event in timeline.events if event.kind == "F"]
     starts = [event.start for event in timeline.events if event.kind in "RB"]
     return max(0.0, min(starts) - max(ends)) if ends and starts else 0.0

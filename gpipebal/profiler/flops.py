@@ -43,11 +43,11 @@ _MORE: dict[Any, Callable[..., int]] = {
 class FlopCounter(EagerDispatchMode):
     """Count the floating-point operations of a block.
 
-    The formulas are those of `torch.utils.flop_counter`, of matrix products, convolutions and
-    attention; of kernels that it does not know, those of the products inside. All other operations
-    are as good as free beside them, and count as nothing. torch's own `FlopCounterMode` would also
-    set hooks on all modules of the process, and the counts by module that those give are not
-    needed here. The fast path that torch's attention layers have in evaluation mode is one
+    The formulas are those of `torch.utils.flop_counter`, for matrix products, convolutions and
+    attention; for kernels that it does not know, those of the products inside. All other operations
+    cost next to nothing compared with these, and are not counted. torch's own `FlopCounterMode`
+    would also set hooks on all modules of the process, and the counts by module that these give are
+    not needed here. The fast path that torch's attention layers have in evaluation mode is one
     operation without a formula, so they are counted without it.
 
     Attributes:

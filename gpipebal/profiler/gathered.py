@@ -1,4 +1,4 @@
-"""What a step costs over the gathered output: joining it, and the loss that is taken of it."""
+"""What a step costs over the gathered output: joining it, and the loss over it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gpipebal.profiler.storages import LayerMemory
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
 
-#: The loss over a gathered output needs about so many times its bytes.
+#: The loss over a gathered output needs about this many times the output's bytes.
 COPIES = 4
 
-#: Seconds of joining, the loss over what was joined, and the storages of that.
+#: Seconds of joining, the loss over the joined output, and the storages of that output.
 GatheredTerms = tuple[float, LayerProfile | None, tuple[int, ...]]
 
 
@@ -43,10 +43,10 @@ def try_gathered(
     Micro-batches may have no such loss though the mini-batch has one.
 
     Raises:
-        ProfileError: the loss failed; not for want of memory, which a pipeline may need less of.
+        ProfileError: the loss failed; but not for lack of memory: a pipeline may need less.
     """
     try:
-        # It numbers storages, and will do so again.
+        # Measuring numbers storages, and will do so again.
         measure_gathered(outputs, copy.deepcopy(numbers), device, loss_fn, target)
     except (GpipebalError, torch.OutOfMemoryError) as error:
         if not is_out_of_memory(error):
@@ -60,7 +60,7 @@ def measure_gathered(
     loss_fn: Callable[..., Tensor] | None,
     target: Any,
 ) -> GatheredTerms:
-    """Measure it over stand-ins for the outputs of all micro-batches.
+    """Measure joining and loss over stand-ins for the outputs of all micro-batches.
 
     Args:
         outputs: Outputs of the micro-batches.
@@ -94,14 +94,14 @@ def scaled_gathered(
     loss: LayerProfile | None,
     free_bytes: int,
 ) -> GatheredTerms | None:
-    """Scale it up from two micro-batches and from the loss over one, where there is no room.
+    """Scale both up from two micro-batches and from the loss over one, where there is no room.
 
     Args:
         outputs: Outputs of the micro-batches.
         numbers: Numbers of all storages so far; new ones are added.
         device: Where they are.
         loss: The loss over one micro-batch; None: there is none.
-        free_bytes: What there is room for.
+        free_bytes: Bytes that are free.
 
     Returns:
         The terms; None: there is room to measure them.

@@ -1,4 +1,4 @@
-"""Gradients that go into a layer's backward and come out of it: whose memory they lie in."""
+"""Gradients that go into a layer's backward and come out of it: which memory they are in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpipebal.pipeline.tensors import bytes_of, has_storage, storage_key
 
 __all__ = ["begun_inside", "handed_through", "needs_gradient"]
 
-#: What tells how to make a gradient: shape, dtype and device.
+#: All that is needed to make a gradient: shape, dtype and device.
 _Recipe = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -24,9 +24,9 @@ def needs_gradient(leaf: Any) -> bool:
 
 
 def begun_inside(outputs: Sequence[Any]) -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """Put something behind outputs whose backward makes their gradients.
+    """Append to outputs a function whose backward makes their gradients.
 
-    Nobody else holds these, so that they are freed once they are used: as in a chain.
+    Nothing else holds these gradients, so they are freed once they are used: as in a chain.
 
     Args:
         outputs: Leaves of a value.
@@ -50,7 +50,7 @@ def begun_inside(outputs: Sequence[Any]) -> tuple[list[tuple[Tensor, Tensor]], i
 
 
 class _Begin(torch.autograd.Function):
-    """Give a number for outputs; its backward makes a gradient for each of them."""
+    """Return a number for outputs; its backward makes a gradient for each of them."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ class _Begin(torch.autograd.Function):
 def handed_through(
     inputs: Iterable[Any], roots: Sequence[tuple[Tensor, Tensor]], found: dict[int, int]
 ) -> Iterator[None]:
-    """Find the inputs that are outputs too, and whose gradient in a block's backward is theirs.
+    """Find the inputs that are outputs too, and whose gradient in a block's backward is the same.
 
     Args:
         inputs: Leaves of autograd.
         roots: Outputs, with the gradients that the backward starts from.
-        found: Takes the places of the inputs, with the keys of their storages.
+        found: Receives the places of the inputs, with the keys of their storages.
     """
     given = {
         (storage_key(output), storage_key(gradient))

@@ -1,10 +1,11 @@
-"""What measuring would change although it runs copies: what layers reach past themselves.
+"""What measuring would change although it runs copies: things outside of layers that they use.
 
 A layer may use a weight of another one through a function, ``lambda x: F.linear(x, other.weight)``,
-and so may a loss. Copies of the layer have the same function, and it the same weight: gradients of
-that would be the caller's, and so would the statistics of a batch normalisation.
+and so may a loss. Copies of the layer have the same function, which has the same weight: its
+gradients would go to the caller's weight. The same holds for the statistics of a batch
+normalisation.
 
-What one call puts back is what it found, so only one may be at work in a process: another waits.
+A call restores what it has found, so only one may be at work in a process: others wait.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from gpipebal.profiler.caches import caches_kept, global_names
 
 __all__ = ["left_alone", "reached_past", "weights_reached"]
 
-#: Objects inside objects are looked at so deep.
+#: Objects inside objects are looked at to this depth.
 _DEPTH = 8
 _at_work = threading.RLock()
 
 
 def _renew() -> None:
-    """Begin anew in a forked process: whoever was at work is not there."""
+    """Start afresh in a forked process: a thread that was at work does not exist there."""
     global _at_work
     _at_work = threading.RLock()
 
@@ -59,7 +60,7 @@ class _Reached:
         self.shared_leaves: dict[int, Tensor] = {}
         self._seen: set[tuple[int, bool]] = set()
         for each in objects:
-            # A loss that is no module is not copied, so all that it holds is shared.
+            # A loss that is not a module is not copied, so it shares all that it holds.
             self._look(each, not isinstance(each, nn.Module), _DEPTH)
 
     def _look(self, value: Any, is_shared: bool, depth: int) -> None:
@@ -83,7 +84,7 @@ class _Reached:
         if isinstance(value, nn.Module):
             # Not by its name: a scripted module has none until it is asked, of an instance.
             self._look(inspect.getattr_static(type(value), "forward", None), is_shared, depth)
-            # Trees of modules may be deep: they are no detour.
+            # Trees of modules may be deep: submodules do not count as a further depth.
             parts = (*value._modules.values(), *value._parameters.values())
             buffers = [buffer for buffer in value._buffers.values() if buffer is not None]
             self.weights.update((id(buffer), buffer) for buffer in buffers)
@@ -123,7 +124,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _used_by(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what a function uses beside its arguments; of global names only modules and tensors."""
+    """Yield what a function uses besides its arguments; of globals only modules and tensors."""
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     for cell in function.__closure__ or ():
@@ -140,7 +141,7 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
 def reached_past(layer: nn.Module) -> bool:
     """Tell whether a layer uses parameters that it does not register, by a function or in a list.
 
-    What it keeps as an attribute itself is its own.
+    Attributes of the layer are its own.
     """
     own = {id(tensor) for tensor in (*layer.parameters(), *attributes_of(layer))}
     return bool(_Reached([layer]).leaves.keys() - own)
@@ -149,17 +150,17 @@ def reached_past(layer: nn.Module) -> bool:
 def weights_reached(layer: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers that a layer can use, also those of others.
 
-    They are there all the time, whoever has them.
+    They exist all the time, whichever layer has them.
     """
     return list(_Reached([layer]).weights.values())
 
 
 @contextmanager
 def left_alone(objects: Sequence[Any]) -> Iterator[None]:
-    """Leave gradients as they are, and buffers and caches that are reached by functions.
+    """Keep gradients as they are, and buffers and caches that are reached by functions.
 
-    While the block runs there are no gradients; behind it those of before are back, the same
-    tensors with the same values. A block of another thread waits for its end.
+    While the block runs there are no gradients; after it, the earlier ones are restored: the same
+    tensors with the same values. A block of another thread waits until this one has ended.
 
     Args:
         objects: Layers, and functions such as a loss.
@@ -170,7 +171,7 @@ def left_alone(objects: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _tensors_kept(reached: _Reached) -> Iterator[None]:
-    # One that cannot be put back does not keep the others from it.
+    # One that cannot be restored does not keep the others from being restored.
     with ExitStack() as behind:
         for module in reached.shared.values():
             for name, buffer in module._buffers.items():
@@ -187,7 +188,7 @@ def _put_back(buffer: Tensor, before: Tensor, values: Tensor) -> None:
     """Give a buffer its memory and its values back.
 
     Args:
-        buffer: The buffer; it may have been made to lie elsewhere, with other sizes.
+        buffer: The buffer; it may have been given other memory, with other sizes.
         before: A view of all of it, from before, which counts writes by itself.
         values: What it held then.
     """

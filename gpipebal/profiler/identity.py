@@ -1,4 +1,4 @@
-"""Identity: whether two layers cost the same for the same input, so that one stands for both."""
+"""Identity: whether two layers cost the same for the same input, so that one counts for both."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["identity_of"]
 
 #: Attributes of a module that are compared in another way.
 _LOOKED_AT = ("_parameters", "_buffers", "_modules")
-#: Attributes of attributes are compared so deep; what lies below counts as the same only if it is
-#: the same object.
+#: Attributes of attributes are compared to this depth; what lies below counts as the same only if
+#: it is the same object.
 _DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
@@ -25,10 +25,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def identity_of(layer: nn.Module) -> Hashable:
     """Return what two layers have in common only if they cost the same for the same input.
 
-    That is more than a fingerprint, which knows nothing of attributes that a class does not tell:
-    classes, options, shapes of parameters and buffers and which of them are the same, modes, and
-    every attribute; objects count as equal only if they are one object, as a shared configuration
-    is.
+    That is more than a fingerprint, which leaves out private attributes: it includes classes,
+    options, shapes of parameters and buffers and which of them are the same, modes, and every
+    attribute. Objects count as equal only if they are one object, as a shared configuration is.
     """
     known: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""The loss as a layer behind the last one: over one micro-batch, and over the whole mini-batch."""
+"""The loss as a layer after the last one: over one micro-batch, and over the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPEATS = 5
 
 
 class LossLayer(nn.Module):
-    """A layer that gives the loss of its input.
+    """A layer that returns the loss of its input.
 
     Args:
         loss_fn: Called as ``loss_fn(output, target)``, or without a target ``loss_fn(output)``.
@@ -63,10 +63,10 @@ class LossChain(Chain):
     """A chain whose only layer is the loss.
 
     Args:
-        loss_fn: The loss; of a module a copy.
+        loss_fn: The loss; if it is a module, a copy of it.
         target: Its target; None: there is none.
-        start: What the loss is taken of.
-        device: Where it is.
+        start: The input of the loss.
+        device: Where the input is.
 
     Attributes:
         loss: The layer.
@@ -137,7 +137,7 @@ def measure_whole_loss(
     numbers: Numbers,
     device: torch.device,
 ) -> tuple[LayerProfile, tuple[int, ...]]:
-    """Measure the loss over the gathered outputs, as a caller computes it behind ``pipe(x)``.
+    """Measure the loss over the gathered outputs, as a caller computes it after ``pipe(x)``.
 
     Args:
         loss_fn: The loss.
@@ -187,7 +187,7 @@ def measure_whole_loss(
 
 
 def loss_failed(error: ProfileError) -> ProfileError:
-    """Say that not a layer but the loss failed, and with what."""
+    """Say that the loss failed, and not a layer, and with which error."""
     cause = error.__cause__ or error
     return ProfileError(
         f"the loss failed: {type(cause).__name__}: {cause}\n"

@@ -39,12 +39,12 @@ from gpipebal.schedule import check_count
 
 __all__ = ["profile_model"]
 
-#: Rounds: at least these, whatever the timeout; at most those.
+#: Least number of rounds, whatever the timeout; and the most.
 LEAST_ROUNDS = 1
 MOST_ROUNDS = 40
-#: Default of `timeout`: the cost of so many training steps, but between these seconds.
+#: Default of `timeout`: the cost of this many training steps, but within these seconds.
 DEFAULT_STEPS = 10
-#: The trial as a pipeline may take this fraction of what the repeats may.
+#: The time for the repeats, divided by this, is the time for the trial as a pipeline.
 TRIAL_PARTS = 2
 LEAST_SECONDS = 2.0
 MOST_SECONDS = 60.0
@@ -78,13 +78,17 @@ def profile_model(
     """Measure times and memory of every layer, for one micro-batch.
 
     The layers are measured as they are trained, in replicas that share only the parameters' memory
-    with the model: parameters, gradients, buffers, training flags, hooks, devices and random
-    numbers of the model are afterwards as before. Hooks of layers run in the replicas, too. A model
-    in training mode may have parts in evaluation mode (a frozen batch normalisation), and is
-    measured so; one that is in evaluation mode itself is measured as if all of it were trained.
-    Autocast is that of the caller. Layers that `torch.compile` made are timed compiled; their
-    memory and operations are those of the code as written. Behind the profile torch compiles them,
-    and whatever else it has compiled in the process, anew at the next call.
+    with the model. Parameters, gradients, buffers, training flags, hooks, devices and random
+    numbers of the model are the same afterwards as before. Hooks of layers run in the replicas,
+    too. A model in training mode may have parts in evaluation mode (a frozen batch normalisation),
+    and is measured in these modes; one that is in evaluation mode itself is measured as if all of
+    it were trained. Autocast is that of the caller. Layers that `torch.compile` made are timed
+    compiled; their memory and operations are those of the code as written. After the profile, torch
+    compiles them, and whatever else it has compiled in the process, again at the next call.
+
+    One profile is taken at a time in a process: a call in another thread waits for its end. Caches
+    that layers keep outside of themselves are restored; those of `functools.lru_cache` that have
+    grown are emptied.
 
     Args:
         module: An `nn.Sequential`; its children are the layers.
@@ -92,46 +96,47 @@ def profile_model(
             A tuple is one input.
         device: Where to measure; None: the first CUDA device, or the CPU where there is none. On
             CUDA the layers run on the caller's current stream of that device.
-        chunks: Micro-batches that a mini-batch will be parted into. The layers are measured at
+        chunks: Micro-batches that a mini-batch will be divided into. The layers are measured at
             the size of the largest, ``ceil(rows / chunks)`` rows.
         rows: Further sizes of micro-batches to measure (see `Profile.other_sizes`), at most as
-            large as the sample; None: double and half of the micro-batch's rows, or where the
-            sample is too small for that the next fractions; ``()``: none. Those that are asked
-            for must fit the device; of the others one that does not is left out, with a flag.
+            large as the sample; None: double and half of the micro-batch's rows, or, where the
+            sample is too small for that, the next fractions; ``()``: none. Sizes that are asked for
+            must fit the device; a size chosen by default that does not fit is left out, with a
+            flag.
         threads: Intra-operation threads that a CPU partition will have; None: its share of the
             cores. Ignored on CUDA.
-        partitions: How many partitions will work side by side on the CPU. As many threads
-            measure side by side, as far as the cores suffice. Ignored on CUDA.
+        partitions: How many partitions will work side by side on the CPU. The same number of
+            threads measure side by side, as far as there are cores. Ignored on CUDA.
         loss_fn: The loss, called as ``loss_fn(output, target)``; measured over a micro-batch, as
             `GPipe.step` computes it, and over the gathered output of the mini-batch.
         target: Target of the whole mini-batch; None: ``loss_fn(output)``.
-        optimizer: An optimizer of the model's parameters, or what makes one of a list of
-            parameters (a class, or a lambda with its options); its time and its state are
+        optimizer: An optimizer of the model's parameters, or a callable that makes one from a list
+            of parameters (a class, or a lambda with its options); its time and its state are
             measured, on copies.
-        keywords: Keyword arguments that the first layer gets beside its input.
+        keywords: Keyword arguments that the first layer gets in addition to its input.
         in_dims: Dimension along which each tensor of the sample has its rows, as `GPipe` takes it;
             None: every micro-batch gets all of it.
         keyword_dims: The same for keyword arguments, by name; 0 for those that are not named.
         out_dims: The same for the output; None: the micro-batches' tensors are stacked.
         target_dims: The same for the target, as `GPipe.step` takes it.
         method: ``'measure'``; or ``'estimate'``, which needs no device and no memory: the layers
-            may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`. What
-            only tells how to measure is then refused.
-        rates: Of ``method='estimate'``: the device to estimate for, by name or by its rates;
+            may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`. Arguments
+            that only tell how to measure are then refused.
+        rates: For ``method='estimate'``: the device to estimate for, by name or by its rates;
             None: an H100 SXM.
         one_at_a_time: Whether to have only one layer on the device at a time, with its gradients
             and activations, for models that do not fit; None: on CUDA, if parameters are
-            elsewhere. What neighbours do to each other is then not in the times.
-        share_identical: Whether layers of the same class, options, shapes and input are measured
-            once, the first of them. Each layer is then measured alone, as with `one_at_a_time`.
-        as_pipeline: Whether to run a few steps as a pipeline on the CPU behind the repeats, and to
-            correct the times by what that tells: a partition is not the sum of its layers. Within
-            one kind of work, such as forwards, it does not change how layers compare. Ignored on
+            elsewhere. The times then do not include the effects of neighbours on each other.
+        share_identical: Whether to measure layers of the same class, options, shapes and input only
+            once. Each layer is then measured alone, as with `one_at_a_time`.
+        as_pipeline: Whether to run a few steps as a pipeline on the CPU after the repeats, and to
+            correct the times by the result: a partition is not the sum of its layers. Within one
+            kind of work, such as forwards, this does not change how layers compare. Ignored on
             CUDA, and where each layer is measured alone.
-        timeout: Seconds for the repeats, about; None: the cost of ten training steps, at least 2
-            seconds and at most 60, and less what went before them. Each layer is measured at
-            least once. The steps as a pipeline take half of `timeout`; by default the cost of ten
-            training steps too, at least 3 seconds and at most 30.
+        timeout: Approximate seconds for the repeats; None: the cost of ten training steps, at least
+            2 seconds and at most 60, less the time that was used before the repeats. Each layer is
+            measured at least once. The steps as a pipeline take half of `timeout`; by default the
+            cost of ten training steps too, at least 3 seconds and at most 30.
         progress: Show a progress bar; None: only on a terminal.
 
     Returns:
@@ -140,23 +145,20 @@ def profile_model(
         wide spread, layers that do not add up to the whole chain.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be parted.
+        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be divided.
         BalanceError: a dimension does not fit.
         ProfileError: a layer, the loss or the optimizer failed, or has no values to measure with;
             the error names it. Or `sample` has no rows.
         DeviceError: `device` does not exist.
 
-    One profile is taken at a time in a process: that of another thread waits for its end. Caches
-    that layers keep outside of themselves are put back; those of `functools.lru_cache` that have
-    grown are emptied.
-
     Complexity:
-        Each round costs five forwards and three backwards of one micro-batch (on CUDA each of the
-        first three one more of both), and every third as much of the other sizes; before them come
-        as many to warm up, and seven forwards and four backwards at each size to look (on CUDA one
-        more of both); behind them, on the CPU, training steps as a pipeline for as long as
-        `timeout` says, at least 30, or twelve with ``timeout=0``. Memory, once per measuring
-        thread: gradients and buffers of the model, and what one micro-batch saves.
+        Each round costs five forwards and three backwards of one micro-batch (on CUDA, each of the
+        first three rounds costs one more of both), and every third round the same for the other
+        sizes. Before the rounds come the same number to warm up, and seven forwards and four
+        backwards at each size to find out all that needs no repeats (on CUDA one more of both).
+        After them, on the CPU, come training steps as a pipeline for as long as `timeout` says: at
+        least 30, or twelve with ``timeout=0``. Memory, once per measuring thread: gradients and
+        buffers of the model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -207,7 +209,7 @@ def profile_model(
             },
         )
         chosen = DEFAULT_RATES if rates is None else rates
-        # What layers set of the caller's context is gone behind it.
+        # Context variables that layers set do not reach the caller's context.
         return contextvars.copy_context().run(
             estimate_training, training, rows=rows, rates=chosen, progress=progress
         )
@@ -329,9 +331,9 @@ def _limit(timeout: float | None, step_seconds: float, parts: int, least: float)
 
     Args:
         timeout: Seconds for all of it; None: about ten steps for each part.
-        step_seconds: Of a training step.
+        step_seconds: Seconds of a training step.
         parts: Into how many parts the time is divided.
-        least: Seconds that a part may take in any case, unless there is a timeout.
+        least: Seconds that a part may always take, unless there is a timeout.
     """
     if timeout is not None:
         return timeout / parts

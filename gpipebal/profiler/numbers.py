@@ -1,4 +1,4 @@
-"""Numbers of storages: what two layers of a chain share has one number, whoever looks at it."""
+"""Numbers of storages: a storage that two layers of a chain share has one number in both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
-        # Of storages between layers, whether a gradient goes back through them anywhere.
+        # For storages between layers, whether a gradient goes back through them anywhere.
         self._gradients: dict[int, bool] = {}
 
     def new(self, n_bytes: int) -> int:
@@ -55,7 +55,7 @@ class Arrived:
     Attributes:
         value: The value.
         numbers: One per leaf of the value; None: the leaf has no storage of its own.
-        skips: The same of every skip that waits.
+        skips: The same for every skip that waits.
     """
 
     value: Value
@@ -64,7 +64,7 @@ class Arrived:
 
     @classmethod
     def first(cls, value: Value, numbers: Numbers) -> Arrived:
-        """Number the storages of what goes into a chain.
+        """Number the storages of a chain's input.
 
         A view into the mini-batch counts for its own rows.
         """

@@ -1,4 +1,4 @@
-"""Optimizers of stand-ins: made as the caller's optimizer is made, of some of the parameters."""
+"""Optimizers of stand-ins: made like the caller's optimizer, for some of the parameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gpipebal.errors import ProfileError
 
 __all__ = ["Maker", "OptimizerFactory", "OptimizerLike"]
 
-#: Makes an optimizer of a list of parameters.
+#: Makes an optimizer from a list of parameters.
 OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
 #: What `profile_model` takes: such a callable, or an optimizer of the model's parameters.
 OptimizerLike: TypeAlias = OptimizerFactory | Optimizer
-#: What an optimizer has for itself that another like it must not have: its own parameters, a step
-#: that a scheduler has put in the place of its own, and hooks.
+#: Attributes of an optimizer that must not be copied to another one: its parameters, a step that a
+#: scheduler has put in place of its own, and hooks.
 _ITS_OWN = frozenset({"defaults", "param_groups", "state", "step"})
-#: Options that a ``foreach`` step takes as tensors only for CUDA graphs, and any values of them.
+#: Options that a ``foreach`` step takes as tensors only for CUDA graphs, with arbitrary numbers.
 _PLAIN: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
 
 
@@ -40,10 +40,10 @@ class Maker:
         parameters: The model's parameters.
         stepped: For each, whether the optimizer steps it: it may leave some out.
         name: Name of the optimizer's class.
-        needs_closure: Whether a step calls the model itself, so that it cannot be had alone.
+        needs_closure: Whether a step calls the model itself, so that it cannot be run alone.
 
     Raises:
-        ProfileError: the optimizer is no optimizer, one of other parameters, or cannot be made.
+        ProfileError: the optimizer is not an optimizer, has other parameters, or cannot be made.
     """
 
     def __init__(self, optimizer: OptimizerLike, parameters: Sequence[nn.Parameter]) -> None:
@@ -84,10 +84,10 @@ class Maker:
         if not isinstance(theirs, Optimizer):
             made = theirs(list(stand_ins))
             if self._options:
-                # Of some parameters it may make other groups than of all.
+                # From some parameters it may make other groups than from all.
                 made.param_groups = self._groups(groups)
             return made
-        # As it is read from a file: the constructor's arguments are not always the options.
+        # As if it were read from a file: the constructor's arguments are not always the options.
         made = type(theirs).__new__(type(theirs))
         given = {
             "defaults": dict(theirs.defaults),
@@ -95,8 +95,8 @@ class Maker:
             "param_groups": self._groups(groups),
         }
         made.__setstate__({**self._attributes(made, given, places, stand_ins), **given})
-        # The constructor sets it, and a file has it not. Without it torch's step asks, where there
-        # is CUDA, for an option that not every optimizer has.
+        # The constructor sets it, and a file does not have it. Without it, torch's step on a
+        # machine with CUDA asks for an option that not every optimizer has.
         made._warned_capturable_if_run_uncaptured = True
         return made
 
@@ -107,13 +107,13 @@ class Maker:
         places: Sequence[int],
         stand_ins: Sequence[nn.Parameter],
     ) -> dict[str, Any]:
-        """Copy the attributes of the caller's optimizer that a class of the caller's has set.
+        """Copy the attributes of the caller's optimizer that its own class has set.
 
         Args:
             made: The optimizer that gets them.
-            given: What it has in place of the caller's optimizer's.
+            given: What it has in place of those of the caller's optimizer.
             places: Places of the parameters that it steps.
-            stand_ins: Stand-ins for those; others of the model have no values.
+            stand_ins: Stand-ins for these parameters; those for the rest have no values.
         """
         theirs: Any = self._optimizer
         memo: dict[int, Any] = {id(theirs): made}
@@ -130,7 +130,7 @@ class Maker:
             try:
                 copied[name] = copy.deepcopy(value, memo)
             except Exception:
-                copied[name] = value  # a lock, say: what cannot be copied is shared
+                copied[name] = value  # what cannot be copied, such as a lock, is shared
         return copied
 
     def _groups(self, members: Mapping[int, list[nn.Parameter]]) -> list[dict[str, Any]]:
@@ -144,9 +144,9 @@ class Maker:
     ) -> tuple[Optimizer, bool]:
         """Make an optimizer that can step anywhere; return whether the caller's step is fused.
 
-        A fused step cannot run without values, and one for CUDA graphs not on a CPU. Told not to,
-        an optimizer keeps the same state. On CUDA many optimizers choose to be ``foreach``: this
-        one is told to.
+        A fused step cannot run without values, and one for CUDA graphs cannot run on a CPU. With
+        both options off, an optimizer keeps the same state. On CUDA many optimizers choose to be
+        ``foreach``: this one is told to be.
 
         Args:
             places: Places of the parameters.
@@ -169,11 +169,11 @@ class Maker:
         return made, is_fused
 
     def group_of(self, place: int) -> Any:
-        """Return what names the group of a parameter, whose options it is stepped with."""
+        """Return a key for the group of a parameter, whose options it is stepped with."""
         return self._group_of.get(place)
 
     def kind_of(self, place: int) -> tuple[Any, ...]:
-        """Return what two parameters have in common only if they are stepped alike."""
+        """Return a key that two parameters share only if they are stepped alike."""
         parameter = self.parameters[place]
         group = self.group_of(place)
         return (tuple(parameter.shape), parameter.stride(), parameter.dtype, group)
@@ -182,8 +182,8 @@ class Maker:
 def _is_foreach_on_cuda(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Tell whether an optimizer steps all parameters of a group at once on CUDA.
 
-    That is ``foreach``. Where the group leaves it open, most of torch's optimizers choose it there;
-    Adafactor does not, nor any whose step is differentiated or whose options are tensors.
+    This is ``foreach``. Where the group leaves it open, most of torch's optimizers choose it there;
+    Adafactor does not, nor does any whose step is differentiated or whose options are tensors.
 
     Args:
         optimizer: The optimizer.
@@ -198,7 +198,7 @@ def _is_foreach_on_cuda(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     home = getattr(type(optimizer).step, "__module__", "")
     if home.startswith("torch.optim."):
         return hasattr(sys.modules.get(home), "_default_to_fused_or_foreach")
-    return True  # of another's, which has this option for what torch's have it for
+    return True  # not one of torch's; its option of this name is taken to mean the same
 
 
 def _holds_tensor(option: Any) -> bool:
@@ -215,13 +215,13 @@ def _without_memory(parameter: nn.Parameter, device: str = "meta") -> nn.Paramet
 def _made_of(
     optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], Any]:
-    """Make an optimizer of stand-ins for parameters; some must have values.
+    """Make an optimizer of stand-ins for parameters; some optimizers need values.
 
     Returns:
         The stand-ins, and what was made.
 
     Raises:
-        ProfileError: it cannot be made, or is none.
+        ProfileError: it cannot be made, or is not an optimizer.
     """
     stand_ins = [_without_memory(parameter) for parameter in parameters]
     if not stand_ins:
@@ -246,7 +246,8 @@ def _made_of(
 def _needs_closure(made: Optimizer) -> bool:
     """Tell whether a step must be given a function that calls the model.
 
-    By the class's own step: a scheduler puts another one, which tells nothing, into an instance.
+    The class's own step decides: a scheduler puts another one, which tells nothing, into an
+    instance.
     """
     try:
         _, *parameters = inspect.signature(type(made).step).parameters.values()

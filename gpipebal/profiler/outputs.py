@@ -1,4 +1,4 @@
-"""Outputs of a mini-batch, told from that of its first micro-batch."""
+"""Outputs of a mini-batch, derived from that of its first micro-batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Outputs", "dims_of_leaves"]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What all micro-batches give, as far as the first one tells.
+    """The outputs of all micro-batches, as far as the first one tells.
 
     Attributes:
         first: Output of the first micro-batch, the largest.
@@ -32,7 +32,7 @@ class Outputs:
     dims: Any = 0
 
     def joined(self) -> Value:
-        """Join stand-ins for all of them, made of the first.
+        """Join stand-ins for all of them, made from the first.
 
         Raises:
             BalanceError: `dims` does not fit.
@@ -58,12 +58,12 @@ def dims_of_leaves(dims: Any, leaves: Sequence[Any], structure: Any) -> list[Dim
 
     Raises:
         BalanceError: `dims` does not fit.
-        ModelError: a tensor has not got its dimension.
+        ModelError: a tensor does not have its dimension.
     """
     found: list[Dim] = []
     for index, dim in enumerate(spread_dims(dims, structure, "out_dims")):
         leaf = leaves[index]
-        # What has no rows can only be stacked.
+        # A leaf without rows can only be stacked.
         has_rows = dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0
         if has_rows and not -leaf.dim() <= dim < leaf.dim():
             raise ModelError(

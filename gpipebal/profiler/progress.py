@@ -12,7 +12,7 @@ __all__ = ["progress_bar"]
 
 @contextmanager
 def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable[[], None]]:
-    """Show a bar while a block runs; yield what the block calls after each of `total` steps.
+    """Show a bar while a block runs; yield a callable to call after each of `total` steps.
 
     Args:
         title: What is being done.
@@ -22,7 +22,7 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
     Yields:
         A callable that may be called from any thread.
     """
-    # There may be none, or one of a logger's.
+    # Standard error may be None, or a logger's.
     is_terminal = getattr(sys.stderr, "isatty", bool)
     visible = is_terminal() if show is None else show
     if not visible:
@@ -39,7 +39,7 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
 
     try:
         yield advance
-        bar.update(total - bar.n)  # time was up before so many steps were done
+        bar.update(total - bar.n)  # time may have been up before all steps were done
         bar.refresh()
     finally:
         bar.close()

@@ -42,25 +42,25 @@ def replicate(
 ) -> list[nn.Module]:
     """Copy layers, with parameters that share the originals' memory.
 
-    On another device than the parameters' own the values are copied there; so are those of the
-    layers in `private` (by index). What is compiled is compiled again. Weights of a recurrent layer
-    that do not lie in one piece are put into one, in a copy of their own, as a pipeline does when
-    it moves a layer: cuDNN would otherwise copy them at every call.
+    On a device other than the parameters' own, their values are copied; so are those of the layers
+    in `private` (by index), on any device. Compiled layers are compiled again. Weights of a
+    recurrent layer that are not in one piece of memory are put into one, in a copy of their own, as
+    a pipeline does when it moves a layer: cuDNN would otherwise copy them at every call.
 
     Args:
         names: Names of the layers.
-        layers: The caller's layers; they are only looked at.
+        layers: The caller's layers; they are not changed.
         device: Where the copies will be.
         private: Layers whose parameters are copied too.
         keep_modes: Whether all parts stay in training or evaluation mode; else all are trained.
-        known: What stands for parameters of other layers, by identity: a layer may have a way to
-            them (a hook that knows the model), and copies of it would have copies of them all.
+        known: Substitutes for parameters of other layers, by identity: a layer may refer to them
+            (by a hook that knows the model), and each copy of it would have copies of them all.
 
     Raises:
         ProfileError: a layer cannot be copied.
     """
     memo: dict[int, Any] = dict(known or {})
-    # Also those that another layer has too.
+    # This includes parameters that another layer has too.
     own = {id(parameter) for k in private for parameter in layers[k].parameters()}
     for key in own:
         memo.pop(key, None)
@@ -106,7 +106,7 @@ def stand_ins(layers: Sequence[nn.Module], device: torch.device) -> dict[int, nn
 
 
 def _flatten(replica: nn.Module) -> None:
-    """Put the weights of recurrent layers into one piece, on CUDA; those that are in one stay."""
+    """On CUDA, put the weights of recurrent layers into one piece, unless they are in one."""
     for part in replica.modules():
         if isinstance(part, nn.RNNBase):
             weights = part.parameters(recurse=False)
@@ -120,7 +120,7 @@ def parameter_bytes(layer: nn.Module) -> int:
 
 
 def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
-    """Map the identity of all that layers keep to the first layer that has it."""
+    """Map the identity of each tensor that layers keep to the first layer that has it."""
     first: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for tensor in (*layer.parameters(), *kept_by(layer)):
@@ -129,7 +129,7 @@ def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def kept_by(layer: nn.Module) -> list[Tensor]:
-    """Return what a layer keeps beside its parameters: buffers, and tensors that are attributes."""
+    """Return what a layer keeps besides parameters: buffers, and tensors that are attributes."""
     parameters = set(map(id, layer.parameters()))
     found = {id(tensor): tensor for tensor in (*layer.buffers(), *attributes_of(layer))}
     return [tensor for key, tensor in found.items() if key not in parameters]

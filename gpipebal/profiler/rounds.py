@@ -7,13 +7,13 @@ until its turn, and gradients add up.
 * *Layer by layer*: a forward with a graph, the loss, and the backward.
 * *Checkpointed*: a forward without a graph, then the recompute and the backward.
 * *Whole*: forward and backward of the chain as one graph, and a forward without one. Cutting has a
-  price of its own (a call into autograd per layer), and this tells how high it is.
+  cost of its own (a call into autograd per layer), and this tells how high it is.
 * *From idle*, on CUDA, in the first rounds: layer by layer, each beginning when the device is done
-  with all before. So the host never waits for room in the device's queue, and its time is what
-  launching takes. That is more than in one piece, as far as one piece does not have to wait.
+  with all before. So the host never waits for room in the device's queue, and its time is that of
+  launching. It is more than for the chain in one piece, unless the host has to wait there.
 
 The rounds of all sizes of micro-batches take turns, so that a slow minute of the machine slows all
-alike. On a CPU as many threads run rounds side by side as partitions will work side by side,
+alike. On a CPU, as many threads run rounds side by side as partitions will work side by side,
 because they share caches, memory bandwidth and the interpreter: all their times count.
 """
 
@@ -39,7 +39,7 @@ from gpipebal.profiler.value import Value, as_leaves
 
 __all__ = ["Pace", "Subject", "Times", "run_side_by_side"]
 
-#: Other sizes than the micro-batch's own are measured in every so many rounds.
+#: Sizes other than the micro-batch's own are measured once in this many rounds.
 OTHERS_EVERY = 3
 #: Rounds in which the host's time is measured.
 HOST_ROUNDS = 3
@@ -73,7 +73,7 @@ class Pace:
             rounds may take, from now on.
         least: Rounds, whatever the limit.
         most: Rounds, whatever the time.
-        told: Called after each round of the chain or each layer, from any thread.
+        told: Called after each round of the chain or of a layer, from any thread.
     """
 
     limit_of: Callable[[float], float]
@@ -87,10 +87,10 @@ class Times:
     """Measured seconds of one size of micro-batch; one entry per round.
 
     Attributes:
-        forward: Of every layer, with a graph.
-        recompute: Of every layer, in the backward.
+        forward: Of every layer's forward, with a graph.
+        recompute: Of every layer's recompute, in the backward.
         without_graph: Of every layer's forward without a graph.
-        backward: Of every layer; two entries per round.
+        backward: Of every layer's backward; two entries per round.
         host_forward: What the host needs to launch a forward; empty on a CPU.
         host_backward: What the host needs to launch a backward; empty on a CPU.
         host_whole_forward: What the host needs to launch the chain in one piece; empty on a CPU.
@@ -166,11 +166,11 @@ class Times:
         self.host_backward.append(host_seconds_of(backward))
 
     def run_loss(self, loss: Chain, end: Value) -> None:
-        """Run the loss behind the last layer, and note its times.
+        """Run the loss after the last layer, and note its times.
 
         Args:
             loss: The loss as a chain.
-            end: What comes out of the last layer.
+            end: The output of the last layer.
         """
         loss.start = Value(as_leaves(end.leaves, wants=True), end.structure)
         forward: list[Span] = []
@@ -202,8 +202,8 @@ class _MeasuringLane(Lane):
 class _Rounds:
     """Rounds in several threads, and what the threads share.
 
-    Each thread writes its own times and its own count of rounds; all read the counts, so that
-    whoever is ahead goes on and nobody is measured without the others.
+    Each thread writes its own times and its own count of rounds; all read the counts, so that a
+    thread that is ahead goes on and no thread is measured without the others.
 
     Args:
         subjects: For each thread, what it sends each size of micro-batch through.
@@ -265,9 +265,9 @@ class _Rounds:
         return [None if size in self._too_large else times for size, times in enumerate(together)]
 
     def _warm_up(self, k: int) -> None:
-        """Run a round that does not count: gradients exist then, and libraries are ready.
+        """Run a round that does not count: after it gradients exist, and libraries are ready.
 
-        What of other sizes runs in one piece is warm by then.
+        At other sizes the chain in one piece is left out: it is warm by the time it runs.
         """
         for size in range(len(self._subjects[k])):
             self._run_round(k, size, Times(), whole=not size)
@@ -280,7 +280,7 @@ class _Rounds:
             for size in range(1 if done[k] % OTHERS_EVERY else len(self._subjects[k])):
                 self._run_round(k, size, self._times[k][size])
             if not done[k]:
-                # The first says how long a round takes, and counts.
+                # The first round tells how long a round takes; it counts.
                 first = self._times[k][0]
                 seconds = first.whole_forward[0] + first.whole_backward[0]
                 deadline = started + pace.limit_of(seconds)
@@ -332,7 +332,7 @@ def run_side_by_side(
         )
         rounds.wait()
     finally:
-        # Also when interrupted: the layers in progress end, then the threads do.
+        # Also when interrupted: the layers in progress finish, then the threads end.
         rounds.stop()
         pool.close()
     return rounds.results()

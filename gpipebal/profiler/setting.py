@@ -1,4 +1,4 @@
-"""The setting of a measurement: its arguments, and what it leaves as it was."""
+"""The setting of a measurement: its arguments, and the state that it keeps as it was."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a chain by name.
 
     Raises:
-        ModelError: it is no chain.
+        ModelError: it is not a chain.
         ProfileError: it has no layers.
     """
     layers = chain_layers_of(module)
@@ -54,7 +54,7 @@ def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
     """Refuse layers and data that cannot run, because they are on the meta device.
 
     Raises:
-        ProfileError: a parameter, a buffer or a tensor has a shape only.
+        ProfileError: a parameter, a buffer or a tensor has only a shape.
     """
     of_layers = {
         f"layer {name!r}": [*layer.parameters(), *layer.buffers()] for name, layer in layers.items()
@@ -68,16 +68,16 @@ def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
 
 
 def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:
-    """Choose the sizes that are measured beside the micro-batch's own.
+    """Choose the sizes that are measured in addition to the micro-batch's own.
 
     Args:
         wanted: A number of rows, or several; None: double and half of the micro-batch's rows where
-            the sample has them, else the nearest multiples and fractions, two if there are two.
+            the sample has them, else the nearest multiples and fractions: two, if there are two.
         micro_batch_rows: Rows of the largest micro-batch.
         rows: Rows of the sample.
 
     Raises:
-        ProfileError: a size that is no number of rows, or larger than the sample.
+        ProfileError: a size that is not a number of rows, or larger than the sample.
 
     Example:
         >>> choose_rows(None, 4, 16), choose_rows(None, 16, 16), choose_rows(None, 1, 8)
@@ -106,7 +106,7 @@ def check_timeout(timeout: float) -> float:
     """Return a timeout in seconds.
 
     Raises:
-        ProfileError: it is no duration.
+        ProfileError: it is not a duration.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise ProfileError(
@@ -142,7 +142,7 @@ def threads_set(n_threads: int | None) -> Iterator[None]:
 
 @contextmanager
 def random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Put the random states of torch, numpy and Python back after a block."""
+    """Restore the random states of torch, numpy and Python after a block."""
     devices = [device.index] if device.type == "cuda" else []
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
@@ -154,7 +154,7 @@ def random_numbers_kept(device: torch.device) -> Iterator[None]:
 
 
 def chunks_that_fit(profile: Profile, chunks: int) -> int:
-    """Return how many micro-batches in flight the free memory surely holds, `chunks` at most."""
+    """Return how many micro-batches in flight certainly fit the free memory, `chunks` at most."""
     saved = {storage for layer in profile.layers for storage in layer.saved}
     of_one = max(1, profile.bytes_of(saved))
     fixed = sum(layer.gradient_bytes for layer in profile.layers)
@@ -162,14 +162,14 @@ def chunks_that_fit(profile: Profile, chunks: int) -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that can be had; where the system does not say, very many.
+    """Return the bytes of memory that are available; if the system does not tell, very many.
 
     A container may have less than the machine: what is left of its own limit counts too.
     """
     return min(_free_on_machine(), *starmap(_free_in_container, _CONTAINER_FILES))
 
 
-#: Where a container's limit and its use of memory stand, in either version of control groups.
+#: Files with a container's limit and its use of memory, in either version of control groups.
 _CONTAINER_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     (
@@ -192,6 +192,6 @@ def _free_on_machine() -> int:
 def _free_in_container(limit: str, used: str) -> int:
     try:
         most, now = (int(Path(path).read_text(encoding="ascii")) for path in (limit, used))
-    except (OSError, ValueError):  # there is none, or it is 'max'
+    except (OSError, ValueError):  # there is no such file, or it says 'max'
         return _VERY_MUCH
     return max(0, most - now)

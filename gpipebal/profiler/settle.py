@@ -1,4 +1,4 @@
-"""Settle what the layers cost on their own with what the whole chain costs in one piece."""
+"""Reconcile what the layers cost by themselves with what the whole chain costs in one piece."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Settled:
     """Times of layers that add up to the whole, and how that was reached.
 
     Attributes:
-        times: Seconds of each layer, settled.
+        times: Seconds of each layer, reconciled with the whole.
         spread: Interquartile range of each layer's measured times.
         measured: Median of the measured sums over the layers.
         whole: Median of the measured times of the chain in one piece.
         whole_spread: Interquartile range of these.
-        rounds: Measured times of each layer, at least.
+        rounds: How often each layer was measured, at least.
         has_whole: Whether the chain was measured in one piece; else `whole` is the sum.
     """
 
@@ -53,12 +53,12 @@ class Settled:
 
 
 def settle_rounds(layers: Sequence[Sequence[float]], whole: Sequence[float]) -> Settled:
-    """Take medians over rounds, and settle them.
+    """Take medians over rounds, and reconcile them with the whole.
 
     Args:
         layers: For each round, the seconds of every layer; NaN: it was not in this round.
-        whole: For each round, the seconds of the chain in one piece; empty: it never ran so, and
-            there is nothing to settle with.
+        whole: For each round, the seconds of the chain in one piece; empty: it never ran in one
+            piece, and there is nothing to compare with.
     """
     table = np.asarray(layers, dtype=np.float64)
     times = np.nanmedian(table, axis=0)
@@ -80,15 +80,15 @@ def settle_rounds(layers: Sequence[Sequence[float]], whole: Sequence[float]) -> 
 def settle_launches(
     layers: Sequence[Sequence[float]], whole: Sequence[float]
 ) -> NDArray[np.float64] | None:
-    """Settle what the host needs to launch each layer with what the chain in one piece needs.
+    """Reconcile the host's launch time of each layer with that of the chain in one piece.
 
-    Between layers that are clocked lie calls of their own, so they may add up to more than the
-    whole. The whole may take longer than they do only because the host waited for room in the
-    device's queue, which is no work: then they stay as they are.
+    Between layers that are clocked there are further calls, so they may add up to more than the
+    whole. The whole can take longer than the layers only because the host waited for room in the
+    device's queue, which is not work: then the layers' times stay as they are.
 
     Args:
         layers: For each round, the host's seconds for every layer.
-        whole: For each round, those for the chain in one piece; empty: it never ran so.
+        whole: For each round, those for the chain in one piece; empty: it never ran in one piece.
 
     Returns:
         Seconds of each layer; None if there are no rounds, because the host does the work itself.
@@ -110,10 +110,9 @@ def settle_launches(
 def whole_again(
     again: Sequence[Sequence[float]], layers: Sequence[Sequence[float]], whole: Sequence[float]
 ) -> list[float]:
-    """Tell what the chain in one piece would take the second time, which never is in one piece.
+    """Tell what the chain would take the second time in one piece, which it never runs in.
 
-    The price of cutting is the same both times, so the whole differs as the sums over the layers
-    do.
+    The cost of cutting is the same both times, so the whole differs as the sums over the layers do.
 
     Args:
         again: For each round, the seconds of every layer the second time.
@@ -134,10 +133,10 @@ def whole_again(
 def settle(times: NDArray[np.float64], whole: float) -> NDArray[np.float64]:
     """Make the times of the layers add up to the time of the whole chain.
 
-    Clocking a layer on its own costs something for every layer, however small it is: a call into
-    autograd, and work that neighbours would share. So if the layers add up to more than the
-    whole, the same overhead is taken off each, but no layer loses more than nine tenths. If they
-    add up to less, all are scaled.
+    Clocking a layer by itself costs something for every layer, however small it is: a call into
+    autograd, and work that neighbours would share. So if the layers add up to more than the whole,
+    the same overhead is subtracted from each, but no layer loses more than nine tenths. If they add
+    up to less, all are scaled.
 
     Args:
         times: Seconds of each layer.

@@ -1,19 +1,19 @@
-"""What partitions that work side by side do to each other, as the traces of a trial tell it.
+"""How much partitions that work side by side slow each other down, by the traces of a trial.
 
-Every kind of work presses on what all share (the interpreter, caches, memory) more or less: by
-its *pressure* p. Beside work of pressures q it takes 1 + p * sum(q) times as long as alone. So a
+Every kind of work puts some load on what all share (the interpreter, caches, memory): its
+*pressure* p. Next to work of pressures q it takes 1 + p * sum(q) times as long as alone. So a
 forward, which is driven by the interpreter, waits for other forwards, and hardly for a backward,
 which is not.
 
-Cells of a pipeline run beside others for a part of their time only: while it fills and drains, and
-where a partition waits, the neighbours have the machine for themselves. If a cell took `d` seconds
-and the same cell takes `a` alone, then all its work is::
+Cells of a pipeline run next to others for only a part of their time: while the pipeline fills and
+drains, and where a partition waits, its neighbours have the machine to themselves. If a cell took
+`d` seconds and the same cell takes `a` alone, then all its work is::
 
     1 = (1 - f - g - ..) * d / a + f * d / (a * (1 + p * p)) + g * d / (a * (1 + p * (p + q))) + ..
 
-where for a share `f` of them another one of its own kind ran, and for `g` one of its own kind and
-one of pressure `q`. That gives p. One cell is interrupted by what else happens on the machine, so
-the median counts.
+where for a share `f` of these seconds another cell of its own kind ran, and for a share `g` one of
+its own kind and one of pressure `q`. That gives p. Single cells are interrupted by other work on
+the machine, so the median counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpipebal.timeline import Event
 
 __all__ = ["MOST_PRESSURE", "TracedCell", "overlaps", "pressure"]
 
-#: With this pressure work takes four times as long beside other such work.
+#: With this pressure, work takes four times as long next to other such work.
 MOST_PRESSURE = 3.0**0.5
 #: If others worked for less than this share of the time, they tell nothing.
 LEAST_OVERLAP = 0.5
@@ -42,7 +42,7 @@ class TracedCell(NamedTuple):
 
     Attributes:
         ratio: Its seconds over those that it takes alone.
-        beside: By the kinds of those that worked, the share of its time for which just these did.
+        beside: By kinds of other work, the share of its time for which exactly these worked.
     """
 
     ratio: float
@@ -52,11 +52,11 @@ class TracedCell(NamedTuple):
 def overlaps(
     events: Sequence[Event], kind_of: Callable[[str], str | None]
 ) -> list[dict[Kinds, float]]:
-    """Return for each event, by who worked, the share of its time for which others worked.
+    """Return for each event, by kinds of work, the share of its time for which others worked.
 
     Args:
-        events: Those of one step.
-        kind_of: Names the kind of an event's kind; None: it is no work.
+        events: The events of one step.
+        kind_of: Returns the kind of work of an event's kind; None: it is not work.
 
     Example:
         >>> two = [Event(0, "F", 0, 0.0, 2.0), Event(1, "F", 0, 1.0, 2.0)]
@@ -88,7 +88,7 @@ def pressure(cells: Iterable[TracedCell], kind: str, known: Mapping[str, float])
     Args:
         cells: Its cells.
         kind: Its name.
-        known: Pressures of other kinds; those that are not here press on nothing.
+        known: Pressures of other kinds; kinds that are not here have none.
 
     Returns:
         The median over the cells, from 0 to `MOST_PRESSURE`; None: the others worked too little to

@@ -1,4 +1,4 @@
-"""A study: a chain looked at and measured at several sizes of micro-batches, as one profile."""
+"""A study: a chain examined and measured at several sizes of micro-batches, as one profile."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from gpipebal.units import count
 __all__ = ["Study"]
 
 _HOST = torch.device("cpu")
-#: Rounds of the loss where no rounds of the chain take it along.
+#: Rounds of the loss where no rounds of the chain include it.
 LOSS_ROUNDS = 5
 
 
 @dataclass
 class _Size:
-    """One size of micro-batch, and what is known of it."""
+    """One size of micro-batch, and what is known about it."""
 
     rows: int
     found: Survey
@@ -151,7 +151,7 @@ class Study:
         must: bool,
         share: bool,
     ) -> None:
-        """Look and measure with one layer on the device at a time; see `walk_alone`."""
+        """Examine and measure with one layer on the device at a time; see `walk_alone`."""
         self._must, self._is_alone = must, True
         walks = [
             SizeWalk.start(rows, self._data.start_of(rows, _HOST))
@@ -179,7 +179,7 @@ class Study:
                 self.notes.append(left_out(walk.rows, error))
 
     def _behind(self, walk: SizeWalk) -> _Size:
-        """Measure the loss behind layers that were measured alone."""
+        """Measure the loss after layers that were measured alone."""
         size = _Size(walk.rows, walk.survey(self.routes, self.device))
         size.times = join_times(walk.times)
         self._look_at_loss(size)
@@ -189,7 +189,7 @@ class Study:
         return size
 
     def profile(self, provenance: Mapping[str, Any]) -> Profile:
-        """Put together what was found; measure the terms of the step beside the layers.
+        """Put together what was found; measure the terms of the step besides the layers.
 
         Args:
             provenance: Where and with what it was measured.
@@ -205,10 +205,10 @@ class Study:
         return self._profile_of(self._sizes[0], memory, optimizer_time, provenance, tuple(others))
 
     def _optimizer_time(self, *, can_step: bool) -> float | None:
-        """Measure the optimizer's step; one layer at a time that of the layer with most to step.
+        """Measure the optimizer's step; one layer at a time, only the layer with most to step.
 
         Args:
-            can_step: Whether it could step stand-ins. If not, and it cannot now, that is known.
+            can_step: Whether it could step stand-ins. If it could not, a failure here is expected.
         """
         maker = self._maker
         if maker is None or maker.needs_closure:
@@ -231,13 +231,13 @@ class Study:
     def try_out(
         self, profile: Profile, n_partitions: int, n_threads: int, seconds: float
     ) -> Profile:
-        """Run the layers as a pipeline for a while, and correct the profile by what that tells.
+        """Run the layers as a pipeline for a while, and correct the profile by the result.
 
         Args:
             profile: What `profile` returned.
             n_partitions: Partitions that work side by side.
             n_threads: Intra-operation threads of each.
-            seconds: How long, about.
+            seconds: About how long.
         """
 
         def setting(chunks: int) -> Setting:
@@ -333,9 +333,9 @@ class Study:
         )
 
     def _step_of(self, size: _Size, optimizer_time: float | None) -> StepTerms:
-        """Measure what a step costs beside the layers.
+        """Measure what a step costs besides the layers.
 
-        At sizes larger than the micro-batch's own nothing is gathered: the mini-batch of those
+        At sizes larger than the micro-batch's own nothing is gathered: the mini-batch for them
         might not fit.
         """
         loss = self._loss_of(size)

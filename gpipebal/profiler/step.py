@@ -1,4 +1,4 @@
-"""What a training step costs beside the layers and the loss: gather and optimizer."""
+"""What a training step costs besides the layers and the loss: gather and optimizer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.profiler.clock import synchronize
 from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.outputs import Outputs
@@ -26,9 +27,9 @@ __all__ = [
 
 #: Repeats of each term; the median counts.
 REPEATS = 5
-#: Parameters of at most this many bytes are stepped; the time of more is scaled up.
+#: At most this many bytes of parameters are stepped; for more, the time is scaled up.
 LARGEST_STEPPED = 2**28
-#: Bytes that no cache holds: writing so many leaves nothing else in it.
+#: Bytes that no cache holds: writing this many leaves nothing else in it.
 BEYOND_CACHES = 2**26
 
 
@@ -45,27 +46,28 @@ def measure_gather(outputs: Outputs, device: torch.device) -> float:
 def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int] | None:
     """Find the bytes of state that an optimizer keeps for each parameter.
 
-    It takes a step on stand-ins, those of one shape once, so nothing is guessed.
+    The optimizer takes a step on stand-ins, one for each shape, so nothing is guessed.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
         with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
 
     Returns:
-        Bytes for each parameter; None if the optimizer cannot step those.
+        Bytes for each parameter; None if the optimizer cannot step the stand-ins.
     """
     found = _steps(maker, "cpu", with_values=with_values)
     return None if found is None else [step.state_bytes for step in found]
 
 
 class OptimizerPeaks(NamedTuple):
-    """What an optimizer's step needs for a moment.
+    """What an optimizer's step needs temporarily.
 
     Attributes:
-        bytes: Largest memory of the step of each parameter, alone, beyond what was there.
-        left: What the step of the parameter before left, until that of each parameter is over.
-        before: Which parameter that is, by its place: the last of the same group; None: there is
-            none.
+        bytes: Largest memory of the step of each parameter, alone, beyond what existed before.
+        left: For each parameter, bytes that the step of the parameter before left until its own
+            step is over.
+        before: For each parameter, the place of that parameter: the previous one of the same group;
+            None: there is none.
         together: Whether all parameters are stepped at once, so that `bytes` add up.
     """
 
@@ -81,11 +83,12 @@ def optimizer_peaks(
     *,
     with_values: bool = False,
 ) -> OptimizerPeaks | None:
-    """Find the bytes that an optimizer's step needs beside parameters, gradients and state.
+    """Find the bytes that an optimizer's step needs besides parameters, gradients and state.
 
-    It takes a second step on stand-ins. Optimizers of torch step all parameters at once on CUDA
-    (``foreach``), and one after the other on a CPU, unless they are told otherwise. One after the
-    other, the last intermediate result of a parameter may live until the next one has its own.
+    The optimizer takes a second step on stand-ins. Optimizers of torch step all parameters at once
+    on CUDA (``foreach``), and one after the other on a CPU, unless they are told otherwise. One
+    after the other, the last intermediate result of a parameter may live until the next parameter
+    has its own.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
@@ -100,7 +103,7 @@ def optimizer_peaks(
         return None
     left: list[int] = []
     before: list[int | None] = []
-    # Groups are stepped one after the other, and leave nothing to each other.
+    # Groups are stepped one after the other, and nothing is left from one group to the next.
     latest: dict[Any, int] = {}
     for place, is_stepped in enumerate(maker.stepped):
         earlier = latest.get(maker.group_of(place)) if is_stepped else None
@@ -161,8 +164,13 @@ def _step_some(maker: Maker, places: Sequence[int], device_type: str, with_value
     stepper, is_fused = maker.make_plain(places, stand_ins, device_type)
     together = any(group.get("foreach") for group in stepper.param_groups)
     stepper.step()  # makes its state
-    states = [stepper.state.get(stand_in, {}).values() for stand_in in stand_ins]
-    state = [value for values in states for value in values if isinstance(value, Tensor)]
+    state = [
+        value
+        for states in optimizer_states(stepper)
+        for stand_in in stand_ins
+        for value in states.get(stand_in, {}).values()
+        if isinstance(value, Tensor)
+    ]
     ledger = Ledger()
     ledger.hold([*stand_ins, *(stand_in.grad for stand_in in stand_ins), *state], 0)
     before = ledger.start_peak()
@@ -184,8 +192,8 @@ def measure_optimizer(
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
         device: Where they will be.
-        only: Step only these, and need no more memory than they do; the time of all is scaled up
-            from them. None: all, or as many as are enough to tell.
+        only: Step only these parameters, and use no more memory than they need; the time of all is
+            scaled up from them. None: all, or enough of them to tell.
 
     Raises:
         ProfileError: the optimizer failed.
@@ -214,7 +222,7 @@ def measure_optimizer(
         def prepare() -> None:
             for parameter in stepped:
                 parameter.grad = torch.full_like(parameter, 1e-6)
-            # A backward of the whole model lies before a step: nothing is left in the caches.
+            # Before a step there is a backward of the whole model: nothing is left in the caches.
             elsewhere.fill_(0.0)
 
         def run_step() -> None:
@@ -236,7 +244,7 @@ def measure_optimizer(
 def _median_time(
     work: Callable[[], Any], device: torch.device, prepare: Callable[[], None] = lambda: None
 ) -> float:
-    """Clock some work; `prepare` comes before each time, and is not clocked."""
+    """Clock some work; `prepare` runs before each repeat, and is not clocked."""
     prepare()
     work()
     times = []

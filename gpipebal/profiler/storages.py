@@ -1,10 +1,10 @@
-"""Memory of the layers: which storages each saves and hands on, and its largest need in between.
+"""Memory of the layers: the storages that each saves and outputs, and its peaks.
 
 A layer runs alone under a ledger of live storages: without a graph, then with one and its backward,
 first where no gradients exist and then where they do. Its saved set is what hooks on saved tensors
-see, what custom autograd functions keep as attributes of their context, and what it made and still
-keeps alive otherwise, without parameters and buffers. What it keeps as an attribute, or in a
-buffer's place, is there once, not once for every micro-batch. From layer to layer the numbers of
+see, what custom autograd functions keep as attributes of their context, and what it made and keeps
+alive in any other way, without parameters and buffers. What it keeps as an attribute, or in a
+buffer's place, exists once, not once for every micro-batch. From layer to layer the numbers of
 storages go along with the values, so that what two layers share has one number.
 """
 
@@ -47,9 +47,9 @@ class LayerMemory:
     """Memory of one layer; storages are numbered over the whole chain.
 
     Attributes:
-        kept_bytes: Bytes of what the layer keeps after its forward, beside its parameters: buffers,
-            and tensors that are attributes of its modules.
-        n_parameters: How many parameters it has then.
+        kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters:
+            buffers, and tensors that are attributes of its modules.
+        n_parameters: How many parameters it has after its forward.
     """
 
     outputs: tuple[int, ...]
@@ -75,10 +75,10 @@ class LayerMemory:
         Args:
             own: Columns of parameters and buffers.
             name: Name of the layer.
-            layer: The caller's layer, whose copy it was that ran.
+            layer: The caller's layer, of which a copy ran.
 
         Raises:
-            ProfileError: the forward makes parameters, which the caller's layer has not yet.
+            ProfileError: the forward makes parameters, which the caller's layer does not have yet.
         """
         n_before = len(list(layer.parameters()))
         if self.n_parameters != n_before:
@@ -102,10 +102,10 @@ def measure_layer_memory(
         k: Index of the layer in it.
         arrived: What goes into the layer.
         numbers: Numbers of all storages so far; new ones are added.
-        constants: Tensors that are there all the time, beside its parameters and buffers.
+        constants: Tensors that exist all the time, besides its parameters and buffers.
 
     Returns:
-        Its memory, and what it hands on.
+        Its memory, and its output.
     """
     layer, value = chain.layers[k], arrived.value
     if chain.device.type == "cuda":
@@ -147,7 +147,7 @@ def measure_layer_memory(
         return again.backward_peak
 
     accumulating = backward_again(keeps=True)
-    # In a chain what comes in is freed, and what is handed through makes no copies.
+    # In a chain, the gradients that come in are freed, and what is handed through is not copied.
     chained_accumulating = backward_again(through, freed=True)
     chained = backward_again(through, freed=True)
     without_copies = backward_again(through) if through else backward
@@ -180,7 +180,7 @@ def _handed_on(
     known: dict[int, int],
     numbers: Numbers,
 ) -> Arrived:
-    """Number what a layer hands on; `known` has the numbers of what it was given, by key."""
+    """Number a layer's output; `known` has the numbers of its input, by key."""
     hands_on = Arrived(
         passed,
         [number_of(leaf, known, numbers) for leaf in passed.leaves],
@@ -195,7 +195,7 @@ def _handed_on(
 
 
 class _OfDevice(Ledger):
-    """A ledger of one kind of device: what a layer moves to another is not that one's memory."""
+    """A ledger of one kind of device: what a layer moves to another kind does not count."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -207,10 +207,10 @@ class _OfDevice(Ledger):
 
 
 class _Peak:
-    """The largest memory from now on, beyond what is there now.
+    """The largest memory from now on, beyond what exists now.
 
-    On CUDA the allocator sees what the ledger does not, a library's workspace for example: the
-    larger of both counts.
+    On CUDA the allocator sees memory that the ledger does not, for example a library's workspace:
+    the larger of the two counts.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
@@ -234,8 +234,8 @@ class _Peak:
 def _warm_up(chain: Chain, k: int, value: Value) -> None:
     """Run a layer once, so that libraries have the memory that they keep from their first call on.
 
-    It is the device's, and no layer's: cuBLAS has a workspace of some MiB for each stream. What is
-    needed in every call is left to be measured.
+    That memory belongs to the device, and to no layer: cuBLAS has a workspace of some MiB for each
+    stream. Memory that is needed in every call is still measured.
     """
     inputs, given = chain.prepare(k, value, wants=True)
     passed = chain.call(k, given, value)
@@ -255,11 +255,11 @@ class _Run(NamedTuple):
     """A forward and a backward of a layer; storages by key.
 
     Attributes:
-        forward_peak: Largest memory of the forward, in bytes, beyond what was there.
-        backward_peak: The same of the backward.
-        passed: What the layer hands on.
+        forward_peak: Largest memory of the forward, in bytes, beyond what existed before.
+        backward_peak: The same for the backward.
+        passed: The layer's output.
         saved: Bytes of each storage that was saved.
-        constant: Those of them that are there all the time.
+        constant: Those of them that exist all the time.
         through: Storages of the inputs that were handed through, by their places.
         kept_bytes: Bytes of what the layer keeps after its forward.
     """
@@ -290,7 +290,7 @@ def _forward_and_backward(
         k: Its place in it.
         value: What goes into it.
         ledger: Where memory is counted.
-        constants: What is there all the time.
+        constants: Tensors that exist all the time.
         unwanted: Places of inputs whose gradients are left out.
         freed: Whether the gradients that the backward is given are freed once they are used.
     """
@@ -309,7 +309,7 @@ def _forward_and_backward(
         before, peak = ledger.live_now(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
-        torch.clear_autocast_cache()  # what only that holds goes with the cell's forward
+        torch.clear_autocast_cache()  # what only the cache holds is freed after a cell's forward
         forward = peak.bytes
         outputs = chain.outputs(k, passed)
         handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
@@ -320,7 +320,7 @@ def _forward_and_backward(
         for tensor in filter(has_storage, _kept_by_functions(outputs)):
             if storage_key(tensor) not in mine:
                 saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
-        # What is gone by now was saved for a result that nobody wanted.
+        # Storages that are gone by now were saved for a result that was not used.
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
@@ -339,7 +339,7 @@ def _forward_and_backward(
 
 
 def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield tensors that functions of the caller's keep as attributes of their context.
+    """Yield tensors that the caller's functions keep as attributes of their context.
 
     Autograd does not know of them: an input among them is older than the forward.
     """
@@ -377,7 +377,7 @@ def _cut(value: Value) -> Value:
 
 
 def _own_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
-    """Return what a layer has all the time: parameters, buffers, tensors kept as attributes."""
+    """Return what a layer always has: parameters, buffers, tensors kept as attributes."""
     return (*layer.parameters(), *kept_by(layer))
 
 

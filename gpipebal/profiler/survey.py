@@ -1,6 +1,6 @@
 """Survey: walk along a chain once, to find out all that needs no repeats.
 
-That is which inputs layers write to, the memory of every layer and of the loss, and floating-point
+This is: which inputs layers write to, the memory of every layer and of the loss, and floating-point
 operations.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpipebal.copies import inner_tensors
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
@@ -37,7 +38,7 @@ __all__ = [
 
 @dataclass
 class Survey:
-    """What one size of micro-batch needs, without its times.
+    """The costs of one size of micro-batch, without its times.
 
     Attributes:
         memory: Memory of every layer.
@@ -102,8 +103,11 @@ class Scout:
 
 
 def _differ(mine: Tensor, theirs: Tensor) -> bool:
-    # On another device a replica has values of its own anyway.
-    return mine.device == theirs.device and not torch.equal(mine.detach(), theirs.detach())
+    # On another device, a replica has values of its own anyway.
+    if mine.device != theirs.device:
+        return False
+    pairs = zip(inner_tensors(mine.detach()), inner_tensors(theirs.detach()), strict=True)
+    return any(not torch.equal(one, other) for one, other in pairs)
 
 
 def survey(chain: Chain, routes: Routes, scout: Scout | None = None) -> Survey:
@@ -175,12 +179,12 @@ def survey_loss(
     found: Survey,
     device: torch.device,
 ) -> LossSurvey:
-    """Find the memory of the loss over one micro-batch, as a layer behind the last.
+    """Find the memory of the loss over one micro-batch, as a layer after the last.
 
     Args:
         loss_fn: The loss.
         target: Target of the micro-batch, on the device.
-        found: What is known of the layers.
+        found: What is known about the layers.
         device: Where they are.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the traces of a trial tell of the cells of each kind, beside the sums over their layers."""
+"""What a trial's traces tell about cells of each kind, compared with the sums over their layers."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = [
     "within_reason",
 ]
 
-#: Factors are within this of 1. Beside others a cell of small operations may take several times as
-#: long as in the rounds.
+#: Factors are between this and its inverse. Next to others, a cell of small operations may take
+#: several times as long as in the rounds.
 MOST_FACTOR = 4.0
-#: Layers of a cell must take this many times its overhead to be told anything of.
+#: The layers of a cell must take this many times its overhead for the cell to tell anything.
 LEAST_WORK = 3.0
-#: Fields of `Durations`, and what a profile's layers tell for them.
+#: Fields of `Durations` that a profile's layers have times for.
 KINDS = ("forward", "no_grad_forward", "recompute", "backward")
 #: Kinds of events that are cells.
 WORK = "FRB"
-#: Where a cell stands: straight behind its own kind of work, where it turns from the other kind, or
-#: as the first one of its kind in a step. A recompute counts as a forward.
+#: Position of a cell: right after its own kind of work, where it turns from the other kind, or as
+#: the first one of its kind in a step. A recompute counts as a forward.
 STRAIGHT, TURNED, FIRST = "straight", "turned", "first"
 #: Kinds of one pressure.
 _PRESSES_AS = {
@@ -57,8 +57,8 @@ class Traced:
 
     Attributes:
         mode: Which micro-batches were recomputed.
-        inside: Whether the last partition computed the loss. In one partition forwards and
-            backwards take turns then, as with 1F1B.
+        inside: Whether the last partition computed the loss. With one partition, forwards and
+            backwards then alternate, as with 1F1B.
         n_partitions: Partitions of the pipeline.
         steps: Seconds and timeline of each.
     """
@@ -70,7 +70,7 @@ class Traced:
 
 
 def seconds_of_cells(ways: Sequence[Traced]) -> dict[tuple[str, int], list[float]]:
-    """Collect the seconds of cells by kind and partition; where some are straight on, of those."""
+    """Collect the seconds of cells by kind and partition: of `STRAIGHT` ones if there are any."""
     found: dict[str, dict[tuple[str, int], list[float]]]
     found = {position: defaultdict(list) for position in (STRAIGHT, TURNED, FIRST)}
     for way in ways:
@@ -84,12 +84,12 @@ def seconds_of_cells(ways: Sequence[Traced]) -> dict[tuple[str, int], list[float
 
 
 def positions(events: Sequence[Event]) -> list[str]:
-    """Say of each event where it stands: `STRAIGHT` on, `TURNED` or `FIRST`.
+    """Return the position of each event: `STRAIGHT`, `TURNED` or `FIRST`.
 
-    Recomputes belong to the forwards, and have no first one; as a rule they are behind backwards,
-    so behind a forward is what is `TURNED` for them. A backward behind its recompute is no first
-    one: what it needs has just been made again. Each partition is taken by itself, so it has a
-    device of its own.
+    Recomputes count as forwards, and are never `FIRST`; as a rule they come after backwards, so for
+    them it is the place after a forward that counts as `TURNED`. A backward right after its
+    recompute is not `FIRST` either: what it needs has just been made again. Each partition is taken
+    by itself, as if it had a device of its own.
 
     Example:
         >>> row = [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 1, 2, 4), ("R", 0, 4, 5), ("B", 0, 5, 7)]
@@ -119,18 +119,19 @@ def turn_factors(
 ) -> dict[str, float] | None:
     """Find how many times as long cells take where they turn or come first.
 
-    The machine's speed wanders by more than that. So each cell is compared with those of its own
-    step; or where forwards and backwards take turns, with those of the step next to it in which
+    The machine's speed varies by more than this effect. So each cell is compared with others of its
+    own step; or, where forwards and backwards alternate, with those of the adjacent step in which
     they do not.
 
     Args:
-        ways: Those in one partition: nothing but the cell before makes a difference there.
+        ways: Those in one partition, where only the cell before makes a difference.
         of_loss: Seconds that a loss which does nothing adds to a cell of a kind.
 
     Returns:
-        By kind, where it turns from the other kind of work (a recompute, which stands behind a
-        backward as a rule: behind a forward); and with ``first_`` in front, as the first one of a
-        step. None: there was nothing to compare with.
+        By kind, the factor where it turns from the other kind of work (for a recompute, which as a
+        rule comes after a backward: where it comes after a forward); and, under the kind prefixed
+        with ``first_``, the factor of the first one of a step. None: there was nothing to compare
+        with.
     """
     ratios: dict[str, list[float]] = defaultdict(list)
     usual: dict[str, list[float]] = defaultdict(list)
@@ -152,7 +153,7 @@ def turn_factors(
                     if position == TURNED:
                         ratios[name].append((median(seconds) - more) / straight[name])
                     elif not way.inside:
-                        # With 1F1B less stands between a first one and the step before.
+                        # With 1F1B less runs between a first one and the step before.
                         ratios[f"first_{name}"].append(median(seconds) / straight[name])
     if not ratios:
         return None
@@ -162,8 +163,8 @@ def turn_factors(
         found.setdefault(name, found[f"first_{name}"])
     found.setdefault("first_no_grad_forward", 1.0)
     found.setdefault("recompute", 1.0)
-    # In one partition no forward without a graph turns, and the first one of a step records a graph
-    # all the same. One that turns is taken to need as many more seconds as one with a graph.
+    # In one partition no forward without a graph turns, and the first one of a step does record a
+    # graph. One that turns is taken to need as many more seconds as one with a graph.
     longer = 1.0
     if usual["forward"] and usual["no_grad_forward"] and median(usual["no_grad_forward"]) > 0:
         longer = median(usual["forward"]) / median(usual["no_grad_forward"])
@@ -172,7 +173,7 @@ def turn_factors(
 
 
 def turn_factor(turns: Mapping[str, float] | None, name: str, position: str) -> float:
-    """Look up how many times as long a cell of a kind takes where it stands than straight on."""
+    """Look up how many times as long a cell of a kind takes in a position than in `STRAIGHT`."""
     if not turns or position == STRAIGHT:
         return 1.0
     return turns[name if position == TURNED else f"first_{name}"]
@@ -181,7 +182,7 @@ def turn_factor(turns: Mapping[str, float] | None, name: str, position: str) -> 
 def _by_position(
     timeline: Timeline, mode: CheckpointMode
 ) -> dict[int, dict[tuple[str, str], list[float]]]:
-    """Collect the seconds of a step's cells, for each partition by kind and where they stand."""
+    """Collect the seconds of a step's cells, for each partition by kind and position."""
     found: dict[int, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(list))
     events = timeline.events
     for event, position in zip(events, positions(events), strict=True):
@@ -213,9 +214,9 @@ def pressures_of(
 ) -> dict[str, float]:
     """Find the pressure of each kind of work that is in `slow`; what is not known is left out.
 
-    A forward runs the same operations whether it records a graph or not, and once more when it is
-    recomputed, so all three have one pressure. (Recomputes by themselves tell little: they run
-    beside backwards most of the time.)
+    A forward runs the same operations with or without a graph, and again when it is recomputed, so
+    all three have one pressure. (Recomputes by themselves tell little: most of the time they run
+    next to backwards.)
     """
     cells: dict[str, list[TracedCell]] = {"forward": [], "backward": []}
     for way in ways:
@@ -226,7 +227,7 @@ def pressures_of(
                 if name != "recompute":
                     cells[_PRESSES_AS[name]].append(cell)
     found: dict[str, float] = {}
-    # Backwards run beside recomputes too: forwards come first.
+    # Backwards run next to recomputes too: so the pressure of forwards is found first.
     for name in ("forward", "backward"):
         one = pressure(cells[name], name, found)
         if one is not None:
@@ -242,7 +243,7 @@ def _cells_of(
     overheads: Mapping[str, float],
     turns: Mapping[str, float] | None,
 ) -> list[tuple[str, TracedCell]]:
-    """Set the cells of a step beside what they would take alone; with the kind of each."""
+    """Compare the cells of a step with what they would take alone; with the kind of each."""
     cells = []
 
     def presses_as(kind: str) -> str | None:
@@ -256,7 +257,7 @@ def _cells_of(
         if name is None or name not in slow:
             continue
         known = predicted[name][event.partition]
-        # What takes next to nothing tells nothing.
+        # A cell that takes next to nothing tells nothing.
         if known > LEAST_WORK * overheads[name]:
             seconds = (event.end - event.start) / turn_factor(turns, name, position)
             seconds = max(0.0, seconds - overheads[name])
@@ -267,7 +268,7 @@ def _cells_of(
 def factor_of(times: Sequence[float], predicted: Sequence[float], overhead: float) -> float:
     """Divide the times of a kind of cell, less their overhead, by the sums over their layers.
 
-    Cells whose layers do little more than nothing tell nothing of them: their factor is 1.
+    Cells whose layers do next to nothing tell nothing about these: their factor is 1.
     """
     measured = sum(max(0.0, time - overhead) for time in times)
     if not measured or sum(predicted) < LEAST_WORK * overhead * len(times):
@@ -276,12 +277,12 @@ def factor_of(times: Sequence[float], predicted: Sequence[float], overhead: floa
 
 
 def within_reason(factor: float) -> float:
-    """Keep a factor to what is believed: within `MOST_FACTOR` of 1."""
+    """Limit a factor to what is plausible: from the inverse of `MOST_FACTOR` to `MOST_FACTOR`."""
     return min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
 
 
 def kind_of(kind: str, mode: CheckpointMode) -> str | None:
-    """Return which field of `Durations` an event's time belongs to; None: to none."""
+    """Return the field of `Durations` that an event's time belongs to; None: it has none."""
     names = {"F": "forward", "R": "recompute", "B": "backward"}
     if kind == "F" and mode == "always":
         return "no_grad_forward"

@@ -28,9 +28,9 @@ class Training:
     Attributes:
         layers: The caller's layers by name.
         routes: Their skips.
-        data: A mini-batch, how it is parted, and its target.
+        data: A mini-batch, how it is divided, and its target.
         loss_fn: The loss; None: not known.
-        optimizer: The optimizer, or what makes one; None: not known.
+        optimizer: The optimizer, or a callable that makes one; None: not known.
         keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
             trained.
     """
@@ -58,12 +58,12 @@ class Training:
         out_dims: Any,
         target_dims: Any,
     ) -> Training:
-        """Take what `profile_model` takes, and check it.
+        """Make one from the arguments of `profile_model`, and check them.
 
         Raises:
-            ModelError: `module` is no chain, its skips do not pair up, or the sample cannot be
-                parted.
-            BalanceError: a dimension or a keyword argument does not fit, or `chunks` is no number.
+            ModelError: `module` is not a chain, its skips do not pair up, or the sample cannot be
+                divided.
+            BalanceError: a dimension or a keyword argument does not fit, or `chunks` is no count.
             ProfileError: the chain has no layers, or the sample has no rows.
         """
         layers = layers_of(module)
@@ -92,7 +92,7 @@ class Training:
         return list(self.layers.values())
 
     def maker(self) -> Maker | None:
-        """Return what makes optimizers like the caller's; None: there is none.
+        """Return a maker of optimizers like the caller's; None: there is no optimizer.
 
         Raises:
             ProfileError: it cannot be made.
@@ -103,7 +103,7 @@ class Training:
         return Maker(self.optimizer, list(parameters))
 
     def with_target_on(self, device: torch.device) -> Training:
-        """Return the same training, a copy of its target on a device: a loss may write to it."""
+        """Return the same training with its target copied to a device: a loss may write to it."""
         target = self.data.target
         if target is None:
             return self

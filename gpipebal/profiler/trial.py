@@ -1,18 +1,18 @@
 """A trial: the measured layers run for a few steps as the pipeline that they are measured for.
 
-Layers are clocked one by one, with a clock and a cut between them; a partition runs them in one
-piece, in a worker's thread, beside neighbours that do something else at the moment. What that
-changes no single layer tells. So on a CPU the replicas run as a `GPipe` of as many partitions as
-will work side by side, cut where the bottleneck is least, and its traces are set beside the sums
-over the layers::
+Layers are clocked one by one, with a clock and a cut between them. A partition runs them in one
+piece, in a worker's thread, next to neighbours that do other work at the same time. The effect of
+this cannot be seen in single layers. So on a CPU the replicas run as a `GPipe` of as many
+partitions as will work side by side, cut where the bottleneck is least, and its traces are compared
+with the sums over the layers::
 
     time of a cell = overhead + factor * sum over its layers
 
 The overhead is that of cells of a pipeline whose layers do next to nothing; the factors, one for
-each kind of cell, are what then remains while all partitions work. The same chain in one
-partition tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`), and
-how much slower behind the other kind of work, which has filled the caches: as the first one of a
-step, and in the middle of 1F1B. What a step takes beside its cells, on the way in and out, is
+each kind of cell, are what then remains while all partitions work. The same chain in one partition
+tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`), and how much
+slower it is after the other kind of work, which has filled the caches: as the first one of a step,
+and in the middle of 1F1B. What a step takes in addition to its cells, on the way in and out, is
 learned too.
 """
 
@@ -47,17 +47,17 @@ __all__ = ["LEAST_TRIAL_SECONDS", "MOST_TRIAL_CHUNKS", "Setting", "run_trial"]
 
 #: Rounds, after each way of running has warmed up; more where they take less than these seconds.
 MOST_ROUNDS = 8
-#: How fast partitions work side by side changes every some tenths of a second.
+#: The speed of partitions that work side by side changes every few tenths of a second.
 LEAST_TRIAL_SECONDS = 3.0
-#: Steps that count in each way's turn. The one before them finds what another cut left in the
-#: caches, and does not. Where there are no seconds at all, one step has to do.
+#: Steps that count in each way's turn. The one before them does not: it finds in the caches what
+#: another cut left there. Where no time is allowed at all, one step has to suffice.
 TURN_STEPS = 3
 #: Steps of the pipeline that does next to nothing.
 OVERHEAD_ROUNDS = 6
-#: Micro-batches of a trial at most: more fill the pipeline no more than these.
+#: Most micro-batches of a trial: more of them do not fill the pipeline any better.
 MOST_TRIAL_CHUNKS = 8
-#: Modes, which have cells of all kinds between them; and whether the last partition computes the
-#: loss, which needs something to train.
+#: Modes, which together have cells of all kinds; and whether the last partition computes the loss,
+#: which needs something to train.
 _HOW: tuple[tuple[CheckpointMode, bool], ...] = (
     ("never", False),
     ("always", False),
@@ -72,7 +72,7 @@ class Setting:
     Attributes:
         layers: The layers by name; they get gradients.
         data: A mini-batch and its target.
-        loss_fn: The loss; None: the sum of the outputs stands for it.
+        loss_fn: The loss; None: the sum of the outputs is used instead.
         n_partitions: Partitions, at most one per layer.
         n_threads: Intra-operation threads of each.
     """
@@ -91,15 +91,15 @@ class Setting:
 
 @dataclass
 class _Way(Traced):
-    """One way of running a step, and what was seen of it."""
+    """One way of running a step, with its traces."""
 
     pipe: GPipe
     loss: _NoLoss
 
     def run(self, setting: Setting, elsewhere: Tensor | None = None) -> None:
-        """Run a step with gradients that start anew, as behind ``zero_grad()``."""
+        """Run a step that begins without gradients, as after ``zero_grad()``."""
         if elsewhere is not None:
-            # Behind an optimizer's step the caches hold what it went through.
+            # After an optimizer's step the caches hold what it went through.
             elsewhere.fill_(0.0)
         for parameter in self.pipe.parameters():
             parameter.grad = None
@@ -107,7 +107,7 @@ class _Way(Traced):
             started = time.perf_counter()
             sample, keywords = setting.data.sample.call()
             if self.inside:
-                # The loss takes no target, so none is parted in the cells.
+                # The loss takes no target, so no target is divided in the cells.
                 schedule = "1f1b" if self.n_partitions == 1 else "gpipe"
                 self.pipe.step(sample, keywords=keywords, loss_fn=self.loss, schedule=schedule)
             else:
@@ -118,16 +118,16 @@ class _Way(Traced):
 
 
 def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
-    """Run a few steps, and compare them with what the profile says of them.
+    """Run a few steps, and compare them with what the profile predicts.
 
     Args:
         profile: What was measured, layer by layer.
         setting: What to run.
-        seconds: How long, about; every way of running warms up, and has a turn at least; with 0
-            seconds a step.
+        seconds: About how long; every way of running warms up, and has at least one turn; with 0
+            seconds, one step.
 
     Returns:
-        What it told. Whatever a layer or the loss raises is raised on.
+        What the trial told. Errors of a layer or the loss are passed on.
     """
     n = min(setting.n_partitions, profile.n_layers)
     overheads, of_loss = _overheads(n, setting)
@@ -146,7 +146,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
                     continue
                 way = _way_of(module, cut, mode, inside, setting, loss)
                 ways.append(way)
-                way.run(setting)  # the first warms up: threads are started, facts found out
+                way.run(setting)  # warms up: threads are started, facts about layers found out
                 way.steps.clear()
         started = time.perf_counter()
         rounds, limit = 0, seconds
@@ -170,7 +170,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
 
 
 def _elsewhere(profile: Profile) -> Tensor | None:
-    """Return as much memory as an optimizer goes through in a step; no more than caches hold."""
+    """Return as much memory as an optimizer's step goes through; no more than caches hold."""
     if not profile.step.optimizer_time:
         return None
     sizes = [2 * layer.gradient_bytes + (layer.optimizer_bytes or 0) for layer in profile.layers]
@@ -179,7 +179,7 @@ def _elsewhere(profile: Profile) -> Tensor | None:
 
 
 def _in_turns(ways: Sequence[_Way]) -> list[list[_Way]]:
-    """Group ways whose steps take turns: those of `turn_factors`, compared step by step."""
+    """Group ways whose steps take turns: those that `turn_factors` compares step by step."""
     groups: dict[tuple[int, CheckpointMode, bool], list[_Way]] = defaultdict(list)
     for way in ways:
         groups[way.n_partitions, way.mode, way.inside and way.n_partitions > 1].append(way)
@@ -194,7 +194,7 @@ def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
 def _overheads(n_partitions: int, setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
     """Find the seconds of a cell of each kind whose layer does next to nothing.
 
-    And how many more it takes with a loss behind it that does nothing, where nobody else works.
+    And how many more it takes with a loss after it that does nothing, while no other cell works.
     """
     row = torch.zeros(setting.chunks, 1, device="cpu")
     nothing = replace(setting, data=Data(Batch.sample(row), [1] * setting.chunks), loss_fn=None)
@@ -248,7 +248,7 @@ def _go_back(output: Any, setting: Setting) -> tuple[bool, ...]:
     """Run loss and backward as a caller does, but leave parameters of the loss alone.
 
     Returns:
-        Of each tensor of the output that wants a gradient, whether the loss gives it one.
+        For each tensor of the output that requires a gradient, whether the loss gives it one.
     """
     leaves, structure = flatten(output)
     ends = _wanting(leaves)
@@ -274,11 +274,11 @@ def _wanting(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 class _NoLoss:
-    """A loss that takes no time, inside a pipeline: outputs get gradients that are there already.
+    """A loss that takes no time, inside a pipeline: outputs get gradients that exist already.
 
     Attributes:
-        used: Of each tensor of the output that wants a gradient, whether the real loss gives it
-            one: then it gets ones.
+        used: For each tensor of the output that requires a gradient, whether the real loss gives it
+            one: if so, it gets ones.
     """
 
     def __init__(self) -> None:
@@ -287,7 +287,7 @@ class _NoLoss:
 
     def __call__(self, output: Any) -> Tensor:
         ends = _wanting(flatten(output)[0])
-        # Those of one micro-batch may be fewer.
+        # One micro-batch may have fewer of them.
         if len(self.used) == len(ends) and any(self.used):
             ends = [end for end, used in zip(ends, self.used, strict=True) if used]
         if not ends:
@@ -303,7 +303,7 @@ class _NoLoss:
 
 
 class _WithGradients(torch.autograd.Function):
-    """A number whose backward hands out gradients."""
+    """Returns a number whose backward returns given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *ends: Tensor) -> Tensor:

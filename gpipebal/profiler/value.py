@@ -39,8 +39,9 @@ class Value:
         leaves: Leaves of the output of the layer before.
         structure: Their pytree.
         skips: What was stashed and is not yet popped, each as leaves and pytree.
-        views: Places of leaves that are views of what has a gradient, as a Linear's output of
-            three dimensions is. Who writes to one copies gradients in the backward.
+        views: Places of leaves that are views of a tensor with a gradient, as the output of a
+            Linear on three dimensions is. A layer that writes to one copies gradients in its
+            backward.
     """
 
     leaves: list[Any]
@@ -65,9 +66,9 @@ class Record:
     """What a layer's forward leaves for its backward.
 
     Attributes:
-        inputs: Leaves of its input, and behind them those of what it popped.
+        inputs: Leaves of its input, followed by those of what it popped.
         popped: How many leaves of `inputs` belong to each skip.
-        outputs: Leaves of its output, and behind them those of what it stashed.
+        outputs: Leaves of its output, followed by those of what it stashed.
     """
 
     inputs: list[Any]
@@ -79,21 +80,21 @@ def random_gradients(outputs: Sequence[Any], dims: Sequence[Dim] = ()) -> list[T
     """Make gradients to start a backward with: random, as small as a mean loss makes them.
 
     Args:
-        outputs: Leaves that a layer has handed on.
+        outputs: Leaves of a layer's output.
         dims: For the first of them, the dimension along which several micro-batches are joined:
-            gradients then are views into that of the mini-batch.
+            gradients are then views into that of the mini-batch.
     """
 
     def gradient_of(leaf: Tensor, dim: Dim) -> Tensor:
         if leaf.layout != torch.strided:
-            # Where it has elements, as its own backward would make it.
+            # With elements where the leaf has them, as its own backward would make it.
             return leaf.detach() / max(1, leaf.numel())
         gradient = torch.randn_like(leaf) / max(1, leaf.numel())
         if dim is None or dim % leaf.dim() == 0:
             return gradient
         return torch.cat([gradient, gradient], dim).narrow(dim, 0, leaf.shape[dim])
 
-    with memory_for("the gradient of what was handed on"):
+    with memory_for("the gradient of the layer's output"):
         return [
             gradient_of(leaf, dim) if isinstance(leaf, Tensor) and leaf.requires_grad else None
             for leaf, dim in zip_longest(outputs, dims)
@@ -135,7 +136,7 @@ def take_gradients(inputs: Sequence[Any]) -> list[Tensor | None]:
 
 
 def as_leaves(leaves: Sequence[Any], *, wants: bool) -> list[Any]:
-    """Cut tensors off from the graph; with `wants`, those that had a gradient get one again."""
+    """Cut tensors off from the graph; with `wants`, those that required a gradient do so again."""
     return [
         leaf.detach().requires_grad_(
             leaf.requires_grad and wants and (leaf.is_floating_point() or leaf.is_complex())

@@ -1,8 +1,8 @@
 """The whole job in one call: profile, solve, train, compare with the prediction.
 
 Read in this order: `workload` (what to train), `places` (on which devices), `training` (what a
-step is), `attempts` (which of the best plans is fastest), `comparison` (how steps are timed),
-`folder` (what is written), `job` (all together).
+training step does), `attempts` (which of the best plans is fastest), `comparison` (how steps are
+timed), `folder` (what is written), `job` (all together).
 """
 
 from gpipebal.run.folder import FILES

@@ -1,7 +1,7 @@
-"""The best few plans, each run for a moment: the fastest one stays.
+"""The best few plans, each run for a few steps: the fastest one is taken.
 
-Predictions of plans that differ by a cut or two are closer to each other than to the truth: what
-a run shows decides between them.
+Predictions for plans that differ by a cut or two are closer to each other than to the measured
+times: a run decides between them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpipebal.units import format_seconds
 
 __all__ = ["Attempt", "fastest", "try_plans"]
 
-#: How often every plan has its turn, and the steps of a turn, after one to warm up.
+#: How many turns every plan has, and the steps of a turn, after one to warm up.
 TURNS = 2
 STEPS = 2
 
@@ -58,7 +58,7 @@ def try_plans(
     progress: bool | None = None,
     echo: Callable[[str], None] = print,
 ) -> list[Attempt]:
-    """Train a copy of the model under every plan for a few steps, the plans in turns.
+    """Train a copy of the model under every plan for a few steps, the plans taking turns.
 
     Args:
         plans: Plans of the workload's model.
@@ -66,7 +66,7 @@ def try_plans(
         devices: Device of each partition.
         threads: Intra-operation threads of a CPU partition.
         progress: Whether to show a progress bar; None: on a terminal only.
-        echo: Takes the table of what came out.
+        echo: Called with the table of results.
 
     Returns:
         One attempt per plan, in the order of the plans.
@@ -80,7 +80,7 @@ def try_plans(
     hidden = None if progress is None else not progress
     with tqdm(total=TURNS * len(plans), desc="trying", leave=False, disable=hidden) as bar:
         for turn in range(TURNS):
-            # There and back, so that what drifts drifts for all alike.
+            # Forwards and then in reverse, so that a drift of the machine affects all alike.
             order = range(len(plans)) if turn % 2 == 0 else reversed(range(len(plans)))
             for k in order:
                 if k not in failures:
@@ -90,7 +90,7 @@ def try_plans(
                         if not is_out_of_memory(error):
                             raise
                         times[k].clear()
-                        # Not the error: its frames hold what the others need room for.
+                        # Only the text: the error's frames hold memory that the others need.
                         failures[k] = str(error)
                 bar.update()
     if len(failures) == len(plans):

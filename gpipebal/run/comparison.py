@@ -1,7 +1,7 @@
-"""The measured half of a run: the pipeline and the plain model, step by step in turns.
+"""The measured half of a run: the pipeline and the plain model, taking turns step by step.
 
-What else the machine does, its clock and its temperature change over a run; in turns, they change
-for all, so that the ratios are fair even where the times are not steady.
+The other load of the machine, its clock and its temperature change over a run; as the steps take
+turns, they change for all, so that the ratios are fair even where the times are not steady.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Measured:
     Attributes:
         optimizer: The optimizer, with its learning rate.
         step_times: Seconds of each step of the pipeline, without the warm-up.
-        timeline: Of the step whose time is the median, or the next below it.
-        peak_bytes: Of each partition.
+        timeline: Timeline of the step whose time is the median, or the next below it.
+        peak_bytes: Peak memory of each partition.
         total_peak_bytes: The most that all partitions held at one time.
-        plain: The plain model, each way that it was run.
-        notes: What went otherwise than planned.
+        plain: The plain model, once for each way in which it was run.
+        notes: What did not go as planned.
     """
 
     optimizer: str
@@ -66,7 +66,7 @@ def train_in_turns(
         workload: What to train on.
         steps: Steps to time.
         progress: Whether to show a progress bar; None: on a terminal only.
-        echo: Takes each line of text that a reader should see on the way.
+        echo: Called with each line of text that a reader should see on the way.
     """
     trainer = PipelineTrainer(pipe, workload)
     optimizer = _describe(trainer.optimizer)
@@ -74,7 +74,7 @@ def train_in_turns(
         optimizer += " (default)"
     echo(
         f"Training, loss {workload.loss_name}, optimizer {optimizer}: 1 step to warm up and "
-        f"{steps} to time, in turns with the plain model"
+        f"{steps} to time, alternately with the plain model"
     )
     place = pipe.devices[0]
     ways = _plain_ways(place)
@@ -131,7 +131,7 @@ def train_in_turns(
 
 
 def _make_room(plain_model: nn.Module) -> None:
-    """Take the model from the device: the pipeline's next steps need the room."""
+    """Take the model off the device: the pipeline's next steps need the memory."""
     plain_model.zero_grad()
     plain_model.to("cpu")
 

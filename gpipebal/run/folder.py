@@ -18,7 +18,7 @@ class Folder:
     """A folder that exists and can be written to.
 
     Raises:
-        UsageError: it cannot be made, or not be written to.
+        UsageError: it cannot be made, or cannot be written to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class Folder:
         self._written.append(name)
 
     def drop_if_empty(self) -> None:
-        """Remove the folder, and those above it, if this run made them and put nothing there."""
+        """Remove the folder, and those above it, if this run made them and wrote nothing there."""
         for folder in self._made:
             try:
                 folder.rmdir()
@@ -55,7 +55,7 @@ class Folder:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it holds files of this run beside older ones."""
+        """Whether it holds files of this run next to older ones."""
         return bool(self._written and self._older())
 
     def _older(self) -> list[str]:

@@ -33,7 +33,7 @@ from gpipebal.units import count
 __all__ = ["run"]
 
 
-#: More than this is a slip of the keyboard; said before a list of as many devices is made.
+#: More than this is a typing error; refused before a list of as many devices is made.
 MOST_PARTITIONS = 4096
 
 
@@ -59,7 +59,7 @@ def run(
     """Profile a model, solve its balance, train a few steps, and compare with the prediction.
 
     The files ``profile.json``, ``plan.json``, ``timeline.json``, ``report.json`` and
-    ``plan.png`` go to `output`, each one as soon as it is known.
+    ``plan.png`` go to `output`, each one as soon as its content is known.
 
     Args:
         model: A built-in model, or ``package.module:function``; see `load_workload`.
@@ -72,7 +72,7 @@ def run(
         checkpoint: Which micro-batches are recomputed; ``'auto'``: in each partition as few as fit.
         memory_limit: Memory of a device, as `solve` takes it; None: no limit.
         steps: Training steps that are timed, after one that is not.
-        attempts: How many of the best plans to run for a moment; the fastest is taken. Only 1
+        attempts: How many of the best plans to run for a few steps; the fastest is taken. Only 1
             with `checkpoint` ``'always'``.
         threads_per_partition: Intra-operation threads of each CPU partition, also while its
             layers are profiled; None: its share of the cores.
@@ -80,14 +80,14 @@ def run(
         device: ``'auto'``, ``'cpu'``, ``'cuda'`` or a list such as ``'cuda:0,cuda:1'``.
         output: Folder of the files; made if it does not exist.
         progress: Whether to show progress bars; None: on a terminal only.
-        echo: Takes each line of text that a reader should see on the way.
+        echo: Called with each line of text that a reader should see on the way.
 
     Returns:
         What was predicted and measured.
 
     Raises:
-        GpipebalError: something asked for does not exist or cannot be; or the model has nothing
-            to train. Whatever fails has a note where the folder then holds files of two runs.
+        GpipebalError: something asked for does not exist or is impossible; or the model has
+            nothing to train. An error has a note if the folder then holds files of two runs.
         KeyboardInterrupt: with a note of the files that were written before it.
     """
     chunks, steps = check_count("chunks", chunks), check_count("steps", steps)
@@ -219,7 +219,7 @@ class _Job:
             )
         finally:
             pipe.close()
-        # As the predicted training step has it, which knows more than the plan's makespan.
+        # The predicted training step counts more than the plan's makespan.
         predicted = training_step(profile, plan)
         timeline = measured.timeline
         held = held_of(profile, plan)
@@ -263,7 +263,7 @@ class _Job:
         return report
 
     def _plan(self, profile: Profile) -> Plan:
-        """Find the best plan; of several the one that runs fastest."""
+        """Find the best plan; if several are tried, the one that runs fastest."""
         n = len(self.places)
         options: Options = {**self.options, "shared_memory": len(set(self.places)) == 1}
         if self.attempts == 1:

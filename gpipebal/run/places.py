@@ -12,7 +12,7 @@ from gpipebal.units import count
 
 __all__ = ["choose_places", "describe_places", "shares_places"]
 
-#: Partitions on a machine without CUDA devices, unless told.
+#: Partitions on a machine without CUDA devices, by default.
 CPU_PARTITIONS = 2
 
 

@@ -104,7 +104,7 @@ def _wait_for(devices: Sequence[torch.device]) -> None:
 
 
 def _part_target(target: Batch | None, rows: Sequence[int]) -> list[Any] | None:
-    """Part the target as the sample is; None: it does not go by rows, so there is one loss."""
+    """Divide the target as the sample is; None: it has no such rows, so there is one loss."""
     if target is None:
         return [None] * len(rows)
     try:

@@ -29,10 +29,10 @@ from gpipebal.units import count
 
 __all__ = ["Workload", "default_optimizer", "load_workload"]
 
-#: Rows of the mini-batch of a built-in model, unless told.
+#: Rows of the mini-batch of a built-in model, by default.
 DEFAULT_ROWS = 32
 
-#: Where the rows of a user's data are, and what goes beside the sample: as `profile_model` has it.
+#: Where the rows of a user's data are, and what goes with the sample, as `profile_model` takes it.
 _PARTING = ("keywords", "in_dims", "keyword_dims", "out_dims", "target_dims")
 
 _KEYS = ("model", "sample", "loss_fn", "target", "optimizer", *_PARTING)
@@ -45,16 +45,16 @@ class Workload:
     """A model and everything that a training step of it needs.
 
     Attributes:
-        name: What the user called it.
+        name: The name by which the user asked for it.
         model: The chain, on the CPU.
         sample: The mini-batch: a tensor, or a pytree of tensors with the same rows.
         target: What the loss compares the output with; None: the loss takes the output only.
         loss_fn: Takes output and target, or the output only; gives a scalar tensor.
         make_optimizer: Takes a list of the parameters.
-        loss_name: How the loss is called in a report.
+        loss_name: Name of the loss in a report.
         image_size: Height and width of the images in pixels; None: not a built-in model.
-        parting: What is not by default of ``keywords``, ``in_dims``, ``keyword_dims``, ``out_dims``
-            and ``target_dims``, as `profile_model` takes them.
+        parting: Those of ``keywords``, ``in_dims``, ``keyword_dims``, ``out_dims`` and
+            ``target_dims`` that differ from the defaults, as `profile_model` takes them.
     """
 
     name: str
@@ -117,18 +117,18 @@ def load_workload(
         rows: Rows of the mini-batch; only for built-in models.
         image_size: Height and width of the images; only for built-in models.
         seed: Seed of parameters and data.
-        chunks: Micro-batches that the mini-batch will be parted into.
+        chunks: Micro-batches that the mini-batch will be divided into.
         arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`),
-            or keyword arguments of the user's function; None, and what is left out: the defaults.
-        with_values: Whether a built-in model's parameters and data get memory and values; else
-            they are on the meta device, which is enough for an estimate, of any size.
+            or keyword arguments of the user's function. The default for any that is left out.
+        with_values: Whether a built-in model's parameters and data get memory and values;
+            otherwise they are on the meta device, which is enough for an estimate, of any size.
 
     Raises:
         BalanceError: rows or an image size below 1.
         UsageError: a seed out of range; no such model, module, function or argument, or the
-            function returned something else than ``(model, sample)`` or a mapping with them; or a
-            built-in model cannot be trained on so little data. What the user's own code raises
-            comes through as it is.
+            function returned something other than ``(model, sample)`` or a mapping with them; or a
+            built-in model cannot be trained on so little data. An error of the user's own code
+            is raised as it is.
 
     Example:
         >>> workload = load_workload("resnet101", rows=2, with_values=False)
@@ -221,7 +221,7 @@ def mean_of_squares(output: Any) -> Tensor:
             "Fix: let the function return a mapping with 'loss_fn'."
         )
     n_values = sum(tensor.numel() for tensor in tensors)
-    # Sums of squares are larger than halves can be.
+    # A sum of squares may be too large for half precision.
     wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
     return torch.stack([tensor.square().sum().float() for tensor in wide]).sum() / n_values
 
@@ -249,7 +249,7 @@ def _refuse_sizes(name: str, **sizes: int | None) -> None:
 
 
 def _find_function(name: str) -> Callable[..., Any]:
-    """Import ``package.module:function``; an exception inside the user's module is not ours."""
+    """Import ``package.module:function``; errors of the user's module are raised as they are."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise UsageError(
@@ -289,7 +289,7 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 
 def _no_path(module_name: str, attribute: str) -> UsageError:
-    """Say how a module is named that was given as the path of its file."""
+    """Say how to name a module that was given as the path of its file."""
     name = os.path.basename(module_name.removesuffix(".py"))
     return UsageError(
         f"module is named by a path: module={module_name!r} (expected names with dots, as import "
@@ -298,7 +298,7 @@ def _no_path(module_name: str, attribute: str) -> UsageError:
 
 
 def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that the user's function does not take, or lacks."""
+    """Refuse arguments that the user's function does not take, or missing ones that it needs."""
     try:
         inspect.signature(function).bind(**given)
     except TypeError as error:
@@ -308,7 +308,7 @@ def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str
             "arguments that it has."
         ) from error
     except ValueError:
-        # Some builtins have no readable signature; calling them will tell.
+        # Some builtins have no readable signature; calling them will show.
         pass
 
 
@@ -353,7 +353,7 @@ def _users_own(name: str, found: Any) -> Workload:
 
 
 def _default_loss(target: Any) -> Callable[..., Tensor]:
-    """Choose by the target: classes, values, or none."""
+    """Choose a loss by the target: classes, values, or none."""
     if target is None:
         return mean_of_squares
     if isinstance(target, Tensor):

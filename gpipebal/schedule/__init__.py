@@ -1,18 +1,18 @@
 """Schedules: in which order each device works, without times.
 
-An action is one cell of work, written as partition, kind, micro-batch: ``1F3`` is the forward of
-micro-batch 3 in partition 1, ``1R3`` its recompute, ``1B3`` its backward; where a backward is done
-in two parts, ``1I3`` is the gradient of the input and ``1W3`` that of the weights. A schedule is
-one ordered row of actions per device. It is plain data: the simulator places durations on it, the
-executor's workers run it, and tests compare it with a drawing::
+An action is one forward, recompute or backward, written as partition, kind, micro-batch: ``1F3`` is
+the forward of micro-batch 3 in partition 1, ``1R3`` its recompute, ``1B3`` its backward; where a
+backward is done in two parts, ``1I3`` is the gradient of the input and ``1W3`` that of the weights.
+A schedule is one ordered row of actions per device. It is plain data: the simulator places
+durations on it, the executor's workers run it, and tests compare it with a drawing::
 
     # GPipe, 3 partitions, 4 micro-batches, one clock each, except_last: R and B take a clock.
     # 0F0 0F1 0F2 0F3 ... 0B3 0R2 0B2 0R1 0B1 0R0 0B0
 
 There are schedules that `GPipe` runs (`executed`: one partition per device, whole backwards), and
-those that can only be studied here and are run by torch.distributed.pipelining (`studied`, and
-whatever its files say, `torch_csv`). `SCHEDULES` and `make_schedule` know the first alone,
-`ALL_SCHEDULES` and `order_of` both.
+schedules that can only be studied here and are run by torch.distributed.pipelining (`studied`, and
+any that its files contain, `torch_csv`). `SCHEDULES` and `make_schedule` know only the first,
+`ALL_SCHEDULES` and `order_of` know both.
 """
 
 from gpipebal.schedule.actions import Action, Kind, Schedule, check_count

@@ -1,4 +1,4 @@
-"""The noun: actions, and rows of them."""
+"""Actions, and schedules: rows of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F, R, B, IN, W = range(len(KINDS))
 
 
 class Action(NamedTuple):
-    """One cell of work.
+    """One forward, recompute, backward, or part of a backward, of a cell.
 
     `kind` is ``F`` forward, ``R`` recompute, ``B`` backward, or one of the two parts of a
     backward: ``I`` gradient of the input, ``W`` gradient of the weights.
@@ -37,7 +37,7 @@ class Schedule:
     """The order of actions of every device.
 
     Attributes:
-        name: The rule that made it, such as ``'gpipe'``.
+        name: Name of the rule that made it, such as ``'gpipe'``.
         rows: One tuple of actions per device, in the order in which it runs them.
         devices: For each partition the device (row) that runs it; None: every device has one
             partition, in order.

@@ -68,8 +68,8 @@ def with_recomputes(schedule: Schedule, checkpoint: Checkpoint) -> Schedule:
     """Put a recompute before each backward of a checkpointed micro-batch.
 
     Where it would follow its own forward directly it is left out, because keeping the graph for
-    that moment takes no more memory than making it twice. What is recomputed in `schedule`
-    already is forgotten.
+    that short time takes no more memory than making it twice. Recomputes that `schedule` already
+    has are dropped.
 
     Args:
         schedule: The order of the other actions.
@@ -106,7 +106,7 @@ def check_checkpoint(checkpoint: object, *, or_auto: bool = False) -> None:
 
     Args:
         checkpoint: What was given.
-        or_auto: Whether an error names ``'auto'`` too, which its caller takes.
+        or_auto: Whether an error names ``'auto'`` too, which the caller accepts.
 
     Raises:
         BalanceError: `checkpoint` is neither one of `CHECKPOINT_MODES` nor a sequence of them.

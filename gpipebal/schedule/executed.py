@@ -22,7 +22,7 @@ def gpipe_schedule(
 ) -> Schedule:
     """Order a mini-batch as GPipe does: all forwards, then all backwards, last one first.
 
-    A recompute stands before its backward, so that a partition recomputes while the gradient
+    A recompute comes before its backward, so that a partition recomputes while the gradient
     is still on its way from the next one.
 
     Args:
@@ -35,7 +35,7 @@ def gpipe_schedule(
 
     Source:
         Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-        Parallelism", NeurIPS 2019, section 2.2. Differs: the last micro-batch goes backward
+        Parallelism", NeurIPS 2019, section 2.2. Differs: the last micro-batch runs its backward
         first, as in torchgpipe, because 'except_last' has its activations still at hand.
 
     Example:
@@ -61,10 +61,10 @@ def one_f_one_b_schedule(
 ) -> Schedule:
     """Order a mini-batch so that each backward comes as soon as it can: one forward, one backward.
 
-    Partition j first runs as many forwards as there are partitions behind it, so at most
-    ``n_partitions - j`` micro-batches are in flight there at once. A recompute stands before its
+    Partition j first runs as many forwards as there are partitions after it, so at most
+    ``n_partitions - j`` micro-batches are in flight there at once. A recompute comes before its
     backward; where it would follow its own forward directly it is left out, because keeping the
-    graph for that moment takes no more memory than making it twice.
+    graph for that short time takes no more memory than making it twice.
 
     Args:
         n_partitions: Number of partitions, 1 or more.
@@ -107,8 +107,8 @@ def check_schedule(name: object) -> str:
     """Return the name of a schedule that `GPipe` runs, as `SCHEDULES` has it.
 
     Raises:
-        UnsupportedPlanError: there is none of this name; if something else runs it, the text says
-            what.
+        UnsupportedPlanError: there is none of this name; if other software runs it, the text says
+            which.
     """
     known = spelled(name)
     if not isinstance(known, str) or known not in SCHEDULES:

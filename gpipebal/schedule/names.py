@@ -4,8 +4,8 @@ from __future__ import annotations
 
 __all__ = ["spelled"]
 
-#: Names without capitals, dashes, spaces and underscores, and those of whole families of which
-#: only one is known here.
+#: Names without capitals, dashes, spaces and underscores, and names of families of schedules of
+#: which only one is known here.
 _MEANT = {
     "gpipe": "gpipe",
     "gpipeinorder": "gpipe_in_order",
@@ -18,7 +18,7 @@ _MEANT = {
 
 
 def spelled(name: object) -> object:
-    """Return the name of a schedule as it is spelled here; whatever is no name of one as it is.
+    """Return the name of a schedule as it is spelled here; anything else unchanged.
 
     Example:
         >>> spelled("Interleaved1F1B"), spelled("zero-bubble"), spelled("dualpipe")

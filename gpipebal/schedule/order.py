@@ -21,17 +21,17 @@ __all__ = ["Order"]
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A schedule as columns: all rows one behind the other, one number per action and column.
+    """A schedule as columns: all rows one after the other, one number per action and column.
 
     Attributes:
         name: Name of the schedule.
-        offsets: Where the row of each device begins, and behind them the number of actions.
+        offsets: Where the row of each device begins, then the number of actions.
         partitions: Partition of each action.
         kinds: Kind of each action, as its place in ``'FRBIW'``.
         micro_batches: Micro-batch of each action.
         devices: Device of each partition.
-        modes: Checkpoint mode of each partition, if `order_of` made the order by the rule of its
-            name, GPipe's (in either order of backwards) or 1F1B's; else None.
+        modes: Checkpoint mode of each partition, if `order_of` made the order by GPipe's rule (in
+            either order of backwards) or 1F1B's; else None.
     """
 
     name: str

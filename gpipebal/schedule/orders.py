@@ -1,4 +1,4 @@
-"""Any known schedule as columns, those of one partition per device without making actions."""
+"""Any known schedule as columns; with one partition per device no actions are made."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
 def check_known_schedule(name: object) -> str:
     """Return the name of a schedule that can be simulated, as `ALL_SCHEDULES` has it.
 
-    Capitals, dashes and underscores do not matter; ``'interleaved'`` and ``'zero_bubble'`` are the
-    one of these that there is.
+    Capitals, dashes and underscores do not matter; ``'interleaved'`` and ``'zero_bubble'`` mean the
+    only known schedule of that family.
 
     Raises:
         UnsupportedPlanError: there is none of this name.
@@ -119,8 +119,8 @@ def order_of(
     n_devices = check_count("partitions" if name in SCHEDULES else "devices", n_devices)
     chunks = check_count("chunks", chunks)
     modes = modes_of(checkpoint, n_devices)
-    # Rows that are alike are made once: those of one mode with GPipe, and those of one mode that
-    # run equally many forwards ahead with 1F1B.
+    # Equal rows are made once: with GPipe those of one mode, with 1F1B those of one mode that run
+    # equally many forwards ahead.
     made: dict[tuple[CheckpointMode, int], tuple[Ints, Ints]] = {}
     keys = []
     for j, mode in enumerate(modes):  # j: partition
@@ -154,7 +154,7 @@ def recomputes_of(
 ) -> tuple[int, ...]:
     """Count the micro-batches that each partition recomputes.
 
-    The schedule has a say in it: a recompute that would follow its own forward is left out.
+    This depends on the schedule: a recompute that would follow its own forward is left out.
 
     Args:
         name: As for `order_of`, like the others.
@@ -180,7 +180,7 @@ def recomputes_of(
         of_mode = {"never": 0, "except_last": chunks - 1, "always": chunks}
         found = [of_mode[mode] for mode in modes_of(checkpoint, n_devices)]
         if name == "1f1b":
-            # Its last partition turns back at once, and with one micro-batch all of them do.
+            # Its last partition runs each backward at once; with one micro-batch all of them do.
             found = [n * (chunks > 1) for n in found[:-1]] + [0]
         return tuple(found)
     order = order_of(
@@ -193,11 +193,11 @@ def recomputes_of(
 def counted_modes(
     modes: Sequence[CheckpointMode], recomputes: Sequence[int]
 ) -> tuple[CheckpointMode, ...]:
-    """Return modes as a schedule lets them count: ``'never'`` where it recomputes nothing.
+    """Return modes as they take effect in a schedule: ``'never'`` where it recomputes nothing.
 
     Args:
         modes: Mode of each partition.
-        recomputes: What `recomputes_of` says of each.
+        recomputes: What `recomputes_of` returns for each.
 
     Example:
         >>> counted_modes(("always", "always"), (3, 0))
@@ -226,9 +226,9 @@ def _one_f_one_b_row(chunks: int, mode: CheckpointMode, ahead: int) -> tuple[Int
     # Without other forwards between, a recompute would follow its own, and is left out.
     between = ahead > 0 and chunks > 1
     recomputed = _recomputed(chunks, mode) if between else np.zeros(chunks, dtype=np.int64)
-    # How many recomputes stand before the backward with this number.
+    # How many recomputes come before the backward with this number.
     before = np.concatenate(([0], np.cumsum(recomputed)))
-    # Where an action stands: as many places from the start as actions come before it.
+    # The place of an action is the number of actions before it.
     backward_at = np.minimum(chunks, ahead + each + 1) + each + before[1:]
     n_backwards = np.maximum(0, each - ahead)
     forward_at = each + n_backwards + before[n_backwards]

@@ -3,7 +3,7 @@
 In the interleaved ones every device has several partitions, dealt out in turn: of 6 partitions on
 2 devices the first has 0, 2 and 4, the second 1, 3 and 5. So a micro-batch visits every device
 several times, and fills and drains the pipeline in smaller steps. With a zero-bubble schedule the
-gradients of the weights, for which nobody waits, are moved into what is idle otherwise::
+gradients of the weights, for which no partition waits, are moved into time that is otherwise idle::
 
     # zero bubble, 3 devices, 4 micro-batches, F, I and W take one clock each: 14 clocks.
     # device 0  012..Aa3BbCcDd
@@ -43,13 +43,13 @@ def gpipe_in_order_schedule(
     *,
     partitions_per_device: int = 1,
 ) -> Schedule:
-    """Order a mini-batch as GPipe does, but with the first micro-batch first in the backward.
+    """Order a mini-batch as GPipe does, but with backwards from the first micro-batch on.
 
     Args:
         n_devices: Number of devices, 1 or more.
         chunks: Number of micro-batches, 1 or more.
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
-        partitions_per_device: 1; there is no other form of it.
+        partitions_per_device: 1; no other number is possible.
 
     Raises:
         BalanceError: a count below 1, several partitions per device, or an unknown mode.
@@ -87,7 +87,7 @@ def interleaved_schedule(
 
     Micro-batches go in groups, as many as there are devices (or a few more): a device runs the
     group through its first partition, then through its second, and so on. After some forwards
-    ahead, fewer the later the device stands, forwards and backwards alternate.
+    ahead, fewer the later the device comes, forwards and backwards alternate.
 
     Args:
         n_devices: Number of devices, 1 or more.
@@ -97,7 +97,8 @@ def interleaved_schedule(
         partitions_per_device: How many partitions every device has, 1 or more.
 
     Raises:
-        BalanceError: a count below 1, chunks that do not part into groups, or an unknown mode.
+        BalanceError: a count below 1, chunks that cannot be divided into groups, or an unknown
+            mode.
 
     Source:
         Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -132,10 +133,11 @@ def zero_bubble_schedule(
         chunks: Number of micro-batches, 1 or more; with `n_devices` or more of them, a multiple of
             ``chunks // n_devices``.
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
-        partitions_per_device: 1 is ZB-H1; more interleave it.
+        partitions_per_device: 1 is ZB-H1; with more it is interleaved.
 
     Raises:
-        BalanceError: a count below 1, chunks that do not part into groups, or an unknown mode.
+        BalanceError: a count below 1, chunks that cannot be divided into groups, or an unknown
+            mode.
 
     Source:
         Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 (ZB-H1); in the form
@@ -161,7 +163,7 @@ def _looped(
         n_devices: Number of devices.
         chunks: Number of micro-batches.
         loops: Partitions of every device.
-        hop: How many more forwards a device runs ahead than the one behind it.
+        hop: How many more forwards a device runs ahead than the one after it.
         in_parts: Whether backwards come as input gradients and weight gradients.
     """
     n_devices = check_count("devices", n_devices)
@@ -213,7 +215,7 @@ def check_single(name: str, partitions_per_device: int) -> None:
     """Refuse several partitions per device.
 
     Raises:
-        BalanceError: there are.
+        BalanceError: there are several.
     """
     if partitions_per_device != 1:
         raise BalanceError(
@@ -223,7 +225,7 @@ def check_single(name: str, partitions_per_device: int) -> None:
         )
 
 
-#: The schedules that can be simulated and are not run by `GPipe`, by name.
+#: The schedules that can be simulated but are not run by `GPipe`, by name.
 STUDIED: dict[str, Callable[..., Schedule]] = {
     "gpipe_in_order": gpipe_in_order_schedule,
     "interleaved_1f1b": interleaved_schedule,
@@ -246,8 +248,8 @@ def study_schedule(
         n_devices: Number of devices.
         chunks: Number of micro-batches.
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
-        partitions_per_device: How many partitions every device has; None: the least that the
-            schedule is made for: 2 with ``'interleaved_1f1b'``, else 1.
+        partitions_per_device: How many partitions every device has; None: the smallest number
+            that the schedule is meant for: 2 with ``'interleaved_1f1b'``, else 1.
 
     Raises:
         UnsupportedPlanError: there is none of this name.

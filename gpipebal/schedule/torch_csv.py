@@ -1,10 +1,10 @@
 """Schedules as the CSV files of torch.distributed.pipelining.
 
-A file has one line per device and one cell per action, ``2F0`` for example; an empty cell is a
-moment of waiting and says nothing about the order. torch writes two forms: the computations alone,
-or between them also what moves tensors and parameters (``1SEND_F0``, ``2UNSHARD``). Both are read;
-what moves is left out, because durations of transfers are given to the simulator itself. A cell
-``(0F3;5B1)OVERLAP_F_B`` is a forward and a backward in one go, and read as one after the other.
+A file has one line per device and one cell per action, ``2F0`` for example; an empty cell is a time
+of waiting and says nothing about the order. torch writes two forms: the computations alone, or
+between them also the moves of tensors and parameters (``1SEND_F0``, ``2UNSHARD``). Both are read;
+moves are left out, because durations of transfers are given to the simulator itself. A cell
+``(0F3;5B1)OVERLAP_F_B`` is a forward and a backward at once, and is read as one after the other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from gpipebal.errors import FileFormatError, UnsupportedPlanError
+from gpipebal.files import atomic_path
 from gpipebal.kinds import check_kind, check_path
 from gpipebal.schedule.actions import Action, Kind, Schedule
 
@@ -37,11 +38,11 @@ def read_torch_csv(source: str | os.PathLike[str], name: str | None = None) -> S
         name: Name of the schedule; None: the file's, without its suffix, or ``'csv'``.
 
     Returns:
-        The schedule, with the device of each partition as the lines tell. Its recomputes are none
-        of torch's business: add them with `with_recomputes`.
+        The schedule; the lines tell the device of each partition. It has no recomputes, because
+        torch has no action for them: add them with `with_recomputes`.
 
     Raises:
-        FileFormatError: no text, a cell that is no action, a partition in two lines or in none.
+        FileFormatError: no text, a cell that is not an action, a partition in two lines or in none.
 
     Source:
         ``_PipelineScheduleRuntime._load_csv`` of torch 2.13, formats ``compute_only`` and
@@ -56,7 +57,7 @@ def read_torch_csv(source: str | os.PathLike[str], name: str | None = None) -> S
     text, name = _text_of(source, name)
     rows: list[tuple[Action, ...]] = []
     homes: dict[int, Place] = {}
-    for d, line in enumerate(csv.reader(io.StringIO(text))):  # d: device
+    for d, line in enumerate(_lines(text)):  # d: device
         row: list[Action] = []
         for column, cell in enumerate(line):
             place = (d, column)
@@ -99,15 +100,16 @@ def write_torch_csv(
 
     Args:
         schedule: What to write.
-        path: File to write; None: none, the text is returned.
+        path: File to write; None: no file, only the text is returned.
         late: Leave recomputes out, to run them inside the backwards with torch.utils.checkpoint,
-            which begins only when the gradient is there.
+            which begins only when the gradient has arrived.
 
     Returns:
         The text.
 
     Raises:
         UnsupportedPlanError: the schedule has recomputes, for which torch has no action.
+        FileFormatError: `path` is something other than an ordinary file.
 
     Example:
         >>> row = (Action(0, "F", 0), Action(0, "R", 0), Action(0, "B", 0))
@@ -126,8 +128,19 @@ def write_torch_csv(
                 )
     text = "".join(",".join(map(str, row)) + "\n" for row in rows)
     if path is not None:
-        check_path(path).write_text(text, encoding="utf-8")
+        with atomic_path(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     return text
+
+
+def _lines(text: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text))
+    except csv.Error as error:
+        raise FileFormatError(
+            f"schedule is not CSV: {error} (expected one line per device, with cells such as 0F0)."
+            "\nFix: write the file with write_torch_csv, or with torch's _dump_csv."
+        ) from error
 
 
 def _text_of(source: str | os.PathLike[str], name: str | None) -> tuple[str, str]:
@@ -154,7 +167,8 @@ def _actions(cell: str, place: Place) -> Iterable[Action]:
         match = _CELL.fullmatch(part.strip())
         if match is None:
             raise _refuse(
-                place, f"cell is no action: cell={cell[:40]!r} (expected one such as 2F0 or 1B3)"
+                place,
+                f"cell is not an action: cell={cell[:40]!r} (expected one such as 2F0 or 1B3)",
             )
         partition, kind, micro_batch = match.groups()
         found.append(Action(int(partition), cast(Kind, kind), int(micro_batch)))

@@ -1,11 +1,11 @@
 """Simulator: place durations on a schedule, each action as early as its order allows.
 
-An action starts when its device has finished the action before it and when what it needs has
-ended: a forward needs the one in the partition before, a recompute its own forward, a backward
-its own forward, its recompute if there is one, and the backward in the partition after. A backward
-may come in two parts: that of the input, which others wait for, and that of the weights, which
-needs the first. Nothing else costs time, unless durations of transfers, of launches by the host or
-of the optimizer are given::
+An action starts when its device has finished the action before it and when the actions that it
+needs have ended: a forward needs the one in the partition before, a recompute its own forward, a
+backward its own forward, its recompute if there is one, and the backward in the partition after. A
+backward may come in two parts: the gradient of the input, which others wait for, and that of the
+weights, which needs the first. Nothing else costs time, unless durations of transfers, of launches
+by the host or of the optimizer are given::
 
     # GPipe, 3 partitions, 4 micro-batches, F takes 1 clock, B takes 2: makespan 18 clocks.
     # partition 0  0123......DDCCBBAA

@@ -37,11 +37,11 @@ class ScheduleRow:
     Attributes:
         schedule: Its name.
         partitions_per_device: How many partitions every device has.
-        makespan: Seconds from the first start to the last end; None: it cannot be made.
+        makespan: Seconds from the first start to the last end; None: the schedule cannot be made.
         bubble_fraction: Idle share of all devices' time.
         imbalance: Largest busy time of a device over the mean one.
         peak_bytes: Most memory on any device; None: sizes were not given.
-        run_by: What runs it.
+        run_by: The software that runs it.
         refusal: Why it cannot be made for these counts; empty if it can.
     """
 
@@ -64,7 +64,7 @@ class ScheduleTable:
         n_devices: Number of devices.
         chunks: Number of micro-batches.
         checkpoint: Which micro-batches are recomputed.
-        notes: What a reader should know of the costs.
+        notes: What a reader should know about the costs.
     """
 
     rows: tuple[ScheduleRow, ...]
@@ -139,15 +139,15 @@ def compare_durations(
     """Simulate schedules for the same work, and set them side by side.
 
     Args:
-        durations: Seconds of the partitions, by how many every device has: 1, and others for
-            schedules that interleave. Durations alone are those of one per device. Launches by
-            the host count for schedules that `GPipe` runs, in one process; torch has one process
-            for every device.
+        durations: Seconds of the partitions, by the number of partitions on every device: 1, and
+            others for schedules that interleave. A single `Durations` is for one per device.
+            Launches by the host count only for schedules that `GPipe` runs, in one process; torch
+            has one process for every device.
         chunks: Number of micro-batches.
-        checkpoint: Which micro-batches are recomputed; under schedules that torch runs, too.
+        checkpoint: Which micro-batches are recomputed, also under schedules that torch runs.
         schedules: Names of the schedules to compare.
-        held: Bytes of the partitions, by how many every device has.
-        overlap: Whether transfers run beside the devices' work; see `place`.
+        held: Bytes of the partitions, by the number of partitions on every device.
+        overlap: Whether transfers overlap with the devices' work; see `place`.
 
     Returns:
         A table, the fastest first. A schedule that cannot be made for these counts is in it, with
@@ -169,8 +169,8 @@ def compare_durations(
         check_kind("durations", times, Durations, "durations=durations_of(profile, bounds)")
     if not durations:
         raise KindError(
-            "durations are none: len(durations)=0 (expected Durations, or some by how many every "
-            "device has).\nFix: durations={1: durations}."
+            "there are no durations: len(durations)=0 (expected Durations, or some by how many "
+            "every device has).\nFix: durations={1: durations}."
         )
     if held is not None:
         check_mapping("held", held, "held={1: held_of(profile, plan)}")

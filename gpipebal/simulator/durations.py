@@ -16,8 +16,8 @@ __all__ = ["Durations", "check_time", "too_large"]
 Times = tuple[float, ...]
 
 _CELLS = ("forward", "no_grad_forward", "recompute", "backward")
-#: Fields of cells behind the other kind of work (recomputes: behind their own), and of first ones:
-#: the kind of cell, and what its factor is called in `turning`.
+#: Fields of actions after one of the other kind (recomputes: after one of their own kind), and of
+#: first ones: the kind of action, and the name of its factor in `turning`.
 _TURNS = {
     "forward_after_backward": ("forward", "forward"),
     "no_grad_forward_after_backward": ("no_grad_forward", "no_grad_forward"),
@@ -33,7 +33,7 @@ _TURNS = {
 class Durations:
     """Seconds of every partition for one micro-batch; all micro-batches are alike.
 
-    Each field has one time per partition; those that may be None have a stand-in.
+    Each field has one time per partition; for those that may be None a substitute is given.
 
     Attributes:
         forward: Seconds of each partition's forward.
@@ -42,26 +42,26 @@ class Durations:
         no_grad_forward: The forward of a micro-batch that is recomputed later; None: `forward`.
         input_gradient: The part of the backward that others wait for; None: what
             `weight_gradient` leaves of the backward, or half of it.
-        weight_gradient: The part of the backward that nobody waits for; None: what
+        weight_gradient: The part of the backward that no partition waits for; None: what
             `input_gradient` leaves of the backward.
         forward_transfer: Seconds to bring a micro-batch into the partition from the one before,
-            where that is on another device; the first entry counts for nothing. None: no time.
+            where that is on another device; the first entry is ignored. None: no time.
         backward_transfer: Seconds to bring a gradient into the partition from the one after; the
-            last entry counts for nothing. None: no time.
+            last entry is ignored. None: no time.
         optimizer: Seconds of the optimizer's step; None: it is not placed.
         forward_launch: Seconds of the host to launch a forward or a recompute; None, and
             `backward_launch` is None too: there is no host to wait for.
         backward_launch: The same for a backward; of a backward in two parts each takes half.
-        forward_after_backward: A forward behind a backward of the same device; None: `forward`.
-        no_grad_forward_after_backward: The same of `no_grad_forward`; None: as that.
-        recompute_after_forward: A recompute behind a forward; None: `recompute`.
-        backward_after_forward: A backward behind a forward or a recompute; None: `backward`.
-        first_forward: The first forward of a device in a step, which is behind the backwards of the
-            step before; None: `forward_after_backward`.
-        first_no_grad_forward: The same of `no_grad_forward`, where that is given; None:
+        forward_after_backward: A forward after a backward of the same device; None: `forward`.
+        no_grad_forward_after_backward: The same for `no_grad_forward`; None: as that.
+        recompute_after_forward: A recompute after a forward; None: `recompute`.
+        backward_after_forward: A backward after a forward or a recompute; None: `backward`.
+        first_forward: The first forward of a device in a step, which comes after the backwards of
+            the step before; None: `forward_after_backward`.
+        first_no_grad_forward: The same for `no_grad_forward`, where that is given; None:
             `no_grad_forward_after_backward`.
         first_backward: The first backward of a device in a step, unless its recompute is right
-            before it; None: as any other behind the same work.
+            before it; None: as any other backward after an action of the same kind.
 
     Raises:
         ProfileError: a time that is negative or not finite, or not one per partition.
@@ -141,19 +141,19 @@ class Durations:
 
     @property
     def has_turns(self) -> bool:
-        """Whether an action's time depends on where it stands."""
+        """Whether an action's time depends on the action before it."""
         return any(getattr(self, name) is not None for name in _TURNS)
 
     @property
     def without_launches(self) -> Durations:
-        """The same where every device has a process of its own, which launches ahead of it."""
+        """The same durations if every device has its own process, which launches ahead of it."""
         return replace(self, forward_launch=None, backward_launch=None)
 
     def longer_by(self, seconds: float) -> Durations:
-        """Add some time to every cell, such as it takes beside its layers.
+        """Add some time to every cell, such as the time that it takes in addition to its layers.
 
         Args:
-            seconds: The time of each cell; cells that take none take it too.
+            seconds: The added time; cells that take no time get it too.
 
         Example:
             >>> Durations((1.0,), (1.0,), (2.0,)).longer_by(0.5).backward
@@ -162,7 +162,7 @@ class Durations:
         return self._changed(lambda name, time: time + seconds)
 
     def scaled(self, factors: Mapping[str, float]) -> Durations:
-        """Take every cell of a kind so many times as long.
+        """Multiply the time of every cell of a kind by a factor.
 
         Args:
             factors: One for each kind: forward, recompute, backward, no_grad_forward.
@@ -176,15 +176,15 @@ class Durations:
         return self._changed(lambda name, time: factors[name] * time)
 
     def turning(self, factors: Mapping[str, float]) -> Durations:
-        """Say how much longer actions take behind those of the other kind of work, and first.
+        """Set how much longer actions take after those of the other kind, and as first ones.
 
-        A partition without backward work has no other kind: its forwards stay as they are.
+        A partition without backwards has no other kind: its forwards stay as they are.
 
         Args:
             factors: For each kind (forward, recompute, backward, no_grad_forward) how many times
-                as long it takes behind other work than behind its own; a recompute, behind a
-                forward than behind a backward. With ``first_`` in front (not of recomputes), the
-                same of a device's first in a step; without those, they are as the others.
+                as long it takes after the other kind as after its own; for a recompute, after a
+                forward as after a backward. With the prefix ``first_`` (not for recomputes), the
+                same for a device's first in a step; without those, first ones are as the others.
 
         Example:
             >>> times = Durations((1.0,), (1.5,), (2.0,))
@@ -219,7 +219,7 @@ class Durations:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Durations:
-        """Take the times that a plan predicts for its partitions, and for what crosses its cuts."""
+        """Take the times that a plan predicts for its partitions and for transfers over cuts."""
         parts = plan.partitions
         receive = tuple(part.receive_time for part in parts)
         back = tuple(part.return_time for part in parts)
@@ -235,7 +235,7 @@ class Durations:
 
 
 def check_time(name: str, time: float) -> None:
-    """Refuse what is no number of seconds.
+    """Refuse anything that is not a number of seconds.
 
     Raises:
         ProfileError: `time` is negative, not finite or not a number.
@@ -253,7 +253,7 @@ def _rest(whole: Times, part: Times) -> Times:
 
 
 def too_large() -> ProfileError:
-    """Say that durations are infinite together."""
+    """Return the error for durations that add up to infinity."""
     return ProfileError(
         "times are too large to be added: the sum of all durations is infinite (expected a finite "
         "one).\nFix: give the times in seconds."

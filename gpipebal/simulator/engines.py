@@ -4,7 +4,7 @@ All start an action as soon as its device is free and what it needs has arrived.
 at the next action of all devices at once, round after round: as many rounds as actions follow one
 another on the longest path, each a few operations of numpy. With few devices such a round would be
 mostly overhead: `run_rows` goes through one row until it has to wait. `run_host` also has the host
-launch every action, one at a time, whoever asked first.
+launch every action, one at a time, the device that asked first being served first.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Times", "run"]
 
-#: From so many devices on a round costs less than the actions in it one by one.
+#: With this many devices or more a round costs less than its actions one by one.
 FEWEST_FOR_ROUNDS = 24
 
 
 class Times:
-    """When every action starts and ends, as far as that is known; infinity: it is not.
+    """When every action starts and ends, as far as known; infinity: not known.
 
     Attributes:
         starts: Start of each action.
         ends: End of each action.
-        arrivals: When what it made is where it is needed: the end, or that of its transfer, or
+        arrivals: When its result is where it is needed: its end, or the end of its transfer, or
             when the device has copied it.
         launch_starts: When the host begins to launch it; None: no host.
         launch_ends: When the host has launched it.
@@ -56,13 +56,13 @@ class Times:
 
 
 def run(work: Work, times: Times, first: Ints, last: Ints, start: float) -> bool:
-    """Place one stretch of every row; what it needs outside must have been placed.
+    """Place one stretch of every row; actions outside that it needs must have been placed.
 
     Args:
         work: The actions.
         times: Where their times are written.
         first: First action of each device.
-        last: Behind the last action of each device.
+        last: One past the last action of each device.
         start: Seconds before which nothing starts.
 
     Returns:
@@ -83,7 +83,7 @@ def _run_rounds(work: Work, times: Times, first: Ints, last: Ints, start: float)
     starts, ends, arrivals = times.starts, times.ends, times.arrivals
     never = work.never
     while True:
-        # A device at its end waits for what never ends; so nothing below asks who is done.
+        # A device at its end waits for `never`; so nothing below asks which devices are done.
         now = np.where(position < last, position, never)
         begin = np.maximum(clock, arrivals[need[now]])
         if lead is not None:
@@ -92,7 +92,7 @@ def _run_rounds(work: Work, times: Times, first: Ints, last: Ints, start: float)
         placed = end < math.inf
         if not placed.any():
             return bool((position == last).all())
-        # What is not placed is written too: as infinity, which it is.
+        # Actions that are not placed are written too: as infinity, which is right.
         starts[now] = begin
         ends[now] = end
         if tail is not None:
@@ -153,7 +153,7 @@ def _run_rows(work: Work, times: Times, first: Ints, last: Ints, start: float) -
 
 
 def _run_host(work: Work, times: Times, first: Ints, last: Ints, start: float) -> bool:
-    """Place in the order in which the host launches, always what was ready for it first.
+    """Place in the order in which the host launches: always the action that was ready first.
 
     A worker may ask the host for its next action when its last one is launched, and when what
     that needs is launched: a device waits for data by itself. The device may begin when the host
@@ -172,7 +172,7 @@ def _run_host(work: Work, times: Times, first: Ints, last: Ints, start: float) -
     queue: list[tuple[float, int]] = []
 
     def ask(d: int) -> None:
-        """Queue the next action of a device, or let it wait for what that needs."""
+        """Queue the next action of a device, or let it wait for what the action needs."""
         now = position[d]
         if now == stop[d]:
             return

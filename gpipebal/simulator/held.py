@@ -1,4 +1,4 @@
-"""What partitions hold, in bytes: each micro-batch at work, and what is there beside them."""
+"""What partitions hold, in bytes: for each micro-batch at work, and besides."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["CellBytes", "HeldBytes"]
 class CellBytes:
     """Bytes of one micro-batch in one partition.
 
-    A need is the most at any one time of an action, beyond what the micro-batch holds while it
-    runs: of a forward or recompute beyond what that leaves, of a backward beyond what it found.
+    A need is the most that an action holds at any one time, beyond what the micro-batch holds
+    anyway: for a forward or recompute, beyond what it leaves; for a backward, beyond what it found.
 
     Attributes:
         kept: Its input, if it is recomputed later: from its forward to its recompute.
         graph: Its graph: from its forward or recompute to its backward.
-        weights: What is left of the graph when the input's gradient is done; None: all of it.
+        weights: The part of the graph that is left when the input's gradient is done; None: all.
         forward: Need of its forward.
         recompute: Need of its recompute.
-        first_backward: Need of its backward where the parameters have no gradients yet; those that
-            it makes are part of it.
-        backward: Need of its backward where they have.
+        first_backward: Need of its backward if the parameters have no gradients yet; the gradients
+            that it makes are part of it.
+        backward: Need of its backward if they have.
         output: What a forward of the last partition leaves for the caller.
 
     Raises:
@@ -52,18 +52,18 @@ class CellBytes:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that one partition holds: for its micro-batches, and beside them.
+    """Bytes that one partition holds: for its micro-batches, and besides.
 
     Attributes:
         fixed: Parameters, buffers and optimizer state; and the mini-batch's input or target, which
-            are there all the time.
+            are held all the time.
         gradients: Gradients of its parameters, from the end of its first backward on.
-        recorded: A micro-batch whose forward makes the graph.
-        recomputed: One whose recompute does.
+        recorded: For a micro-batch whose forward makes the graph.
+        recomputed: For one whose recompute makes it.
         streams: What it makes for other partitions, and is charged with until they take it.
-        around: What the caller adds on the last partition, who gathers the outputs and computes
-            the loss between the phases; None: nobody does.
-        gradients_exist: Whether the gradients are there from the beginning.
+        around: What the caller adds on the last partition by gathering the outputs and computing
+            the loss between the phases; None: nothing.
+        gradients_exist: Whether the gradients exist from the beginning.
 
     Raises:
         ProfileError: a size that is negative or no whole number.

@@ -1,4 +1,4 @@
-"""`held_of`: what the partitions of a plan hold, as a profile tells it."""
+"""`held_of`: what the partitions of a plan hold, computed from a profile."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ def held_of(
     loss_inside: bool | None = None,
     shared_memory: bool | None = None,
 ) -> list[HeldBytes]:
-    """Tell what each partition of a plan holds: by the same rules as the plan's own peak memory.
+    """Return what each partition of a plan holds, by the same rules as the plan's own peak memory.
 
     In the same timeline, peaks over time equal those of `partition_memory` to the byte, with three
-    exceptions: the optimizer's step comes behind the timeline; a layer that needs less while it
-    works than it leaves behind counts with what it leaves; and a partition to which no gradient
-    comes has those of its parameters after its first backward, and not only when the optimizer
-    steps. How much waits for busy neighbours goes by the clock, and a plan counts a margin for
-    slow ones: over time there may be less. A plan's memory has recomputes behind the caller's loss,
-    as in ``simulate(plan, pause=0.0)``: without a pause the last ones may begin while outputs of
-    forwards still wait, and there may be more.
+    exceptions: the optimizer's step comes after the timeline; a layer that needs less while it
+    works than it leaves behind counts with what it leaves; and a partition that no gradient reaches
+    has gradients of its parameters after its first backward already, not only from the optimizer's
+    step on. How much waits for busy neighbours depends on timing, and a plan counts a margin for
+    slow ones: over time it may be less. A plan's memory has the recomputes after the caller's loss,
+    as in ``simulate(plan, pause=0.0)``: without a pause the last partitions may begin while outputs
+    of forwards still wait, and it may be more.
 
     Args:
         profile: Costs of the layers for one micro-batch.
-        plan: The plan; or first layer of each partition, then the number of layers.
+        plan: The plan; or the first layer of each partition, then the number of layers.
         chunks: Micro-batches of a mini-batch; None: the plan's, or the profile's.
         checkpoint: Which of them are recomputed; None: as the plan has it, or ``'never'``.
-        loss_inside: Whether the last partition computes the loss of each micro-batch, or the caller
-            that of the mini-batch, between the phases; None: as the plan has it, or the caller.
-        shared_memory: Whether all partitions live in one memory; None: as the plan has it, or not.
+        loss_inside: Whether the last partition computes the loss of each micro-batch; if not, the
+            caller computes that of the mini-batch between the phases. None: as the plan has it,
+            or not.
+        shared_memory: Whether all partitions share one memory; None: as the plan has it, or not.
 
     Raises:
-        KindError: `profile` is no Profile, or `plan` neither a Plan nor bounds.
+        KindError: `profile` is not a Profile, or `plan` is neither a Plan nor bounds.
         BalanceError: not one checkpoint mode per partition, or an unknown one.
-        ProfileError: the profile does not tell the costs at the rows of the plan.
+        ProfileError: the profile does not have the costs at the rows of the plan.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 2.0], saved_bytes=[10, 20], output_bytes=[1, 2])
@@ -105,7 +106,7 @@ def _held(
 def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
     held = cell.held(again=again)
     graph = cell.bytes_of(cell.graph - cell.handed_again) if again else held
-    # The last partition's outputs are kept for the caller; of losses only the numbers.
+    # The last partition's outputs are kept for the caller; of a loss only the number.
     output = cell.outputs if cell.gives_outputs else frozenset()
     if not again:
         output -= cell.graph

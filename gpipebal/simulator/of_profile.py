@@ -1,4 +1,4 @@
-"""What a profile says of partitions: their durations."""
+"""Durations of partitions, from a profile."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def durations_of(
 ) -> Durations:
     """Add up the times of the layers of each partition.
 
-    What a profile does not tell is estimated: the weights' part of a backward is half of it in
-    layers that train parameters (or whose times alone were given), and nothing in others. Launch
-    times are those of one process for all devices, as `GPipe` is; there are none if the profile
-    knows no host, because devices work by themselves, or are the host.
+    What a profile does not have is estimated: the weights' part of a backward is half of it in
+    layers that train parameters (or for which only times were given), and nothing in others. Launch
+    times are those of one process for all devices, as with `GPipe`; there are none if the profile
+    has no host times, because devices need no host, or are the host.
 
     Args:
         profile: Costs of the layers for one micro-batch.
         bounds: First layer of each partition, then the number of layers.
         devices: The device of each partition; None: all as the profile's.
-        links: What handing over each cut takes, see `gpipebal.problem.links_of`; None: nothing.
-        loss: A loss that the last partition computes behind its layers.
+        links: What a transfer over each cut takes, see `gpipebal.problem.links_of`; None: nothing.
+        loss: A loss that the last partition computes after its layers.
 
     Example:
         >>> from gpipebal.problem import Link, links_of
@@ -106,7 +106,7 @@ def durations_of(
 def weight_shares(profile: Profile) -> list[float]:
     """Estimate which share of each layer's backward is the gradient of its weights.
 
-    Half of it in layers that train parameters, or whose times alone were given; else nothing.
+    Half of it in layers that train parameters, or for which only times were given; else nothing.
 
     Example:
         >>> weight_shares(Profile.from_costs([1.0, 2.0]))

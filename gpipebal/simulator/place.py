@@ -44,24 +44,24 @@ def place(
     """Start every action of a schedule as early as its order and its needs allow.
 
     Args:
-        schedule: Order of the actions of each device; an `Order` must be one of `order_of`.
+        schedule: Order of the actions of each device; an `Order` must come from `order_of`.
         durations: Seconds of each partition for one micro-batch.
         pause: Seconds between the last forward of all partitions and the first recompute or
             backward; None: no such wait.
-        overlap: Whether transfers run beside the devices' work, each direction of each cut over
+        overlap: Whether transfers overlap with the devices' work, each direction of each cut over
             a link of its own that takes one at a time in the order in which they were handed in.
             If not, each copy keeps the sender busy after its action, and then the receiver before
-            its own, as where data passes through the host's memory.
-        late_recompute: Whether a recompute waits for the gradient too, as it does inside of
+            its own, as it does if data passes through the host's memory.
+        late_recompute: Whether a recompute waits for the gradient too, as it does inside
             torch.utils.checkpoint.
-        provenance: What the timeline shall say of its origin, beside schedule and pause.
+        provenance: Provenance of the timeline, besides schedule and pause.
 
     Returns:
         A Timeline with source ``'simulated'``: the events in the order of the schedule's rows,
         then optimizer steps, copies, and launches by the host, if there are durations for them.
 
     Raises:
-        BalanceError: not as many durations as partitions, an action that is unknown, stands
+        BalanceError: not as many durations as partitions, an action that is unknown, occurs
             twice or in another partition's row, or one that waits for ever: for an action that
             does not exist, or in a circle.
         ProfileError: `pause` is negative or not finite, or times are too large to be added.
@@ -140,7 +140,7 @@ def place(
 
 
 def _run(work: Work, pause: float | None) -> Times | None:
-    """Place all actions, in two phases if there is a pause; None: some wait for ever."""
+    """Place all actions, in two phases if there is a pause; None: some would wait for ever."""
     times = Times(work)
     first, last = work.order.offsets[:-1], work.order.offsets[1:]
     if pause is None:
@@ -148,7 +148,8 @@ def _run(work: Work, pause: float | None) -> Times | None:
     turns = _turns(work.order)
     if not run(work, times, first, turns, 0.0):
         return None
-    # A link may go on while the caller computes; a device that copies is not done before.
+    # A link may go on while the caller computes; a device that copies by itself is done only
+    # when the copy is.
     done = times.ends if work.tail is None else times.arrivals
     forwards = done[: work.nothing][work.order.kinds == F]
     barrier = float(forwards.max(initial=0.0)) + pause
@@ -156,14 +157,14 @@ def _run(work: Work, pause: float | None) -> Times | None:
 
 
 def _turns(order: Order) -> Ints:
-    """Return for each row where its first action stands that is no forward."""
+    """Return for each row the place of its first action that is not a forward."""
     others = np.append(np.flatnonzero(order.kinds != F), order.n_actions)
     turns = others[np.searchsorted(others, order.offsets[:-1])]
     return np.minimum(turns, order.offsets[1:])
 
 
 def _check_order_phases(order: Order) -> None:
-    """Refuse a forward behind something else."""
+    """Refuse a forward after an action of another kind."""
     rows = np.repeat(np.arange(order.n_devices), np.diff(order.offsets))
     late = (order.kinds == F) & (np.arange(order.n_actions) > _turns(order)[rows])
     if late.any():
@@ -186,7 +187,7 @@ def _optimizer_steps(order: Order, done: Floats, seconds: tuple[float, ...]) -> 
 
 
 def _copies(work: Work, times: Times) -> list[Columns]:
-    """Return the transfers, each as a copy into the partition that receives."""
+    """Return the transfers, each as a copy into the partition that receives it."""
     order, n = work.order, work.order.n_actions
     columns = []
     leaving = work.send if work.tail is None else work.tail

@@ -18,10 +18,10 @@ _Cell = tuple[int, Kind, int]
 
 
 def check_rows(schedule: Schedule) -> set[_Cell]:
-    """Return all actions, after a check that each is known and stands once, in its own row.
+    """Return all actions, after a check that each is known and occurs once, in its own row.
 
     Raises:
-        BalanceError: an action that is unknown, stands twice or in another partition's row, or
+        BalanceError: an action that is unknown, occurs twice or in another partition's row, or
             half of a backward without the other half.
     """
     seen: set[_Cell] = set()
@@ -108,7 +108,7 @@ def refuse(schedule: Schedule, actions: Set[_Cell], *, late: bool) -> NoReturn:
             next(n for n in _needs(action, n_partitions, actions, late=late) if n not in done)
         ]
     }
-    # Better one whose need does not exist than one that waits for that one.
+    # Name an action whose need does not exist rather than one that waits for that action.
     exists, action = min(waits)
     need = waits[exists, action]
     why = "which never gets its turn" if exists else "which stands in no row"
@@ -120,7 +120,7 @@ def refuse(schedule: Schedule, actions: Set[_Cell], *, late: bool) -> NoReturn:
 
 
 def _needs(action: _Cell, n_partitions: int, actions: Set[_Cell], *, late: bool) -> list[_Cell]:
-    """List what must have ended before an action starts, beside the action before it."""
+    """List what must have ended before an action starts, besides the action before it."""
     j, kind, i = action  # j: partition, i: micro-batch
     if kind == "F":
         return [(j - 1, "F", i)] if j > 0 else []

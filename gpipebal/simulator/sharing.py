@@ -1,11 +1,11 @@
 """`place_sharing`: durations on a schedule whose partitions slow each other down.
 
 Partitions that work side by side on a CPU share its caches, its memory and one interpreter. So an
-action goes on faster while its neighbours wait, and has no length of its own: each has two, one
-for a partition that works alone and one for all of them doing the same. The two tell how hard an
-action presses on what is shared. With pressure p it takes 1 + p * sum(q) times as long as alone
-beside actions of pressures q. Between two moments at which an action starts or ends every action
-goes on at one speed::
+action proceeds faster while its neighbours wait, and has no single duration: each has two, one for
+a partition that works alone and one for all of them doing the same. The two tell how hard an action
+presses on the shared resources. With pressure p it takes 1 + p * sum(q) times as long as alone
+while actions of pressures q run. Between two times at which an action starts or ends every action
+proceeds at one speed::
 
     alone: 2 seconds; side by side: 3      partition 0  0000111111
                                            partition 1  ....0000001111
@@ -70,7 +70,7 @@ def place_sharing(
         >>> timeline.makespan
         7.0
     """
-    # What can never finish is refused there, and all times are checked.
+    # A schedule that can never finish is refused there, and all times are checked.
     longest = place(schedule, durations, pause=pause)
     order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
     works = [

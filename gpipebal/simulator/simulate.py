@@ -35,27 +35,27 @@ def simulate(
 ) -> Timeline:
     """Predict the timeline of one mini-batch of a plan.
 
-    The times are those of the plan's makespan: of its layers and links. What only a profile knows
-    is in `Plan.step_time`, and not in this timeline: the loss of each micro-batch inside the last
-    partition, forwards that take less without a graph, launches by the host, the optimizer.
+    The times are those of the plan's makespan: of its layers and links. Times that only a profile
+    knows are in `Plan.step_time`, and not in this timeline: the loss of each micro-batch inside the
+    last partition, forwards that take less without a graph, launches by the host, the optimizer.
 
     Args:
         plan: Gives the times of its partitions, chunks, checkpoint modes and schedule.
         schedule: Order of the actions, or the name of one of
             `gpipebal.schedule.ALL_SCHEDULES`; None: the plan's own.
         detail: Whether every action is an event of its own. If not, actions of one kind that follow
-            one another without idle time are one, and there are no copies and launches: figures are
-            the same, and the timeline of thousands of devices is small; see
+            one another without idle time are one event, and there are no copies and launches:
+            figures are the same, and the timeline of thousands of devices is small; see
             `gpipebal.timeline.outline`.
         pause: Seconds between the last forward of all partitions and the first recompute or
             backward, as ``loss(pipe(x)).backward()`` makes them wait; `plan.pause_time` is the
-            measured value. None: no wait, partitions turn to their backwards on their own. A
+            measured value. None: no wait, each partition begins its backwards on its own. A
             schedule without phases, such as ``'1f1b'``, cannot have one.
         durations: Seconds of each partition, with transfers, launches or the optimizer; None:
             those of the plan, which may have transfers.
         devices: Number of devices, over which a schedule with several partitions on each deals
             them out; None: half as many as partitions with ``'interleaved_1f1b'``, else as many.
-        overlap: Whether transfers run beside the devices' work; see `place`. None: what the plan
+        overlap: Whether transfers overlap with the devices' work; see `place`. None: what the plan
             says.
         late_recompute: Whether a recompute waits for the gradient too; see `place`.
 
@@ -63,10 +63,10 @@ def simulate(
         A Timeline with source ``'simulated'``.
 
     Raises:
-        KindError: `plan` is no Plan.
-        UnsupportedPlanError: the schedule is none that is known here.
+        KindError: `plan` is not a Plan.
+        UnsupportedPlanError: the schedule is not known.
         BalanceError: the schedule does not fit the plan, or can never finish (with a pause); or
-            `devices` is no whole number of 1 or more.
+            `devices` is not a whole number of 1 or more.
         ProfileError: `pause` is negative or not finite.
 
     Complexity:

@@ -1,9 +1,9 @@
 """Memory over time: what the cells of a timeline hold, kind by kind, on every device.
 
 A forward leaves its graph behind, or its input if it is recomputed later; a recompute turns an
-input into a graph; a backward lets go of it, or, done in two parts, of that only which the
-gradients of the weights do not need. What it has made for a neighbour waits until that takes it.
-Inside an action there is a passing need besides::
+input into a graph; a backward frees the graph, or, done in two parts, first only the part that the
+gradients of the weights do not need. What an action has made for a neighbour waits until the
+neighbour takes it. Inside an action there is also a transient need::
 
     # 1F1B, 2 partitions, 3 micro-batches; graphs held by partition 0 (F and B take one clock)
     # partition 0  01.A2B.C
@@ -11,8 +11,8 @@ Inside an action there is a passing need besides::
 
 Where the caller computes the loss, between the phases, the last partition has its outputs as well:
 they add up until its last forward is over. Then they are gathered, the loss takes what it needs,
-and while the backwards run the gathered output, its gradient and the loss stay; behind them the
-output and the loss.
+and while the backwards run the gathered output, its gradient and the loss stay; after them the
+output and the loss stay.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["HELD_KINDS", "MemoryTrack", "memory_over_time"]
 
 #: What can be held: parameters and the like; their gradients; inputs of micro-batches that will be
-#: recomputed; graphs; what weight gradients still need; outputs and loss in the caller's hands;
-#: what was made for others and is not taken yet; passing needs.
+#: recomputed; graphs; what weight gradients still need; outputs and loss that the caller holds;
+#: what was made for others and is not yet taken; transient needs.
 HELD_KINDS = (
     "fixed",
     "gradients",
@@ -84,7 +84,7 @@ class MemoryTrack:
 
     @property
     def peak(self) -> int:
-        """Most bytes at any time."""
+        """The most bytes at any time."""
         return int(self.total.max())
 
     @property
@@ -99,7 +99,7 @@ class MemoryTrack:
         return {kind: int(self.held[kind][place]) for kind in HELD_KINDS}
 
     def at(self, time: float) -> dict[str, int]:
-        """Return the bytes of each kind at a time, after all that happens in that moment."""
+        """Return the bytes of each kind at a time, after all changes at that time."""
         place = max(0, int(np.searchsorted(self.times, time, side="right")) - 1)
         return {kind: int(self.held[kind][place]) for kind in HELD_KINDS}
 
@@ -120,20 +120,20 @@ class MemoryTrack:
 def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[MemoryTrack, ...]:
     """Follow what every device holds through a timeline, simulated or measured.
 
-    An action takes at its start and gives back at its end; of two actions in a row the second
-    starts when the first has given back. What a partition has made for another one is its own until
-    that begins the action that takes it.
+    An action takes memory at its start and gives it back at its end; of two actions in a row the
+    second starts when the first has given back. What a partition has made for another one is its
+    own until the other begins the action that takes it.
 
     Args:
         timeline: When every action starts and ends.
-        sizes: Bytes of each partition; `held_of` tells those of a plan.
+        sizes: Bytes of each partition; `held_of` returns those of a plan.
 
     Returns:
         One track per device.
 
     Raises:
-        KindError: `timeline` is no Timeline, or `sizes` are no HeldBytes.
-        ProfileError: not one size per partition, or a timeline that does not tell every action.
+        KindError: `timeline` is not a Timeline, or `sizes` are not HeldBytes.
+        ProfileError: not one size per partition, or a timeline that does not have every action.
 
     Complexity:
         O(n log n) for n events, in numpy.
@@ -176,7 +176,7 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
 
 
 class _Cells:
-    """Of every cell, by partition and micro-batch: when it takes, and whether it is recomputed."""
+    """For every cell, by partition and micro-batch: its times, and whether it is recomputed."""
 
     def __init__(self, table: EventTable, n_partitions: int, chunks: int) -> None:
         self.again = np.zeros((n_partitions, chunks), dtype=bool)
@@ -195,10 +195,10 @@ class _Cells:
 
 
 class _Moments:
-    """The moments of one device at which something changes, and by how many bytes of each kind.
+    """The times at which something changes on one device, and by how many bytes of each kind.
 
     Its actions give the order: start of the first, its end, start of the second, and so on. So an
-    action without length still takes before it gives. What others take gets its place between them.
+    action without length still takes before it gives back. What others take is placed in between.
     """
 
     def __init__(self, own: EventTable, cells: _Cells, late: float) -> None:
@@ -210,7 +210,7 @@ class _Moments:
         self._gradients_before = 0
 
     def follow(self, j: int, size: HeldBytes) -> None:
-        """Enter what every action of a partition takes and gives back."""
+        """Enter the bytes that every action of a partition takes and gives back."""
         here = self._own.partitions == j
         forward, recompute, back, weights = (
             here & self._own.of_kind(kinds) for kinds in ("F", "R", "BI", "W")
@@ -258,7 +258,7 @@ class _Moments:
             self._changes[kind, 2 * places + int(end)] += n_bytes
 
     def _gather(self, here: Ints, forwards: Ints, backwards: Ints, around: AroundLoss) -> None:
-        """Enter the caller's loss between the last forward and what comes behind it."""
+        """Enter the caller's loss between the last forward and what comes after it."""
         if not len(forwards):
             return
         outputs = self._changes[_OUTPUTS]
@@ -287,7 +287,7 @@ class _Moments:
         self._changes[_WAITING, 2 * made + 1] += n_bytes
         taken = np.isfinite(at)
         made, at, n_bytes = made[taken], at[taken], n_bytes[taken]
-        # Behind whatever started before it, or at the same time: that finds it waiting.
+        # After all that started before it, or at the same time, and so found it waiting.
         before = np.searchsorted(self._own.starts, at + self._late, side="right") - 1
         over = at >= self._own.ends[before]
         places = np.maximum(4 * before + np.where(over, 3, 1), 4 * made + 3)
@@ -307,7 +307,7 @@ class _Moments:
             changes = np.concatenate((changes, taken), axis=1)[:, order]
             # Rounding, or a measurement, may let it be taken before it is made.
             times = np.maximum.accumulate(times[order])
-        # Nothing but what is fixed, and gradients of steps before, before the first moment.
+        # Before the first change only what is fixed, and gradients of earlier steps.
         held = np.zeros((len(HELD_KINDS), len(times) + 1), dtype=np.int64)
         np.cumsum(changes, axis=1, out=held[:, 1:])
         held[_FIXED] += fixed

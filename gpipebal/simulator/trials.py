@@ -1,9 +1,9 @@
 """Trials: many durations on one order, all at the same time.
 
-Who needs whom does not depend on how long things take. So an order is sorted once, into levels:
-what is on a level needs only what is on lower ones. Then all candidates go through it together,
-level by level, one column of numbers for each. A search that tries a hundred splits pays for the
-overhead of one.
+Which action needs which does not depend on how long actions take. So an order is sorted once, into
+levels: actions on a level need only actions on lower ones. Then all candidates go through it
+together, level by level, one column of numbers for each. A search that tries a hundred splits pays
+for the overhead of one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Candidates:
         forward: Seconds of each partition's forward.
         recompute: Seconds of each partition's recompute.
         backward: Seconds of each partition's backward.
-        weight_gradient: The part of the backward that nobody waits for; None: half of it.
+        weight_gradient: The part of the backward that no partition waits for; None: half of it.
         forward_transfer: Seconds to bring a micro-batch into each partition from the one before;
-            the first column counts for nothing. None: no time.
+            the first column is ignored. None: no time.
         backward_transfer: Seconds to bring a gradient into each partition from the one after; the
-            last column counts for nothing. None: no time.
+            last column is ignored. None: no time.
     """
 
     forward: Floats
@@ -66,7 +66,7 @@ class Trials:
     """An order of actions on which many durations are tried.
 
     Args:
-        order: An order of `gpipebal.schedule.order_of`.
+        order: An order from `gpipebal.schedule.order_of`.
 
     Raises:
         BalanceError: the order can never finish.
@@ -115,7 +115,7 @@ class Trials:
 
         Args:
             candidates: Seconds of the partitions.
-            overlap: Whether transfers run beside the devices' work; see
+            overlap: Whether transfers overlap with the devices' work; see
                 `gpipebal.simulator.place`.
 
         Complexity:

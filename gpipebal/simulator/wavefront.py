@@ -1,4 +1,4 @@
-"""Waves: all cells that can be at work at the same time are placed at once.
+"""Waves: all cells that can run at the same time are placed at once.
 
 With GPipe the forward of micro-batch i in partition j needs (i - 1, j) and (i, j - 1): cells on one
 diagonal of the grid need only the diagonal before. Backwards are the same from the other corner::
@@ -11,7 +11,7 @@ diagonal of the grid need only the diagonal before. Backwards are the same from 
 So m + n - 1 steps of numpy, each on at most n numbers, place m n forwards. With 1F1B partitions
 next to each other take turns: while the even ones do forwards, the odd ones do backwards. Let
 forward i of partition j have the number 2 i + j, and its backward 2 i + 2 n - 1 - j: then, whatever
-they take, they need only what has a smaller number::
+their durations, they need only actions with a smaller number::
 
     # number of each action, 3 partitions, 4 micro-batches: forwards 0, 1, ..., backwards A, B, ...
     # partition 0  0.1.2A3B.C.D
@@ -41,7 +41,7 @@ __all__ = ["can_sweep", "sweep"]
 def can_sweep(order: Order, durations: Durations, pause: float | None) -> bool:
     """Whether the order is GPipe's or 1F1B's, and nothing but the devices takes time.
 
-    Nor may an action's time depend on the one before it.
+    In addition, no action's time may depend on the one before it.
 
     Args:
         order: The actions.
@@ -102,11 +102,11 @@ def _sweep_1f1b(order: Order, durations: Durations) -> tuple[Floats, Floats, Flo
         again = np.where(redoes, durations.no_grad_forward, forward)
     redone = np.where(redoes, recompute, 0.0)
 
-    # clock[1 + j]: when partition j is done with its last action; before and behind is nobody.
+    # clock[1 + j]: when partition j is done with its last action; no partition is at either end.
     clock = np.zeros(n + 2)
     where = order.offsets[:-1].astype(np.int64)
     for now in range(2 * (m + n - 1)):
-        # Forwards of every other partition up to `now`, from the one that does its last.
+        # Forwards of every other partition up to `now`, from the one that runs its last.
         low, high = now - 2 * (m - 1), min(now, n - 1)
         is_last = low >= 0
         low = low if is_last else now % 2
@@ -179,7 +179,7 @@ def _sweep_gpipe(
     spared = 0 if order.name == "gpipe" else m - 1
     done = np.zeros(n)
     for diagonal in range(m + n - 1):
-        # Partition n - 1 is at k = diagonal, the one before it one behind, and so on.
+        # Partition n - 1 is at k = diagonal, the one before it at one less, and so on.
         low, high = max(0, n - 1 - diagonal), min(n, n - 1 - diagonal + m)
         here = j[low:high]
         k = diagonal - (n - 1 - here)

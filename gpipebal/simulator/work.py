@@ -22,25 +22,25 @@ __all__ = ["Work", "work_of"]
 
 #: A forward of a micro-batch that is recomputed: a kind of its own in tables of durations.
 F_AGAIN = len(KINDS)
-#: What these kinds are where the other kind of work stands before them (a recompute: its own), and
-#: where they are the first ones of a step.
+#: The numbers of these kinds after an action of the other kind (a recompute: of its own kind), and
+#: as the first ones of a step.
 TURNED = {kind: F_AGAIN + 1 + k for k, kind in enumerate((F, R, B, F_AGAIN))}
 FIRST = {kind: F_AGAIN + 1 + len(TURNED) + k for k, kind in enumerate((F, F_AGAIN, B))}
 
 
 @dataclass
 class Work:
-    """What the engines need to know of every action.
+    """What the engines need to know about every action.
 
-    Actions are numbered as in the order. Two numbers stand for none of them: `nothing`, which has
+    Actions are numbered as in the order. Two further numbers are no actions: `nothing`, which has
     ended at 0, and `never`, which never ends.
 
     Attributes:
         order: The actions.
         need: The action of another partition that must have ended before.
         duration: Seconds on the device.
-        lead: Seconds that the device itself first copies what it received; None: none.
-        tail: Seconds that it then copies what it made; None: none.
+        lead: Seconds for which the device itself first copies what it received; None: none.
+        tail: Seconds for which it then copies what it made; None: none.
         send: Seconds that the result takes to the device that needs it, over a link that takes
             one transfer at a time; None: none.
         link: Number of that link.
@@ -76,12 +76,11 @@ def work_of(
         order: The actions.
         durations: Seconds of each partition.
         late: Whether a recompute waits for the gradient too.
-        overlap: Whether transfers run beside the devices' work.
-        check: Whether each action stands behind what it needs in its own partition must be found
-            out.
+        overlap: Whether transfers overlap with the devices' work.
+        check: Whether to check that each action comes after what it needs in its own partition.
 
     Returns:
-        The work; None if an action needs one that does not exist or that stands behind it.
+        The work; None if an action needs one that does not exist or that comes after it.
 
     Raises:
         ProfileError: times that are too large to be added.
@@ -119,7 +118,7 @@ def work_of(
     work = Work(order, need, _look_up(_device_times(durations), rows, partitions))
     if durations.has_transfers:
         into = _transfer_times(order, durations)
-        # What brings a micro-batch in leaves the neighbour: a forward goes one partition on.
+        # A transfer into a partition leaves its neighbour: a forward goes one partition on.
         out = np.zeros_like(into)
         out[F, :-1] = into[F, 1:]
         out[B, 1:] = out[IN, 1:] = into[B, :-1]
@@ -140,14 +139,14 @@ def work_of(
 
 
 def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
-    """Give actions behind the other kind of work the numbers of `TURNED`, first ones of `FIRST`.
+    """Give actions after one of the other kind the numbers of `TURNED`, first ones of `FIRST`.
 
     `gpipebal.profiler.traces.positions` tells them apart in the same way.
     """
     is_forward = (order.kinds == F) | (order.kinds == R)
     behind_forward = np.zeros(order.n_actions, dtype=bool)
     behind_forward[1:] = is_forward[:-1]
-    # The first of a step, a forward, is behind the backwards of the step before.
+    # The first of a step, a forward, comes after the backwards of the step before.
     first = np.zeros(order.n_actions, dtype=bool)
     first[order.offsets[:-1][np.diff(order.offsets) > 0]] = True
     if first_backwards:
@@ -156,7 +155,7 @@ def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
         first[backwards[np.diff(devices, prepend=0) > 0]] = True
         # What it needs has just been made again.
         first[1:] &= (order.kinds[1:] != B) | (order.kinds[:-1] != R)
-    # Recomputes stand behind backwards as a rule.
+    # Recomputes come after backwards as a rule.
     turned = np.where(order.kinds == F, ~behind_forward, behind_forward) & ~first
     found = rows.copy()
     for where, numbers in ((turned, TURNED), (first, FIRST)):
@@ -166,11 +165,11 @@ def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
 
 
 class _Finder:
-    """Find an action by partition and micro-batch, where each is a cell with one number."""
+    """Finds actions by partition and micro-batch, which together are a cell with one number."""
 
     def __init__(self, cells: NDArray[np.int64], n_cells: int) -> None:
         self._cells = cells
-        # Cells that are mostly there index a table; of a few far apart a sorted list is kept.
+        # If most cells exist they index a table; if only few do, a sorted list is kept.
         self._known = None if n_cells <= 4 * len(cells) + 1024 else np.unique(cells)
         self._size = n_cells if self._known is None else len(self._known)
 
@@ -201,7 +200,7 @@ def _follows_own(
     backwards: Ints,
     recomputes: Ints | None,
 ) -> bool:
-    """Whether every action stands behind what it needs in its own partition."""
+    """Whether every action comes after what it needs in its own partition."""
     numbers = np.arange(len(cells))
 
     def behind(which: Flags, table: Ints, *, required: bool = True) -> bool:
@@ -214,7 +213,7 @@ def _follows_own(
 
 
 def _look_up(table: Floats, rows: Ints, columns: Ints) -> Floats:
-    """Return ``table[rows, columns]``, and 0 for the two numbers that stand for no action."""
+    """Return ``table[rows, columns]``, and 0 for the two numbers that are no actions."""
     found = np.zeros(len(rows) + 2)
     np.take(table.ravel(), rows * np.int64(table.shape[1]) + columns, out=found[: len(rows)])
     return found
@@ -250,7 +249,7 @@ def _device_times(durations: Durations) -> Floats:
 
 
 def _transfer_times(order: Order, durations: Durations) -> Floats:
-    """Return the seconds to bring into each partition what an action of a kind needs."""
+    """Return the seconds to bring the input of each kind of action into each partition."""
     table = np.zeros((len(KINDS), order.n_partitions))
     elsewhere = order.devices[1:] != order.devices[:-1]
     if durations.forward_transfer is not None:

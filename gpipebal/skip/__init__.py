@@ -1,7 +1,7 @@
 """Skip connections of a chain: values that go past layers, straight to where they are used.
 
-A layer `stash`es a value and a later one `pop`s it, both made `skippable`; see there for an
-example. They work in any `nn.Sequential`, in a pipeline and without one.
+A layer `stash`es a value and a later one `pop`s it, both made `skippable`; see
+`skippable` for an example. They work in any `nn.Sequential`, in a pipeline and without one.
 """
 
 from __future__ import annotations

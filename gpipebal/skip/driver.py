@@ -43,8 +43,8 @@ class stash:  # noqa: N801 - reads as a verb: `yield stash("image", x)`
 class pop:  # noqa: N801 - reads as a verb: `x = yield pop("image")`
     """Yielded by the forward of a skippable layer: give me the value that was stashed.
 
-    The value is forgotten where it was kept, so its memory is free after the last use. It is held
-    at least until this forward yields again or returns.
+    The value is no longer kept after that, so its memory is free after the last use. It is held at
+    least until this forward yields again or returns.
 
     Args:
         name: A name that the layer has declared.
@@ -62,7 +62,7 @@ class pop:  # noqa: N801 - reads as a verb: `x = yield pop("image")`
 def _checked(name: Any) -> str:
     if not isinstance(name, str):
         raise ModelError(
-            f"name of a skip is no string: name={name!r} (expected a str).\n"
+            f"name of a skip is not a string: name={name!r} (expected a str).\n"
             "Fix: yield stash('name', value), or value = yield pop('name')."
         )
     return name
@@ -86,8 +86,8 @@ def drive(
     Args:
         layer: How errors name the layer.
         declared: What the forward may stash and pop, and has to.
-        namespaces: Of the names that are not in the default one.
-        result: What calling forward gave: a generator, or the output if it never yields.
+        namespaces: Namespace of each name that is not in the default one.
+        result: What calling forward returned: a generator, or the output if it never yields.
 
     Raises:
         PipelineError: the forward did other things than were declared, or popped what had not
@@ -118,14 +118,14 @@ def _run(forward: _Forward, generator: Generator[Any, Any, Any]) -> Any:
     except StopIteration as stop:
         return stop.value
     finally:
-        # Its traceback leads to this frame: a circle, if the frame led back.
+        # Its traceback refers to this frame: a reference cycle, if the frame referred to it.
         error = None
         # It has not ended if something interrupted us between two steps.
         generator.close()
 
 
 class _Forward:
-    """One forward of one layer: what it has done of what it may and has to."""
+    """One forward of one layer: what it has stashed and popped so far."""
 
     def __init__(
         self, layer: str, declared: Declared, namespaces: Mapping[str, Namespace | None]
@@ -137,7 +137,7 @@ class _Forward:
         self._popped: set[str] = set()
 
     def answer(self, request: Any) -> Any:
-        """Do what the forward asked for, and return what it gets for that."""
+        """Do what the forward asked for, and return the answer."""
         if isinstance(request, stash):
             self._check("stash", request.name, self._declared.stash, self._stashed)
             current().save((self._namespaces.get(request.name), request.name), request.value)
@@ -149,7 +149,7 @@ class _Forward:
             self._popped.add(request.name)
             return value
         raise ModelError(
-            f"forward of {self._layer} yielded something that is no skip: "
+            f"forward of {self._layer} yielded something that is not a skip: "
             f"type={type(request).__name__} (expected stash(name, value) or pop(name)).\n"
             "Fix: yield nothing but stash(...) and pop(...), and return the output."
         )

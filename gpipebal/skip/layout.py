@@ -20,7 +20,7 @@ class _End:
 
     Attributes:
         order: Its place among all skippable modules of the chain.
-        layer: Index of the layer that it is, or is in.
+        layer: Index of the layer that it is, or that contains it.
         label: How an error names it.
     """
 
@@ -73,7 +73,7 @@ def find_skips(
     for key, ends in skips.items():
         problems += _problems(describe(key), ends)
     if problems:
-        # A stable sort: what one module does wrong stays together.
+        # A stable sort: problems of one module stay together.
         texts = [text for _, text in sorted(problems, key=lambda problem: problem[0])]
         raise ModelError(
             f"skips do not pair up: problems={len(texts)} (expected one layer to stash each skip, "
@@ -117,7 +117,7 @@ several pairs, call layer.isolate(namespace) on both layers of a pair.
             f"module must be nn.Sequential: type(module)={type(module).__name__}.\n"
             "Fix: verify_skippables(nn.Sequential(...)) with the layers of the model."
         )
-    # Not named_children: a layer that stands twice counts twice.
+    # Not named_children: a layer that occurs twice counts twice.
     layers = {name: layer for name, layer in module._modules.items() if layer is not None}
     find_skips(list(layers.values()), list(layers))
 

@@ -16,7 +16,7 @@ _serials = itertools.count()
 class Namespace:
     """A place for the names of skips, so that two pairs of layers may use the same name.
 
-    Every namespace differs from every other, also from those of other processes; a copy (by
+    Every namespace differs from every other, even from those of other processes; a copy (by
     `copy`, `copy.deepcopy` or pickle) equals its original, so a copied model keeps its pairs.
     Namespaces are hashable and ordered by when they were made. None stands for the default
     namespace, and comes first.
@@ -30,8 +30,8 @@ class Namespace:
     __slots__ = ("_id", "_serial")
 
     def __init__(self) -> None:
-        # The serial gives an order that is the same in every run. It starts anew in every process,
-        # so a namespace that came from another one is told apart by its id.
+        # The serial gives an order that is the same in every run. It starts again in every
+        # process, so a namespace from another process is told apart by its id.
         self._serial = next(_serials)
         self._id = uuid.uuid4().bytes
 

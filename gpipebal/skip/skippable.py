@@ -24,8 +24,8 @@ M = TypeVar("M", bound=nn.Module)
 class Skippable:
     """What `skippable` adds to a class of layers."""
 
-    #: What one class declares, without those it inherits from; every class that `skippable` made
-    #: has its own.
+    #: The names that one class declares, without those that it inherits; every class that
+    #: `skippable` made has its own.
     _skip_declared: Declared
     _skip_namespaces: Mapping[str, Namespace | None] = types.MappingProxyType({})
 
@@ -48,7 +48,7 @@ class Skippable:
             The layer itself.
 
         Raises:
-            ModelError: `ns` is no namespace, or the layer does not declare a name in `only`.
+            ModelError: `ns` is not a namespace, or the layer does not declare a name in `only`.
         """
         if ns is not None and not isinstance(ns, Namespace):
             raise ModelError(
@@ -73,8 +73,8 @@ class Skippable:
         return frozenset((self._skip_namespaces.get(name), name) for name in names)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickle finds classes by name. `@skippable` leaves the decorated class under the name of
-        # the class; `Keep = skippable(stash=["image"])(Identity)` does not, so how to make it
+        # Pickle finds classes by name. `@skippable` leaves the decorated class under its own name;
+        # `Keep = skippable(stash=["image"])(Identity)` does not, so a recipe for making the class
         # again goes into the pickle.
         kind, reduced = type(self), super().__reduce_ex__(protocol)
         if not _is_derived(kind) or _is_importable(kind) or not isinstance(reduced, tuple):
@@ -98,10 +98,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     name once. In a pipeline a value goes straight from the partition that stashes it to the one
     that pops it; without a pipeline it works too.
 
-    The decorated class is a subclass of the class, under the same name: parameters, state-dict
-    keys, hooks, copies and pickles are as before. It has three more methods:
+    The decorated class is a subclass of the original class, under the same name: parameters,
+    state-dict keys, hooks, copies and pickles are as before. It has three more methods:
     ``isolate(namespace, only=None)`` moves its names into a `Namespace`, ``stashes()`` and
-    ``pops()`` tell what it declares. A subclass adds its names to those that it inherits. Inside
+    ``pops()`` return what it declares. A subclass adds its names to those that it inherits. Inside
     the class, write ``super()`` without arguments, since the class's name means the decorated one.
 
     Args:
@@ -113,11 +113,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         decorated class.
 
     Raises:
-        ModelError: a name is no string, or what is decorated is no subclass of `nn.Module`.
+        ModelError: a name is not a string, or what is decorated is not a subclass of `nn.Module`.
 
     Source:
         The interface is that of Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for
-        Training Giant Models", 2020, section 3.3. Differs: the class is derived from and not
+        Training Giant Models", 2020, section 3.3. Differs: the class is derived from instead of
         wrapped, modules inside a layer may be skippable, and values need not be tensors.
 
     Example:
@@ -152,7 +152,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def _names(argument: str, names: Iterable[str]) -> frozenset[str]:
-    # A string is an iterable of strings too, but its letters are not meant.
+    # A string is an iterable of strings too, but its letters are not the names.
     is_list = isinstance(names, Iterable) and not isinstance(names, str)
     found = list(names) if is_list else []
     if not is_list or not all(isinstance(name, str) for name in found):
@@ -219,7 +219,7 @@ class _Recipe:
         return _recipe, (self.kind.__bases__[0], sorted(declared.stash), sorted(declared.pop))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recipe:
-        # A copy, unlike a pickle, has the class at hand, also one that cannot be imported.
+        # A copy, unlike a pickle, has the class at hand, even one that cannot be imported.
         return self
 
 

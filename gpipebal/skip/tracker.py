@@ -1,7 +1,7 @@
 """Skips on their way: where values wait between the layer that stashes and the one that pops.
 
-Which place that is, is a matter of the thread: a pipeline gives each cell one of its own with
-`using`; outside of a pipeline every thread has one.
+That place depends on the thread: a pipeline gives each cell a place of its own with `using`;
+outside a pipeline every thread has one.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Skips:
 class _OwnSkips(Skips):
     """A thread's own skips, outside of every `using`.
 
-    Nobody says where a forward begins and ends, so what a failed one left behind can only be
-    noticed when its key is stashed again: it belongs to the past, and gives way.
+    Where a forward begins and ends is not known, so a value that a failed one left behind can only
+    be noticed when its key is stashed again: it is out of date, and is replaced.
     """
 
     __slots__ = ()
@@ -102,8 +102,8 @@ def current() -> Skips:
     """Return where layers stash and pop in this thread.
 
     Returns:
-        The skips of the innermost `using`; outside of all, the thread's own. There, what a failed
-        forward left behind stays until its key is stashed again, or until
+        The skips of the innermost `using`; outside of all, the thread's own. There, a value that a
+        failed forward left behind stays until its key is stashed again, or until
         ``current().take_all()``.
     """
     return _place.skips

@@ -3,14 +3,14 @@
 A partition recomputes its last micro-batch while later partitions still work, so the mini-batch
 ends with the slowest of several paths: forwards up to partition k, recompute there, backwards
 down to partition 0. The path through the last partition nearly always decides: an earlier one
-can do so only if its recompute takes longer than all forwards and backwards behind it.
+can do so only if its recompute takes longer than all forwards and backwards after it.
 
-So the first step keeps the last path only. It costs (chunks - 1) times the sum of two maxima, as
+So the first step keeps only the last path. It costs (chunks - 1) times the sum of two maxima, as
 without this mode, plus what it passes once: a third threshold, swept like the first two. If the
 split that the tie-break chooses among those optima has no slower path, it is optimal for all
-paths together, because leaving paths out can only make a makespan shorter. If it has one, the
-same sweep, with every path charged for both maxima of the whole chain, finds a split that is
-good, and mostly optimal; `gpipebal.solvers.paths` closes what is left between the two.
+paths together, because leaving paths out can only make a makespan shorter. If it has a slower one,
+the same sweep, with every path charged for both maxima of the whole chain, finds a split that is
+good, and mostly optimal; `gpipebal.solvers.paths` closes the gap that is left between the two.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The makespan where partitions recompute every micro-batch, or have any mode that fits.
 
-A partition that recomputes every micro-batch takes, for all but one of them, as long as one that
-spares the last. What the last one adds is nearly always hidden: the partition recomputes it while
-those behind it still work. Only the last partition has nobody behind it. So there are two cases:
-the last partition spares its last micro-batch, or it does not and is charged for it once. In both,
-the other partitions are charged as if they spared theirs. That bounds every makespan from below,
-and the split that attains it is the best one if no partition in the middle shows its recompute;
-what it takes in truth is worked out, and the gap says what is left.
+A partition that recomputes every micro-batch takes, for all but the last of them, as long as one
+that does not recompute the last. What the last one adds is nearly always hidden: the partition
+recomputes it while later partitions still work. Only the last partition has none after it. So there
+are two cases: the last partition does not recompute its last micro-batch, or it does and is charged
+for that once. In both, the other partitions are charged as if they did not recompute theirs. That
+bounds every makespan from below, and the split that attains it is the best one if no recompute of
+a partition in the middle lengthens the makespan; its true makespan is worked out, and the gap says
+what is left.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def solve_any_mode(problem: Problem, levels: Levels, solve: Solve) -> AnyMode | 
         solve: Finds the best split as if ``'always'`` took as long as ``'except_last'``.
 
     Returns:
-        Value and bound are equal unless a partition in the middle shows its recompute; None if
-        there is no split.
+        Value and bound are equal unless the last recompute of a partition in the middle lengthens
+        the makespan; None if there is no split.
 
     Complexity:
         That of `solve`, up to three times.

@@ -2,7 +2,7 @@
 
 For a given limit, filling one partition after the other as far as the limit allows decides
 whether a split exists (a probe). Bisecting the limit with probes is fast, but on its own it only
-converges towards the answer. So every probe is made to teach more than yes or no. A split that
+converges towards the answer. So every probe is made to tell more than yes or no. A split that
 was found has some largest cost, often below the limit that was tried: that becomes the new upper
 end. A probe that failed would take the very same path with every limit up to the cheapest
 extension that it had to refuse: that becomes the new lower end. Both ends are now costs of actual
@@ -31,11 +31,11 @@ __all__ = [
     "smallest_limit",
 ]
 
-#: With up to so many layers for each partition, looking at each takes no longer than a probe.
+#: With up to this many layers for each partition, looking at each takes no longer than a probe.
 _FEW_LAYERS = 8
 
-#: After so many guesses in a row on one side of the answer, the interval is halved; and a guess is
-#: not closer to an end of it than this part of it.
+#: After this many guesses in a row on one side of the answer, the interval is halved; and a guess
+#: keeps a distance of one part in `_CLOSEST` of the interval from its ends.
 _MOST_ALIKE, _CLOSEST = 2, 8
 
 
@@ -63,7 +63,8 @@ def largest_layer(ends: Sequence[int], starts: Sequence[int]) -> int:
 def floor(sums: Sequence[int], n_partitions: int) -> int:
     """Bound the bottleneck from below: by the even share and, where that is quick, by layers.
 
-    No partition costs less than its largest layer; and one has at least the mean number of layers.
+    No partition costs less than its largest layer; and some partition has at least the mean number
+    of layers.
 
     Example:
         >>> floor([0, 2, 3, 10], 2), floor([0, 2, 3, 10], 1)
@@ -129,8 +130,8 @@ def smallest_limit(
         70
     """
     n_layers = len(ends) - 1
-    # Where each cut stood in a probe that failed, and in one that did not: later probes try
-    # limits between, and their cuts stand between. A layer is left for every later partition.
+    # Where each cut was in a probe that failed, and in one that did not: later probes try limits
+    # in between, and their cuts are in between. A layer is left for every later partition.
     lows: Sequence[int] = [0] * (n_partitions - 1)
     highs: Sequence[int] = range(n_layers - n_partitions + 1, n_layers)
     highest = ends[n_layers] - starts[0] if at_most is None else at_most
@@ -196,7 +197,7 @@ def fill(limits: Sequence[Limit], lows: Iterable[int], highs: Iterable[int]) -> 
     """
     start = 0
     cuts = [0]
-    # These loops are where the time goes, and one limit is what there mostly is.
+    # These loops take most of the time, and mostly there is one limit.
     if len(limits) == 1:
         ends, starts, most = limits[0]
         for low, high in zip(lows, highs, strict=True):
@@ -226,8 +227,8 @@ def refusals(
 ) -> list[int]:
     """Return the limits above `trial` that would change the path of a probe that failed.
 
-    They are the costs of what a partition refused because of `trial` alone: the layer behind it,
-    and the last partition all that is left.
+    They are the costs of what a partition refused because of `trial` alone: for the last partition
+    all layers that are left, for each other one the layer after it.
     """
     n_layers = len(ends) - 1
     refused = [*[end + 1 for end in cuts[1:]], n_layers]

@@ -4,10 +4,11 @@ With links, or devices of different speed, the makespan has three parts that a s
 is passed once, ``once``, and (chunks - 1) times the largest forward and the largest backward. All
 splits are put into a box: both maxima lie between two ends. The least ``once`` under the upper
 ends, and the lower ends themselves, bound every makespan in the box from below; the split that
-attains it bounds the best one from above. That bound then tightens the box: what has less left
-for the two maxima has smaller upper ends, these have larger lower ends, and so on, until the box
-is empty or stands still. A box that stands still is halved. The box with the least bound comes
-first, so the bound of the whole search is known at any time.
+attains this least ``once`` bounds the best one from above. That bound then tightens the box: where
+less is left for the two maxima, the upper ends get smaller; with smaller upper ends, the lower ends
+get larger; and so on, until the box is empty or no longer changes. A box that no longer changes is
+halved. The box with the least bound comes first, so the bound of the whole search is known at any
+time.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
     Args:
         search: Where to search.
         repeats: Number of micro-batches less one.
-        until: When the clock is past this, the best so far is returned, but not before there is
-            one; None: never.
+        until: When the clock is past this, the best split so far is returned, as soon as there is
+            one; None: no limit.
 
     Complexity:
         A few searches and one table of N K ends for each box; the number of boxes depends on how
@@ -140,7 +141,7 @@ def _size(box: _Box) -> int:
 
 
 def _halves(box: _Box) -> list[_Box]:
-    """Halve a box along its longer side; what has one point is done.
+    """Halve a box along its longer side; a box of one point is done.
 
     Example:
         >>> _halves(_Box((0, 5), (1, 2)))
@@ -165,7 +166,7 @@ def _makespan(path: Path, repeats: int) -> int:
 
 
 def least_once(search: Search, limits: Mapping[str, int]) -> Path | None:
-    """Find the split that keeps all limits and passes least once; leftmost cuts of equal ones.
+    """Find the split that keeps all limits and has the least ``once``; of equal ones the leftmost.
 
     Complexity:
         O(w) steps for windows of w places in all where most runs are allowed, and up to as many

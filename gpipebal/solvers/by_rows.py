@@ -1,10 +1,10 @@
-"""The most even split where cuts can stand at many places: all starts of a partition at once.
+"""The most even split where cuts can be at many places: all starts of a partition at once.
 
 A table over cuts and places, from the right. What a partition costs depends on its first layer and
-on how many it has, not on which partition it is: so costs are put down once, a row for each number
-of layers, for as long a piece of the chain as stays close at hand. Then a cut takes two operations
-on rows: add what follows each end, take the least. Everything is a whole number of the machine: see
-`gpipebal.solvers.near_even` for why it fits.
+on how many it has, not on which partition it is: so costs are written down once, a row for each
+number of layers, for as long a piece of the chain as stays in the processor's cache. Then a cut
+takes two operations on rows: add what follows each end, take the least. Everything is a machine
+integer: see `gpipebal.solvers.near_even` for why it fits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gpipebal.solvers.near_even import Even
 
 __all__ = ["fits", "squares_by_rows"]
 
-#: So many costs are put down at a time: a quarter of a megabyte.
+#: Number of costs that are written down at a time: a quarter of a megabyte.
 _AT_HAND = 1 << 15
 
-#: Of up to so many ends it is not asked which are allowed; up to so many are compared one by one.
+#: Up to `_FEW` ends it is not asked which are allowed; up to `_MANY` are compared one by one.
 _FEW, _MANY = 12, 40
 
 #: Larger than every number.
@@ -35,20 +35,20 @@ Array = np.ndarray
 
 
 def fits(loads: Sequence[int], limits: Sequence[Limit], even: Even) -> bool:
-    """Tell whether all numbers are whole numbers of the machine."""
+    """Tell whether all numbers fit into machine integers."""
     largest = [max(ends[-1], starts[-1]) + abs(most) for ends, starts, most in limits]
     return max(4 * even.most, loads[-1], *largest) < _TOO_LARGE
 
 
 class _Places(NamedTuple):
-    """All places where bounds can stand, in order; what is between them is left out.
+    """All places where bounds can be, in order; what is between them is left out.
 
     Attributes:
         at: Weight before each place, less the excess of heavy layers.
         excess: Excess of heavy layers before each place.
-        nearest: For each place, how many places on the nearest end of its partition is.
+        nearest: For each place, how many places further the nearest end of its partition is.
         farthest: The same for the farthest end.
-        heads: For each bound, which of all places its first one is.
+        heads: For each bound, the index of its first place among all places.
         widths: For each bound, how many places it has.
     """
 
@@ -79,8 +79,8 @@ def squares_by_rows(
         most_runs: How many runs may be looked at.
 
     Returns:
-        Bounds; none if every split in these windows is worse than the known one. Or None if more
-        runs than `most_runs` would have to be looked at.
+        Bounds; an empty tuple if every split in these windows is worse than the known one. None if
+        more runs than `most_runs` would have to be looked at.
 
     Complexity:
         O(w l) for w places in all windows and l ends of each partition.
@@ -129,12 +129,12 @@ def squares_by_rows(
 
 
 def _table(places: _Places, spans: tuple[list[int], list[int]], even: Even) -> list[Array]:
-    """Return what partitions behind each bound cost at least."""
+    """Return the least that the partitions after each bound cost."""
     heads, widths = places.heads, places.widths
     n_places, n_partitions = len(places.at), len(heads) - 1
     nearest, farthest = spans
     never = even.most + 1
-    # All bounds in a row; beside each there is as much room as its partition can miss it by.
+    # All bounds in a row; next to each there is as much room as its partition can miss it by.
     room = list(map(max, widths, [0, *widths], [0, 0, *widths]))
     begins = list(accumulate(map(add, room, widths), initial=0))
     heres = [begin + gap for begin, gap in zip(begins, room, strict=False)]
@@ -202,7 +202,7 @@ def _places(
     farthest = at.searchsorted(at + (mean + room), "right") - 1
     beyond = n_places
     for place, (_, more) in zip(reversed(before), reversed(even.heavy), strict=True):
-        # Beside a heavy layer there can be so much.
+        # A partition can hold this much in addition to a heavy layer.
         little = isqrt(more * more + even.most) - more
         some = slice(0, place + 1)
         reach = at.searchsorted(at[some] + (mean + little), "right") - 1
@@ -221,7 +221,7 @@ def _places(
 
 
 def _spans(places: _Places) -> tuple[list[int], list[int]]:
-    """Return how many places on the nearest and the farthest end of each partition is."""
+    """Return how many places further the nearest and the farthest end of each partition is."""
     heads, widths = np.array(places.heads), np.array(places.widths)
     n_partitions = len(heads) - 1
     pieces = np.empty(2 * n_partitions, dtype=np.int64)
@@ -234,12 +234,12 @@ def _spans(places: _Places) -> tuple[list[int], list[int]]:
 
 
 def _ends(row: Array, shape: tuple[int, int]) -> Array:
-    """View a row so that entry [i, j] is that at ``i + j``."""
+    """View a row so that entry [i, j] is the one at ``i + j``."""
     return np.ndarray(shape, row.dtype, row, 0, (row.itemsize, row.itemsize))
 
 
 def _costs(places: _Places, even: Even, starts: tuple[int, int], spans: tuple[int, int]) -> Array:
-    """Put down what partitions cost: a row for each span, a column for each start."""
+    """Write down what partitions cost: a row for each span, a column for each start."""
     (low, high), (short, long) = starts, spans
     shape = (long - short + 1, high - low)
     behind = max(high + long - len(places.at), 0)
@@ -249,7 +249,7 @@ def _costs(places: _Places, even: Even, starts: tuple[int, int], spans: tuple[in
     if even.heavy and places.excess[low] != places.excess[min(high + long, len(places.at)) - 1]:
         ends = np.append(places.excess[low + short : high + long], np.zeros(behind, dtype=np.int64))
         costs += 2 * (_ends(ends, shape) - places.excess[low:high]) * far
-    # As numbers without a sign, what is before the nearest end is far beyond the farthest.
+    # As unsigned numbers, those before the nearest end are far beyond the farthest.
     nearest = places.nearest[low:high]
     number = np.maximum(places.farthest[low:high] - nearest + 1, 0).view(np.uint64)
     beyond = (np.arange(short, long + 1)[:, None] - nearest).view(np.uint64)

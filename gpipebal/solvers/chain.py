@@ -1,11 +1,11 @@
 """Which partitions are allowed: the shared vocabulary of all solvers.
 
-Every limit that the solvers meet is inherited by shorter runs: if the layers ``start`` to
+Every limit that these solvers meet is inherited by shorter runs: if the layers ``start`` to
 ``end - 1`` may form a partition, so may every non-empty part of them (times add up, and are not
 negative). All limits together then amount to one list, ``reach``: a partition that starts at
 layer ``start`` may end anywhere from ``start + 1`` to ``reach[start]``, and ``reach`` never
 decreases. That list is rarely needed: a `Limit` answers for the few places that a solver meets.
-What follows makes the solvers short: the places where a given cut may stand in some valid split
+Two consequences make the solvers short: the places where a given cut may be in some valid split
 form an interval, and taking the longest partition first finds a split whenever there is one.
 """
 
@@ -44,7 +44,7 @@ class Limit(NamedTuple):
 
 
 def reach_limit(reach: Sequence[int]) -> Limit:
-    """Put a list of how far partitions may extend as a limit.
+    """Turn a list of how far partitions may extend into a limit.
 
     Example:
         >>> limit = reach_limit([2, 3, 3])
@@ -102,7 +102,7 @@ def everywhere(n_layers: int, n_partitions: int) -> tuple[list[int], list[int]]:
 def windows(
     limits: Sequence[Limit], lows: Sequence[int], highs: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:
-    """Find where each cut stands in some split that keeps limits.
+    """Find where each bound can be in a split that keeps limits.
 
     Args:
         limits: What every partition keeps.

@@ -1,8 +1,8 @@
 """Any cost of a partition at all: a table over cuts and places, with nothing left out.
 
-The other solvers are fast because they know how costs come about. This one knows nothing: it asks
-for the cost of every run in every partition. It serves costs that come from a function or from a
-measurement, and as an answer to check others against.
+The other solvers are fast because they know how costs come about. This one does not: it asks for
+the cost of every run in every partition. It serves costs that come from a function or from a
+measurement, and it gives answers to check the other solvers against.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def split_any_cost(
     """Split a chain in the best way under any cost of a partition.
 
     Minimises the largest cost of a partition over all splits into exactly `n_partitions` non-empty
-    partitions. Behind each cut, what is left is split in the best way too; of equal ends the first.
+    partitions. After each cut, what is left is split in the best way too; of equal ends the first.
 
     Args:
         cost: Called as ``cost(first, end, partition)``, once for each run and partition, where

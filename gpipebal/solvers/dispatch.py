@@ -90,7 +90,7 @@ class Split:
         return (self.value - self.lower_bound) / self.value if self.value else 0.0
 
     def with_bound(self, lower_bound: float) -> Split:
-        """Return the same split where it is known that none has a smaller value than this."""
+        """Return the same split with another bound, which no split's value is below."""
         bound = min(lower_bound, self.value)
         status: Literal["optimal", "feasible"] = "optimal" if bound >= self.value else "feasible"
         return replace(self, lower_bound=bound, status=status)
@@ -120,11 +120,11 @@ def split(
         objective: ``'makespan'``, first start to last end of a mini-batch; ``'bottleneck'``,
             the time of the slowest partition for one micro-batch; or ``'peak_memory'``, the
             largest number of bytes that a partition needs.
-        method: ``'auto'``, or the name of an algorithm: that which `select_method` tells, or a
+        method: ``'auto'``, or the name of an algorithm: the one that `select_method` names, or a
             more general one that is slower.
         time_limit: Seconds after which ``'box search'``, ``'set bisection'`` and ``'integer
-            program'`` return the best split so far, with the bound so far, without a look at ties.
-            The others end by themselves.
+            program'`` return the best split so far, with the bound so far, and leave ties as they
+            are. The others end by themselves.
 
     Returns:
         A Split; its status is ``'optimal'`` unless the time limit, HiGHS' tolerance or a partition
@@ -194,7 +194,7 @@ def find(
 
 
 def _closed(problem: Problem, best: AnyMode, until: float | None) -> AnyMode:
-    """Close the gap that a recompute has left which shows, as far as HiGHS can on a short chain.
+    """Close the gap that a visible recompute has left, as far as HiGHS can on a short chain.
 
     Returns:
         The better of the answer and that of HiGHS, with the better of their bounds.
@@ -219,7 +219,7 @@ def check_objective(objective: object) -> None:
     """Refuse an objective that does not exist.
 
     Raises:
-        BalanceError: it is one.
+        BalanceError: it does not exist.
     """
     if objective not in OBJECTIVES:
         raise BalanceError(
@@ -251,10 +251,10 @@ def check_method(problem: Problem, objective: Objective, method: str) -> str:
 def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     """Name the algorithm that `split` runs for a problem.
 
-    Where partitions differ in their layers only: ``'bisection'`` of one threshold, for the
+    Where partitions differ only in their layers: ``'bisection'`` of one threshold, for the
     bottleneck, and for the makespan with one chunk; ``'two-threshold sweep'`` for the makespan,
-    unless every micro-batch is recomputed; ``'pareto program'`` then, which begins with a sweep
-    that mostly suffices.
+    unless every micro-batch is recomputed; ``'pareto program'`` if every one is, which begins with
+    a sweep that mostly suffices.
 
     With devices, links, memory, rules or several modes: ``'set bisection'`` for the bottleneck;
     ``'set sweep'`` for the makespan, if what is passed once is the same for every split, and
@@ -264,7 +264,7 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     for the peak memory.
 
     Raises:
-        BalanceError: an objective that does not exist, or for which something is not known.
+        BalanceError: an objective that does not exist, or for which the problem lacks something.
 
     Example:
         >>> select_method(Problem.from_costs([1, 2, 3], 2), "bottleneck")
@@ -340,7 +340,7 @@ def _plain(problem: Problem, objective: Objective, method: str) -> Split:
 def solve_levels(
     problem: Problem, method: str, levels: Levels, until: float | None = None
 ) -> BestPath | None:
-    """Run one of the general algorithms, up to a moment of the clock; None if there is no split."""
+    """Run one of the general algorithms, until a time of the clock; None if there is no split."""
     search = Search(levels)
     repeats = problem.chunks - 1
     if method == "box search":

@@ -5,8 +5,8 @@ that minimises (sum of its layers) squared + cost of what follows. Two candidate
 compare for all starts at once: with ``a < b``, the shorter partition to ``a`` is no worse than
 the one to ``b`` exactly for the starts up to some turning point, because a square grows faster
 the longer the partition already is; and where a limit forbids the longer one, the shorter one
-wins anyway. So, as starts go from right to left, candidates take turns in order, and a candidate
-whose turn would be over before it begins is dropped for good.
+wins anyway. So, as starts go from right to left, candidates are the best one after the other, in a
+known order, and a candidate whose turn would be over before it begins is dropped for good.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cheapest_ends(
     """Find the cheapest end of the partition that begins at each start.
 
     Minimises ``(sums[end] - sums[start]) ** 2 + after[end] + price`` over the ends in the range
-    `ends` that lie behind `start` and satisfy ``entry[end] <= start``; the leftmost one where
+    `ends` that lie after `start` and satisfy ``entry[end] <= start``; the leftmost one where
     several are equally cheap. There must be one for every start.
 
     Args:

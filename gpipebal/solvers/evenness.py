@@ -27,9 +27,9 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
     """Find the leftmost split with the least sum of squared partition times.
 
     Minimises over all splits that keep `limits`; among the minimisers, takes the
-    lexicographically smallest bounds. Times are rounded down to a common unit of which the
-    largest possible one has as many as fit, about 2**28, so that sums of squares are whole
-    numbers of the machine: in small integers nothing is rounded.
+    lexicographically smallest bounds. Times are rounded down to a common unit, so small that the
+    largest possible time has as many units as fit, about 2**28: sums of squares are then machine
+    integers. Small integers are not rounded.
 
     Raises:
         TimeIsUpError: the search has no time left.

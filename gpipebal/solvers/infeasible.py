@@ -18,8 +18,8 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
     """Say why a problem has no split, and what would help.
 
     Returns:
-        An error that names the partition that lacks memory, in the split in which the worst one
-        lacks least, how much, and changes of the request that have a split.
+        An error that names the partition that lacks memory, and how much, in the split whose worst
+        partition lacks least; and changes of the request with which there is a split.
 
     Complexity:
         That of `least_shortage`, and one probe for each thing that might help.
@@ -59,7 +59,7 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
 
 
 def no_split_by_rules(problem: Problem) -> str:
-    """Say that rules leave no split, and which."""
+    """Say that rules leave no split, and which rules."""
     rules = problem.rules
     what = [] if rules is None else [f"{len(rules.uncut)} places without a cut"] * bool(rules.uncut)
     if rules is not None and rules.pinned:
@@ -73,7 +73,7 @@ def no_split_by_rules(problem: Problem) -> str:
 
 
 def _changes(problem: Problem) -> list[tuple[str, Problem]]:
-    """Think of changes that might help, by what the caller has to write."""
+    """List changes that might help, each with what the caller has to write."""
     changes = list[tuple[str, Problem]]()
     if problem.memory is not None and problem.is_limited:
         for mode in ("auto", "except_last", "always", "never"):

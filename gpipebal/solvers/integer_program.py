@@ -1,4 +1,4 @@
-"""An integer program over runs, for what no other solver covers: HiGHS, with its bound and gap.
+"""An integer program over runs, for problems that no other solver covers: HiGHS, with its gap.
 
 One variable, 0 or 1, says for each partition, device, run and checkpoint mode whether it is
 chosen. Runs that are chosen form a path from the first layer to the last (what arrives at a place
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_RUNS", "solve_integer_program"]
 
-#: Most variables that are handed to HiGHS: more do not fit the memory or the patience of anybody.
+#: Most variables that are handed to HiGHS: more take too much memory and time.
 MOST_RUNS = 300_000
 
 #: How far HiGHS' bound may be off, as a fraction: it works to feasibility tolerances.
@@ -38,8 +38,8 @@ _TOLERANCE = Fraction(1, 10**6)
 #: are for programs that it fails at, which it then mostly does not.
 _SCALES = (1_000, 10_000, 100)
 
-#: What `scipy.optimize.milp` says of a program without a solution, and of one that HiGHS gave up
-#: because of its own arithmetic.
+#: The status with which `scipy.optimize.milp` returns from a program without a solution, and from
+#: one that HiGHS gave up because of its own arithmetic.
 _INFEASIBLE, _FAILED = 2, 4
 
 
@@ -64,8 +64,8 @@ def solve_integer_program(
         time_limit: Seconds after which the best split so far is returned, with its bound.
 
     Returns:
-        The bound is exact in integers of up to some hundred thousand; otherwise it is below the
-        value by the solver's tolerance, 1e-6 of it.
+        The bound is exact for integers up to some hundred thousand; otherwise it is below the value
+        by the solver's tolerance, 1e-6 of the value.
 
     Raises:
         BalanceError: there are more than `MOST_RUNS` runs; or time is up, or HiGHS failed, and no
@@ -117,7 +117,7 @@ def solve_integer_program(
             raise _nothing_found(time_limit, failed=found is None)
         if 2 * value >= unit or value == 0 or (left is not None and left <= 0):
             break
-        # What was small beside the first value, HiGHS took for nothing: once more, enlarged.
+        # HiGHS took what is small compared with the first value for nothing: once more, enlarged.
         unit = value
         runs = [run for run in runs if run.option.load.of(run.start, run.end) <= value]
     # Rounded up: sums are whole numbers, so where the tolerance is less than one nothing is lost.
@@ -249,7 +249,7 @@ class _Program:
                 self._add_makespan(k)
 
     def solve(self, time_limit: float | None) -> tuple[Path | None, Fraction, bool] | None:
-        """Hand it to HiGHS; see `_solve`. None if HiGHS failed."""
+        """Hand the program to HiGHS; see `_solve`. None if HiGHS failed."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
         from scipy.sparse import csr_matrix
 
@@ -323,7 +323,7 @@ class _Program:
         self._add_at_least(self._value, passed)
 
     def _add_at_least(self, bounded: int, costs: dict[int, float]) -> None:
-        """Let a variable be at least the costs of all that is chosen."""
+        """Let a variable be at least the sum of the chosen costs."""
         self._rows.add({v: -cost for v, cost in costs.items()} | {bounded: 1.0}, 0, np.inf)
 
     def _costs(self, k: int, dimension: str) -> dict[int, float]:

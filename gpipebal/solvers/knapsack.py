@@ -1,16 +1,16 @@
-"""What to keep and what to make again: the cheapest way through a chain under a limit of bytes.
+"""What to keep and what to recompute: the cheapest way through a chain under a limit of bytes.
 
-**Bound.** A walk is at its end at least as high as what is held there, so a limit on peaks is one
-on what is held. Where every byte has a price instead of a limit, the best way is found in one pass
-over the graph, and the price at which it just meets the limit gives a bound on every way
-(Lagrange's): on whole ones, and, as the pass begins at the end, on the rest from every node.
+**Bound.** At its end a walk is at least as high as what is held there, so a limit on peaks is also
+a limit on what is held. Where every byte has a price instead of a limit, the best way is found in
+one pass over the graph, and the price at which it just meets the limit gives a bound on every way
+(Lagrange's): on whole ways, and, as the pass begins at the end, on the rest of a way from any node.
 
 **Steps that are on no good way** are left out first: those with which the limit is exceeded, and
-those whose bound is above a way that is known.
+those whose bound is above the cost of a way that is known.
 
 **Search.** Unfinished ways are taken up in the order of their bounds, so the first one that arrives
-is the best, and when time runs out the next one's bound holds for all. One that is neither cheaper
-nor lower, in bytes held or in any walk, than another at the same node is dropped.
+is the best, and when time runs out the next one's bound holds for all. An unfinished way that is
+neither cheaper nor lower, in bytes held or in any walk, than another at the same node is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Arc", "Ceiling", "Network", "Way", "cheapest", "lowest"]
 
 #: Labels taken up between two looks at the clock.
 _BETWEEN_LOOKS = 256
-#: Labels kept at each node where a first way is looked for.
+#: Labels kept at each node while a first way is looked for.
 _WIDTH = 8
 
 
@@ -46,7 +46,7 @@ class Way:
 
     Attributes:
         arcs: Its steps.
-        cost: Their sum.
+        cost: The sum of their costs.
         lower_bound: No way within the limit costs less.
         peak: Its largest peak.
     """
@@ -58,7 +58,7 @@ class Way:
 
 
 class _Label(NamedTuple):
-    """A way from the start to a node; `before` is the label that it went on from."""
+    """A way from the start to a node; `before` is the label that it extends."""
 
     node: Hashable
     cost: int
@@ -74,7 +74,7 @@ class _Label(NamedTuple):
 
     @property
     def arcs(self) -> tuple[Arc, ...]:
-        """Its steps, as the caller knows them."""
+        """The steps of the way, as the caller gave them."""
         arcs: list[Arc] = []
         label: _Label | None = self
         while label is not None and label.arc is not None:
@@ -83,7 +83,7 @@ class _Label(NamedTuple):
         return tuple(reversed(arcs))
 
 
-#: Bounds what is minimised over all ways that go on from a label; None: none does.
+#: Bounds what is minimised over all ways that extend a label; None: there is none.
 _Bound = Callable[[_Label], "int | None"]
 
 
@@ -91,19 +91,19 @@ def cheapest(network: Network, limit: int, time_limit: float | None = None) -> W
     """Find the way of least cost whose peaks are all at most a limit.
 
     Args:
-        network: The ways there are.
+        network: All ways through the chain.
         limit: Bytes.
-        time_limit: Seconds after which the cheapest way found so far is returned; None: as long as
-            it takes. A first way is always found.
+        time_limit: Seconds after which the cheapest way found so far is returned; None: no limit.
+            If some way fits, one is always returned.
 
     Returns:
         A `Way`; it is the best if its cost equals its lower bound. None if no way fits.
 
     Complexity:
         O(a p + L d) for a arcs, p prices tried (some ten), and L labels that are taken up, each
-        with d others at its node. L is at most the number of unfinished ways of which none is
-        better than another in all of cost, bytes and walks: exponential at worst, as the problem is
-        NP-hard.
+        compared with d others at its node. L is at most the number of unfinished ways of which
+        none is better than another in all of cost, bytes and walks: exponential at worst, as the
+        problem is NP-hard.
 
     Source:
         Handler and Zang, "A dual algorithm for the constrained shortest path problem", Networks 10,
@@ -139,10 +139,10 @@ def lowest(network: Network) -> Way:
     """Find a way whose largest peak is the least of all.
 
     Args:
-        network: The ways there are.
+        network: All ways through the chain.
 
     Returns:
-        A `Way`; its cost is not made small.
+        A `Way`; its cost is not minimised.
 
     Complexity:
         As for `cheapest`, without costs: mostly much less.
@@ -159,7 +159,7 @@ def lowest(network: Network) -> Way:
 
 
 def _lowest(network: Network, limit: int | None = None) -> _Label | None:
-    """Return a way with the least peak; None: it is above the limit."""
+    """Return a way with the least peak; None: that peak is above the limit."""
 
     def bound(label: _Label) -> int:
         return network.peak_bound(label.node, label.held, label.walks)
@@ -178,7 +178,7 @@ class _Prices:
     """Bounds from prices of bytes.
 
     Args:
-        network: The ways there are.
+        network: All ways through the chain.
         limit: Bytes that a peak may have.
         grain: A number that divides all costs.
     """
@@ -200,7 +200,7 @@ class _Prices:
         found = [(1, 0)]
         if held <= most:
             return found
-        # A price above all costs: as few bytes as can be, and of such ways the cheapest.
+        # A price above all costs: the fewest bytes possible, and of such ways the cheapest.
         above = 1 + sum(max(arc.cost for arc in arcs) for arcs in network.arcs.values())
         few_cost, few_held = self._sums(network.lightest(1, above))
         while held > few_held:
@@ -217,7 +217,7 @@ class _Prices:
         return found
 
     def bound(self, label: _Label) -> int | None:
-        """Bound the cost of all ways that go on from a label."""
+        """Bound the cost of all ways that extend a label."""
         network, node, held, walks = self._network, label.node, label.held, label.walks
         if network.peak_bound(node, held, walks) > self._limit:
             return None
@@ -244,7 +244,7 @@ class _Prices:
 
 @dataclass(frozen=True)
 class _Cheaper:
-    """Tells whether a step can be on a way that is cheap enough, bytes with their price."""
+    """Tells whether a step can be on a way that is cheap enough, with bytes at their price."""
 
     per: int
     price: int
@@ -281,14 +281,14 @@ def _search(
     """Take up labels in the order of their bounds.
 
     Args:
-        network: The ways there are.
+        network: All ways through the chain.
         bound: Bounds what is minimised.
-        known: What a way that is known already has; others must have less.
-        time_limit: Seconds to end after; None: never.
+        known: The value of a way that is known already; others must have less.
+        time_limit: Seconds after which to end; None: never.
 
     Returns:
-        The best label at an end; None: none is better than what is known. And, if time ran out, the
-        bound on all that were left; else None.
+        The best label at an end; None: none is better than `known`. And, if time ran out, the bound
+        on all labels that were left; else None.
     """
     until = None if time_limit is None else time.monotonic() + time_limit
     place = {node: k for k, node in enumerate((*network.arcs, *network.ends))}
@@ -296,7 +296,7 @@ def _search(
     first = bound(start)
     if first is None or first >= known:
         return None, None
-    # Of equal bounds the one that is farthest is taken first, then the one that is oldest.
+    # Of equal bounds the label that is farthest is taken first, then the one that is oldest.
     heap: list[tuple[int, int, int, _Label]] = [(first, 0, 0, start)]
     done: dict[Hashable, list[_Label]] = {node: [] for node in place}
     n_labels = n_taken = 0

@@ -1,13 +1,14 @@
 """The ways through a chain that the knapsack chooses from, and which of them cannot be chosen.
 
-A chain is gone through from its first place to its last, step by step. A step costs something, and
-leaves some bytes behind that are held from then on; while it is gone through, it needs more for a
-moment. This happens several times, as *walks*: forwards, say, and backwards. All ways there are
-make a graph without circles (`Network`); a node is a place, with whatever later steps depend on.
+A way goes through a chain from its first place to its last, step by step. A step costs something,
+and leaves some bytes behind that are held from then on; during the step, more is needed
+temporarily. The chain is gone through several times, as *walks*: for example, one forwards and one
+backwards. All possible ways make a graph without cycles (`Network`); a node is a place, together
+with whatever later steps depend on.
 
-What decides is a *peak* (`Ceiling`): all that is held at the end, a number of times, with the
-highest moment of a walk, and something beside it: a knapsack with several limits, some of which
-are on a maximum instead of a sum.
+What decides is a *peak* (`Ceiling`): all that is held at the end, counted a number of times, plus
+the highest moment of a walk, plus a constant. So this is a knapsack with several limits, some of
+which are on a maximum instead of a sum.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Arc", "Ceiling", "Network", "decisive", "keeping", "stepped", "within"]
 
-#: More bytes than there are.
+#: More bytes than any memory has.
 _ENDLESS = 1 << 200
 
 
@@ -32,7 +33,7 @@ class Arc(NamedTuple):
         kept: Bytes that are held from then on, 0 or more.
         peaks: For each walk the most bytes at one moment of the step, beyond those that are held
             before it.
-        name: Whatever the caller knows it by.
+        name: Whatever the caller identifies it by.
     """
 
     end: Hashable
@@ -48,7 +49,7 @@ class Ceiling(NamedTuple):
     Attributes:
         walk: Which walk it is; None: none.
         times: How often the bytes held at the end count.
-        beside: Bytes that are there in any case; may be negative.
+        beside: Bytes that are added in any case; may be negative.
     """
 
     walk: int | None
@@ -66,7 +67,7 @@ class Network:
     """All ways through a chain.
 
     Attributes:
-        arcs: The steps from every node that is no end, and these nodes in an order in which every
+        arcs: For every node except the ends, its steps; the nodes are in an order in which every
             step leads forward. The first one is the start, from which all others are reached.
         ends: The peaks that decide at each end.
         held: Bytes that are held at the start.
@@ -134,7 +135,7 @@ class Network:
 
     @cached_property
     def last_moments(self) -> Mapping[Hashable, tuple[int, ...]]:
-        """For each end and walk the least that its last step needs beyond what is then held."""
+        """For each end and walk, the least that a last step needs beyond what is then held."""
         found: dict[Hashable, tuple[int, ...]] = {}
         for arcs in self.arcs.values():
             for arc in arcs:
@@ -146,14 +147,14 @@ class Network:
 
     @cached_property
     def _peaks(self) -> Sequence[Sequence[tuple[int | None, int, int, int]]]:
-        """For each end its ceilings, with what the last step needs at least."""
+        """For each end its ceilings, with the least that the last step needs."""
         return [
             [(c.walk, c.times, c.beside, 0 if c.walk is None else own[c.walk]) for c in ceilings]
             for ceilings, own in ((self.ends[end], own) for end, own in self.last_moments.items())
         ]
 
     def peak_bound(self, node: Hashable, held: int, walks: Sequence[int]) -> int:
-        """Bound the peak of every way that goes on from here; at an end, say what it is."""
+        """Bound the peak of every way that goes on from here; at an end, return the peak."""
         if node in self.ends:
             return max([ceiling.of(held, walks) for ceiling in self.ends[node]])
         held += self.least_kept[node]
@@ -195,7 +196,7 @@ def _most_held(ceiling: tuple[int | None, int, int, int], limit: int, walks: Seq
 
 
 def stepped(held: int, walks: Sequence[int], arc: Arc) -> tuple[int, tuple[int, ...]]:
-    """Return what is held, and the highest moment of each walk, behind one more step."""
+    """Return what is held, and the highest moment of each walk, after one more step."""
     moments = [
         walk if walk > held + peak else held + peak
         for walk, peak in zip(walks, arc.peaks, strict=True)
@@ -204,11 +205,11 @@ def stepped(held: int, walks: Sequence[int], arc: Arc) -> tuple[int, tuple[int, 
 
 
 def decisive(network: Network) -> Network:
-    """Leave out the peaks that are never the largest, and the walks that then tell nothing.
+    """Leave out the peaks that are never the largest, and the walks that are then in no peak.
 
     Returns:
-        A `Network` of the same ways with the same largest peaks; the name of each step is the step
-        of the network given.
+        A `Network` of the same ways with the same largest peaks; the name of each of its steps is
+        the step of the given network that it comes from.
     """
     least = network.held + network.least_kept[network.start]
     pairs = range(network.n_walks)
@@ -259,8 +260,8 @@ def keeping(network: Network, stays: Callable[[Hashable, Arc], bool]) -> Network
     """Leave out steps, and all that then leads nowhere, or is not reached.
 
     Args:
-        network: The ways there are.
-        stays: Says of a node and a step from there whether it stays.
+        network: All ways through the chain.
+        stays: Tells whether a step from a node stays.
 
     Returns:
         What is left; None: there is no way.
@@ -289,8 +290,9 @@ def keeping(network: Network, stays: Callable[[Hashable, Arc], bool]) -> Network
 def within(network: Network, limit: int) -> Network | None:
     """Leave out steps that no way within a limit takes; None: there is no such way.
 
-    A step is on no way that exceeds the limit even if as little as can be is held before and behind
-    it. Without it there may be more held elsewhere, so this is repeated until nothing changes.
+    A step is left out if it exceeds the limit even with the least that can be held before and after
+    it. Without it, the least that is held elsewhere may be more, so this is repeated until nothing
+    changes.
 
     Complexity:
         O(a) for a arcs, and some rounds.

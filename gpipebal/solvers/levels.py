@@ -1,9 +1,10 @@
 """Which device may run which partition, in order or in any order.
 
-Filling partitions from the left, what matters of the devices is which are still free. With a
-fixed order that is known. With any order, devices of one kind are as good as each other, so it is
-how many of each kind have been used: a state. Level ``k`` has the states in which `k` devices are
-used; a step takes one more device, of a kind, from a state to a state of the next level.
+When partitions are filled from the left, all that matters about the devices is which are still
+free. In a fixed order that is known. In any order, devices of one kind are interchangeable, so all
+that matters is how many of each kind have been used: this is a state. Level ``k`` has the states in
+which `k` devices are used; a step uses one more device, of some kind, and leads from a state to a
+state of the next level.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from gpipebal.solvers.runs import Option, behind, modes_to_try, options_of, set_
 __all__ = ["MOST_STATES", "Levels", "Step", "count_states", "in_order_if_large"]
 
 
-#: With more states of devices than this no search over them is tried.
+#: With more states of devices than this, no search over them is tried.
 MOST_STATES = 5_000
 
 
 class Step(NamedTuple):
-    """One more device: from a state, of a kind, to a state of the next level."""
+    """The use of one more device, of some kind: from a state to a state of the next level."""
 
     state: int
     kind: int
@@ -37,7 +38,7 @@ class Step(NamedTuple):
 
 
 class Levels:
-    """A problem as solvers with sets see it.
+    """A problem in the form that the solvers with sets use.
 
     Attributes:
         n_layers: Number of layers.
@@ -54,8 +55,8 @@ class Levels:
         problem: The problem.
         limits: Memory limit of each device, in place of the problem's; None for none.
         known: Levels of the same problem under other limits, whose peaks are taken over.
-        stateless: With any order, offer every device for every partition, whichever are used:
-            for who counts devices otherwise.
+        stateless: With any order, offer every device for every partition, whichever are used: for
+            solvers that count devices in another way.
         modes: See above; None: what the problem leaves open.
         early: See above.
     """
@@ -202,7 +203,7 @@ def count_states(problem: Problem) -> int:
 
 
 def in_order_if_large(problem: Problem) -> Problem:
-    """Keep the order of devices of too many kinds: what fits in it fits where any may be taken."""
+    """Keep the given order of devices of too many kinds: what fits in it fits in any order too."""
     return replace(problem, any_order=False) if count_states(problem) > MOST_STATES else problem
 
 
@@ -224,8 +225,8 @@ def _places(problem: Problem) -> list[int]:
             inside &= ~(1 << place)
     places = [1, *[inside] * (n_partitions - 1), 1 << n_layers]
     for layer, partition in () if rules is None else rules.pinned:
-        # The partition begins at the layer or before, and ends behind it; so do those before
-        # and after it, but that follows from their order.
+        # The partition begins at the layer or before, and ends after it. The limits on the bounds
+        # before and after these two follow from their order.
         places[partition] &= (1 << (layer + 1)) - 1
         places[partition + 1] &= -1 << (layer + 1)
     return places

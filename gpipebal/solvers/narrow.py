@@ -1,7 +1,7 @@
-"""The most even split, without looking at places where no cut can stand.
+"""The most even split, without looking at places where no cut can be.
 
-Close to the smallest possible limit, cuts of long chains stand in narrow windows. How far a
-partition extends is then worth knowing only there.
+Close to the smallest possible limit, cuts of long chains lie in narrow windows. How far a partition
+extends is then worth knowing only there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def squares_in_windows(
             start = bisect_left(starts, ends[end] - most, max(start, entry[end]), end)
             entry[end] = start
     # From the right, so that the walk from the left meets the leftmost cut first; `after` and
-    # `here` hold the costs behind the next cut and behind this one.
+    # `here` hold the costs after the next cut and after this one.
     after, here = [0] * n_places, [0] * n_places
     table: list[Sequence[int]] = []
     for j in range(n_partitions - 1, -1, -1):  # j: partition

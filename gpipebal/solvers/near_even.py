@@ -1,15 +1,16 @@
-"""Where the cuts of the most even split can stand, by how uneven any split has to be.
+"""Where the cuts of the most even split can be, given how uneven any split has to be.
 
-Some split is known: then only splits are of interest whose sum of squares can be as small as its.
-Layers heavier than an even partition spoil evenness whatever is done, so what they exceed it by is
-left out: from there on every partition costs the square of how far it is from even, and one with
-a heavy layer also for what it puts beside it. Costs are small numbers then, none is negative, and
-all splits have lost the same. How far a cut is from where evenness wants it costs so much at
-least; what costs more than the known split is left out. What remains are windows whose width
-depends on how large single layers are, not on how long the chain is.
+One split is known; then only splits whose sum of squares can be as small are of interest. Layers
+heavier than an even partition spoil evenness in any split, so the weight by which they exceed it is
+left out: after that, every partition costs the square of its distance from even, and a partition
+with a heavy layer pays in addition for the layers that it puts next to it. Costs are then small
+numbers, none is negative, and all splits are cheaper by the same amount. The distance of a cut from
+where evenness wants it has a least cost; places where that is more than the known split costs are
+left out. What remains are windows whose width depends on how large single layers are, not on how
+long the chain is.
 
-Where the layers between heavy ones can only be cut into few numbers of partitions, each of these
-has windows of its own: cuts are then close to where that many even partitions have them.
+Where the layers between heavy ones can be cut into only a few numbers of partitions, each of these
+numbers has windows of its own: cuts are then close to where that many even partitions have them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from gpipebal.solvers.chain import Limit, windows
 
 __all__ = ["Even", "near_even", "near_even_windows", "unevenness"]
 
-#: More heavy layers are not told from others.
+#: With more heavy layers than this, heavy layers are not treated apart from others.
 _MOST_HEAVY = 4
 
 #: With more ways to share partitions among stretches than this, all are treated as one.
 _MOST_SHARES = 8
 
-#: With up to so many layers for each partition, looking at each takes no longer than searching.
+#: With up to this many layers for each partition, looking at each takes no longer than searching.
 _FEW_LAYERS = 8
 
 Windows = tuple[list[int], list[int]]
@@ -41,7 +42,7 @@ class Even(NamedTuple):
     """What is known of the most even split.
 
     Attributes:
-        mean: Weight of an even partition, beside those of heavy layers.
+        mean: Weight of an even partition that has no heavy layer.
         heavy: Layers that are heavier by more than other layers can be, and by how much.
         most: What a known split costs: its squared distances from `mean`, where a partition with
             a heavy layer is charged for what it would cost more than the heavy layer alone.
@@ -124,7 +125,7 @@ def _near_even(
             ways = list(islice(_shares(lengths, n_even, squares, lightest), _MOST_SHARES + 1))
         if len(ways) > _MOST_SHARES:
             ways.clear()
-        # Heavy layers set the limit: all other cuts are free to stand where that is best.
+        # Heavy layers set the limit: all other cuts are free to be where that is best.
         others = [rounded(shares) for shares, _ in ways]
         most = min(map(cost, others or [known, _balanced(loads, limits, first, last, known)]))
     more = [(k, weight - mean) for k, weight in zip(heavy, weights, strict=True)]
@@ -148,7 +149,7 @@ def near_even_windows(
         even: What `near_even` found.
 
     Returns:
-        One or several such windows: in one of them is the split.
+        One or several such sets of windows: the split is in one of them.
 
     Complexity:
         O(K log N) for N layers and K partitions.
@@ -158,7 +159,7 @@ def near_even_windows(
         >>> near_even_windows(loads, [], *everywhere, near_even(loads, [], *everywhere))
         [([0, 32, 65, 100], [0, 35, 68, 100])]
     """
-    # Between heavy layers there are so many partitions, if few numbers are possible.
+    # By the numbers of partitions between heavy layers, if few numbers are possible.
     of_ways = _windows_of_ways(loads, even, len(first) - 1)
     found = of_ways or [_windows_of_all(loads, even, len(first) - 1)]
     narrowed = [_within(limits, lows, highs, first, last) for lows, highs in found]
@@ -166,7 +167,7 @@ def near_even_windows(
 
 
 def _windows_of_all(loads: Sequence[int], even: Even, n_partitions: int) -> Windows:
-    """Return where cuts can stand for all they cost."""
+    """Return where cuts can be without costing too much."""
     n_layers = len(loads) - 1
     # Without their excess, heavy layers weigh as much as an even partition. With the weight `y`
     # before cut `k` more than its share, all partitions cost `y * y * K / (k * (K - k))` at least.
@@ -182,14 +183,14 @@ def _windows_of_all(loads: Sequence[int], even: Even, n_partitions: int) -> Wind
         at = bisect_left(reached, share - room)
         lows.append(bisect_left(loads, share - room + passed[at], begins[at], ends[at]))
         at = bisect_left(reached, share + room + 2)
-        # One behind the last place; not before the first place of a stretch, as it is behind that.
+        # One after the last place; not before the first place of a stretch, as it is after that.
         beyond = bisect_right(loads, share + room + 1 + passed[at], begins[at], ends[at] + 1)
         highs.append(beyond - 1)
     return [*lows, n_layers], [*highs, n_layers]
 
 
 def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> list[Windows] | None:
-    """Return where cuts can stand, for each number of partitions between heavy layers.
+    """Return where cuts can be, for each number of partitions between heavy layers.
 
     None if they are not known, or if heavy layers are too light to stay alone.
     """
@@ -216,7 +217,7 @@ def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> lis
         lows, highs = [0], [0]
         for (begin, end), length, number in parts:
             for k in range(0 if begin else 1, number + 1):
-                # Beside a heavy layer there may be a little of the stretch.
+                # A heavy layer's partition may hold a little of the stretch.
                 room = length
                 if 0 < k < number:
                     room = isqrt(k * (number - k) * slack // number) + 1
@@ -230,7 +231,7 @@ def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> lis
 
 
 def _stretches(loads: Sequence[int], heavy: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first layer, and the one behind the last, between heavy layers."""
+    """Return the first layer of each stretch between heavy layers, and the one after its last."""
     return list(zip([0, *[k + 1 for k in heavy]], [*heavy, len(loads) - 1], strict=True))
 
 
@@ -258,7 +259,7 @@ def _heavy_layers(loads: Sequence[int], n_partitions: int) -> list[int]:
         >>> _heavy_layers([0, 1, 2, 12, 13], 3)
         [2]
     """
-    # Heavy is a little more than even, so that it stays more than what other layers share.
+    # Heavy is a little more than even, so that it stays more than the even share of other layers.
     least = 5 * loads[-1] // (4 * n_partitions)
     n_layers = len(loads) - 1
     if n_layers <= _FEW_LAYERS * n_partitions:
@@ -332,7 +333,7 @@ def _balanced(
     last: Sequence[int],
     known: Sequence[int],
 ) -> list[int]:
-    """Move each cut, one after the other, to where the partitions beside it are most even."""
+    """Move each cut, one after the other, to where the partitions on its sides are most even."""
     bounds = [0]
     between = zip(known[1:], known[2:], first[1:], last[1:], strict=False)
     for place, end, low, high in between:
@@ -380,9 +381,9 @@ def _shares(
 
 
 def _least_squares(length: int, number: int, lightest: int) -> int:
-    """Bound the sum of squares of a stretch in so many partitions, between heavy layers.
+    """Bound the sum of squares of a stretch in `number` partitions, between heavy layers.
 
-    What would be more than a heavy layer in each partition is better put beside heavy layers.
+    Weight beyond that of a heavy layer in each partition is better put next to heavy layers.
     """
     if length <= number * lightest and number:
         return length * length // number

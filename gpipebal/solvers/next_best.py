@@ -26,15 +26,15 @@ __all__ = ["iter_best_splits"]
 
 
 def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Iterator[Split]:
-    """Produce splits from the best one on, no two with the same bounds; none if none fits.
+    """Yield splits from the best one on, no two with the same bounds; none if none fits.
 
     Args:
         problem: As for `split`.
         objective: ``'makespan'`` or ``'bottleneck'``.
 
     Returns:
-        Splits, best first. Each is ``'optimal'`` among those that are left: its lower bound is
-        its value. But with ``checkpoint='auto'`` and devices in any order the makespan may leave a
+        Splits, best first. Each is ``'optimal'`` among those that are left: its lower bound is its
+        value. Only the makespan with ``checkpoint='auto'`` and devices in any order may leave a
         gap, where a partition has to recompute every micro-batch.
 
     Raises:
@@ -77,10 +77,11 @@ def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
 
 
 def _in_order(problem: Problem, found: Iterator[Split]) -> Iterator[Split]:
-    """Put splits in the order of what they take in truth.
+    """Put splits in the order of their true makespans.
 
-    They come in the order of what they take if no recompute of a last micro-batch shows (see
-    `gpipebal.solvers.any_mode`), which is a bound: a split waits until no other can be before it.
+    They come in the order of the makespans that they have if no recompute of a last micro-batch
+    lengthens them (see `gpipebal.solvers.any_mode`), which are bounds: a split is held back until
+    no other can come before it.
     """
     tickets = count()
     waiting: list[tuple[float, int, Split]] = []

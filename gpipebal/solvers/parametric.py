@@ -1,7 +1,7 @@
-"""Least squares by pricing partitions, for chains where cuts could stand almost anywhere.
+"""Least squares by pricing partitions, for chains where cuts could be almost anywhere.
 
 When one layer dominates, the best bottleneck says nothing about the rest of the chain, and every
-cut may stand almost anywhere: a table over cuts and places is then nearly N times K large. The
+cut may be almost anywhere: a table over cuts and places then has nearly N times K entries. The
 way out is to drop the number of partitions from the table. Let a partition cost its square plus a
 price, and minimise over splits into any number of partitions: one row suffices. The higher the
 price, the fewer partitions are used, and since the least sum of squares is convex in their
@@ -94,7 +94,7 @@ def priced_least_squares(
         if few is not None and 8 * (many[0] - few[0]) <= n_partitions + 16:
             guesses = _MOST_GUESSES
         if few is not None and guesses == _MOST_GUESSES:
-            # The slope between the points leaves one of them behind, unless it is the price.
+            # At the slope between the points, one of them is replaced, unless it is the price.
             price = (few[1] - many[1]) // (many[0] - few[0])
             continue
         guesses = min(guesses + 1, _MOST_GUESSES)

@@ -7,7 +7,7 @@ so far, and the quantity to be minimised so far. A dynamic program from the left
 place of every cut, the labels of which no other is better in all three.
 
 That would be many labels, so the program is bounded from two sides: a label is dropped when even
-the best imaginable rest exceeds the largest makespan allowed, and cuts stand only where
+the best imaginable rest exceeds the largest makespan allowed, and cuts are only placed where
 partitions within that makespan can put them.
 """
 
@@ -54,7 +54,7 @@ class ParetoProgram:
         self.forward, self.recompute = problem.forward_sums, problem.recompute_sums
         self.loads = problem.load_sums
         self.again = [b + r for b, r in zip(problem.backward_sums, self.recompute, strict=True)]
-        #: The last path is limited, and so is what it repeats: the sum of the two maxima.
+        #: The last path is limited, and with it what it repeats: the sum of the two maxima.
         self.room = (limit - (self.loads[-1] - self.recompute[-2])) // self.repeats
         self.reach = self._limits()
 
@@ -67,8 +67,8 @@ class ParetoProgram:
         # repeats at least the partition in which it turns around ...
         starts = [r + repeats * load for r, load in zip(self.recompute, self.loads, strict=True)]
         ends = [load + repeats * load for load in self.loads]
-        # ... and at least what the partitions up to its end cannot avoid. That drops at the last
-        # place, where one partition more can be; what is allowed there is allowed before.
+        # ... and at least what the partitions up to its end cannot avoid. That gets less at the
+        # last place, where one partition more can be; what is allowed there is allowed before.
         columns = zip(self.loads, forward, again, both, strict=True)
         paths = [load + repeats * max(one + two, sum_) for load, one, two, sum_ in columns]
         paths = list(accumulate(reversed(paths), min))[::-1]
@@ -150,7 +150,7 @@ class ParetoProgram:
         rest: tuple[int, int, int],
         extend: Callable[[Any, int, int, int], Any],
     ) -> list[_Label]:
-        """Add the partition from `start` to `end` to labels at `start`."""
+        """Extend the labels at `start` by the partition from `start` to `end`."""
         rest_forward, rest_again, _ = rest
         forward = self.forward[end] - self.forward[start]
         again = self.again[end] - self.again[start]

@@ -2,9 +2,9 @@
 
 A sweep over thresholds has found a good split, and a lower bound that ignores all paths but one.
 Here the gap between the two is closed: first for the value, then for each rule of the tie-break
-in turn. Every question is first put to a larger set of splits, described by limits on partitions,
-where the tie-break is fast: if what it chooses there is optimal, it is the answer. Only what then
-remains open is given to the Pareto program.
+in turn. Every question is first asked about a larger set of splits, described by limits on
+partitions, where the tie-break is fast: if the split that it chooses there is optimal, it is the
+answer. Only questions that then remain open are given to the Pareto program.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def solve_all_paths(problem: Problem, lower_bound: int, known: Sequence[int]) ->
 
     Minimises the makespan of checkpoint mode ``'always'`` over all splits into exactly
     `n_partitions` non-empty partitions. Among the minimisers: smallest bottleneck, then least sum
-    of squared partition times, then leftmost cuts. On long chains the squares of all minimisers
-    can be too many to compare: then `known` stays, if it is one with that bottleneck, and else
-    the leftmost cuts decide.
+    of squared partition times, then leftmost cuts. On long chains there can be too many minimisers
+    to compare by their squares: then `known` is returned, if it is one with that bottleneck;
+    otherwise the leftmost cuts decide.
 
     Args:
         problem: A problem with 2 or more chunks.

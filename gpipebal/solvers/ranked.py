@@ -1,4 +1,4 @@
-"""The k best splits: each next one is the best of all that differ from those before it.
+"""The k best splits: each is the best of all that differ from those before it.
 
 All splits but the best one fall into groups: those that differ in the first cut; those that share
 the first cut and differ in the second; and so on. In each group the best is found by the same
@@ -23,7 +23,7 @@ Solve = Callable[[Levels], "BestPath | None"]
 
 
 def ranked(levels: Levels, solve: Solve) -> Iterator[tuple[int, Path]]:
-    """Produce splits from the best one on, no two with the same bounds.
+    """Yield splits from the best one on, no two with the same bounds.
 
     Args:
         levels: The problem, with the places that bounds may have.

@@ -34,7 +34,7 @@ class Path(NamedTuple):
 
     @property
     def runs(self) -> Iterator[tuple[Option, int, int]]:
-        """How each partition is run, its first layer, and the layer behind its last."""
+        """How each partition is run, its first layer, and the layer after its last."""
         return zip(self.options, self.bounds, self.bounds[1:], strict=False)
 
     @property
@@ -241,7 +241,7 @@ class Search:
         return Path(tuple(bounds), tuple(step.group for step in steps), tuple(options))
 
     def least(self, dimension: str) -> int:
-        """Bound the smallest limit from below: what it is if every run of layers is allowed."""
+        """Bound the smallest limit from below: by what it is if every run of layers is allowed."""
         if dimension not in self._least:
             costs = [
                 getattr(option, dimension)
@@ -266,18 +266,18 @@ class Search:
         at_most: int | None = None,
         until: float | None = None,
     ) -> Found:
-        """Find the smallest limit in a dimension that some split keeps beside other limits.
+        """Find the smallest limit in a dimension that some split keeps along with other limits.
 
         Args:
             dimension: What is limited: ``'forward'``, ``'again'`` or ``'load'``.
             limits: Limits in other dimensions.
             at_least: A known lower bound; None: none.
             at_most: Give up as soon as the smallest limit is proven to exceed this.
-            until: Moment of the clock after which any split will do.
+            until: Time of the clock after which any split will do.
 
         Returns:
-            The value (equal to its lower bound, but for `until`) and the leftmost split found with
-            it; or no split, if every one exceeds `at_most`, or none keeps `limits`.
+            The value (equal to its lower bound, unless `until` has passed) and the leftmost split
+            found with it; or no split, if every one exceeds `at_most`, or none keeps `limits`.
 
         Complexity:
             About log2(N) probes and some more; see `Search`.

@@ -80,7 +80,7 @@ class Cost:
         return [sets[count] if least <= limit else 0 for count, least in columns]
 
     def above(self, limit: int) -> int | None:
-        """Return a bound above a limit that no run's cost is strictly between; None: none above."""
+        """Return a number above a limit with no run's cost strictly between; None: none above."""
         ascending = self._order[0]
         n_places = len(ascending)
         counts = zip(self._count(limit), self.starts, strict=False)
@@ -96,10 +96,10 @@ class Option:
 
     Attributes:
         mode: The checkpoint mode.
-        forward: What the first phase is as slow as.
-        again: What the second phase is as slow as: backward and recompute.
-        load: All of it.
-        once: What a run adds to the makespan however many micro-batches there are.
+        forward: Cost of a run that limits the pace of the first phase.
+        again: Cost of a run that limits the pace of the second phase: backward and recompute.
+        load: Cost of a run in both phases together.
+        once: Amount that a run adds to the makespan however many micro-batches there are.
         fits: For every start, the set of ends that are allowed.
     """
 
@@ -114,7 +114,7 @@ class Option:
 def modes_to_try(problem: Problem, partition: int) -> tuple[CheckpointMode, ...]:
     """Return the checkpoint modes that a partition may have, the fastest first.
 
-    A mode that is chosen only saves memory, so where memory does not matter there is one.
+    The slower of the open modes only save memory, so where memory does not matter there is one.
 
     Example:
         >>> modes_to_try(Problem([1], [1], [1], 1, chunks=4, checkpoint="auto"), 0)
@@ -139,8 +139,8 @@ def options_of(
         device_type: Index into ``problem.costs.types``.
         modes: The modes, none faster than one before it.
         fits: For each mode, the ends that are allowed from each start.
-        early: Whether what is passed once counts the recompute of the last micro-batch, which no
-            backward hides in the last partition.
+        early: Whether `once` includes the recompute of the last micro-batch, which no backward
+            hides in the last partition.
     """
     costs = problem.costs
     sums = costs.types[device_type]
@@ -180,7 +180,7 @@ def options_of(
 
 
 def behind(n_layers: int, longest: int | None = None) -> list[int]:
-    """Return, for every start, the set of places behind it, or of the next few.
+    """Return, for every start, the set of places after it, or of the next few.
 
     Example:
         >>> [bin(ends) for ends in behind(3, longest=2)]

@@ -18,8 +18,8 @@ __all__ = ["least_bottleneck", "least_sum", "settle"]
 def least_bottleneck(search: Search, until: float | None = None) -> BestPath | None:
     """Make the slowest partition as fast as possible; None if there is no split.
 
-    Ties are broken by the least sum of squared partition times, then by the leftmost cuts. Behind
-    a moment of the clock they are not, and what was found is returned with the bound so far.
+    Ties are broken by the least sum of squared partition times, then by the leftmost cuts. Once the
+    clock is past `until` they are not, and what was found is returned with the bound so far.
 
     Complexity:
         That of `Search.smallest` and `most_even`.

@@ -8,8 +8,8 @@ the pairs worth looking at form a staircase, which is walked from its one end to
 tighten the first limit to just below what was needed, find the smallest second, find the
 smallest first for that. Most steps cannot lead to a sum as small as the best so far, and for them
 one probe is enough: it asks whether such a sum is possible, or even one that is larger by what
-the last probe lacked; if not, it tells how large the second must be at least. The smaller the best
-sum, the fewer steps are left, so behind the first of them a few places far apart are looked at.
+the last probe lacked; if not, it gives the least value that the second must have. The smaller the
+best sum, the fewer steps are left, so after the first of them a few places far apart are looked at.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpipebal.solvers.chain import Limit
 
 __all__ = ["SmallestSum", "smallest_sum"]
 
-#: Where to look behind the first step, in quarters of what is left of the staircase.
+#: Where to look after the first step, in quarters of what is left of the staircase.
 _FAR_APART = (2, 1, 3)
 
 
@@ -118,7 +118,7 @@ def smallest_sum(
     anywhere = [0] * (n_partitions - 1), range(n_layers - n_partitions + 1, n_layers)
 
     def probe(most_first: int, most_second: int) -> tuple[list[int], list[Limit], bool]:
-        """Return cuts that keep all limits as long as they can, these limits, and whether all."""
+        """Return cuts that keep all limits as far as they can, the limits, and whether all do."""
         kept = [Limit(second, second, most_second), Limit(first, first, most_first), *limits]
         cuts = fill(kept, *anywhere)
         return cuts, kept, all(limit.allows(cuts[-1], n_layers) for limit in kept)
@@ -164,10 +164,10 @@ def smallest_sum(
             if not refused:
                 break
             least_second = min(refused)
-            # Raising the second limit helps those that refused, each by as much.
+            # Raising the second limit helps each partition that refused, by as much.
             lacking = second[n_layers] - second[cuts[-1]] - trial.most
             more = max(lacking, 0) // len(refused)
-            # Not as far as what was too far a moment ago; a little later it may not be.
+            # Not as far as was too far just now; a little further on it may not be.
             leap = min(leap + more, (leap + too_far) // 2)
             too_far += (too_far + more) // 4
         most_first = min(most_first, best - least_second)

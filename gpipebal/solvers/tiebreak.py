@@ -26,15 +26,16 @@ __all__ = ["fewest_squares", "sum_of_squares", "tie_break"]
 #: about this many passes over the chain.
 _TABLE_PASSES = 8
 
-#: With more places for each cut than this it is worth while to ask which of them can be best; with
-#: so few layers for each partition, where that leaves little out, only with four times as many.
+#: With more than `_WIDE` places for each cut it is worthwhile to ask which of them can be best;
+#: with up to `_LAYERS` layers for each partition, where that leaves little out, only with four
+#: times as many places.
 _WIDE, _LAYERS = 16, 8
 
-#: With up to so many places for each cut, the table is faster one by one than by rows; and pricing
-#: is like a table of so many entries for each layer, at its fastest.
+#: With up to `_FEW` places for each cut, the table is faster one by one than by rows; and pricing
+#: at its fastest is like a table of `_LIKE_PRICING` entries for each layer.
 _FEW, _LIKE_PRICING = 4, 3
 
-#: So many runs take as long by rows as one entry of the table.
+#: By rows, this many runs take as long as one entry of the table.
 _RUNS = 800
 
 
@@ -129,7 +130,7 @@ def fewest_squares(
         split: tuple[int, ...] | None = None
         count = _count(first, last)
         if by_rows and min(count, _LIKE_PRICING * n_layers) > few:
-            # No more than would take the others as long.
+            # No more than take as long as the other methods.
             runs = _RUNS * min(count, _TABLE_PASSES * n_layers)
             split = squares_by_rows(loads, limits, first, last, even, runs)
         if split is None and count > _TABLE_PASSES * n_layers:
@@ -147,5 +148,5 @@ def most_even(loads: Sequence[int], splits: Iterable[tuple[int, ...]]) -> tuple[
 
 
 def _count(first: Sequence[int], last: Sequence[int]) -> int:
-    """Count the places in windows, one of each less."""
+    """Count the places in windows, one less for each window."""
     return sum(last) - sum(first)

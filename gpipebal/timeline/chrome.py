@@ -52,16 +52,17 @@ def trace_events(
         n_partitions: Number of its partitions; each is a track, also without events.
         process: Number of the process, 1 or more: 0 is the idle process to some viewers.
         name: Name of the process.
-        devices: Device of each partition, where one has several; None: one each.
+        devices: Device of each partition, where a device has several; None: one each.
         memory: What each device holds over time; a counter of each is drawn below the tracks.
-        numbered: Whether every event is of one micro-batch: else there are no numbers and arrows.
+        numbered: Whether every event is of one micro-batch: otherwise no numbers and arrows are
+            drawn.
     """
     trace = [
         _metadata("process_name", {"name": name}, pid=process),
         _metadata("process_sort_index", {"sort_index": process}, pid=process),
     ]
     slices: dict[tuple[int, str, int], dict[str, Any]] = {}
-    # On the way there and on the way back: two copies into one partition for a micro-batch.
+    # One on the way forward and one on the way back: two copies into a partition per micro-batch.
     copies: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for track, (track_name, members) in enumerate(_tracks(events, n_partitions, devices), start=1):
         where = {"pid": process, "tid": track}
@@ -80,7 +81,7 @@ def trace_events(
                 copies.setdefault((event.partition, event.micro_batch), []).append(trace[-1])
             else:
                 slices[event[:3]] = trace[-1]
-    # Arrows stand last because a viewer must know the slices that they bind to.
+    # Arrows come last because a viewer must know the slices that they bind to.
     return [*trace, *_counters(memory, process, devices), *_arrows(slices, copies)]
 
 

@@ -19,13 +19,13 @@ __all__ = [
 ]
 
 #: What a device computes, one action at a time: forward, recompute, backward; the two parts of a
-#: backward, where they are done apart; and the optimizer's step.
+#: backward, where they are done separately; and the optimizer's step.
 COMPUTE_KINDS = ("F", "R", "B", "I", "W", "O")
 
-#: A tensor on its way into a partition; copies may run beside the compute kinds.
+#: A tensor on its way into a partition; copies may run at the same time as the compute kinds.
 COPY_KIND = "C"
 
-#: The host at work to start an action on a device that works on its own.
+#: The host launching an action on a device that works asynchronously.
 LAUNCH_KIND = "H"
 
 KIND_NAMES = {
@@ -46,7 +46,7 @@ ALL_KINDS = "".join(KIND_NAMES)
 #: milliseconds in float32, which is good for 6e-8 of a time.
 OVERLAP_TOLERANCE = 1e-6
 
-#: More micro-batches are no mini-batch.
+#: A mini-batch with more micro-batches is refused.
 MOST_MICRO_BATCHES = 2**31 - 1
 
 
@@ -54,7 +54,7 @@ class Event(NamedTuple):
     """One action with its times.
 
     Attributes:
-        partition: Index of the partition; for a copy, of the one that receives.
+        partition: Index of the partition; for a copy, of the one that receives it.
         kind: ``F`` forward, ``R`` recompute, ``B`` backward, ``I`` gradient of the input, ``W``
             gradient of the weights, ``O`` optimizer, ``C`` copy or ``H`` launch by the host.
         micro_batch: Index of the micro-batch; 0 for the optimizer.
@@ -123,5 +123,5 @@ def _check_event(event: Event, n_partitions: int) -> None:
 
 def _is_number(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # A larger int is no time, and may be too large for a float.
+    # A larger int is not a time, and may be too large for a float.
     return number and abs(value) < 2**63

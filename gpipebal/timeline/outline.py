@@ -12,7 +12,7 @@ from gpipebal.timeline.timeline import Timeline
 
 __all__ = ["outline"]
 
-#: Idle time between two actions that is rounding, as a fraction of the makespan.
+#: Idle time between two actions that counts as rounding, as a fraction of the makespan.
 ROUNDING = 1e-12
 
 
@@ -20,9 +20,9 @@ def outline(timeline: Timeline) -> Timeline:
     """Join actions of one kind and partition that follow one another without idle time.
 
     Makespan, bubble, busy times, imbalance and chunks stay the same. An event has the largest
-    micro-batch of those it stands for, so which one ran when is lost. Copies, and launches by the
-    host, are left out, but for one with which the timeline begins or ends; of these alone nothing
-    is left.
+    micro-batch of those it replaces, so which one ran when is lost. Copies, and launches by the
+    host, are left out, except one with which the timeline begins or ends; of a timeline that has
+    nothing else, nothing is left.
 
     Args:
         timeline: Simulated or measured.

@@ -21,7 +21,7 @@ _COMPUTES = np.array([kind in COMPUTE_KINDS for kind in ALL_KINDS])
 
 
 class EventTable(Sequence[Event]):
-    """Events as columns; an `Event` is made when somebody looks at it.
+    """Events as columns; an `Event` is made when it is read.
 
     A simulated mini-batch can have millions of events. As a sequence it equals a tuple of the
     same events.

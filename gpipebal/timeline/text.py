@@ -17,7 +17,7 @@ __all__ = ["draw_rows", "legend"]
 
 _DIGITS, _UPPER, _LOWER = "0123456789", "ABCDEFGHIJ", "abcdefghij"
 _SYMBOLS = {"F": _DIGITS, "R": "r" * 10, "B": _UPPER, "I": _UPPER, "W": _LOWER, "O": "#" * 10}
-#: Where an event stands for several micro-batches.
+#: Characters where an event stands for several micro-batches.
 _OF_SEVERAL = {"F": "f", "R": "r", "B": "B", "I": "B", "W": "w", "O": "#"}
 
 
@@ -38,7 +38,7 @@ def draw_rows(
     Args:
         events: What to draw.
         n_rows: Number of devices.
-        width: Most columns.
+        width: The most columns.
         devices: Device of each partition; None: partition j is on device j.
         evenly: Whether there may be fewer columns, so that each clock has equally many.
         numbered: Whether every event is of one micro-batch, whose number is shown.
@@ -61,7 +61,7 @@ def draw_rows(
             np.ceil((times - origin) / makespan * columns - 0.5).astype(np.int64)
             for times in (shown.starts, shown.ends)
         )
-        # Of millions of events a line of text shows a few.
+        # Only a few of millions of events show in a line of text.
         for k in np.flatnonzero(lasts > firsts).tolist():
             event, first, last = shown[k], int(firsts[k]), int(lasts[k])
             row = event.partition if devices is None else devices[event.partition]
@@ -85,7 +85,7 @@ def draw_launches(events: Sequence[Event], columns: int) -> str | None:
         launches.ends,
     )
     first, last = float(table.starts.min()), float(table.ends.max())
-    # Two events without length hold the axis as long as the whole timeline.
+    # Two events without length keep the axis as long as the whole timeline.
     frame = [Event(0, "F", 0, time, time) for time in (first, last)]
     return draw_rows([*as_forwards, *frame], 1, columns, evenly=False)[0]
 

@@ -14,7 +14,15 @@ from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import timeline_html
 from gpipebal.kinds import check_index, check_list, check_mapping, check_whole
-from gpipebal.records import check_missing, damaged, fields_of, object_of, place, tuple_of
+from gpipebal.records import (
+    check_missing,
+    damaged,
+    fields_of,
+    object_of,
+    path_in,
+    tuple_of,
+    without_header,
+)
 from gpipebal.timeline.chrome import Held, trace_events
 from gpipebal.timeline.events import Event, check_events
 from gpipebal.timeline.table import EventTable
@@ -27,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["Source", "Timeline"]
 
 FORMAT = "gpipebal-timeline"
-#: More partitions are no pipeline, and a list of them would fill the memory.
+#: More partitions are refused: a list of them would fill the memory.
 MOST_PARTITIONS = 2**16
 VERSION = 1
-#: Where the exact record stands in a trace.
+#: Key of the exact record in a trace.
 _RECORD = "gpipebal"
 
 Source = Literal["simulated", "measured"]
@@ -45,11 +53,11 @@ class Timeline:
     Attributes:
         events: One `Event` per action, in any order; a tuple, or an `EventTable` where there may
             be millions.
-        n_partitions: Number of partitions, also of those without events.
+        n_partitions: Number of partitions, including those without events.
         source: ``'simulated'`` or ``'measured'``.
         provenance: Where the times come from; JSON values.
-        devices: Device of each partition, where one has several; None: every partition has a
-            device of its own.
+        devices: Device of each partition, where a device has several; None: every partition has
+            a device of its own.
 
     Example:
         >>> timeline = Timeline((Event(0, "F", 0, 0.0, 1.0), Event(1, "F", 0, 1.0, 3.0)), 2)
@@ -105,7 +113,7 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Idle share of all devices' time inside the makespan; copies count as idle."""
         space = self.n_devices * self.makespan
-        # Rounding can leave a full timeline idle for a negative moment.
+        # Rounding can give a full timeline a negative idle time.
         return max(0.0, (space - sum(self._device_times)) / space) if space else 0.0
 
     @property
@@ -163,7 +171,7 @@ class Timeline:
             for k, event in enumerate(check_list("events", self.events)):
                 if not isinstance(event, tuple) or len(event) != len(Event._fields):
                     raise KindError(
-                        f"events[{k}] is no Event: events[{k}]={event!r:.60} (expected "
+                        f"events[{k}] is not an Event: events[{k}]={event!r:.60} (expected "
                         f"{', '.join(Event._fields)}).\nFix: Event(0, 'F', 0, 0.0, 1.0), say."
                     )
             check_events(self.events, self.placement)
@@ -216,7 +224,7 @@ class Timeline:
             if _RECORD in content or "traceEvents" in content:
                 check_missing(content, "", {_RECORD: "an object"})
                 content = object_of(content[_RECORD], _RECORD)
-            content = {k: v for k, v in content.items() if k not in ("format", "version")}
+            content = without_header(content, FORMAT, VERSION)
             content = fields_of(content, "", cls, also=("provenance",))
             events = tuple_of(content["events"], "events")
             content["events"] = tuple(_event(event, k) for k, event in enumerate(events))
@@ -241,10 +249,10 @@ class Timeline:
 
         Args:
             path: File to write; its name should end in ``.json``.
-            beside: Further timelines for the same picture, such as the prediction beside a
-                measurement: drawn as processes of their own, not part of what `load` reads.
-            memory: What the devices hold over time, for this timeline and each one beside it:
-                what `gpipebal.simulator.memory_over_time` returns. Drawn as counters.
+            beside: Further timelines for the same picture, such as the prediction next to a
+                measurement: drawn as processes of their own; `load` does not read them.
+            memory: What the devices hold over time, for this timeline and each of the further
+                ones, as `gpipebal.simulator.memory_over_time` returns it. Drawn as counters.
         """
         beside = check_list("beside", beside, Timeline)
         memory = check_list("memory", memory)
@@ -286,7 +294,7 @@ class Timeline:
         (``A`` is 0, ``J`` is 9), a recompute ``r`` and idle time a dot. Where a backward is done
         in two parts, a capital letter is the input's gradient and a small one the weights'; the
         optimizer is ``#``. Copies are not drawn. A line ``host`` below shows which micro-batch
-        the host is launching, if that was simulated. Of an `outline` kinds are drawn, without
+        the host is launching, if that was simulated. An `outline` is drawn by kind, without
         numbers.
 
         Args:
@@ -334,8 +342,8 @@ class Timeline:
 
 
 def _event(values: Any, number: int) -> Event:
-    """Make an event of the list of its values, which are checked later."""
-    where = place("events", number)
+    """Make an event from the list of its values, which are checked later."""
+    where = path_in("events", number)
     found = tuple_of(values, where)
     if len(found) != len(Event._fields):
         raise KindError(

@@ -19,14 +19,14 @@ from gpipebal.pipeline.loss import Reduction
 from gpipebal.pipeline.parting import spread_dims
 from gpipebal.schedule import SCHEDULES
 from gpipebal.verification.compare import Comparison, DifferenceError
-from gpipebal.verification.report import Agreement, VerifyReport
-from gpipebal.verification.runs import (
+from gpipebal.verification.executions import (
     name_of_run,
     plain_copy,
     run_pipe,
     run_plain,
     shapes_at_once,
 )
+from gpipebal.verification.report import Agreement, VerifyReport
 from gpipebal.verification.search import find_layer
 from gpipebal.verification.task import Task
 from gpipebal.verification.tolerance import Tolerance
@@ -52,17 +52,17 @@ def verify(
 
     Runs one mini-batch through the plain model, micro-batch by micro-batch on one device, and
     through the pipeline, with the same random numbers; then compares outputs, gradients and
-    buffers. The plain model also runs on the mini-batch in one piece, if it can: of that only the
-    shapes are compared, which tell whether micro-batches can be joined. With a `loss_fn` it also
-    compares `GPipe.step`, under each schedule. All run with the settings that hold at the call:
-    gradients or none, autocast, training or eval mode (the pipeline's, layer by layer).
+    buffers. The plain model also runs on the mini-batch in one piece, if it can: of that run only
+    the shapes are compared, which tell whether micro-batches can be joined. With a `loss_fn`,
+    `GPipe.step` is compared too, under each schedule. All run with the settings that hold at the
+    call: gradients or none, autocast, training or eval mode (the pipeline's, layer by layer).
 
-    Everything runs on copies (a parameter that `loss_fn` uses by itself is none, and its gradient
-    is not compared): parameters, gradients, buffers, inputs and random states stay as
-    they are, and the pipeline's own workers are not used. Only what a copy still shares, such as
-    a global variable that a layer writes to, can change. Hooks on parameters are not copied. One
-    copy of the layers at a time is in memory, beside the gradients and buffers of two. If there is
-    a difference, both run once more to find the first layer with another result, which takes the
+    Everything runs on copies (except a parameter that `loss_fn` uses by itself: its gradient is not
+    compared): parameters, gradients, buffers, inputs and random states stay as they are, and the
+    pipeline's own workers are not used. Only what a copy still shares, such as a global variable
+    that a layer writes to, can change. Hooks on parameters are not copied. One copy of the layers
+    at a time is in memory, in addition to the gradients and buffers of two. If there is a
+    difference, both run once more to find the first layer with another result, which takes the
     memory of all layers' results.
 
     Args:
@@ -75,13 +75,13 @@ def verify(
         target: A tensor or a pytree of tensors, for `loss_fn`.
         target_dims: As for `GPipe.step`.
         reduction: As for `GPipe.step`.
-        rtol: How large a difference may be, as a part of the largest value of the tensor. None:
+        rtol: How large a difference may be, as a fraction of the tensor's largest value. None:
             that of `torch.testing` for the dtype (1.3e-6 for float32), under autocast for the
             dtype it casts to.
         atol: How large a difference may be in addition. None: that of `torch.testing` for the
             dtype (1e-5 for float32, 1e-7 for float64) times the largest value of all outputs, of
             the layer's buffers, or of the gradients of this and later layers; so values that are
-            zero but for rounding agree.
+            zero except for rounding agree.
         seed: Seed of the random numbers.
 
     Returns:
@@ -91,9 +91,9 @@ def verify(
         VerificationError: something differs (an AssertionError); the text names the first
             difference, in the order state, outputs, loss, gradients from the last layer to the
             first, buffers.
-        ModelError: `module` is no `nn.Sequential`, `pipe` no `GPipe`, there is a target and no
-            `loss_fn`, or the layers cannot be copied.
-        BalanceError: a tolerance is no number of 0 or more, or the seed is none of torch's.
+        ModelError: `module` is not an `nn.Sequential`, `pipe` is not a `GPipe`, there is a target
+            but no `loss_fn`, or the layers cannot be copied.
+        BalanceError: a tolerance is not a number of 0 or more, or torch does not take the seed.
         KindError: `loss_fn` cannot be called.
         BaseException: whatever a layer raised, noted with the run it happened in.
 
@@ -106,19 +106,19 @@ def verify(
     """
     if not isinstance(pipe, GPipe):
         raise ModelError(
-            f"pipe is no pipeline: type(pipe)={type(pipe).__name__} (expected GPipe).\n"
+            f"pipe is not a pipeline: type(pipe)={type(pipe).__name__} (expected GPipe).\n"
             "Fix: verify(module, GPipe(module, balance), sample)."
         )
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"module is no model: type(module)={type(module).__name__} (expected nn.Sequential).\n"
-            "Fix: give the chain that the pipeline was made of."
+            f"module is not a model: type(module)={type(module).__name__} "
+            "(expected nn.Sequential).\nFix: give the chain that the pipeline was made of."
         )
     if keywords is not None:
         check_mapping("keywords", keywords, "keywords={'mask': mask}, say")
     if loss_fn is not None and not callable(loss_fn):
         raise KindError(
-            f"loss_fn is no function: type(loss_fn)={type(loss_fn).__name__} (expected one of "
+            f"loss_fn is not a function: type(loss_fn)={type(loss_fn).__name__} (expected one of "
             "output and target).\nFix: loss_fn=nn.MSELoss(), say."
         )
     if target is not None and loss_fn is None:
@@ -130,7 +130,7 @@ def verify(
     task = Task(sample, keywords or {}, loss_fn, target, target_dims, reduction, seed)
     comparison = Comparison(Tolerance(rtol, atol, _autocast_dtypes(pipe)))
     parts = part_inputs(sample, task.keywords, pipe.in_dims, pipe.keyword_dims, pipe.chunks)[1]
-    # The call, and with a loss a step under each schedule.
+    # The call, and if there is a loss a step under each schedule.
     schedules = [None, *(SCHEDULES if loss_fn is not None and len(pipe) else ())]
     with _random_states_kept(pipe), _gradients_kept(module, pipe):
         plain = plain_copy(module, pipe)
@@ -183,7 +183,7 @@ def _error(difference: DifferenceError, layer: str) -> VerificationError:
 
 
 def _autocast_dtypes(pipe: GPipe) -> tuple[torch.dtype, ...]:
-    # The plain model casts a weight once, and sums its gradient up in the small type; a pipeline
+    # The plain model casts a weight once, and sums its gradient up in the small dtype; a pipeline
     # casts it once for every micro-batch and partition.
     kinds = {device.type for device in pipe.devices}
     return tuple(
@@ -196,15 +196,15 @@ def _check_seed(seed: object) -> int:
     number = whole_number(seed)
     if number is None or not -(2**63) <= number < 2**64:
         raise BalanceError(
-            f"seed is no seed of torch's: seed={seed!r:.60} (expected an int, -2**63 <= seed < "
-            "2**64).\nFix: seed=0."
+            f"seed is not one that torch takes: seed={seed!r:.60} (expected an int, -2**63 <= "
+            "seed < 2**64).\nFix: seed=0."
         )
     return number
 
 
 @contextmanager
 def _gradients_kept(module: nn.Module, pipe: GPipe) -> Iterator[None]:
-    """Put gradients back: a loss may use parameters of the models themselves, and not of copies."""
+    """Put gradients back: a loss may use the models' own parameters, not those of copies."""
     kept = [(p, p.grad) for p in {*module.parameters(), *pipe.parameters()}]
     for parameter, _ in kept:
         parameter.grad = None
@@ -219,7 +219,7 @@ def _gradients_kept(module: nn.Module, pipe: GPipe) -> Iterator[None]:
 def _random_states_kept(pipe: GPipe) -> Iterator[None]:
     """Put back the state of every generator that a layer might draw from."""
     numbers = [device.index for device in pipe.devices if device.type == "cuda"]
-    # Layers that draw from Python or numpy are wrong in a pipeline: found, but not carried on.
+    # Layers that draw from Python or numpy are wrong in a pipeline: detected, and undone here.
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=sorted(set(numbers)), device_type="cuda"):

@@ -56,7 +56,7 @@ _SAME_BUFFERS = (
 
 
 class DifferenceError(Exception):
-    """The first difference, in parts: `verify` makes the error that its caller gets of them.
+    """The first difference, in parts, from which `verify` makes the error that its caller gets.
 
     Attributes:
         what: What differs from what.
@@ -73,7 +73,7 @@ class DifferenceError(Exception):
 
 @dataclass(frozen=True)
 class _At:
-    """Where a comparison stands, and what would help if it fails."""
+    """Which comparison is being made, and what would help if it fails."""
 
     where: str
     advice: str
@@ -119,7 +119,7 @@ class Comparison:
         at = _At(where, _SAME_STATE)
         if plain is None or found is None:
             place = "pipeline" if plain is None else "plain model"
-            # Of what two layers share only the first counts.
+            # A tensor that two layers share counts only for the first.
             at.differ(f"{label} is in the {place} only, or shared there less", "it in both")
         if plain.requires_grad != found.requires_grad:
             at = _At(where, _SAME_FREEZE)
@@ -133,7 +133,7 @@ class Comparison:
 
         Args:
             expected: What the plain model leaves, micro-batch by micro-batch.
-            at_once: Shapes of its output over the whole mini-batch in one piece; none: not known.
+            at_once: Shapes of its output over the whole mini-batch in one piece; empty: not known.
             dims: Dimension along which each leaf has its rows; None: it has none.
 
         Raises:
@@ -169,7 +169,7 @@ class Comparison:
             self._check_outputs(_At(where, _SAME_RESULT), expected, found)
         if expected.loss is not None and found.loss is not None:
             plain, other = expected.loss.reshape(()), found.loss.reshape(())
-            # It may be zero but for rounding; as a rule it is of the size of 1.
+            # It may be zero except for rounding; as a rule its magnitude is about 1.
             allowed = self.tolerance.allowed(plain, max(1.0, largest(plain)))
             self._check_tensor(_At(where, _SAME_LOSS), "losses", "the loss", plain, other, allowed)
         advice = _SAME_LOSS if is_step else _SAME_RECOMPUTE

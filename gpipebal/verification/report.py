@@ -15,7 +15,7 @@ class Agreement:
 
     Attributes:
         count: How many were compared.
-        difference: The largest difference, as a part of the largest value of the tensor; 0 if all
+        difference: The largest difference, as a fraction of the tensor's largest value; 0 if all
             are the same to the bit.
         name: Which one differs most; empty if none differs.
     """
@@ -26,7 +26,7 @@ class Agreement:
 
     @classmethod
     def of(cls, differences: Mapping[str, float]) -> Self:
-        """Sum up relative differences by name."""
+        """Summarise relative differences, given by name."""
         name = max(differences, key=lambda name: differences[name], default="")
         largest = differences.get(name, 0.0)
         return cls(len(differences), largest, name if largest else "")
@@ -39,10 +39,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """That a pipeline does what the plain model does, and how far that has been looked at.
+    """A finding that a pipeline does what the plain model does, and what was compared for it.
 
-    The plain model got one micro-batch after the other. What depends on how many rows it sees, such
-    as batch normalisation in training, may give other numbers for the whole mini-batch.
+    The plain model got one micro-batch after the other. A layer whose result depends on the number
+    of rows, such as batch normalisation in training, may give other numbers for the whole
+    mini-batch.
 
     Attributes:
         runs: The runs of the pipeline that were compared with the plain model's.

@@ -1,8 +1,8 @@
 """Search: which layer is the first to give another result in the pipeline.
 
-A wrong gradient shows in parameters, but what made it may be a layer before or behind theirs. So
-once a difference is found both models run again, and every layer's results are compared: in the
-forward, and in the recompute with those of the forward.
+A wrong gradient shows in parameters, but a layer before or after theirs may have made it. So once a
+difference is found both models run again, and every layer's results are compared: in the forward,
+and in the recompute with those of the forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpipebal.pipeline.checkpoint import is_recomputing
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.microbatch import flatten
 from gpipebal.schedule import make_schedule
-from gpipebal.verification.runs import plain_copy, run_pipe, run_plain
+from gpipebal.verification.executions import plain_copy, run_pipe, run_plain
 from gpipebal.verification.task import Task
 from gpipebal.verification.tolerance import Tolerance, alike, distance, largest
 
@@ -35,13 +35,13 @@ def find_layer(
 ) -> str:
     """Run both models once more, and say which layer is the first to give another result.
 
-    Needs the memory of all layers' results beside that of the layers.
+    Needs the memory of all layers' results in addition to that of the layers.
 
     Args:
         module: The plain model.
         pipe: The pipeline.
         task: What they run on.
-        schedule: Of the run that differed, as for `run_pipe`.
+        schedule: Schedule of the run that differed, as for `run_pipe`.
         tolerance: How large a difference may be.
         trains: As for `run_pipe`.
 
@@ -62,7 +62,7 @@ def find_layer(
         run_pipe(pipe, task, schedule, trains=trains, watch=comparer.compare)
         same = "All layers give the same results as in the plain model."
     except Exception:
-        # What was found before stands, whatever has happened here.
+        # What was found before remains valid, whatever has happened here.
         same = ""
     if not comparer.differing:
         return same if comparer.has_seen_all else ""
@@ -74,11 +74,11 @@ def find_layer(
 
 
 class _Comparer:
-    """Compares results of layers as they come, each layer's in one thread.
+    """Compares the results of layers as they arrive, those of each layer in one thread.
 
     Attributes:
         recomputed: For each layer, the micro-batches in the order of their recomputes.
-        differing: Whether it was in the recompute, which layer, which micro-batch.
+        differing: Each difference: whether it was in the recompute, the layer, the micro-batch.
     """
 
     def __init__(self, results: list[list[Any]], tolerance: Tolerance) -> None:
@@ -91,7 +91,7 @@ class _Comparer:
 
     @property
     def has_seen_all(self) -> bool:
-        """Whether every layer has shown a result."""
+        """Whether every layer has given a result."""
         return all(forwards for forwards, _ in self._counts)
 
     def compare(self, layer: int, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What both models are given, and what a run of one leaves behind."""
+"""What both models are given, and the results that a run of one leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Outcome", "Slot", "Task", "copied", "layers_alone", "outcome_of"]
 
 @dataclass(frozen=True)
 class Task:
-    """A mini-batch, and the loss that is taken of its output.
+    """A mini-batch, and the loss that is computed from its output.
 
     Attributes:
         sample: The input.
@@ -41,7 +41,7 @@ class Task:
     seed: int
 
     def fresh(self) -> Task:
-        """Return a copy whose values nobody else holds, with leaves of autograd as inputs."""
+        """Return a copy whose values are shared with nothing, with leaves of autograd as inputs."""
         given = (self.sample, dict(self.keywords), self.target)
         memo: dict[int, Any] = {}
         # Copies are made by hand, because they need a gradient where the originals do.
@@ -78,7 +78,7 @@ class Task:
 
 
 class Slot(NamedTuple):
-    """What a run leaves in one place.
+    """A place where a run leaves a tensor.
 
     Attributes:
         label: Its name in an error.
@@ -91,7 +91,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of a model leaves behind.
+    """The results that a run of a model leaves.
 
     Attributes:
         structure: Pytree of the output; None: a step, which returns none.
@@ -134,7 +134,7 @@ def _layer_of(name: str) -> str:
 
 
 def outcome_of(output: Any, task: Task) -> Outcome:
-    """Take the loss of an output, and run the backward if anything needs a gradient."""
+    """Compute the loss of an output, and run the backward if anything needs a gradient."""
     leaves, structure = flatten(output)
     needs = which_need_gradient(leaves)
     loss = task.loss_of(output)

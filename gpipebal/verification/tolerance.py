@@ -1,12 +1,12 @@
 """How far two tensors are apart, and how far they may be.
 
 Two runs that add the same numbers in another order differ by rounding, and how much depends on the
-size of the numbers, not on that of their sum. So a tensor is judged as a whole: its largest
-difference may be a small part of its largest value, plus a part of the largest value around it:
-of all outputs, of the buffers of its layer, of the gradients of its layer and of those behind it,
-which a backward comes through before. A tensor that is zero but for rounding, as is the gradient
-of a bias before batch normalisation, then passes; and multiplying a loss by a constant changes no
-verdict.
+size of the numbers, not on the size of their sum. So a tensor is judged as a whole: its largest
+difference may be a small fraction of its largest value, plus a fraction of the largest value around
+it: that of all outputs, of the buffers of its layer, or of the gradients of its layer and of the
+layers after it, which a backward passes first. A tensor that is zero except for rounding, such as
+the gradient of a bias before batch normalisation, then passes; and multiplying a loss by a constant
+changes no verdict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEFAULTS = {
     torch.complex128: (1e-7, 1e-7),
 }
 
-#: Types without fractions that torch finds the smallest and the largest value of.
+#: Types without fractions for which torch finds the smallest and the largest value.
 _WITH_EXTREMES = (
     torch.bool,
     torch.uint8,
@@ -49,12 +49,12 @@ class Tolerance:
     """How large a difference may be.
 
     Attributes:
-        rtol: Part of the tensor's largest value; None: by dtype.
-        atol: In addition; None: by dtype, as a part of the largest value around it.
+        rtol: Fraction of the tensor's largest value; None: by dtype.
+        atol: In addition; None: by dtype, as a fraction of the largest value around it.
         autocast: Types that numbers may have been rounded to on the way.
 
     Raises:
-        BalanceError: one of them is no number of 0 or more.
+        BalanceError: one of them is not a number of 0 or more.
     """
 
     rtol: float | None = None
@@ -67,7 +67,7 @@ class Tolerance:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 <= value < math.inf):
                 raise BalanceError(
-                    f"{name} is no tolerance: {name}={value!r} (expected a number of 0 or more, "
+                    f"{name} is not a tolerance: {name}={value!r} (expected a number of 0 or more, "
                     f"or None).\nFix: {name}=None, the default of each dtype."
                 )
 
@@ -75,7 +75,7 @@ class Tolerance:
         """Return the largest difference that a tensor may have; 0 for integers.
 
         Args:
-            plain: The plain model's.
+            plain: The plain model's tensor.
             around: The largest value around it.
         """
         if not has_fractions(plain):
@@ -92,8 +92,8 @@ class Distance(NamedTuple):
 
     Attributes:
         absolute: The largest difference of two values.
-        relative: The same as a part of the plain tensor's largest value.
-        place: Where it is.
+        relative: The same as a fraction of the plain tensor's largest value.
+        place: Where the largest difference is.
         plain: The plain value there.
         found: The other value there.
     """
@@ -119,7 +119,7 @@ def distance(plain: Tensor, found: Tensor) -> Distance:
         return Distance(0.0, 0.0, (), None, None)
     apart = (_wide(plain) - _wide(found)).abs()
     if not has_fractions(plain):
-        # Large integers that differ may be the same as floats.
+        # Large integers that differ may become the same float.
         apart = apart.clamp(min=1.0)
     # Infinity minus infinity is NaN.
     same = (plain == found) | (plain.isnan() & found.isnan())
@@ -152,12 +152,12 @@ def largest(tensor: Tensor) -> float:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a leaf that is no tensor can be compared by its value."""
+    """Tell whether a leaf that is not a tensor can be compared by its value."""
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
 
 
 def alike(plain: Any, found: Any) -> bool:
-    """Tell whether two leaves that are no tensors are alike: objects are if their types are."""
+    """Tell whether two leaves that are not tensors are alike: objects are if their types agree."""
     if type(plain) is not type(found):
         return False
     # NaN is like NaN here too.
@@ -172,6 +172,8 @@ def has_fractions(tensor: Tensor) -> bool:
 def _values(tensor: Tensor) -> Tensor:
     """Return a dense tensor of these values, in a dtype that torch can compare."""
     tensor = tensor.detach()
+    if hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "dequantize"):
+        tensor = tensor.dequantize()  # one that is made of several tensors, such as a quantised one
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     return _wide(tensor) if has_fractions(tensor) and tensor.itemsize < 4 else tensor

@@ -6,7 +6,7 @@ would: as many cells of one partition as can be run, then those of the other. So
 alive at one time as in the pipeline, and the costs of their memory are the same.
 
 The same cells are also run *side by side*: each partition in a bare thread of its own, with inputs
-and gradients that lie ready, so that nobody waits for anybody. What they take then is more than
+and gradients that lie ready, so that no thread waits for another. What they take then is more than
 alone, because the threads share caches, memory bandwidth and the interpreter; no executor within
 one process can take less.
 """

@@ -99,7 +99,7 @@ class _Cells:
             return [
                 ideal_without_barrier(self.schedule, cells.durations(loss=True)) for cells in rounds
             ]
-        # Nobody works beside the loss of the whole mini-batch.
+        # No partition works during the loss of the whole mini-batch.
         pause = statistics.median(cells.pause for cells in self.rounds)
         chunks = self.schedule.chunks
         return [

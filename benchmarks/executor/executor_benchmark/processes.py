@@ -200,7 +200,7 @@ class _Partition:
         losses: list[Tensor] | None = [] if self._target is not None else None
         dist.barrier()
         started = time.perf_counter()
-        # The outputs are not joined: nobody needs them, and gpipebal's step does not either.
+        # The outputs are not joined: they are not needed, and gpipebal's step does not either.
         schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
         return time.perf_counter() - started
 

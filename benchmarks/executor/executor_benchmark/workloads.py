@@ -29,7 +29,7 @@ loss_fn = F.mse_loss
 
 @dataclass(frozen=True)
 class Workload:
-    """A chain, its mini-batch, and how it is parted.
+    """A chain, its mini-batch, and how it is divided.
 
     Attributes:
         name: Unique name.

@@ -1,4 +1,4 @@
-"""What an experiment at a reduced size needs, counted while it runs, and estimated beside."""
+"""What an experiment at a reduced size needs, counted while it runs, and estimated."""
 
 from __future__ import annotations
 

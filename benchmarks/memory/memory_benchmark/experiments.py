@@ -1,4 +1,4 @@
-"""The published experiments: models, settings, and the figures to stand beside ours.
+"""The published experiments: models, settings, and the figures to compare ours with.
 
 torchgpipe's figures are from its documentation (version 0.0.7, page "Benchmarks"), its balances and
 settings from the programs that the page links to; those of the GPipe paper are of its table 1

@@ -33,7 +33,7 @@ _FIRST_ROWS = 2
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how much memory is free on a CUDA device; None for another, where nobody knows.
+    """Return how much memory is free on a CUDA device; None for another, where it is not known.
 
     What earlier experiments left is given back before.
     """

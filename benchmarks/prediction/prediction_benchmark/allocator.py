@@ -1,4 +1,4 @@
-"""On CUDA, what the allocator says of a step, beside what was predicted and what was counted.
+"""On CUDA, what the allocator says of a step, next to what was predicted and what was counted.
 
 A profile on CUDA has in its peaks what libraries take for the time of an operation, such as the
 workspaces of convolutions. The count of live tensors does not see that, the allocator does; but the

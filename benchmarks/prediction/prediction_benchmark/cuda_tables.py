@@ -167,7 +167,7 @@ def _environment(record: dict[str, Any]) -> str:
         lines.append(
             f"{shares['shares']} partitions on one device, "
             f"{shares['multiprocessors_of_a_share']} of its {shares['multiprocessors']} "
-            f"multiprocessors each; a matrix product beside another takes {beside / alone:.3f} "
+            f"multiprocessors each; a matrix product next to another takes {beside / alone:.3f} "
             "times as long"
         )
     else:

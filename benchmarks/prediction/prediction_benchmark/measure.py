@@ -139,7 +139,7 @@ def measure_model(
     Args:
         subject: The model, with its profiles of the start; gets those of the rounds.
         rounds: How often each plan has its turn.
-        steps: Steps by the clock in each turn.
+        steps: Timed steps in each turn.
         timeout: Seconds for the repeats of a round's profiles; None: the profiler's default.
         settings: How to run.
         told: Gets a line now and then.

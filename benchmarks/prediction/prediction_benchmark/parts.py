@@ -7,7 +7,7 @@ other, the measured ones lead from the predicted step to the measured::
       + cells      longer cells            the same with the measured mean times of the cells
       + pause      gather and loss         the same with the measured pause between the phases
       + gaps       hand-overs, waits       what the traced schedule took beyond that
-      + around     optimizer and the rest  what the step took beside its schedule
+      + around     optimizer and the rest  what the step took besides its schedule
     = traced step
 """
 
@@ -107,6 +107,6 @@ def cell_times(timeline: Timeline, order: Schedule) -> dict[tuple[str, int], lis
 
 
 def _pause_of(timeline: Timeline) -> float:
-    """Return the seconds from the last forward to the first action behind it."""
+    """Return the seconds from the last forward to the first action after it."""
     until = max(event.end for event in timeline.events if event.kind == "F")
     return max(0.0, min(e.start for e in timeline.events if e.kind in "RB") - until)

@@ -18,7 +18,7 @@ N_PARTITIONS = 2
 CHUNKS = (1, 4, 8)
 #: Balances that are tried in each setting.
 N_BALANCES = 5
-#: Where to cut beside the planner's choice and the equal split: so much of a micro-batch's time
+#: Where to cut besides the planner's choice and the equal split: so much of a micro-batch's time
 #: in the first partition.
 SHARES = (0.25, 0.75, 0.4, 0.6, 0.15, 0.85, 0.33, 0.67)
 

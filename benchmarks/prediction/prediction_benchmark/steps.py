@@ -103,7 +103,7 @@ class Steps:
         self.run()
 
     def run(self) -> None:
-        """Run a step; what is between the partitions and behind them runs where the first does."""
+        """Run a step; what is between the partitions and after them runs where the first does."""
         with on_first_device():
             self._run()
 
@@ -122,7 +122,7 @@ class Steps:
         self._optimizer.step()
 
     def seconds(self) -> float:
-        """Run a step by the clock."""
+        """Time a step."""
         wait()
         started = time.perf_counter()
         self.run()
@@ -130,7 +130,7 @@ class Steps:
         return time.perf_counter() - started
 
     def traced(self) -> tuple[float, Timeline]:
-        """Run a step by the clock, and return its timeline too."""
+        """Time a step, and return its timeline too."""
         with trace(self.pipe) as recorder:
             seconds = self.seconds()
         return seconds, recorder.timeline

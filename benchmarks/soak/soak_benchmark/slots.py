@@ -1,4 +1,4 @@
-"""Slots: a pipeline beside the plain model of the same layers, made anew now and then."""
+"""Slots: a pipeline and the plain model of the same layers, made again now and then."""
 
 from __future__ import annotations
 

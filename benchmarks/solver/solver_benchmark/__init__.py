@@ -1,1 +1,1 @@
-"""How long the solver takes beside others' rules, how far those are off, and what it gains."""
+"""How long the solver and others' rules take, how far those are off, and what the solver gains."""

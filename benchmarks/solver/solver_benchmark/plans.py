@@ -97,7 +97,7 @@ def _of_one_size(path: Path) -> Profile:
 
 
 def plans(folder: Path, names: str = "*.json") -> list[Row]:
-    """Set the plan of every stored profile beside the rules of thumb."""
+    """Compare the plan of every stored profile with the rules of thumb."""
     rows = []
     for path in sorted(folder.glob(names)):
         profile = _of_one_size(path)

@@ -1,4 +1,4 @@
-"""Balances of the planner and of other rules on two CPU partitions, by the clock."""
+"""Balances of the planner and of other rules on two CPU partitions, timed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gpipebal.profiler import profile_model
 __all__ = ["RULES", "Trained", "blocks", "measure", "models", "summary"]
 
 FORMAT, VERSION = "gpipebal-solver-two-devices", 1
-#: The plan, and the rules that it is set beside.
+#: The plan, and the rules that it is compared with.
 RULES = ("plan", "equal layers", "torchgpipe", "least bottleneck")
 #: Partitions, and what they recompute.
 _PARTITIONS, _CHECKPOINT = 2, "never"
@@ -103,7 +103,7 @@ def measure(model: Trained, *, rounds: int) -> Record:
 
     Args:
         model: The model.
-        rounds: How often each balance has a turn, of two steps by the clock.
+        rounds: How often each balance has a turn, of two timed steps.
     """
     profile = model.profile
     plan = solve(profile, _PARTITIONS, checkpoint=_CHECKPOINT)
@@ -222,7 +222,7 @@ def _environment(record: Record) -> str:
     return "\n".join(
         [
             *describe(about),
-            f"{about['rounds']} turns of two steps by the clock, after one that does not count",
+            f"{about['rounds']} turns of two timed steps, after one that does not count",
             f"{about['minutes']:.1f} minutes; other programs' share of the cores: {load}",
         ]
     )

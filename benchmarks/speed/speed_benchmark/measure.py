@@ -1,4 +1,4 @@
-"""Small models on two CPU partitions, by the clock, and simulated from a profile of one core."""
+"""Small models on two CPU partitions, measured, and simulated from a profile of one core."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ CHUNKS = 8
 
 
 def measure(model: SpeedModel, *, rounds: int, timeout: float | None) -> dict[str, Any]:
-    """Profile a small model with one thread, simulate it, and measure it beside the plain one.
+    """Profile a small model with one thread, simulate it, and compare it with the plain one.
 
     Args:
         model: Which.
-        rounds: How often each way does a step by the clock; the ways take turns.
+        rounds: How often each way does a timed step; the ways take turns.
         timeout: Seconds for the repeats of the profile.
     """
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ def step_seconds(profile: Profile, step: Step, link: Link, *, host: bool) -> flo
     Args:
         profile: Costs of the layers, with the step's rows among its sizes, or about them.
         step: How it is done.
-        link: Between neighbours; copies run beside the computation.
+        link: Between neighbours; copies run during the computation.
         host: Whether one process launches for all devices, one operation after the other. If not,
             launching costs nothing.
     """

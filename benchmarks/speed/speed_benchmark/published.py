@@ -1,4 +1,4 @@
-"""The published experiments: models, runs, and the speeds to stand beside ours.
+"""The published experiments: models, runs, and the speeds to compare ours with.
 
 torchgpipe's throughputs are from its documentation (version 0.0.7, page "Benchmarks"), measured on
 Tesla P40; its batches, chunks and balances from the programs that the page links to. The ratios of

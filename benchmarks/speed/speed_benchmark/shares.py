@@ -1,4 +1,4 @@
-"""The models at full size on shares of one CUDA device, by the clock and simulated.
+"""The models at full size on shares of one CUDA device, measured and simulated.
 
 Each partition gets a share of the device's multiprocessors, an eighth; the plain model gets one
 share too. So there are as many small devices as partitions, which share memory and its bandwidth,
@@ -67,7 +67,7 @@ def measure_shares(
 
     Args:
         model: Which.
-        rounds: How often each way does a step by the clock.
+        rounds: How often each way does a timed step.
         timeout: Seconds for the repeats of the profile.
         small: Whether to take the model that a CPU can run, to try the program.
         measured: What this returned on such a device: its balances and seconds are kept, and only

@@ -290,7 +290,7 @@ def _about_shares(about: dict[str, Any]) -> list[str]:
         f"a product of two matrices of 4096 x 4096 takes {1e3 * product['whole device']:.1f} ms on "
         f"the whole device, {1e3 * product['one share']:.1f} ms on a share, "
         f"{1e3 * product['all shares']:.1f} ms on a share while the others do the same",
-        f"{about['rounds']} turns of a step by the clock, after one that does not count",
+        f"{about['rounds']} turns of one timed step, after one that does not count",
     ]
 
 
@@ -301,7 +301,7 @@ def _environment(record: Record) -> str:
         f"{P40.bandwidth / 1e9:g} GB/s ({P40.source}); "
         f"{MEMORY_LIMIT / 1e9:g} GB of its {(P40.memory_bytes or 0) / 1e9:g} for a partition",
         f"link: {LINK_NAME}, {LINK.bandwidth / 1e9:g} GB/s each way and {1e6 * LINK.latency:g} us, "
-        "beside the computation",
+        "during the computation",
         f"faster: {FAST.name}, {FAST.flops_of('float32') / 1e12:g} float32 TFLOP/s, "
         f"{FAST.bandwidth / 1e9:g} GB/s ({FAST.source}); {FAST_LINK_NAME}, "
         f"{FAST_LINK.bandwidth / 1e9:g} GB/s",
@@ -318,7 +318,7 @@ def _environment(record: Record) -> str:
         if part == "measured":
             other = found["other_load"]
             lines.append(
-                f"{found['rounds']} turns of two steps by the clock, after one that does not count;"
+                f"{found['rounds']} turns of two timed steps, after one that does not count;"
                 " other programs' share of the cores meanwhile: "
                 + ("unknown" if other is None else f"{100 * other:.1f} %")
             )

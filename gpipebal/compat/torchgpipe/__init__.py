@@ -1,6 +1,6 @@
 """torchgpipe's interface: ``from gpipebal.compat.torchgpipe import GPipe``.
 
-Everything that torchgpipe 0.0.7 documents stands here under its own name: `GPipe`,
+Everything that torchgpipe 0.0.7 documents is here under its own name: `GPipe`,
 `is_checkpointing`, `is_recomputing`, and the modules `balance`, `skip` and `batchnorm`. State
 dictionaries have its keys, ``partitions.<j>.<name>``. The few deliberate differences are listed in
 docs/migration.md.
@@ -14,7 +14,7 @@ from gpipebal.compat.torchgpipe import skip as skip
 from gpipebal.compat.torchgpipe.gpipe import GPipe
 from gpipebal.pipeline import is_checkpointing, is_recomputing
 
-# A star import gives what torchgpipe's gave; the modules are attributes.
+# A star import imports the same names as torchgpipe's; the modules are attributes.
 __all__ = ["GPipe", "is_checkpointing", "is_recomputing"]
 
 #: The version of torchgpipe whose interface this is.

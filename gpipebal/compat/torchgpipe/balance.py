@@ -1,7 +1,7 @@
 """torchgpipe's balance functions: the number of partitions comes first.
 
-They measure and solve as gpipebal's own do: every layer at least once, and the result is optimal
-for what was measured.
+They measure and solve as gpipebal's own do: every layer is measured at least once, and the result
+is optimal for the measured values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def balance_by_time(
         >>> sum(balance_by_time(2, model, torch.ones(4, 8), timeout=0.1))
         3
     """
-    # What is no module is refused below.
+    # Anything that is not a module is refused below.
     for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
         if parameter.grad is not None:
             raise ProfileError(
@@ -77,7 +77,7 @@ def balance_by_size(
         partitions: Number of partitions.
         module: An `nn.Sequential`; its children are the layers.
         input: A mini-batch; a tuple is one input.
-        chunks: Micro-batches that a mini-batch will be parted into.
+        chunks: Micro-batches that a mini-batch will be divided into.
         param_scale: Bytes held per byte of parameters: 2 for plain SGD, 4 for Adam.
         device: Where to measure; None: the first CUDA device, or the CPU.
 

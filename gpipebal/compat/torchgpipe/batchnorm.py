@@ -1,7 +1,7 @@
 """torchgpipe's `DeferredBatchNorm`: it knows how many micro-batches make a mini-batch.
 
-In a pipeline a mini-batch ends when its forward does, as for gpipebal's own deferred layers. Called
-without one, in a loop over micro-batches, it ends at the `chunks`-th call.
+In a pipeline a mini-batch ends when its forward does, as for gpipebal's own deferred layers.
+Without a pipeline, in a loop over micro-batches, it ends at the `chunks`-th call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
     ``sum_squares``, are left out, and ignored where a state dictionary has them.
 
     Args:
-        num_features: Channels, which stand along dim 1.
+        num_features: Channels, which are along dim 1.
         eps: As for `torch.nn.BatchNorm2d`.
         momentum: As for `torch.nn.BatchNorm2d`; None: the average of all mini-batches.
         affine: Whether to scale and shift by learned parameters.
-        chunks: Calls that make a mini-batch, outside of a pipeline.
+        chunks: Calls that make a mini-batch, outside a pipeline.
 
     Attributes:
         chunks: As given.
@@ -68,7 +68,7 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
         self._seen = 0
         self._statistics = None
 
-    # In a pipeline the forward below is the base's.
+    # In a pipeline the forward below does the same as the base class's.
     buffers_left_alone = batchnorm.DeferredBatchNorm.buffers_left_alone
 
     def forward(self, input: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What half a mini-batch has gathered is not part of a copy.
+        # Statistics of an unfinished mini-batch are not part of a copy.
         state = {**self.__dict__, "_seen": 0, "_statistics": None}
         if self.plain_class is None:
             return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
 
         Args:
             module: Any module.
-            chunks: Calls that make a mini-batch, outside of a pipeline.
+            chunks: Calls that make a mini-batch, outside a pipeline.
 
         Returns:
             The converted module; `module` itself where there is nothing to convert.
@@ -114,7 +114,7 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
             4
         """
         check_count("chunks", chunks)
-        # A layer that stands in two places becomes one that stands in two places.
+        # A layer that is in two places becomes one layer in two places.
         memo: dict[nn.Module, nn.Module] = {
             layer: _deferred(layer, chunks)
             for layer in module.modules()
@@ -124,7 +124,7 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
 
 
 def _deferred(layer: _BatchNorm, chunks: int) -> _BatchNorm:
-    """Return a deferred layer that shares everything with `layer`; itself if nothing is to do."""
+    """Return a deferred layer that shares everything with `layer`; itself if nothing is needed."""
     if not layer.track_running_stats:
         return layer
     if isinstance(layer, DeferredBatchNorm) and layer.chunks == chunks:
@@ -132,7 +132,7 @@ def _deferred(layer: _BatchNorm, chunks: int) -> _BatchNorm:
     if isinstance(layer, batchnorm.DeferredBatchNorm):
         plain = layer.plain_class
     else:
-        # A SyncBatchNorm would talk to other processes, and update the statistics by itself.
+        # A SyncBatchNorm would talk to other processes, and update the statistics on its own.
         plain = None if isinstance(layer, nn.SyncBatchNorm) else type(layer)
     deferred = (
         DeferredBatchNorm.__new__(DeferredBatchNorm)

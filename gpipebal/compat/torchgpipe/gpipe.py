@@ -1,8 +1,8 @@
-"""torchgpipe's `GPipe`: gpipebal's, seen as a module that holds its partitions.
+"""torchgpipe's `GPipe`: gpipebal's, presented as a module that holds its partitions.
 
 gpipebal registers layers under their own names, so that a state dictionary is the plain model's for
 every balance. torchgpipe registers partitions, and the names of everything below begin with
-``partitions.<j>.``. Here the pipeline is the former, and shows itself as the latter::
+``partitions.<j>.``. Here the pipeline is the former, and presents itself as the latter::
 
     gpipebal      pipe ── first, act, second            first.weight
     torchgpipe    pipe ── partitions ─┬─ 0 ── first     partitions.0.first.weight
@@ -25,14 +25,14 @@ from gpipebal.compat.torchgpipe.partitions import PartitionLayers
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.caller import whole_call
 from gpipebal.pipeline.chain import NO_INPUT, check_balance, check_one_input, layers_of
-from gpipebal.pipeline.devices import Place
+from gpipebal.pipeline.devices import DeviceLike
 from gpipebal.pipeline.old_keys import strip_partitions
 from gpipebal.pipeline.runtime import Runtime
 from gpipebal.schedule import CHECKPOINT_MODES
 
 __all__ = ["GPipe"]
 
-#: How torch's messages about one key begin, with the prefix of all and the key behind it.
+#: How torch's messages about one key begin; the prefix of all keys goes in, the key follows it.
 _MESSAGE = '(size mismatch for |While copying the parameter named "){}([^:"]+)'
 
 
@@ -43,8 +43,8 @@ class GPipe(gpipebal.pipeline.GPipe):
         module: The chain. Its direct children are the layers.
         balance: Number of layers in each partition.
         devices: One device per partition; more are ignored. None: the CUDA devices in order; on a
-            machine with none the CPU for every partition, where torchgpipe has no device at all.
-        chunks: Micro-batches per mini-batch; whatever ``int`` makes a number of 1 or more of.
+            machine with none, the CPU for every partition, where torchgpipe has no device at all.
+        chunks: Micro-batches per mini-batch; any value that ``int`` turns into 1 or more.
         checkpoint: ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: Update the running statistics of batch normalisation once per
             mini-batch.
@@ -74,7 +74,7 @@ class GPipe(gpipebal.pipeline.GPipe):
         module: nn.Module,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[Place] | None = None,
+        devices: Iterable[DeviceLike] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
@@ -99,7 +99,7 @@ class GPipe(gpipebal.pipeline.GPipe):
             checkpoint=checkpoint,
             **settings,
         )
-        # Beside the registered layers, not among them.
+        # Kept apart from the registered layers, not among them.
         self.__dict__["_partitions"] = nn.ModuleList(
             PartitionLayers(OrderedDict(partition._modules)) for partition in super().partitions
         )
@@ -118,14 +118,14 @@ class GPipe(gpipebal.pipeline.GPipe):
 
         Args:
             input: A tensor, or a tuple of tensors, with the same rows along dim 0.
-            others: None: several inputs are one tuple.
+            others: Not accepted: give several inputs as one tuple.
             keywords: As for `gpipebal.GPipe`.
 
         Returns:
             The output of the last layer, joined over the micro-batches, on the last device.
 
         Raises:
-            ModelError: input or output has something else than tensors, or there are several
+            ModelError: input or output has something other than tensors, or there are several
                 inputs (a TypeError).
             BaseException: whatever a layer raised.
         """
@@ -142,15 +142,15 @@ class GPipe(gpipebal.pipeline.GPipe):
         return super()._started()
 
     def layers_in_place(self) -> dict[str, nn.Module]:
-        """Return the layers by name, those that stand in the partitions now."""
+        """Return the layers by name, those that are in the partitions now."""
         self._take_over_layers()
         return super().layers_in_place()
 
     def _take_over_layers(self) -> None:
-        """Let the layers that stand in the partitions now be those of the pipeline.
+        """Let the pipeline use the layers that are in the partitions now.
 
         Raises:
-            PipelineError: there are others than at first; each can only be replaced.
+            PipelineError: the names of the layers have changed; a layer can only be replaced.
         """
         names: list[tuple[str, ...]] = self.__dict__["_names"]
         found = [tuple(partition._modules) for partition in self.partitions]
@@ -169,7 +169,7 @@ class GPipe(gpipebal.pipeline.GPipe):
         self._take_over_layers()
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        # In their order, and also where the dictionary has the keys of other modules.
+        # In their order; the dictionary may also have the keys of other modules.
         for key in [key for key in state if key.startswith(prefix)]:
             state[prefix + self._in_partition(key[len(prefix) :])] = state.pop(key)
         versions = getattr(state, "_metadata", {})
@@ -179,18 +179,18 @@ class GPipe(gpipebal.pipeline.GPipe):
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        # Left behind by a load that a layer ended with an error.
+        # Left over from a load that ended with an error of a layer.
         return {k: value for k, value in super().__getstate__().items() if k != "_loading"}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         self._take_over_layers()
         before = strip_partitions(state_dict, prefix, self._modules, args[-1])
-        # For `_tell_of_partitions`, which torch calls when the layers have loaded theirs.
+        # For `_tell_of_partitions`, which torch calls when the layers have loaded their entries.
         self.__dict__["_loading"] = prefix, before, args[-1]
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _in_partition(self, name: str) -> str:
-        """Return torchgpipe's name of what gpipebal registers as `name`."""
+        """Return torchgpipe's name for what gpipebal registers as `name`."""
         layer, dot, rest = name.partition(".")
         for j, partition in enumerate(self.partitions):
             if layer in partition._modules:
@@ -223,7 +223,7 @@ class GPipe(gpipebal.pipeline.GPipe):
         super().__setattr__(name, value)
 
     def _check_no_layer(self, name: str) -> None:
-        # Layers are no attributes: one may be called "chunks".
+        # Layers are not attributes: one may be called "chunks".
         if name in self.__dict__.get("_modules", ()):
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}.\n"
@@ -267,5 +267,5 @@ def _check_tensors(what: str, value: Any) -> None:
             raise ModelError(
                 f"expected Tensor, but got {type(leaf).__name__}: {what} must be a tensor or a "
                 "tuple of tensors.\n"
-                "Fix: gpipebal.GPipe takes other values beside tensors."
+                "Fix: gpipebal.GPipe also takes values that are not tensors."
             )

@@ -40,7 +40,7 @@ class PartitionLayers(nn.Sequential):
     ) -> RemovableHandle:
         """Call ``hook(partition, inputs, output)`` after each micro-batch and its recompute.
 
-        With `always_call` also where the last layer fails; not where another one does.
+        With `always_call` also if the last layer fails; not if another one does.
         """
         kept = threading.local()
 
@@ -51,13 +51,13 @@ class PartitionLayers(nn.Sequential):
             given = kept.__dict__.pop("given", ((), {}) if with_kwargs else ((),))
             return hook(self, *given, output)
 
-        # Of one handle the caller removes both hooks.
+        # With one handle the caller removes both hooks.
         first = self[0].register_forward_pre_hook(keep, with_kwargs=True)
         last = self[-1].register_forward_hook(call, prepend=prepend, always_call=always_call)
         return _Both(first, last)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a micro-batch's backward does not pass this container."""
+        """Refuse: a micro-batch's backward does not go through this container."""
         raise ModelError(
             "a partition cannot have backward hooks: the pipeline runs its layers one by one.\n"
             "Fix: register the hook on a layer, pipe.partitions[j][k]."

@@ -1,4 +1,4 @@
-"""torchgpipe's skip connections: `skippable` wraps a layer, and keeps the user's at ``.module``.
+"""torchgpipe's skip connections: `skippable` wraps the user's layer, kept at ``.module``.
 
 So state-dict keys are torchgpipe's. Everything else is `gpipebal.skip`'s: what a wrapper stashes
 and pops, and how a pipeline carries it from one partition to another.
@@ -24,7 +24,7 @@ class stash(gpipebal.skip.stash):  # noqa: N801 - read as a verb: `yield stash("
 
     Args:
         name: A name that the layer has declared.
-        tensor: The value; None is one too.
+        tensor: The value; None is a value too.
     """
 
     __slots__ = ()
@@ -49,7 +49,7 @@ def skippable(
         A decorator for a subclass of `nn.Module`.
 
     Raises:
-        ModelError: a name is no string, or what is decorated is no class of modules.
+        ModelError: a name is not a string, or what is decorated is not a class of modules.
 
     Example:
         >>> import torch

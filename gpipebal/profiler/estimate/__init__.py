@@ -5,8 +5,8 @@ allocate is counted as the measuring profiler counts it (`gpipebal.profiler.stor
 those of a measurement; times are floating-point operations and bytes over a device's peak rates.
 
 Read in this order: `stand_ins` (layers and values without memory), `backends` (what a device does
-otherwise than the meta device), `costs` (operations and bytes), `walk` (layer after layer),
-`terms` (loss, gather, optimizer), `profile` (all together).
+differently from the meta device), `costs` (operations and bytes), `walk` (layer after layer),
+`terms` (loss, gather, optimizer), `profile` (all of it together).
 """
 
 from gpipebal.profiler.estimate.profile import estimate_profile

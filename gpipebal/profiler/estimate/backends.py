@@ -1,12 +1,12 @@
 """Backends: where a device runs other kernels than the meta device does, and what they keep.
 
-The meta device takes operations apart that real devices have one kernel for: attention above all,
+The meta device decomposes operations for which real devices have one kernel: above all attention,
 whose matrix of weights a fused kernel never keeps. While a layer is estimated, such an operation is
-turned into the one that the device would run. Where that is not certain to the byte the reason is
-noted, and the layer's memory counts as approximate.
+turned into the one that the device would run. Where the result is not certain to the byte, the
+reason is noted, and the layer's memory counts as approximate.
 
-On a CPU all of this is compared with measurements by the tests. On CUDA it is written after torch's
-own rules for choosing kernels, and stays approximate.
+For a CPU, the tests compare all of this with measurements. For CUDA, it follows torch's own rules
+for choosing kernels, and stays approximate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
+
+from gpipebal.profiler.estimate.autocast import autocast_for
 
 __all__ = ["KEEP_MORE", "acting_as", "note_fast_paths"]
 
@@ -48,13 +50,13 @@ KEEP_MORE: dict[str, dict[str, str]] = {
         "aten::_native_batch_norm_legit": "cuDNN may keep a reserve for batch normalisation",
     },
 }
-#: Recurrent layers are taken apart here, step by step; devices have kernels for them.
+#: Recurrent layers are decomposed here, step by step; devices have kernels for them.
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _OTHERWISE_IN_ORDER = ("group_norm", "instance_norm")
-#: A CPU keeps the order of an image, by strides; what CUDA does with it is noted only.
+#: A CPU keeps the memory format of an image, by strides; for CUDA, a reason is noted only.
 _SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll")
 _IN_ORDER_ON_CPU = (
     *(f"aten::{name}" for name in (*_SHUFFLES, "reflection_pad2d", "replication_pad2d")),
@@ -67,9 +69,9 @@ _IN_PLACE_LOSSES = (
     "aten::smooth_l1_loss",
     "aten::soft_margin_loss",
 )
-#: These make the gradient of where they look also for nobody: the second result.
+#: These also make the gradient of the sampling grid, their second result, when it is not needed.
 _SAMPLER_BACKWARDS = ("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
-#: Half precision is what flash attention works in; heads up to this wide.
+#: Flash attention works in half precision; with heads up to this width.
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
 #: Layers of torch's that have a fast path in evaluation mode.
@@ -104,7 +106,7 @@ _users = 0
 
 @contextmanager
 def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]:
-    """Let operations on meta tensors of this thread be those that a kind of device runs.
+    """Let operations on meta tensors in this thread be those that a kind of device runs.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -118,7 +120,7 @@ def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]
     _install()
     try:
         _acting.device_type, _acting.has_flash, _acting.notes = device_type, has_flash, notes
-        with _OnlyWhatIsAsked(), _AsWritten():
+        with autocast_for(device_type, _note_autocast), _OnlyWhatIsAsked(), _AsWritten():
             yield notes
     finally:
         _acting.device_type, _acting.has_flash, _acting.notes = before
@@ -126,7 +128,7 @@ def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]
 
 
 def _install() -> None:
-    """Give the operations kernels for meta tensors, for as long as somebody needs them."""
+    """Give the operations kernels for meta tensors, for as long as any caller needs them."""
     global _users
     with _installing:
         if _users:
@@ -142,7 +144,7 @@ def _install() -> None:
         for name in (*_RECURRENT, *_PLAIN_RECURRENT):
             kernels[name] = _recurrent(name)
         for name, kernel in kernels.items():
-            # This key comes before the operation is taken apart, and only for meta tensors.
+            # This key comes before the operation is decomposed, and only for meta tensors.
             library.impl(name, kernel, "AutogradMeta")
         _installed.append(library)
         _users = 1
@@ -159,9 +161,9 @@ def _uninstall() -> None:
 class _OnlyWhatIsAsked(TorchDispatchMode):
     """Let operations make what they make on real devices, in the same memory.
 
-    On the meta device some make more without being asked: gradients in a backward, and statistics
-    of a batch that nobody needs. Others make less: convolutions lose the order of what is in
-    channels-last, and losses do not stay in the memory of what they are the mean of.
+    On the meta device some make more than is asked for: gradients in a backward, and batch
+    statistics that are not needed. Others make less: convolutions lose the channels-last memory
+    format, and losses do not stay in the memory of the terms that they are the mean of.
     """
 
     def __torch_dispatch__(
@@ -172,7 +174,7 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
             result = _in_order_of(args, result)
         if func._schema.name in _IN_ORDER_ON_CPU and _acting.device_type == "cpu":
             flat = func._schema.name == "aten::roll" and not (len(args) > 2 and args[2])
-            # The image comes behind the gradient of the result.
+            # The image comes after the gradient of the result.
             at = func._schema.name.endswith("_backward")
             result = result if flat else _in_order_of(args[at : at + 1], result)
         if func._schema.name in _IN_PLACE_LOSSES and not result.dim():
@@ -232,7 +234,7 @@ def _in_order_of(operands: Sequence[Any], results: Any) -> Any:
 
 
 def _is_channels_last(value: Any) -> bool:
-    """Tell it as devices do, by strides: a single pixel is contiguous either way."""
+    """Tell whether it is, as devices do: by strides; a single pixel is contiguous either way."""
     return (
         isinstance(value, Tensor)
         and value.dim() == 4
@@ -247,16 +249,16 @@ def _in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
 
 
 class _AsWritten(TorchFunctionMode):
-    """Note what nobody sees any more who dispatches operations.
+    """Note what can no longer be seen when operations are dispatched.
 
-    That is autocast inside of a layer, and functions that other devices take apart otherwise.
+    That is autocast inside a layer, and functions that other devices decompose differently.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.is_autocast_enabled(_acting.device_type or "cpu"):
-            _note("autocast inside of the layer: tensors without values are never cast")
+            _note_autocast()
         name = getattr(func, "__name__", "")
         noted = _OTHERWISE_IN_ORDER + (_SHUFFLES if _acting.device_type == "cuda" else ())
         if name in noted and args and _is_channels_last(args[0]):
@@ -265,11 +267,15 @@ class _AsWritten(TorchFunctionMode):
 
 
 def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run what torch makes of an operation in C++, for want of a kernel.
+    """Run torch's own decomposition of an operation, in C++, as if it had no kernel.
 
     `OpOverload.decompose` would prefer decompositions in Python that compilers use.
     """
     return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _note_autocast() -> None:
+    _note("autocast inside of the layer: tensors without values are never cast")
 
 
 def _note(reason: str) -> None:
@@ -358,7 +364,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Any:
 
 
 def _mish_backward(grad_output: Tensor, input: Tensor) -> Tensor:
-    """Every device has one kernel for this; any that reads two tensors and makes one will do."""
+    """Every device has one kernel for this; any that reads two tensors and makes one serves."""
     return grad_output * input
 
 

@@ -92,8 +92,8 @@ class OperationCosts(TorchDispatchMode):
         flops: Floating-point operations of matrix products, convolutions and attention.
         n_bytes: Bytes read and written.
         launches: Operations that the device is given.
-        operations: Names of all operations that ran; those that normalise half precision also
-            with that said behind their name.
+        operations: Names of all operations that ran; for those that normalise half precision, also
+            a name with a suffix that says so.
     """
 
     def __init__(self, rates: DeviceRates) -> None:
@@ -209,7 +209,7 @@ def _uses_tensorfloat32(name: str) -> bool:
 def _bytes_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     written = sum(map(_extent, outputs))
     if name in _PICKERS:
-        # What is read of the first is as much as what is written.
+        # As much is read of the first as is written.
         return 2 * written + sum(map(_extent, inputs[1:]))
     if name in _PUTTERS:
         return 3 * sum(map(_extent, inputs[1:]))

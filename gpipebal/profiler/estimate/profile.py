@@ -1,4 +1,4 @@
-"""`estimate_profile`: what layers would cost on a device that is not there."""
+"""`estimate_profile`: what layers would cost on a device, without that device."""
 
 from __future__ import annotations
 
@@ -58,32 +58,33 @@ def estimate_profile(
 ) -> Profile:
     """Estimate time and memory of every layer from shapes, without a device and without memory.
 
-    The layers run on meta tensors, identical ones once. Bytes are counted as a measurement counts
-    them, and equal those of a measurement on a CPU with ``rates="CPU core"``, to the byte. The
-    exceptions are layers that run a recurrent network, and on CUDA those with convolutions,
+    The layers run on meta tensors, identical layers only once. Bytes are counted as a measurement
+    counts them, and with ``rates="CPU core"`` equal those of a measurement on a CPU, to the byte.
+    The exceptions are layers that run a recurrent network, and on CUDA those with convolutions,
     batch normalisation, attention or RMSNorm, whose libraries have workspaces and kernels of
     their own: they are named in ``provenance["approximate"]``. Times are a lower bound, from the
-    device's peak rates: good for how layers compare, not for how long they take.
+    device's peak rates: they tell how layers compare, not how long they take.
 
     Args:
-        module: An `nn.Sequential`; its children are the layers. Only looked at: its parameters
+        module: An `nn.Sequential`; its children are the layers. It is not changed: its parameters
             may be on any device, also the meta device.
         sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows.
-            A tuple is one input. Only looked at; may be on the meta device.
-        chunks: Micro-batches that a mini-batch will be parted into. The layers are estimated at
+            A tuple is one input. It is not changed, and may be on the meta device.
+        chunks: Micro-batches that a mini-batch will be divided into. The layers are estimated at
             the size of the largest, ``ceil(rows / chunks)`` rows.
         rows: Other rows of a micro-batch to estimate, in `Profile.other_sizes`; None: two sizes
-            about the micro-batch's own, as `profile_model` chooses them; ``()``: none. A size of
-            this choice that a layer refuses is left out, and named in ``provenance["left_out"]``.
+            near the micro-batch's own, as `profile_model` chooses them; ``()``: none. If a layer
+            fails at a size that was chosen so, the size is left out, and named in
+            ``provenance["left_out"]``.
         rates: Name of a device in `gpipebal.rates.RATES`, or your own `DeviceRates`.
         loss_fn: The loss, called as ``loss_fn(output, target)``; estimated as a term of the step.
         target: Target of the whole mini-batch; None: ``loss_fn(output)``.
-        optimizer: The optimizer, or what makes it of a list of parameters; its time and state are
-            estimated.
-        partitions: Taken as `profile_model` takes it; every partition has a device of its own
-            here, so it changes nothing.
+        optimizer: The optimizer, or a callable that makes it from a list of parameters; its time
+            and state are estimated.
+        partitions: As for `profile_model`; every partition has a device of its own here, so it
+            changes nothing.
         progress: Show a progress bar; None: only on a terminal.
-        keywords: As `profile_model` takes it, like all that follow.
+        keywords: As for `profile_model`, like all that follow.
         in_dims: Dimensions of the sample.
         keyword_dims: Dimensions of keyword arguments.
         out_dims: Dimensions of the output.
@@ -93,11 +94,11 @@ def estimate_profile(
         A `Profile` with ``provenance["method"] == "estimate"``: times in seconds, sizes in bytes.
 
     Raises:
-        ModelError: `module` is no `nn.Sequential`, or `sample` cannot be parted.
+        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be divided.
         BalanceError: a dimension does not fit.
-        ProfileError: a layer failed, or needs values that are not there (it calls ``item()`` or
-            ``nonzero()``, say); the error names it.
-        DeviceError: `rates` is the name of no device.
+        ProfileError: a layer failed, or needs values that do not exist (for example, it calls
+            ``item()`` or ``nonzero()``); the error names it.
+        DeviceError: `rates` is not the name of a known device.
 
     Complexity:
         Ten forwards and seven backwards of every different layer and size, without arithmetic.
@@ -140,7 +141,7 @@ def estimate_training(
 
     Args:
         training: The chain.
-        rows: Other rows, like the arguments behind it as `estimate_profile` takes them.
+        rows: Other rows; this and the next arguments are as for `estimate_profile`.
         rates: Rates of the device.
         progress: Show a progress bar; None: only on a terminal.
 
@@ -153,7 +154,7 @@ def estimate_training(
     data = training.data
     sizes = data.sizes
     if data.target is not None:
-        data.target.first_of(sizes)  # it must have as many rows
+        data.target.first_of(sizes)  # raises if it has other rows
     wanted = choose_rows(rows, sizes[0], sum(sizes))
     _check_autocast(device)
     left_out: dict[str, str] = {}
@@ -217,7 +218,7 @@ def _flags(reasons: Mapping[str, Sequence[str]], left_out: Mapping[str, str]) ->
 
 
 class _Work:
-    """What is the same for all sizes.
+    """The part of an estimate that is the same for all sizes.
 
     Args:
         training: The chain, and how it is trained.
@@ -251,7 +252,7 @@ class _Work:
 
         Args:
             sizes: Rows of each micro-batch.
-            reasons: Takes why the memory of which layers is approximate.
+            reasons: Receives, by layer, the reasons why its memory is approximate.
 
         Returns:
             A profile without provenance.
@@ -341,7 +342,7 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         # Hooks of the caller would work with values.
         torch.autograd.graph.saved_tensors_hooks(_same, _same),
-        # What a compiler would make of meta tensors is another program.
+        # With meta tensors a compiler would make another program.
         run_eagerly(),
     ):
         yield

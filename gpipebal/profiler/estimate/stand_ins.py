@@ -42,10 +42,18 @@ def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.
         ProfileError: it cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for parameter in layer.parameters():
-        memo[id(parameter)] = parameter_like(parameter, _without_memory(parameter))
-    for buffer in layer.buffers():
-        memo[id(buffer)] = buffer_like(buffer, _without_memory(buffer))
+    try:
+        for parameter in layer.parameters():
+            memo[id(parameter)] = parameter_like(parameter, _without_memory(parameter))
+        for buffer in layer.buffers():
+            memo[id(buffer)] = buffer_like(buffer, _without_memory(buffer))
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        # Classes of tensors, such as quantised ones, may not have this operation.
+        what = str(error).partition("\n")[0]
+        raise ProfileError(
+            f"layer {name!r} has a tensor that cannot be made without memory: "
+            f"{type(error).__name__}: {what:.200}\nFix: method='measure'."
+        ) from error
     stand_in = copy_layer(name, layer, memo, keep_modes=keep_modes, copying=_CopiesToMeta())
     for module in stand_in.modules():
         if isinstance(module, _BatchNorm) and module.momentum is None:
@@ -57,7 +65,7 @@ def check_not_lazy(name: str, layer: nn.Module) -> None:
     """Refuse a layer whose parameters have no shapes yet.
 
     Raises:
-        ProfileError: it has such.
+        ProfileError: it has such parameters.
     """
     if any(isinstance(t, _LAZY) for t in (*layer.parameters(), *layer.buffers())):
         raise ProfileError(
@@ -71,7 +79,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 class _CopiesToMeta(TorchFunctionMode):
-    """Copies of tensors are made without memory."""
+    """Makes copies of tensors without memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +95,7 @@ class _CopiesToMeta(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor on its way between layers, by what decides costs.
+    """A tensor on its way between layers, described by what its costs depend on.
 
     Attributes:
         shape: Its shape.

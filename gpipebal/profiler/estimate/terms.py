@@ -33,7 +33,7 @@ def estimate_loss(
     numbers: Numbers,
     rates: DeviceRates,
 ) -> tuple[LayerProfile, tuple[str, ...]]:
-    """Estimate a loss as a layer behind the last.
+    """Estimate a loss as a layer after the last.
 
     Args:
         loss_fn: The loss.

@@ -1,8 +1,8 @@
 """Walk along a chain without memory, layer after layer; identical layers are run once.
 
-A layer runs by itself, on stand-ins for what arrives at it, so what is found depends on nothing but
-the layer and the shapes of its input. Another layer like it, with the same input, gets the same
-result with its own storages in place of the first one's.
+A layer runs by itself, on stand-ins for what arrives at it, so the result depends only on the layer
+and the shapes of its input. Another layer like it, with the same input, gets the same result with
+its own storages in place of those of the first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gpipebal.skip.tracker import Key
 
 __all__ = ["Estimate", "Walk", "acting_as_device", "without_values"]
 
-#: What torch says where stand-ins meet tensors with values.
+#: The error of torch where stand-ins meet tensors with values.
 _OTHER_DEVICE = re.compile(
     r"same device|expected device \w+ but got|not on the expected device", re.IGNORECASE
 )
-#: Leaves of a value, each a description of a tensor, or what is no tensor.
+#: Leaves of a value, each a description of a tensor, or what is not a tensor.
 _Leaves = tuple[Any, ...]
 
 
@@ -150,8 +150,8 @@ class Walk:
         given = [(arrived.leaves, arrived.structure), *(arrived.skips[key] for key in popped)]
         local = _Renumbering()
         known_as = tuple((local.down(leaves), str(structure)) for leaves, structure in given)
-        # The first layer's input never needs a gradient, nor is another's output joined than the
-        # last one's; skips have names.
+        # The first layer's input never needs a gradient, and only the last layer's output is
+        # joined; skips have names.
         key: Hashable = (
             self._identities[k],
             k == 0,
@@ -244,7 +244,7 @@ class Walk:
 @contextmanager
 def acting_as_device(rates: DeviceRates) -> Iterator[set[str]]:
     """Run layers as a device would: its kernels, and new tensors without memory too."""
-    # What has no units for bfloat16 is from before flash attention.
+    # A device without units for bfloat16 is older than flash attention.
     has_flash = "bfloat16" in rates.flops
     with acting_as(rates.device_type, has_flash=has_flash) as notes, META:
         yield notes
@@ -252,7 +252,7 @@ def acting_as_device(rates: DeviceRates) -> Iterator[set[str]]:
 
 @contextmanager
 def without_values(name: str) -> Iterator[None]:
-    """Explain a failure that a layer has only because there are no values.
+    """Explain a failure of a layer that is only due to missing values.
 
     Raises:
         ProfileError: the layer failed.

@@ -432,7 +432,7 @@ def test_rates_that_are_no_numbers_are_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize("costs", [{0: 5.0, 1: 1.0}, {5.0, 1.0}])
 def test_costs_without_an_order_are_refused(costs: Any) -> None:
     """A dictionary would be read as its keys."""
-    with pytest.raises(BalanceError, match="costs are no list"):
+    with pytest.raises(BalanceError, match="costs are not a list"):
         gb.balance_cost(costs, 2)
 
 

@@ -1,4 +1,4 @@
-"""Faults of estimates and matches that a strict reading found."""
+"""Estimates and matches of profiles: single cases that were wrong once."""
 
 from __future__ import annotations
 

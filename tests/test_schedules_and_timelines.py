@@ -1,4 +1,4 @@
-"""Schedules, timelines and what they hold: what a strict reading found wrong."""
+"""Schedules, timelines and what they hold: single cases that were wrong once."""
 
 from __future__ import annotations
 

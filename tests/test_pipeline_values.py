@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 import types
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,15 +25,15 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Dict(dict[str, Any]):
-    """A mapping that is no pytree."""
+    """A mapping that is not a pytree."""
 
 
 class List(list[Any]):
-    """A list that is no pytree."""
+    """A list that is not a pytree."""
 
 
 class Tuple(tuple[Any, ...]):
-    """A tuple that is no pytree."""
+    """A tuple that is not a pytree."""
 
     __slots__ = ()
 
@@ -86,6 +88,43 @@ def test_the_fix_for_a_hidden_tensor_works() -> None:
     layers = [linear, Apply(lambda y: {"a": y * 2}), Apply(lambda value: value["a"])]
     GPipe(nn.Sequential(*layers), [2, 1], chunks=2)(torch.ones(4, 3)).sum().backward()
     assert linear.weight.grad is not None
+
+
+class Table(UserDict[str, Tensor]):
+    """A mapping that is not a dict, as libraries have them."""
+
+
+@dataclass
+class Pair:
+    """Two tensors."""
+
+    first: Tensor
+    second: Tensor
+
+
+def test_the_fix_for_an_object_with_tensors_is_one_for_its_kind() -> None:
+    """A mapping becomes a dict, and a dataclass can be registered; each then goes through."""
+    pipe = GPipe(nn.Sequential(Apply(lambda value: value["a"] * 2)), [1], chunks=2)
+    table = Table(a=torch.ones(4))
+    with pytest.raises(ModelError, match=r"Fix: .* or a dict, such as dict\(value\)\.$"):
+        pipe(table)
+    assert pipe(dict(table)).sum() == 8
+    with pytest.raises(ModelError, match=r"export\.register_dataclass\(Pair\)\.$"):
+        pipe(Pair(torch.ones(4), torch.ones(4)))
+
+
+def test_what_is_not_a_chain_is_named_with_the_chain_inside() -> None:
+    """Other libraries have a class `Sequential` too, and many models wrap one of torch's."""
+
+    class Sequential(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*layers)
+
+    with pytest.raises(ModelError, match=r"test_pipeline_values\.Sequential\.\n.*module\.net, if"):
+        GPipe(Sequential(nn.Linear(2, 2)), [1])
+    with pytest.raises(ModelError, match=r"=Linear\.\nFix: .*of its layers\.$"):
+        GPipe(nn.Linear(2, 2), [1])
 
 
 def test_objects_without_tensors_are_let_through() -> None:
@@ -227,7 +266,7 @@ def test_what_cannot_be_parted_is_refused() -> None:
     pipe, dense = GPipe(nn.Sequential(Apply(sum_up)), [1], chunks=2), torch.eye(4)
     nested = [torch.nested.nested_tensor([dense], layout=x) for x in (torch.strided, torch.jagged)]
     for tensor in (dense.to_sparse(), *nested):
-        with pytest.raises(ModelError, match=r"(?s)cannot be parted: .*expected a dense.*in_dims"):
+        with pytest.raises(ModelError, match=r"(?s)cannot be divided: .*expected a dense.*in_dims"):
             pipe((dense, tensor))
     whole = GPipe(nn.Sequential(Apply(sum_up)), [1], chunks=2, in_dims=(0, None))
     assert whole((dense, dense.to_sparse())).tolist() == (dense + 1).tolist()

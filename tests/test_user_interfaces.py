@@ -1,4 +1,4 @@
-"""What people meet, found by strict reading: the command, built-in models, verify, pictures."""
+"""What people meet: the command, built-in models, verify, pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors, found by strict reading: what was taken and should not be, and fixes that help."""
+"""Errors of the planner: arguments that must be refused, and fixes that help."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_costs_may_be_numbers_of_any_kind(kind: Any) -> None:
 @pytest.mark.parametrize("huge", [10**400, Fraction(10**400), True, "1"])
 def test_costs_that_no_float_can_be_are_refused(huge: Any) -> None:
     """Whatever kind they are of."""
-    with pytest.raises(BalanceError, match="cost of a run is no number"):
+    with pytest.raises(BalanceError, match="cost of a run is not a number"):
         gb.solve(PROFILE, 2, cost=lambda first, end, _: huge)
 
 
@@ -210,7 +210,7 @@ def test_bad_arguments_of_compared_schedules(options: dict[str, Any], message: s
         ({"memory_limit": 10**6, "time_limit": -1}, "time_limit is not a time"),
         ({"memory_limit": 10**6, "time_limit": float("nan")}, "time_limit is not a time"),
         ({"reserve": "1 MiB"}, "reserve is taken off a limit, and none is given"),
-        ({"memory_limit": 10**6, "devices": 3}, "devices are no list"),
+        ({"memory_limit": 10**6, "devices": 3}, "devices are not a list"),
     ],
 )
 def test_bad_arguments_of_layers_to_recompute(options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Faults that reading the executor found: aliases, given-up workers, interrupts, ties, lengths."""
+"""Pipelines: aliases, given-up workers, interrupts, ties, lengths that were wrong once."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Hang(nn.Module):
 
 
 def test_a_mini_batch_on_workers_that_were_given_up_ends() -> None:
-    """Whoever waits behind one that hangs is told, too."""
+    """A mini-batch that waits for one that hangs ends with an error, too."""
     hang = Hang()
     pipe = GPipe(nn.Sequential(hang, nn.Identity()), [2], timeout=1.0)
     pipe(torch.ones(2, 2))
@@ -143,8 +143,10 @@ def test_a_mini_batch_on_workers_that_were_given_up_ends() -> None:
     second.join(20)
     hang.gate.set()
     assert not first.is_alive() and not second.is_alive()
-    assert isinstance(raised["first"], PipelineTimeoutError)
-    assert "second" not in raised or isinstance(raised["second"], PipelineError)
+    # Which of them looks first, after as long a wait, is up to the system.
+    assert "first" in raised
+    assert all(isinstance(error, PipelineError) for error in raised.values())
+    assert any(isinstance(error, PipelineTimeoutError) for error in raised.values())
     torch.testing.assert_close(pipe(torch.ones(2, 2)), torch.ones(2, 2))
 
 

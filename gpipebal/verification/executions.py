@@ -1,8 +1,8 @@
 """The runs that are compared: the plain model over the pipeline's micro-batches, and the pipeline.
 
-Each run has a copy of the layers to itself, so the caller's stay as they are, and each starts from
-the same seed. The plain model draws its random numbers where the pipeline does: from generators of
-mini-batch, layer and micro-batch.
+Each run has its own copy of the layers, so the caller's stay as they are, and each starts from the
+same seed. The plain model draws its random numbers from the same source as the pipeline: generators
+seeded by mini-batch, layer and micro-batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "shapes_at_once",
 ]
 
-#: Is given the index of every layer that has run, and its result.
+#: Called with the index of every layer that has run, and its result.
 Watch = Callable[[int, Any], None]
 
 
@@ -49,8 +49,8 @@ def plain_copy(module: nn.Module, pipe: GPipe) -> nn.Module:
     Batch normalisation that the pipeline defers is deferred in the copy too.
 
     Raises:
-        ModelError: the module is no chain, or cannot be copied.
-        DeviceError: it holds no values.
+        ModelError: the module is not a chain, or cannot be copied.
+        DeviceError: its parameters hold no values.
     """
     layers_of(module)
     plain: nn.Module = copied("the model", module, {})
@@ -104,14 +104,15 @@ def shapes_at_once(plain: nn.Module, pipe: GPipe, task: Task) -> list[Any]:
         task: What it runs on.
 
     Returns:
-        None for what is no tensor; nothing if the model fails on so many rows.
+        One shape per leaf, None for a leaf that is not a tensor; an empty list if the model fails
+        on so many rows.
     """
     task = task.fresh()
     leaves, inputs = part_inputs(task.sample, task.keywords, pipe.in_dims, pipe.keyword_dims, 1)
     try:
         with torch.no_grad():
             (output,) = _run_micro_batches(plain, pipe.devices[0], leaves, inputs, None)
-    except Exception:  # it may need more memory than there is, or have so many rows fixed
+    except Exception:  # it may need more memory than there is, or take only a fixed number of rows
         return []
     return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in flatten(output)[0]]
 
@@ -124,7 +125,7 @@ def run_pipe(
     Args:
         pipe: The pipeline.
         task: What it runs on.
-        schedule: That of a `step`, which computes the loss; None: the pipeline is called.
+        schedule: Schedule of a `step`, which computes the loss; None: the pipeline is called.
         trains: Whether a step has a backward.
         watch: Sees every layer's result, in the thread of its worker.
 
@@ -141,7 +142,7 @@ def run_pipe(
         for k, (name, layer) in enumerate(list(mine._modules.items())):
             assert layer is not None
             mine._modules[name] = watched = _Watched(layer, k, watch)
-            for partition in mine.partitions:  # a compat pipeline runs what stands there
+            for partition in mine.partitions:  # a compat pipeline runs the modules there
                 if name in partition._modules:
                     partition._modules[name] = watched
     torch.default_generator.manual_seed(task.seed)
@@ -158,7 +159,7 @@ def run_pipe(
 
 
 def name_of_run(schedule: str | None) -> str:
-    """Write the call of a pipeline, or its step under a schedule."""
+    """Return the words for a call of a pipeline, or for its step under a schedule."""
     return "pipe(sample)" if schedule is None else f"pipe.step(sample, schedule={schedule!r})"
 
 
@@ -176,7 +177,7 @@ def _step(pipe: GPipe, task: Task, schedule: str) -> Tensor:
 
 
 def _threads_of(pipe: GPipe) -> int | None:
-    """Return the threads of a CPU partition, because kernels part their sums by threads."""
+    """Return the threads of a CPU partition, because kernels split their sums over threads."""
     on_cpu = bool(pipe.devices) and pipe.devices[0].type == "cpu"
     return pipe.threads_per_partition if on_cpu else None
 
@@ -237,7 +238,7 @@ def _run_micro_batches(
 
 
 class _Now:
-    """What holds for the micro-batch that is running."""
+    """Values for the micro-batch that is running."""
 
     randomness: OwnRandomness
     keywords: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Plans, found by strict reading: what an option must not change, and what must not be lost."""
+"""Options of the planner: what one must not change, and what must not be lost."""
 
 from __future__ import annotations
 

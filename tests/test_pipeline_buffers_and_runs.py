@@ -1,4 +1,4 @@
-"""Pipelines, found by strict reading: shared buffers, copies, and runs inside of partitions."""
+"""Pipelines: shared buffers, copies, and recomputed runs inside of partitions."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_recompute_is_a_turn_as_a_rule() -> None:
 
 
 def test_who_is_behind_other_work() -> None:
-    """Each partition by itself; what is no cell does not count."""
+    """Each partition by itself; what is not a cell does not count."""
     events = [
         Event(0, "F", 0, 0.0, 1.0),
         Event(1, "F", 0, 1.0, 2.0),

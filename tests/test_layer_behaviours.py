@@ -297,7 +297,7 @@ def test_a_micro_batch_whose_loss_is_a_constant(mode: Any, schedule: str, consta
 
 
 def test_verify_leaves_gradients_that_the_loss_finds_by_itself() -> None:
-    """A penalty on the models' own weights is no copy's."""
+    """A penalty on the models' own weights is not a copy's."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     pipe = GPipe(model, [1, 1], chunks=2)
     model[1].bias.grad = kept = torch.ones(1)

@@ -13,34 +13,34 @@ from gpipebal.problem import Device
 from gpipebal.profile import Profile
 from gpipebal.units import count
 
-__all__ = ["Place", "check_interleaved", "devices_asked"]
+__all__ = ["DeviceCosts", "check_interleaved", "devices_asked"]
 
-#: A device: what it is, or how fast beside that of the profile, or its own profile.
-Place = Device | float | Profile
+#: A device: a `Device`, its speed relative to the profile's device, or its own profile.
+DeviceCosts = Device | float | Profile
 
 
 def devices_asked(
-    devices: Sequence[Place] | None,
+    devices: Sequence[DeviceCosts] | None,
     profile: Profile,
     n_partitions: int,
     quantile: float | None,
-) -> tuple[Place, ...] | None:
-    """Return the devices as they are given to `solve`, speeds as devices.
+) -> tuple[DeviceCosts, ...] | None:
+    """Return the devices that were given to `solve`, with speeds as `Device`s.
 
     Raises:
-        BalanceError: one of them is none, or they are not as many as partitions.
+        BalanceError: one of them is invalid, or they are not as many as partitions.
     """
     if devices is None:
         return None
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise BalanceError(
-            f"devices are no list: devices={devices!r:.60} (expected one for each of "
+            f"devices are not a list: devices={devices!r:.60} (expected one for each of "
             f"{count(n_partitions, 'partition')}: a Device, a Profile, or its speed).\n"
             f"Fix: devices=[1] * {n_partitions}, all as fast as the profile's; or devices=None."
         )
     devices = tuple(devices)  # alive as long as their identities count
-    found: list[Place] = []
-    made: dict[int, Profile] = {}  # the same one mostly stands for many devices
+    found: list[DeviceCosts] = []
+    made: dict[int, Profile] = {}  # mostly one profile is given for many devices
     for j, device in enumerate(devices):
         if isinstance(device, Profile):
             if device.names != profile.names:
@@ -57,14 +57,14 @@ def devices_asked(
         elif (
             isinstance(device, Real)
             and not isinstance(device, bool)
-            # One divided by it is a float too.
+            # Its inverse is a finite float too.
             and 1 / sys.float_info.max <= device < math.inf
         ):
             found.append(Device(slowness=1 if device == 1 else 1 / float(device)))
         else:
             raise BalanceError(
-                f"device is none: devices[{j}]={device!r} (expected a Device, a Profile, or its "
-                "speed as a number above 0).\nFix: 1 for one as fast as the profile's."
+                f"device is not usable: devices[{j}]={device!r} (expected a Device, a Profile, or "
+                "its speed as a number above 0).\nFix: 1 for one as fast as the profile's."
             )
     if len(found) != n_partitions:
         raise BalanceError(
@@ -75,8 +75,8 @@ def devices_asked(
     return tuple(found)
 
 
-def check_interleaved(devices: Sequence[Place], *, any_order: bool) -> None:
-    """Refuse one device for a partition and another for its device's second partition."""
+def check_interleaved(devices: Sequence[DeviceCosts], *, any_order: bool) -> None:
+    """Refuse two partitions that one device runs, but that are given different devices."""
     half = len(devices) // 2
     if any_order:
         raise BalanceError(

@@ -1,4 +1,4 @@
-"""What people read and write, found by strict reading: words of commands, titles, tables."""
+"""What people read and write: words of commands, titles, tables."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def _solved(words: list[str], capsys: pytest.CaptureFixture[str]) -> Plan:
 
 
 def test_a_word_is_a_name_first(shifted: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layer 5 used not to exist; what is no name is an index."""
+    """Layer 5 used not to exist; what is not a name is an index."""
     solve_it = ["solve", shifted, "-n", "2"]
     assert _solved([*solve_it, "--pin", "4=0", "--pin", "5=1"], capsys).balance == (3, 1)
     assert _solved([*solve_it, "--no-cut", "4"], capsys).balance in ((1, 3), (3, 1))
@@ -336,7 +336,7 @@ def test_a_word_with_two_meanings_is_refused(
     ],
 )
 def test_only_finite_numbers_are_numbers(word: str, value: object) -> None:
-    """Python reads underscores within numbers, infinity and what is no number."""
+    """Python reads underscores within numbers, infinity and what is not a number."""
     found = read_word(word)
     assert found == value and type(found) is type(value)
 
@@ -354,7 +354,7 @@ def test_the_loss_inside_is_not_once_per_step() -> None:
 
 
 def test_the_title_counts_shared_tensors_once() -> None:
-    """Bars have what each layer saves; their sum is no memory that anything needs."""
+    """Bars have what each layer saves; their sum is not a memory that anything needs."""
     layers = (
         LayerProfile("a", "Layer", 1.0, 1.0, 1.0, saved=(0,), parameter_bytes=2**20),
         LayerProfile("b", "Layer", 1.0, 1.0, 1.0, saved=(0, 1)),

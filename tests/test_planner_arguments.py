@@ -174,7 +174,7 @@ def test_cells_are_set_side_by_side_only_if_they_are_the_same() -> None:
 
 
 def test_peaks_of_schedules_that_only_torch_runs_are_not_known() -> None:
-    """What the model itself takes is no peak, and stands beside none."""
+    """What the model itself takes is not a peak, and stands beside none."""
     profile = Profile.from_costs(
         [1.0] * 4, parameter_bytes=[10] * 4, saved_bytes=[99] * 4, chunks=4
     )

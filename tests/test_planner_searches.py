@@ -1,4 +1,4 @@
-"""Questions whose answers a strict reading found wrong, or late."""
+"""Searches of the planner: numbers of micro-batches, limits, and the clock in the middle."""
 
 from __future__ import annotations
 

@@ -1,0 +1,83 @@
+"""Autocast inside of layers that are estimated.
+
+A layer may turn autocast on or off for the device of its input, ``torch.autocast(x.device.type)``.
+In an estimate that is the meta device, for which torch has no autocast: what the layer means is the
+device that the estimate is for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["autocast_for"]
+
+
+class _Estimated(threading.local):
+    device_type: str | None = None
+    noted: Callable[[], None] | None = None
+
+
+_estimated = _Estimated()
+_installing = threading.Lock()
+_torchs_own: list[Any] = []
+_users = 0
+
+
+@contextmanager
+def autocast_for(device_type: str, noted: Callable[[], None]) -> Iterator[None]:
+    """Let autocast for the meta device, in this thread, be that for a kind of device.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        noted: Called when autocast for it is turned on: tensors without values are never cast.
+    """
+    before = _estimated.device_type, _estimated.noted
+    _install()
+    try:
+        _estimated.device_type, _estimated.noted = device_type, noted
+        yield
+    finally:
+        _estimated.device_type, _estimated.noted = before
+        _uninstall()
+
+
+def _install() -> None:
+    global _users
+    with _installing:
+        if not _users:
+            _torchs_own.append(torch.autocast.__init__)
+            torch.autocast.__init__ = _init  # type: ignore[method-assign]
+        _users += 1
+
+
+def _uninstall() -> None:
+    global _users
+    with _installing:
+        _users -= 1
+        if not _users:
+            torch.autocast.__init__ = _torchs_own.pop()  # type: ignore[method-assign]
+
+
+def _init(
+    self: torch.autocast,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> None:
+    """Do what torch does; for the meta device, what it does for the estimated one."""
+    kind = _estimated.device_type
+    if kind is not None and device_type in ("meta", kind):
+        if enabled and _estimated.noted is not None:
+            _estimated.noted()
+        if device_type == "meta":
+            device_type = kind
+            if kind == "cuda" and not torch.cuda.is_available():
+                # torch would warn of a device that the layer has not asked for.
+                device_type, dtype, enabled = "cpu", None, False
+    _torchs_own[-1](self, device_type, dtype, enabled, cache_enabled)

@@ -1,0 +1,84 @@
+"""Layers whose parameters are made of several tensors, such as quantised ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.errors import ProfileError
+
+aten = torch.ops.aten
+
+
+class Quantised(Tensor):
+    """Whole numbers and a scale; it knows few operations."""
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, scale: Tensor) -> Quantised:
+        """Make it without memory of its own."""
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, whole.shape, dtype=scale.dtype, device=whole.device
+        )
+
+    def __init__(self, whole: Tensor, scale: Tensor) -> None:
+        self.whole, self.scale = whole, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Name the tensors that it is made of."""
+        return ["whole", "scale"], None
+
+    def dequantize(self) -> Tensor:
+        """Return the values."""
+        return self.whole * self.scale
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run what it knows."""
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
+            return cls(*(func(part, *args[1:], **(kwargs or {})) for part in _parts(args[0])))
+        if func is aten._to_copy.default:
+            return cls(args[0].whole.clone(), args[0].scale.clone())
+        if func in (aten.t.default, aten.mm.default, aten.addmm.default):
+            args = pytree.tree_map_only(Quantised, Quantised.dequantize, args)
+            return func(*args, **(kwargs or {}))
+        raise NotImplementedError(f"Quantised knows no {func}")
+
+
+def _parts(tensor: Quantised) -> tuple[Tensor, Tensor]:
+    return tensor.whole, tensor.scale
+
+
+def _model() -> nn.Sequential:
+    """Return a chain with a quantised layer between two that are trained."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    quantised = Quantised(torch.randint(-8, 8, (4, 4), dtype=torch.int8), torch.tensor(0.1))
+    model[1].weight = nn.Parameter(quantised, requires_grad=False)
+    return model
+
+
+def test_a_pipeline_of_quantised_layers_is_verified() -> None:
+    """Values are compared by what they stand for."""
+    model = _model()
+    pipe = gb.GPipe(model, [1, 2], chunks=2)
+    assert gb.verify(model, pipe, torch.randn(4, 4)).outputs.count == 1
+
+
+def test_quantised_layers_are_measured() -> None:
+    """They are copied, and compared with their copies, part by part."""
+    found = gb.profile_model(
+        _model(), torch.randn(4, 4), chunks=2, rows=(), timeout=0.0, as_pipeline=False
+    )
+    assert found.n_layers == 3
+
+
+def test_an_estimate_names_the_layer_that_cannot_be_made_without_memory() -> None:
+    """Not every class of tensors can."""
+    with pytest.raises(ProfileError, match=r"(?s)layer '1' has a tensor .*Fix: method='measure'"):
+        gb.profile_model(_model(), torch.randn(4, 4), chunks=2, method="estimate")
