@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipebal import GPipe
 from gpipebal.pipeline import measure_memory
-from gpipebal.pipeline.attributes import attributes_of, tensors_in
+from gpipebal.pipeline.layers.attributes import attributes_of, tensors_in
 
 T = torch.ones(3)
 

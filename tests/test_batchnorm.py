@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm as CompatBatchNorm
 from gpipebal.models.resnet import resnet
 from gpipebal.pipeline import DeferredBatchNorm, GPipe, convert_deferred_batch_norm
-from gpipebal.pipeline.buffers import Buffers
+from gpipebal.pipeline.layers.buffers import Buffers
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)

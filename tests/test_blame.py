@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gpipebal import GPipe
-from gpipebal.pipeline import blame
+from gpipebal.pipeline.workers import blame
 
 MODES = ("never", "except_last", "always")
 

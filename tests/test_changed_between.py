@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import measure_memory, with_recompute
-from gpipebal.pipeline.buffers import SMALL
+from gpipebal.pipeline.layers.buffers import SMALL
 from gpipebal.schedule import CheckpointMode
 from gpipebal.skip import pop, skippable, stash
 

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import gpipebal as gb
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.worker import WorkerPool
+from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)

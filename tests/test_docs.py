@@ -261,20 +261,48 @@ def test_changelog_names_the_versions_of_saved_files() -> None:
         assert f"`{home.FORMAT}` {home.VERSION}" in text
 
 
-@pytest.mark.parametrize("room", ["pipeline", "profiler", "solvers", "planner", "memory"])
-def test_every_file_of_a_room_is_on_the_map(room: str) -> None:
-    """The maps of files, in the architecture or a docstring, have all of them, and none gone."""
-    if room in ("pipeline", "profiler"):
-        _, rest = TEXTS["architecture.md"].split(f"The files of `{room}/`, in the order")
-        table = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
-        assert table is not None
-        rows = [row.split("|")[1] for row in table[0].splitlines()]
-        named = [name for row in rows for name in re.findall("`(.+?)`", row)]
-    else:
-        home = importlib.import_module(f"gpipebal.{room}")
-        assert home.__doc__ is not None
-        _, rest = home.__doc__.split("Read in this order: ")
-        # `module` or `module.entry`; one may be named again where another builds on it.
-        named = list(set(re.findall(r"`(\w+)(?:\.\w+)?`", rest)))
-    files = {path.stem for path in (ROOT / "gpipebal" / room).glob("*.py")} - {"__init__"}
-    assert sorted(named) == sorted(files)
+def _rows(room: str) -> list[list[str]]:
+    """Return the cells of a table of files in the architecture."""
+    _, rest = TEXTS["architecture.md"].split(f" of `{room}/`, in the order")
+    table = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
+    assert table is not None
+    return [row.split("|")[1:-1] for row in table[0].splitlines()]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+
+
+def _read_in_order(package: str) -> list[str]:
+    """Return the files that a package's docstring names."""
+    home = importlib.import_module(package)
+    assert home.__doc__ is not None
+    _, rest = home.__doc__.split("Read in this order: ")
+    # `module` or `module.entry`; one may be named again where another builds on it.
+    return sorted(set(re.findall(r"`(\w+)(?:\.\w+)?`", rest)))
+
+
+@pytest.mark.parametrize("room", ["solvers", "planner", "memory"])
+def test_every_file_of_a_room_is_in_its_docstring(room: str) -> None:
+    """It has all of them, and none that is gone."""
+    assert _read_in_order(f"gpipebal.{room}") == _files(ROOT / "gpipebal" / room)
+
+
+def test_every_file_of_the_profiler_is_on_the_map() -> None:
+    """The table of files in the architecture has all of them, and none that is gone."""
+    named = [name for row in _rows("profiler") for name in re.findall("`(.+?)`", row[0])]
+    assert sorted(named) == _files(ROOT / "gpipebal" / "profiler")
+
+
+def test_every_file_of_the_pipeline_is_on_the_map() -> None:
+    """The table of folders, and the docstring of each folder, have all files, and none gone."""
+    home = ROOT / "gpipebal" / "pipeline"
+    folders = {row[0].strip(" `/"): re.findall("`(.+?)`", row[1]) for row in _rows("pipeline")[2:]}
+    assert {name for name in folders if name != "pipeline"} == {
+        path.parent.name for path in home.glob("*/__init__.py")
+    }
+    for name, named in folders.items():
+        folder = home if name == "pipeline" else home / name
+        assert sorted(named) == _files(folder)
+        if folder != home:
+            assert _read_in_order(f"gpipebal.pipeline.{name}") == _files(folder)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from gpipebal.pipeline import engine_state
+from gpipebal.pipeline.process import engine_state
 
 
 def ask(call: Any) -> tuple[bool, bool]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline import GPipe, gather, scatter
-from gpipebal.pipeline.randomness import OwnRandomness
-from gpipebal.pipeline.seeds import draw_seed
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
+from gpipebal.pipeline.randomness.seeds import draw_seed
 
 pytestmark = pytest.mark.timeout(60)
 

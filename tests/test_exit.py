@@ -12,7 +12,8 @@ pytestmark = pytest.mark.timeout(120)
 BEGIN = """
 import threading, torch
 from torch import nn
-from gpipebal.pipeline import GPipe, worker
+from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.workers import worker
 worker.GRACE = 0.3
 started = threading.Event()
 class Layer(nn.Module):
@@ -70,7 +71,8 @@ WAITING = """
 import threading, time, torch
 from torch import nn
 from gpipebal import is_recomputing
-from gpipebal.pipeline import GPipe, worker
+from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.workers import worker
 worker.GRACE = 0.3
 started = threading.Event()
 class Hang(nn.Module):

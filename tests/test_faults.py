@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline import GPipe, is_recomputing, minibatch
-from gpipebal.pipeline.lane import Lane
+from gpipebal.pipeline import GPipe, is_recomputing
+from gpipebal.pipeline.minibatch import minibatch
+from gpipebal.pipeline.values.lane import Lane
 from gpipebal.schedule import CHECKPOINT_MODES
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gpipebal.pipeline.inbox import Flag
+from gpipebal.pipeline.workers.inbox import Flag
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -364,7 +364,7 @@ def test_optimizer_state_moves_between_splits() -> None:
 
 def test_plan_says_which_device_runs_which_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices are given as to `solve`; a plan that changed their order is run in its order."""
-    from gpipebal.pipeline import devices as of_devices
+    from gpipebal.pipeline.layers import devices as of_devices
 
     profile = gb.Profile.from_costs([1.0, 4.0], names=["0", "1"])
     plan = gb.solve(profile, 2, chunks=2, devices=[2.0, 1.0], any_order=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal import GPipe
-from gpipebal.pipeline.cell import Cell
+from gpipebal.pipeline.minibatch.cell import Cell
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(60)

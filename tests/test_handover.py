@@ -14,7 +14,7 @@ from skip_layers import Join, Keep
 from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.routes import Routes
+from gpipebal.pipeline.minibatch.routes import Routes
 from gpipebal.skip import pop, skippable, stash
 
 #: Seconds that a sender is held back at most; it goes on as soon as the tensors are gone.

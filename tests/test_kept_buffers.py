@@ -13,7 +13,7 @@ import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.buffers import SMALL, Buffers
+from gpipebal.pipeline.layers.buffers import SMALL, Buffers
 from gpipebal.profiler.estimate import estimate_profile
 
 CHUNKS = 12

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.lane import CudaLane, record_stream
+from gpipebal.pipeline.values.lane import CudaLane, record_stream
 
 HOME = torch.device("meta")
 

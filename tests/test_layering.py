@@ -120,6 +120,28 @@ def test_imports_point_down(path: Path) -> None:
         assert allowed, f"{part} (rank {RANKS[part]}) imports {other} (rank {RANKS[other]})"
 
 
+#: The folders of the executor, from the first: each imports only from those before it.
+PIPELINE = (
+    *("values", "process", "randomness", "observers"),
+    *("layers", "workers", "minibatch", ""),
+)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if _part(path) == "pipeline" and path.name != "__init__.py"],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_imports_inside_the_pipeline_point_down(path: Path) -> None:
+    """A folder of the executor imports from itself and from those below it on the map."""
+    parents = path.relative_to(ROOT / "pipeline").parts[:-1]
+    here = PIPELINE.index(parents[0] if parents else "")
+    for name in _imported(path):
+        *front, folder = name.split(".")[:3]
+        if front == ["gpipebal", "pipeline"] and folder in PIPELINE:
+            assert PIPELINE.index(folder) <= here, f"{path.name} imports {name}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_stays_at_the_top(path: Path) -> None:
     """Nothing below rank 4 imports torch, so that a saved profile is planned without it."""

@@ -11,8 +11,9 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from gpipebal.errors import PipelineError
-from gpipebal.pipeline import GPipe, lent, random_ops, seeds
-from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.randomness import lent, random_ops, seeds
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
 
 
 def test_an_operation_is_run_again_if_somebody_sets_the_lent_generator_meanwhile() -> None:

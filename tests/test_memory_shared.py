@@ -17,7 +17,7 @@ import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.planner import evaluate
 from gpipebal.problem import Link, to_bounds
 from gpipebal.profile import TieProfile

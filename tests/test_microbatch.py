@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import gather, scatter
-from gpipebal.pipeline.parting import chunk_sizes
+from gpipebal.pipeline.values.parting import chunk_sizes
 
 
 class Pair(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.pipeline.new_gradients import NewGradients
+from gpipebal.pipeline.minibatch.new_gradients import NewGradients
 
 MODES = ["always", "except_last", "never"]
 

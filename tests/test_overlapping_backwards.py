@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpipebal import is_recomputing
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.microbatch import find_overlaps
-from gpipebal.pipeline.process_wide import current_settings, settings_entered
+from gpipebal.pipeline.process.process_wide import current_settings, settings_entered
+from gpipebal.pipeline.values.microbatch import find_overlaps
 from gpipebal.schedule import CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, gather, is_recomputing, measure_memory, scatter
-from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.observers.ledger import Ledger
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError, PipelineError, PipelineTimeoutError
 from gpipebal.pipeline import GPipe, with_recompute
-from gpipebal.pipeline.activity import Activity, timeout_error
-from gpipebal.pipeline.microbatch import find_overlaps, find_shared
-from gpipebal.pipeline.minibatch import MiniBatch
-from gpipebal.pipeline.worker import WorkerPool
+from gpipebal.pipeline.minibatch.minibatch import MiniBatch
+from gpipebal.pipeline.values.microbatch import find_overlaps, find_shared
+from gpipebal.pipeline.workers.activity import Activity, timeout_error
+from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.schedule import CheckpointMode
 from gpipebal.skip import pop, skippable, stash
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 import gpipebal as gb
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.microbatch import find_hidden_tensor
+from gpipebal.pipeline.values.microbatch import find_hidden_tensor
 
 pytestmark = pytest.mark.timeout(60)
 

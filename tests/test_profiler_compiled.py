@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import measure_memory
-from gpipebal.pipeline.eager import EagerDispatchMode, run_eagerly
+from gpipebal.pipeline.process.eager import EagerDispatchMode, run_eagerly
 
 pytestmark = [
     pytest.mark.timeout(200),

@@ -10,7 +10,7 @@ from test_profiler_memory import F, I, profile
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.pipeline.buffers import SMALL
+from gpipebal.pipeline.layers.buffers import SMALL
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(60)

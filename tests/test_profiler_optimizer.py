@@ -11,7 +11,7 @@ from torch import nn
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profiler.optimizer import Maker
 
 pytestmark = pytest.mark.timeout(60)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import gpipebal as gb
 from gpipebal.errors import GpipebalError, ProfileError
-from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler import measure, sizes
 from gpipebal.profiler.alone import join_times

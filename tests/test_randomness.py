@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
-from gpipebal.pipeline.random_ops import prepare
-from gpipebal.pipeline.randomness import OwnRandomness
+from gpipebal.pipeline.randomness.random_ops import prepare
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
 
 
 class Noise(nn.Module):

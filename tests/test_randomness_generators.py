@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline import GPipe, is_recomputing, random_ops, randomness
-from gpipebal.pipeline.randomness import OwnRandomness
-from gpipebal.pipeline.seeds import draw_seed
+from gpipebal.pipeline import GPipe, is_recomputing
+from gpipebal.pipeline.randomness import random_ops, randomness
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
+from gpipebal.pipeline.randomness.seeds import draw_seed
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)
@@ -363,7 +364,7 @@ def test_a_recurrent_operation_that_draws_as_a_whole_borrows_the_default_generat
 _ELSEWHERE = """
 import torch
 from torch.overrides import TorchFunctionMode
-from gpipebal.pipeline import random_ops
+from gpipebal.pipeline.randomness import random_ops
 
 class Elsewhere(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -23,7 +23,7 @@ from gpipebal.errors import (
 )
 from gpipebal.models import MODELS
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.devices import visible_cores
+from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.plan import Plan
 from gpipebal.planner import solve
 from gpipebal.profile import Profile

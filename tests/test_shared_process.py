@@ -14,9 +14,9 @@ from torch.backends import cuda
 from torch.nn.utils import parametrize
 
 from gpipebal import GPipe
-from gpipebal.pipeline import lent, seeds
-from gpipebal.pipeline.minibatch import MiniBatch
-from gpipebal.pipeline.seeds import MiniBatchSeed
+from gpipebal.pipeline.minibatch.minibatch import MiniBatch
+from gpipebal.pipeline.randomness import lent, seeds
+from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)

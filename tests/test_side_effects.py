@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipebal.errors import BalanceError, DeviceError, ModelError, PipelineError
 from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
-from gpipebal.pipeline.buffers import SMALL
-from gpipebal.pipeline.microbatch import find_overlaps
+from gpipebal.pipeline.layers.buffers import SMALL
+from gpipebal.pipeline.values.microbatch import find_overlaps
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)
@@ -379,7 +379,7 @@ def test_an_interrupt_of_a_layer_that_hangs_ends_the_call_and_the_process() -> N
     """One Ctrl-C is enough, after a while of patience; the interpreter exits, the worker stays."""
     code = (
         "import os, signal, threading, torch, gpipebal as gb\n"
-        "from gpipebal.pipeline import minibatch\n"
+        "from gpipebal.pipeline.minibatch import minibatch\n"
         "minibatch.GRACE = 0.2\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Hang(torch.nn.Module):\n"

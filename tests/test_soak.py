@@ -17,7 +17,7 @@ from torch import Tensor
 import gpipebal as gb
 from gpipebal.files import read_record
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.failures import Failures
+from gpipebal.pipeline.workers.failures import Failures
 
 FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "soak"
 sys.path.insert(0, str(FOLDER))

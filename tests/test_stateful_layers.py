@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.errors import DuplicateLayerError
 from gpipebal.pipeline import GPipe, trace
-from gpipebal.pipeline.buffers import SMALL
-from gpipebal.pipeline.tensors import are_equal, bytes_of
+from gpipebal.pipeline.layers.buffers import SMALL
+from gpipebal.pipeline.values.tensors import are_equal, bytes_of
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpipebal import GPipe, verify
 from gpipebal.pipeline import with_recompute
-from gpipebal.pipeline.tensors import copy_of
+from gpipebal.pipeline.values.tensors import copy_of
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gpipebal.errors import DuplicateLayerError, ModelError
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.runtime import check_shared
-from gpipebal.pipeline.tied import leaves_behind
+from gpipebal.pipeline.workers.runtime import check_shared
+from gpipebal.pipeline.workers.tied import leaves_behind
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe, measure_memory, trace
-from gpipebal.pipeline.lane import Lane
-from gpipebal.pipeline.ledger import Ledger
-from gpipebal.pipeline.recorder import MiniBatchRecord
+from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.observers.recorder import MiniBatchRecord
+from gpipebal.pipeline.values.lane import Lane
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode, gpipe_schedule
 
 WIDTH = 64

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import gpipebal as gb
-from gpipebal.pipeline.devices import visible_cores
+from gpipebal.pipeline.layers.devices import visible_cores
 
 __all__ = [
     "OtherLoad",

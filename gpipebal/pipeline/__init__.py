@@ -1,20 +1,21 @@
 """The executor: a chain of layers as a pipeline of partitions.
 
-Read in this order: `microbatch` (what travels), `cell` (one micro-batch in one partition),
-`minibatch` (the schedule, run by all workers), `worker` (their threads), `bridge` (how it becomes
-one differentiable call), `gpipe` (the module that users see), `trace` and `meter` (watching it).
+Read in this order: `gpipe` (the module that users see), `layers` (what it is made of), `values`
+(what travels), `workers` (what runs), `minibatch` (one mini-batch on its way), `process` and
+`randomness` (what makes its numbers those of the plain model), `observers`, `trace` and `meter`
+(watching it).
 """
 
-from gpipebal.pipeline.batchnorm import DeferredBatchNorm
-from gpipebal.pipeline.checkpoint import is_checkpointing, is_recomputing
-from gpipebal.pipeline.deferral import convert_deferred_batch_norm
-from gpipebal.pipeline.flat import flatten
 from gpipebal.pipeline.gpipe import GPipe
+from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm
+from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
+from gpipebal.pipeline.layers.flat import flatten
+from gpipebal.pipeline.layers.recomputed import with_recompute
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
-from gpipebal.pipeline.parting import gather, scatter
-from gpipebal.pipeline.recomputed import with_recompute
-from gpipebal.pipeline.recorder import Recorder
+from gpipebal.pipeline.observers.recorder import Recorder
+from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing
 from gpipebal.pipeline.trace import trace
+from gpipebal.pipeline.values.parting import gather, scatter
 
 __all__ = [
     "DeferredBatchNorm",

@@ -11,26 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import PipelineError
-from gpipebal.pipeline.bridge import attach_outputs
-from gpipebal.pipeline.caller import whole_call
-from gpipebal.pipeline.chain import (
-    NO_INPUT,
-    check_balance,
-    check_keyword_dims,
-    check_number,
-    check_one_input,
-    check_plan_names,
-    check_plan_schedule,
-    check_runs,
-    check_step_input,
-    layers_of,
-    plan_warnings,
-    with_runs_of,
-)
-from gpipebal.pipeline.collectives import check_order_of_talk
-from gpipebal.pipeline.container import Container
-from gpipebal.pipeline.deferral import convert_deferred_batch_norm
-from gpipebal.pipeline.devices import (
+from gpipebal.pipeline.layers import chain
+from gpipebal.pipeline.layers.collectives import check_order_of_talk
+from gpipebal.pipeline.layers.container import Container
+from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
+from gpipebal.pipeline.layers.devices import (
     DeviceLike,
     check_threads,
     choose_devices,
@@ -38,12 +23,19 @@ from gpipebal.pipeline.devices import (
     move_layer,
     share_of_cores,
 )
-from gpipebal.pipeline.inputs import Inputs, charge_inputs, check_no_transform, part_inputs
-from gpipebal.pipeline.loss import MicroBatchLoss, Reduction
-from gpipebal.pipeline.minibatch import MiniBatch, Watchers
-from gpipebal.pipeline.own import warn_of_lazy_norms, warn_of_what_stays_behind
-from gpipebal.pipeline.parting import join_gradients
-from gpipebal.pipeline.runtime import Runtime, check_shared
+from gpipebal.pipeline.layers.own import warn_of_lazy_norms, warn_of_what_stays_behind
+from gpipebal.pipeline.minibatch.bridge import attach_outputs
+from gpipebal.pipeline.minibatch.inputs import (
+    Inputs,
+    charge_inputs,
+    check_no_transform,
+    part_inputs,
+)
+from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
+from gpipebal.pipeline.minibatch.minibatch import MiniBatch, Watchers
+from gpipebal.pipeline.process.caller import whole_call
+from gpipebal.pipeline.values.parting import join_gradients
+from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
 from gpipebal.schedule import Checkpoint, make_schedule, modes_of
 from gpipebal.skip.layout import find_skips
@@ -144,18 +136,20 @@ class GPipe(Container):
         super().__init__()
         self.chunks, self.checkpoint = chunks, checkpoint
         self.schedule, self.timeout = "gpipe", timeout
-        layers = layers_of(module)
+        layers = chain.layers_of(module)
         warn_of_what_stays_behind(module)
         self.in_dims, self.out_dims = in_dims, out_dims
-        self.keyword_dims = check_keyword_dims(keyword_dims, next(iter(layers.values()), None))
+        self.keyword_dims = chain.check_keyword_dims(
+            keyword_dims, next(iter(layers.values()), None)
+        )
         find_skips(list(layers.values()), list(layers))
         if deferred_batch_norm:
             warn_of_lazy_norms(layers.values())
             memo: dict[nn.Module, nn.Module] = {}
             for name, layer in layers.items():
                 layers[name] = convert_deferred_batch_norm(layer, memo)
-        self.balance = check_balance(balance, len(layers))
-        check_runs(layers, self.balance)
+        self.balance = chain.check_balance(balance, len(layers))
+        chain.check_runs(layers, self.balance)
         modes_of(self.checkpoint, len(self.balance))
         self.devices, self._streams = choose_devices(devices, len(self.balance))
         self.threads_per_partition = (
@@ -214,10 +208,10 @@ class GPipe(Container):
             BalanceError: the plan's layers are not the module's, or the module has other runs.
             GpipebalError: as for `GPipe`.
         """
-        check_plan_schedule(plan)
-        check_plan_names(plan, list(layers_of(module)))
+        chain.check_plan_schedule(plan)
+        chain.check_plan_names(plan, list(chain.layers_of(module)))
         pipe = cls(
-            with_runs_of(plan, module),
+            chain.with_runs_of(plan, module),
             plan.balance,
             devices=in_order(devices, plan.devices),
             chunks=plan.chunks,
@@ -230,12 +224,14 @@ class GPipe(Container):
             timeout=timeout,
         )
         pipe.schedule = plan.schedule
-        for warning in plan_warnings(plan, layers_of(module), pipe.threads_per_partition, in_dims):
+        for warning in chain.plan_warnings(
+            plan, chain.layers_of(module), pipe.threads_per_partition, in_dims
+        ):
             warnings.warn(warning, stacklevel=2)
         return pipe
 
     @whole_call
-    def forward(self, input: Any = NO_INPUT, /, *others: Any, **keywords: Any) -> Any:
+    def forward(self, input: Any = chain.NO_INPUT, /, *others: Any, **keywords: Any) -> Any:
         """Run a mini-batch through the pipeline.
 
         Args:
@@ -256,7 +252,7 @@ class GPipe(Container):
             BaseException: whatever a layer raised, with its own type and traceback, and notes
                 that name partition, phase, micro-batch and layer.
         """
-        input = check_one_input(input, others, keywords)
+        input = chain.check_one_input(input, others, keywords)
         leaves, inputs = self._parted(input, keywords)
         if not self._modules:
             return input
@@ -328,7 +324,7 @@ class GPipe(Container):
             >>> loss.shape, loss.requires_grad, pipe[0].weight.grad.shape
             (torch.Size([]), False, torch.Size([8, 4]))
         """
-        check_step_input(others)
+        chain.check_step_input(others)
         leaves, inputs = self._parted(input, keywords or {})
         if not self._modules:
             raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
@@ -383,7 +379,7 @@ class GPipe(Container):
         with _starting:
             runtime = self._runtime
             if runtime is None or not runtime.can_run(self._modules.values()):
-                check_number(len(self._modules), self.balance)
+                chain.check_number(len(self._modules), self.balance)
                 runtime = Runtime(
                     self.layers_in_place(),
                     self.balance,

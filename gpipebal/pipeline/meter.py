@@ -10,10 +10,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gpipebal.kinds import check_kind
-from gpipebal.pipeline.attributes import attributes_of
-from gpipebal.pipeline.eager import run_eagerly
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.ledger import Ledger
+from gpipebal.pipeline.layers.attributes import attributes_of
+from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.process.eager import run_eagerly
 
 __all__ = ["MemoryMeter", "measure_memory", "optimizer_states"]
 

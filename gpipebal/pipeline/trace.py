@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from gpipebal.kinds import check_kind
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.recorder import Recorder
+from gpipebal.pipeline.observers.recorder import Recorder
 
 __all__ = ["trace"]
 

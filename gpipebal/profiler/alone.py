@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
-from gpipebal.pipeline.microbatch import which_need_gradient
+from gpipebal.pipeline.values.microbatch import which_need_gradient
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.failures import is_out_of_memory, left_out, memory_for

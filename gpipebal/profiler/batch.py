@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ProfileError
-from gpipebal.pipeline.inputs import leaves_of_call
-from gpipebal.pipeline.microbatch import Call, flatten, unflatten
-from gpipebal.pipeline.parting import (
+from gpipebal.pipeline.minibatch.inputs import leaves_of_call
+from gpipebal.pipeline.values.microbatch import Call, flatten, unflatten
+from gpipebal.pipeline.values.parting import (
     Dim,
     chunk_sizes,
     count_rows,
     scatter_leaves,
     spread_dims,
 )
-from gpipebal.pipeline.tensors import has_storage
+from gpipebal.pipeline.values.tensors import has_storage
 
 __all__ = ["Batch"]
 

@@ -1,8 +1,8 @@
 """Buffers of a layer that a micro-batch which is recomputed later keeps copies of.
 
-The executor's rule (`gpipebal.pipeline.buffers`): small buffers always, and statistics of torch's
-normalisation layers; others if a forward writes to them or puts others in their place. An estimate,
-which has no values, looks at the counts of writes.
+The executor's rule (`gpipebal.pipeline.layers.buffers`): small buffers always, and statistics of
+torch's normalisation layers; others if a forward writes to them or puts others in their place. An
+estimate, which has no values, looks at the counts of writes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipebal.pipeline.buffers import is_always_copied
-from gpipebal.pipeline.tensors import are_equal, parts_of
+from gpipebal.pipeline.layers.buffers import is_always_copied
+from gpipebal.pipeline.values.tensors import are_equal, parts_of
 
 __all__ = ["copies_of_large", "kept_buffers"]
 

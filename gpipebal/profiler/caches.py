@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipebal.pipeline.attributes import MOST_INSIDE, inside_of, tensors_in
+from gpipebal.pipeline.layers.attributes import MOST_INSIDE, inside_of, tensors_in
 
 __all__ = ["caches_kept", "global_names"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.microbatch import Call, check_travels, flatten, unflatten
-from gpipebal.pipeline.parting import Dim
+from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.values.microbatch import Call, check_travels, flatten, unflatten
+from gpipebal.pipeline.values.parting import Dim
 from gpipebal.profiler.clock import Clock, Span
 from gpipebal.profiler.failures import (
     backward_failed,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gpipebal
-from gpipebal.pipeline.devices import visible_cores
+from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.optimizer import Maker

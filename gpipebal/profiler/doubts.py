@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from gpipebal.pipeline.flat import can_be_opened, flatten
+from gpipebal.pipeline.layers.flat import can_be_opened, flatten
 from gpipebal.profiler.compiled import is_compiled, runs_as_written
 from gpipebal.profiler.harmless import reached_past
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from gpipebal.pipeline.eager import EagerDispatchMode
+from gpipebal.pipeline.process.eager import EagerDispatchMode
 
 __all__ = ["FlopCounter"]
 

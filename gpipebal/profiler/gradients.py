@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.tensors import bytes_of, has_storage, storage_key
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, storage_key
 
 __all__ = ["begun_inside", "handed_through", "needs_gradient"]
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.attributes import attributes_of
-from gpipebal.pipeline.tensors import has_storage
+from gpipebal.pipeline.layers.attributes import attributes_of
+from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.caches import caches_kept, global_names
 
 __all__ = ["left_alone", "reached_past", "weights_reached"]

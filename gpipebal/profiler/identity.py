@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.tensors import has_storage, parts_of
+from gpipebal.pipeline.values.tensors import has_storage, parts_of
 
 __all__ = ["identity_of"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.loss import call_loss
-from gpipebal.pipeline.microbatch import flatten
+from gpipebal.pipeline.minibatch.loss import call_loss
+from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.clock import Span, seconds_of, synchronize

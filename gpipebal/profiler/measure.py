@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
+from gpipebal.pipeline.layers.devices import check_threads, share_of_cores, visible_cores
+from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.profiler.compiled import compiled_apart

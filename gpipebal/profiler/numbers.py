@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gpipebal.pipeline.tensors import has_storage, storage_key
+from gpipebal.pipeline.values.tensors import has_storage, storage_key
 from gpipebal.profiler.gradients import needs_gradient
 from gpipebal.profiler.value import Value
 from gpipebal.skip.tracker import Key

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.microbatch import name_of_leaf
-from gpipebal.pipeline.parting import Dim, gather_leaves, spread_dims
+from gpipebal.pipeline.values.microbatch import name_of_leaf
+from gpipebal.pipeline.values.parting import Dim, gather_leaves, spread_dims
 from gpipebal.profiler.numbers import Arrived
 from gpipebal.profiler.value import Value
 

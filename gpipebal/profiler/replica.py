@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.attributes import attributes_of
-from gpipebal.pipeline.tensors import bytes_of
+from gpipebal.pipeline.layers.attributes import attributes_of
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.compiled import compile_alike
 from gpipebal.profiler.copying import buffer_like, copy_layer, parameter_like
 

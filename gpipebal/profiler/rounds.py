@@ -28,10 +28,10 @@ from functools import partial
 import torch
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.caller import CallerState
-from gpipebal.pipeline.inbox import Flag
-from gpipebal.pipeline.lane import Lane
-from gpipebal.pipeline.worker import WorkerPool
+from gpipebal.pipeline.process.caller import CallerState
+from gpipebal.pipeline.values.lane import Lane
+from gpipebal.pipeline.workers.inbox import Flag
+from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.profiler.chain import Chain, RoundStoppedError
 from gpipebal.profiler.clock import Span, host_seconds_of, seconds_of
 from gpipebal.profiler.failures import is_out_of_memory

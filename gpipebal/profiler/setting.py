@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.chain import layers_of as chain_layers_of
-from gpipebal.pipeline.devices import parse_device
-from gpipebal.pipeline.microbatch import flatten
+from gpipebal.pipeline.layers.chain import layers_of as chain_layers_of
+from gpipebal.pipeline.layers.devices import parse_device
+from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.profile import Profile
 
 __all__ = [

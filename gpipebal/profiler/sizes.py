@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpipebal.errors import GpipebalError, ProfileError
-from gpipebal.pipeline.caller import CallerState
+from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.ledger import Ledger
 from gpipebal.pipeline.meter import optimizer_states
+from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profiler.clock import synchronize
 from gpipebal.profiler.optimizer import Maker
 from gpipebal.profiler.outputs import Outputs

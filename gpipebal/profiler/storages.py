@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.attributes import tensors_in
-from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.ledger import Ledger
-from gpipebal.pipeline.tensors import bytes_of, has_storage, parts_of, storage_key
+from gpipebal.pipeline.layers.attributes import tensors_in
+from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, parts_of, storage_key
 from gpipebal.profiler.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.failures import memory_for

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.chain import check_keyword_dims, check_keywords
+from gpipebal.pipeline.layers.chain import check_keyword_dims, check_keywords
 from gpipebal.profiler.batch import Batch
 from gpipebal.profiler.data import Data
 from gpipebal.profiler.optimizer import Maker, OptimizerLike

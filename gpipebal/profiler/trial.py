@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.loss import call_loss
-from gpipebal.pipeline.microbatch import flatten, unflatten
+from gpipebal.pipeline.minibatch.loss import call_loss
 from gpipebal.pipeline.trace import trace
+from gpipebal.pipeline.values.microbatch import flatten, unflatten
 from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.profiler.batch import Batch

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.microbatch import flatten
-from gpipebal.pipeline.parting import Dim
-from gpipebal.pipeline.tensors import copy_of
+from gpipebal.pipeline.values.microbatch import flatten
+from gpipebal.pipeline.values.parting import Dim
+from gpipebal.pipeline.values.tensors import copy_of
 from gpipebal.profiler.failures import memory_for
 from gpipebal.skip.tracker import Key
 

@@ -13,7 +13,7 @@ import torch
 from gpipebal.copies import deep_copy
 from gpipebal.errors import BalanceError, UsageError
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.devices import check_threads, share_of_cores, visible_cores
+from gpipebal.pipeline.layers.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.plan import Plan
 from gpipebal.planner import solve, top_plans, training_step
 from gpipebal.planner.question import Options, Size, check_memory_limit

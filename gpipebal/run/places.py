@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gpipebal.errors import DeviceError
-from gpipebal.pipeline.devices import parse_device, visible_cores
+from gpipebal.pipeline.layers.devices import parse_device, visible_cores
 from gpipebal.units import count
 
 __all__ = ["choose_places", "describe_places", "shares_places"]

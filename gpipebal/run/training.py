@@ -19,7 +19,7 @@ from torch import nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, gather
-from gpipebal.pipeline.parting import chunk_sizes
+from gpipebal.pipeline.values.parting import chunk_sizes
 from gpipebal.profiler.batch import Batch
 from gpipebal.profiler.clock import synchronize
 from gpipebal.run.workload import Workload

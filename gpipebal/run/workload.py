@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from gpipebal.errors import UsageError
 from gpipebal.models import MODELS
-from gpipebal.pipeline.chain import check_keyword_dims
-from gpipebal.pipeline.loss import call_loss
-from gpipebal.pipeline.parting import chunk_sizes
+from gpipebal.pipeline.layers.chain import check_keyword_dims
+from gpipebal.pipeline.minibatch.loss import call_loss
+from gpipebal.pipeline.values.parting import chunk_sizes
 from gpipebal.profiler.batch import Batch
 from gpipebal.schedule import check_count
 from gpipebal.units import count

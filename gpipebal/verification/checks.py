@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gpipebal.errors import BalanceError, KindError, ModelError, VerificationError
 from gpipebal.kinds import check_mapping, whole_number
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.inputs import part_inputs
-from gpipebal.pipeline.loss import Reduction
-from gpipebal.pipeline.parting import spread_dims
+from gpipebal.pipeline.minibatch.inputs import part_inputs
+from gpipebal.pipeline.minibatch.loss import Reduction
+from gpipebal.pipeline.values.parting import spread_dims
 from gpipebal.schedule import SCHEDULES
 from gpipebal.verification.compare import Comparison, DifferenceError
 from gpipebal.verification.executions import (

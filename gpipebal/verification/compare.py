@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipebal.pipeline.chain import layers_of, name_at
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.microbatch import name_of_leaf
-from gpipebal.pipeline.parting import Dim
+from gpipebal.pipeline.layers.chain import layers_of, name_at
+from gpipebal.pipeline.values.microbatch import name_of_leaf
+from gpipebal.pipeline.values.parting import Dim
 from gpipebal.verification.task import Outcome, Slot, layers_alone
 from gpipebal.verification.tolerance import (
     Tolerance,

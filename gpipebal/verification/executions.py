@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.batchnorm import DeferredBatchNorm, Statistics, gathering
-from gpipebal.pipeline.chain import layers_of
-from gpipebal.pipeline.deferral import convert_deferred_batch_norm
-from gpipebal.pipeline.devices import move_layer
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.inputs import Inputs, part_inputs
-from gpipebal.pipeline.microbatch import Call, flatten, name_of_leaf, unflatten
-from gpipebal.pipeline.parting import gather, scatter_leaves
-from gpipebal.pipeline.random_ops import prepare
-from gpipebal.pipeline.randomness import OwnRandomness
-from gpipebal.pipeline.seeds import draw_seed
-from gpipebal.pipeline.tensors import copy_of
+from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, Statistics, gathering
+from gpipebal.pipeline.layers.chain import layers_of
+from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
+from gpipebal.pipeline.layers.devices import move_layer
+from gpipebal.pipeline.minibatch.inputs import Inputs, part_inputs
+from gpipebal.pipeline.randomness.random_ops import prepare
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
+from gpipebal.pipeline.randomness.seeds import draw_seed
+from gpipebal.pipeline.values.microbatch import Call, flatten, name_of_leaf, unflatten
+from gpipebal.pipeline.values.parting import gather, scatter_leaves
+from gpipebal.pipeline.values.tensors import copy_of
 from gpipebal.profiler.setting import threads_set
 from gpipebal.skip.tracker import Skips, using
 from gpipebal.verification.task import Outcome, Task, copied, layers_alone, outcome_of

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.checkpoint import is_recomputing
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.microbatch import flatten
+from gpipebal.pipeline.process.checkpoint import is_recomputing
+from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.schedule import make_schedule
 from gpipebal.verification.executions import plain_copy, run_pipe, run_plain
 from gpipebal.verification.task import Task

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gpipebal.copies import deep_copy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.loss import Reduction, call_loss
-from gpipebal.pipeline.microbatch import detached, flatten, which_need_gradient
+from gpipebal.pipeline.minibatch.loss import Reduction, call_loss
+from gpipebal.pipeline.values.microbatch import detached, flatten, which_need_gradient
 
 __all__ = ["Outcome", "Slot", "Task", "copied", "layers_alone", "outcome_of"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe
-from gpipebal.pipeline.randomness import OwnRandomness
-from gpipebal.pipeline.seeds import draw_seed
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
+from gpipebal.pipeline.randomness.seeds import draw_seed
 from soak_benchmark.layers import CHAINS, WIDTH, Norm, make_chain
 
 __all__ = ["Slot", "make_slots"]

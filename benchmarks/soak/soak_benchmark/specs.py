@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpipebal.pipeline.parting import chunk_sizes
+from gpipebal.pipeline.values.parting import chunk_sizes
 from gpipebal.schedule import CHECKPOINT_MODES, Action, make_schedule
 from soak_benchmark.faults import ERRORS, INTERRUPT, LOSS, Place
 from soak_benchmark.slots import Slot

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipebal.pipeline import batchnorm, deferral
-from gpipebal.pipeline.batchnorm import Statistics, blank_deferred, gathering
+from gpipebal.pipeline.layers import batchnorm, deferral
+from gpipebal.pipeline.layers.batchnorm import Statistics, blank_deferred, gathering
 from gpipebal.schedule import check_count
 
 __all__ = ["DeferredBatchNorm"]

@@ -23,11 +23,11 @@ import gpipebal.pipeline
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from gpipebal.compat.torchgpipe.partitions import PartitionLayers
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.caller import whole_call
-from gpipebal.pipeline.chain import NO_INPUT, check_balance, check_one_input, layers_of
-from gpipebal.pipeline.devices import DeviceLike
-from gpipebal.pipeline.old_keys import strip_partitions
-from gpipebal.pipeline.runtime import Runtime
+from gpipebal.pipeline.layers.chain import NO_INPUT, check_balance, check_one_input, layers_of
+from gpipebal.pipeline.layers.devices import DeviceLike
+from gpipebal.pipeline.layers.old_keys import strip_partitions
+from gpipebal.pipeline.process.caller import whole_call
+from gpipebal.pipeline.workers.runtime import Runtime
 from gpipebal.schedule import CHECKPOINT_MODES
 
 __all__ = ["GPipe"]

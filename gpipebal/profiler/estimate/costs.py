@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gpipebal.pipeline.checkpoint import phase
-from gpipebal.pipeline.tensors import storage_key
+from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.profiler.chain import Chain
 from gpipebal.profiler.estimate.backends import KEEP_MORE
 from gpipebal.profiler.value import Value, roots_of

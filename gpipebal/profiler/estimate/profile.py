@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.eager import run_eagerly
+from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profile.ties import find_ties

@@ -1,0 +1,307 @@
+"""The buffers of a partition's layers, which a forward may write to and its recompute must not.
+
+A recompute starts from the buffers as they were before its forward, and leaves no trace in them:
+batch normalisation counts each micro-batch once. So a checkpointed cell keeps copies of them. Small
+buffers are always copied. So are the statistics of torch's normalisation layers, whose version does
+not show a change, and which may not change on the first rows. Other large buffers are copied only
+if they have been seen to change; if another one does, which its version tells, the recompute is
+refused, and in the next mini-batch that buffer is copied.
+A large buffer that a layer replaces by another tensor, as with a cache that grows, has not changed:
+the cell holds on to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline.layers.modules import Modules
+from gpipebal.pipeline.values.tensors import are_equal, bytes_of, copy_of, parts_of, version_of
+
+__all__ = ["BufferSlot", "Buffers", "BuffersOfRun", "Copies", "Kept", "is_always_copied"]
+
+#: Where a buffer is: the module that has it, and its name there.
+BufferSlot = tuple[nn.Module, str]
+
+#: Bytes up to which a buffer is copied without asking whether any layer writes to it.
+SMALL = 1 << 16
+
+
+#: Buffers by place: each with a copy, and how often it had been written to.
+Copies = dict[BufferSlot, tuple[Tensor, Tensor, int | None]]
+
+
+def is_always_copied(module: nn.Module, buffer: Tensor) -> bool:
+    """Tell whether a cell that is recomputed copies a buffer without asking who writes to it."""
+    return bytes_of(buffer) <= SMALL or (isinstance(module, _NormBase) and module.training)
+
+
+class Kept(NamedTuple):
+    """What a checkpointed cell keeps of the buffers.
+
+    Attributes:
+        copies: Buffers as they were before the forward; None: the forward filled in first values.
+        others: Large buffers that no write has been seen to, and how often each was written to.
+        empty: Buffers that were None. A buffer in none of the three did not exist.
+    """
+
+    copies: Mapping[BufferSlot, Tensor | None]
+    others: Mapping[BufferSlot, tuple[Tensor, int | None]]
+    empty: Set[BufferSlot]
+
+    def again(self) -> Kept:
+        """Return copies of the copies, for a recompute that will be followed by another."""
+        copied = _Copied()
+        copies = {p: None if t is None else copied.of(t) for p, t in self.copies.items()}
+        return self._replace(copies=copies)
+
+    def with_copies(self, changed: Mapping[BufferSlot, Tensor]) -> Kept:
+        """Return the same, with copies of buffers that turned out to be written to."""
+        others = {p: kept for p, kept in self.others.items() if p not in changed}
+        return self._replace(copies={**self.copies, **changed}, others=others)
+
+
+class _Copied:
+    """One copy of each tensor: what a module writes to a shared buffer, the others see."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor."""
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, copy_of(tensor.detach())
+        return self._made[id(tensor)][1]
+
+
+class Buffers:
+    """The buffers of one partition.
+
+    Args:
+        modules: All modules of its layers.
+        foreign: Buffers that layers of other partitions have too.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[BufferSlot]) -> None:
+        # A layer at several places of a chain may have one dictionary of buffers: it counts once.
+        once: dict[int, tuple[nn.Module, Any]] = {}
+        for module in modules:
+            once.setdefault(id(module._buffers), (module, module._buffers))
+        self._modules = [module for module, _ in once.values()]
+        self._foreign = foreign
+        # No recompute writes to them: other partitions' buffers, and those whose layer says so.
+        self._left_alone = foreign | {
+            (module, name)
+            for module in modules
+            for name in getattr(type(module), "buffers_left_alone", ())
+        }
+        # Large buffers that have been seen to change.
+        self._written: set[BufferSlot] = set()
+        # The modules' own buffers, while a recompute sees copies in their places.
+        self._lent: dict[BufferSlot, Tensor | None] = {}
+
+    def keep(self) -> Kept:
+        """Keep what a recompute will need; called before its forward."""
+        copies: dict[BufferSlot, Tensor | None] = {}
+        others: dict[BufferSlot, tuple[Tensor, int | None]] = {}
+        empty: set[BufferSlot] = set()
+        copied = _Copied()
+        for place, buffer in self._slots():
+            if place in self._left_alone:
+                continue  # no layer writes to it, and another worker may be reading it
+            if buffer is None:
+                empty.add(place)
+            elif is_lazy(buffer):
+                copies[place] = None
+            elif buffer.requires_grad:
+                # A copy would get the gradient that is meant for it.
+                others[place] = (buffer, version_of(buffer))
+            elif is_always_copied(place[0], buffer) or place in self._written:
+                copies[place] = copied.of(buffer)
+            else:
+                others[place] = (buffer, version_of(buffer))
+        return Kept(copies, others, empty)
+
+    def copies(self, *, alone: bool = False) -> Copies:
+        """Copy the large buffers, to see which a forward writes to; `alone`: only the foreign ones.
+
+        Returns:
+            Each buffer, its copy, and how often it has been written to.
+        """
+        copied = _Copied()
+        return {
+            place: (buffer, copied.of(buffer), version_of(buffer))
+            for place, buffer in self._present()
+            if not is_lazy(buffer)
+            and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
+        }
+
+    def look(self, before: Copies) -> dict[BufferSlot, Tensor]:
+        """Remember which of these buffers have changed; return them as they were.
+
+        A buffer that requires a gradient is not remembered: no recompute may have a copy of it,
+        and `check` reports it.
+
+        Raises:
+            ModelError: one that layers of another partition have too was written to.
+        """
+        changed = {}
+        for place, (buffer, copy, version) in before.items():
+            # If a foreign buffer is replaced, the other partitions lose it too.
+            now = _buffer_of(*place) if place in self._foreign else buffer
+            # By value too, because torch's batch normalisation writes without counting a version.
+            if not are_equal(copy, now) or version_of(buffer) != version:
+                changed[place] = copy
+        for module, name in changed:
+            if (module, name) in self._foreign:
+                raise ModelError(
+                    f"a buffer is written to by two partitions: {name!r} of a "
+                    f"{type(module).__name__} (expected one at most).\n"
+                    "Fix: choose a balance that has all layers with this buffer in one partition."
+                )
+        self._written.update(changed)
+        return {at: copy for at, copy in changed.items() if not before[at][0].requires_grad}
+
+    def counts(self) -> dict[BufferSlot, int | None]:
+        """Count how often each buffer has been written to."""
+        return {
+            place: version_of(buffer) for place, buffer in self._present() if not is_lazy(buffer)
+        }
+
+    def find_written(
+        self, leaves: Sequence[Any], before: Mapping[BufferSlot, int | None]
+    ) -> list[int]:
+        """Find leaves in the memory of a buffer that a forward writes to, or that is small.
+
+        Args:
+            leaves: What the layers return.
+            before: What `counts` returned before they ran.
+
+        Returns:
+            Their indices.
+        """
+        written = {
+            part.untyped_storage()._cdata
+            for place, buffer in self._present()
+            if place not in self._left_alone and not is_lazy(buffer)
+            if is_always_copied(place[0], buffer)
+            or place in self._written
+            or before.get(place) != version_of(buffer)
+            for part in parts_of(buffer)
+        }
+        return [
+            k
+            for k, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
+            if leaf.untyped_storage()._cdata in written
+        ]
+
+    def check(self, kept: Kept) -> None:
+        """Make sure that the buffers without a copy are what they were before the forward.
+
+        Raises:
+            ModelError: one has been written to since.
+        """
+        for (module, name), (buffer, version) in kept.others.items():
+            if version_of(buffer) != version:
+                if buffer.requires_grad:
+                    raise ModelError(
+                        "a checkpointed micro-batch cannot be recomputed: buffer "
+                        f"{name!r} of a {type(module).__name__} requires a gradient, and was "
+                        "written to since its forward.\n"
+                        "Fix: write to it between mini-batches; or checkpoint='never'."
+                    )
+                self._written.add((module, name))
+                raise ModelError(
+                    "a checkpointed micro-batch cannot be recomputed: buffer "
+                    f"{name!r} of a {type(module).__name__} has changed since its forward, and had "
+                    "not before.\n"
+                    "Fix: run the mini-batch again, the buffer is copied from now on; or "
+                    "checkpoint='never'."
+                )
+
+    @contextmanager
+    def replaced(self, kept: Kept) -> Iterator[None]:
+        """Let the modules see the kept buffers during a block, and give them back their own."""
+        try:
+            self._lend(kept)
+            yield
+        finally:
+            self.give_back()
+
+    def _lend(self, kept: Kept) -> None:
+        copied = _Copied()
+        for (module, name), copy in kept.copies.items():
+            own = _buffer_of(module, name)
+            self._lent[module, name] = own
+            if copy is None and own is not None and not is_lazy(own):
+                copy = copied.of(own)  # it has the first values, which must not be changed
+            module._buffers[name] = copy
+        for (module, name), (buffer, _) in kept.others.items():
+            # Also those that are still the same: the recompute may replace them as the forward did.
+            self._lent[module, name] = _buffer_of(module, name)
+            module._buffers[name] = buffer
+        # These were made by the forward, or by a later one.
+        for (module, name), own in list(self._present()):
+            if (module, name) not in self._lent and (module, name) not in self._left_alone:
+                self._lent[module, name] = own
+                if (module, name) in kept.empty:
+                    module._buffers[name] = None
+                else:
+                    del module._buffers[name]
+
+    def give_back(self) -> None:
+        """Give the modules back their own buffers, once.
+
+        A worker that hangs in `replaced` and is given up finds nothing left to give back if it ends
+        after all.
+        """
+        lent, self._lent = self._lent, {}
+        for (module, name), own in lent.items():
+            module._buffers[name] = own
+
+    def _slots(self) -> Iterator[tuple[BufferSlot, Tensor | None]]:
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                yield (module, name), buffer
+
+    def _present(self) -> Iterator[tuple[BufferSlot, Tensor]]:
+        return ((place, buffer) for place, buffer in self._slots() if buffer is not None)
+
+
+class BuffersOfRun(Buffers):
+    """The buffers of a run's layers, and the modes in which writes to them have been looked for."""
+
+    def __init__(self, layers: Sequence[nn.Module], foreign: Container[int]) -> None:
+        self.modules = Modules(layers)
+        modules = list(self.modules)
+        slots = [(module, name, b) for module in modules for name, b in module._buffers.items()]
+        super().__init__(modules, frozenset((m, n) for m, n, b in slots if id(b) in foreign))
+        self._seen: set[tuple[bool, ...]] = set()
+
+    def mode(self) -> tuple[bool, ...]:
+        """Return the modes of all modules."""
+        return tuple([module.training for module in self.modules])
+
+    def copies(self, *, alone: bool = False) -> Copies:
+        """Copy the large buffers, if writes to them have not been looked for yet."""
+        return {} if self.mode() in self._seen else super().copies(alone=alone)
+
+    def looked(self, kept: Kept, before: Copies) -> Kept:
+        """Return what is kept, with those that turned out to be written to."""
+        self._seen.add(self.mode())
+        return kept.with_copies(self.look(before))
+
+
+def _buffer_of(module: nn.Module, name: str) -> Tensor | None:
+    for known, buffer in module._buffers.items():  # of a scripted module it is not a dictionary
+        if known == name:
+            return buffer
+    return None

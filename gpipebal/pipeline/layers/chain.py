@@ -1,0 +1,383 @@
+"""The chain: which modules a pipeline takes, and whether a balance or a plan fits them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.kinds import check_kind
+from gpipebal.pipeline.layers.container import Container
+from gpipebal.pipeline.layers.own import own_forward
+from gpipebal.pipeline.layers.recomputed import Recomputed, with_recompute
+from gpipebal.plan import Plan
+from gpipebal.profile.fingerprint import is_same_layer
+from gpipebal.schedule import check_count, check_schedule
+from gpipebal.units import count
+
+__all__ = [
+    "NO_INPUT",
+    "check_balance",
+    "check_keyword_dims",
+    "check_keywords",
+    "check_number",
+    "check_one_input",
+    "check_plan_names",
+    "check_plan_schedule",
+    "check_runs",
+    "check_step_input",
+    "layers_of",
+    "name_at",
+    "plan_warnings",
+    "with_runs_of",
+]
+
+
+class _NoInput:
+    """Stands for an input that was not given."""
+
+    def __repr__(self) -> str:
+        return "NO_INPUT"
+
+
+NO_INPUT: Any = _NoInput()
+
+
+def _chain_inside(module: object) -> str:
+    """Return the name of an `nn.Sequential` that has all parameters of a module; empty: none."""
+    if not isinstance(module, nn.Module):
+        return ""
+    own = {id(parameter) for parameter in module.parameters()}
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Sequential) and own == {id(one) for one in inner.parameters()}:
+            return name
+    return ""
+
+
+def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
+    """Return the layers of a chain by name.
+
+    Raises:
+        ModelError: `module` is not an `nn.Sequential`, or does something other than run its
+            layers one after the other.
+    """
+    if isinstance(module, Container):
+        raise ModelError(
+            f"module is a pipeline already: type(module)={type(module).__name__} (expected the "
+            "plain nn.Sequential).\nFix: give the model that the pipeline was made of."
+        )
+    if not isinstance(module, nn.Sequential):
+        kind = type(module)
+        # Other libraries have a class of this name too.
+        called = f"{kind.__module__}.Sequential" if kind.__name__ == "Sequential" else kind.__name__
+        inside = _chain_inside(module)
+        hint = f"; or give the chain in it, module.{inside}, if it does nothing else"
+        raise ModelError(
+            f"module must be nn.Sequential to be partitioned: type(module)={called}.\n"
+            f"Fix: write the model as nn.Sequential of its layers{hint if inside else ''}."
+        )
+    own = own_forward(module)
+    if own is not None:
+        raise ModelError(
+            f"module has a {own} of its own: {type(module).__name__}.{own} (expected that of "
+            "nn.Sequential: one layer after the other).\n"
+            "Fix: put what it does besides running its layers into a layer."
+        )
+    return OrderedDict(
+        (name, layer) for name, layer in module._modules.items() if layer is not None
+    )
+
+
+def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
+    """Return a balance as a list of ints that add up to the number of layers.
+
+    Raises:
+        BalanceError: it is missing, has an entry below 1, or has another sum.
+    """
+    advice = (
+        "Fix: let gpipebal find it:\n"
+        "    from gpipebal import balance_by_time\n"
+        "    balance = balance_by_time(model, sample, partitions=2)"
+    )
+    if balance is None:
+        raise BalanceError(f"balance is required: balance=None (expected a list).\n{advice}")
+    if isinstance(balance, Plan) or not isinstance(balance, Iterable) or isinstance(balance, str):
+        way = "Fix: GPipe.from_plan(model, plan)." if isinstance(balance, Plan) else advice
+        raise BalanceError(
+            f"balance is not a list of numbers of layers: type(balance)={type(balance).__name__} "
+            f"(expected a list).\n{way}"
+        )
+    sizes = list(balance)
+    for size in sizes:
+        try:
+            check_count("balance", size)
+        except BalanceError:
+            raise BalanceError(
+                f"balance has an impossible entry: balance={sizes} (expected whole numbers of 1 "
+                f"or more).\n{advice}"
+            ) from None
+    if not n_layers and sizes:
+        raise BalanceError(
+            f"module has no layers: balance={sizes} (expected []).\nFix: give it layers."
+        )
+    if sum(sizes) != n_layers:
+        raise BalanceError(
+            f"balance does not fit the module: sum({sizes})={sum(sizes)} (expected {n_layers}, "
+            f"the number of layers).\n{advice}"
+        )
+    return [int(size) for size in sizes]
+
+
+def check_number(n_layers: int, balance: list[int]) -> None:
+    """Make sure that a pipeline still has the layers of its balance.
+
+    Raises:
+        PipelineError: it has more, or fewer.
+    """
+    if n_layers != sum(balance):
+        raise PipelineError(
+            f"layers were added to or taken from a pipeline: it has {n_layers} (expected "
+            f"{sum(balance)}, the sum of its balance).\n"
+            "Fix: change the nn.Sequential, and make another pipeline of it."
+        )
+
+
+def check_one_input(input: Any, others: Sequence[object], keywords: dict[str, Any]) -> Any:
+    """Return the input of a call; one that was given by name is taken out of the keywords.
+
+    Args:
+        input: What was given first; `NO_INPUT`: nothing was.
+        others: What was given after it, without a name.
+        keywords: What was given with a name, which the first layer gets.
+
+    Raises:
+        ModelError: there is none, or there are several.
+    """
+    if input is NO_INPUT:
+        if "input" in keywords:
+            return keywords.pop("input")
+        raise ModelError(
+            "a pipeline takes one input: none was given, but "
+            f"{', '.join(keywords) or 'nothing'} by name (expected one without a name; those with "
+            "a name are keyword arguments of the first layer).\n"
+            "Fix: pipe(x), or pipe(x, mask=mask); pipe({'x': x, 'mask': mask}) if the first layer "
+            "takes a dict."
+        )
+    if others:
+        raise ModelError(
+            f"a pipeline takes one input: {1 + len(others)} were given one after the other "
+            "(expected one, as nn.Sequential).\n"
+            "Fix: pipe((x, y)) if the first layer takes a tuple; pipe(x, name=y) if y is its "
+            "keyword argument `name`."
+        )
+    return input
+
+
+def check_step_input(others: Sequence[object]) -> None:
+    """Refuse arguments of `GPipe.step` other than the input that are given without a name.
+
+    Raises:
+        ModelError: there is one.
+    """
+    if others:
+        raise ModelError(
+            f"step takes target and loss by name: {1 + len(others)} arguments were given without "
+            "(expected one, the input).\n"
+            "Fix: pipe.step(x, target=y, loss_fn=loss_fn); several inputs are one tuple, "
+            "pipe.step((x, z), ...)."
+        )
+
+
+def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
+    """Refuse a balance that cuts a run of layers that are recomputed together.
+
+    Raises:
+        BalanceError: a partition begins inside of one, or one is inside of a layer.
+    """
+    names = list(layers)
+    for name, layer in layers.items():
+        inside = layer.stands_for if isinstance(layer, Recomputed) else layer
+        if any(isinstance(part, Recomputed) for part in _walk(inside)):
+            raise BalanceError(
+                f"a run of layers that are recomputed together is inside of layer {name!r}, where "
+                "it would draw the random numbers of other layers (expected runs of the layers of "
+                "the pipeline).\n"
+                "Fix: open that layer first, with_recompute(gpipebal.flatten(model), runs)."
+            )
+    for j, begin in enumerate(accumulate(balance[:-1], initial=0)):
+        first = layers[names[begin]] if names else None
+        if isinstance(first, Recomputed) and first.is_inside:
+            raise BalanceError(
+                f"balance cuts a run of layers that are recomputed together: partition {j} begins "
+                f"with layer {names[begin]!r} (expected the first layer of the run, or one of "
+                "none).\n"
+                "Fix: choose the runs for this balance, with_recompute(model, runs)."
+            )
+
+
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all in it, also one in a layer's place, which `modules` hides."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _walk(child)
+
+
+def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[str, Any]:
+    """Return the dimensions of keyword arguments by name.
+
+    Args:
+        keyword_dims: What the user gave.
+        first: The first layer, which gets the keyword arguments; None: there is none.
+
+    Raises:
+        BalanceError: they are not a mapping, or name a keyword that the first layer does not take.
+    """
+    if keyword_dims is not None and not isinstance(keyword_dims, Mapping):
+        raise BalanceError(
+            f"keyword_dims is not a dict: keyword_dims={keyword_dims!r} (expected names and "
+            "dimensions).\nFix: keyword_dims={'mask': None}, say."
+        )
+    dims = dict(keyword_dims or {})
+    wrong = _wrong_name(dims, first)
+    if wrong:
+        raise BalanceError(
+            f"keyword_dims {wrong}\nFix: name the keywords as they are passed to the pipeline."
+        )
+    return dims
+
+
+def check_keywords(keywords: Mapping[str, Any] | None, first: nn.Module) -> None:
+    """Refuse keyword arguments that the first layer does not take.
+
+    Raises:
+        ModelError: there is one.
+    """
+    wrong = _wrong_name(keywords, first) if isinstance(keywords, Mapping) else ""
+    if wrong:
+        raise ModelError(f"keywords {wrong}\nFix: give the first layer what it takes.")
+
+
+def _wrong_name(names: Iterable[str], first: nn.Module | None) -> str:
+    """Say which names are not keywords of the first layer; empty if none, or if not known."""
+    known = None if first is None else _keywords_of(first)
+    unknown = [name for name in names if known is not None and name not in known]
+    if not unknown:
+        return ""
+    return (
+        f"has a name that the first layer does not take: {unknown[0]!r} "
+        f"(expected one of {', '.join(map(repr, known or [])) or 'none'}, the keywords of "
+        f"{type(first).__name__}.forward)."
+    )
+
+
+def _keywords_of(layer: nn.Module) -> list[str] | None:
+    """Return the names that a layer takes besides its input; None: that cannot be told."""
+    if layer._forward_pre_hooks_with_kwargs:
+        return None  # a hook may take them away
+    try:
+        parameters = list(inspect.signature(layer.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        return None
+    return [p.name for p in parameters[1:] if p.kind != p.POSITIONAL_ONLY]
+
+
+def name_at(names: Sequence[str], index: int) -> str:
+    """Return the name of a layer for an error, or words for none."""
+    return repr(names[index]) if index < len(names) else "missing"
+
+
+def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
+    """Make sure that a plan is for layers of these names.
+
+    Raises:
+        BalanceError: it is for others; the error names the first that differs.
+    """
+    planned = [name for partition in plan.partitions for name in partition.layers]
+    if planned == list(names):
+        return
+    k = 0
+    while k < min(len(planned), len(names)) and planned[k] == names[k]:
+        k += 1
+    raise BalanceError(
+        f"the plan is for another model: it has {count(len(planned), 'layer')}, the module has "
+        f"{len(names)}; layer {k} is {name_at(planned, k)} in the plan and "
+        f"{name_at(names, k)} in the module.\n"
+        "Fix: profile this module and solve again."
+    )
+
+
+def check_plan_schedule(plan: Plan) -> None:
+    """Make sure that the executor can run a plan's schedule.
+
+    Raises:
+        KindError: it is not a plan.
+        UnsupportedPlanError: it cannot; the error names the schedules that can be run.
+    """
+    check_kind("plan", plan, Plan)
+    check_schedule(plan.schedule)
+
+
+def with_runs_of(plan: Plan, module: nn.Module) -> nn.Module:
+    """Return the chain with the runs of a plan recomputed; the same chain if nothing is to add.
+
+    Raises:
+        BalanceError: it has other runs.
+    """
+    if not plan.runs:
+        return module
+    own = tuple(
+        range(k, k + layer.n_layers)
+        for k, layer in enumerate(layers_of(module).values())
+        if isinstance(layer, Recomputed) and not layer.is_inside
+    )
+    if not own:
+        assert isinstance(module, nn.Sequential)
+        return with_recompute(module, plan.runs)
+    if own != plan.runs:
+        raise BalanceError(
+            f"the module recomputes other layers than the plan: runs of {list(own)} (expected "
+            f"{list(plan.runs)}).\n"
+            "Fix: give the model without runs, from_plan adds those of the plan."
+        )
+    return module
+
+
+def plan_warnings(
+    plan: Plan, layers: Mapping[str, nn.Module], threads_per_partition: int, in_dims: Any = 0
+) -> Iterator[str]:
+    """Say what makes the predictions of a plan doubtful for these layers, threads and rows."""
+    planned = [found for partition in plan.partitions for found in partition.fingerprints]
+    changed = [
+        name
+        for (name, layer), found in zip(layers.items(), planned, strict=False)
+        if is_same_layer(found, layer) is False
+    ]
+    if changed:
+        yield (
+            f"{count(len(changed), 'layer')} changed since the profile (the first is "
+            f"{changed[0]!r}): the plan's times and memory may be wrong. Fix: profile the model "
+            "again."
+        )
+    profiled = plan.provenance.get("threads")
+    if profiled is not None and profiled != threads_per_partition:
+        yield (
+            f"partitions have {count(threads_per_partition, 'thread')} each, but their layers were "
+            f"profiled with {profiled}: the plan's times may be wrong. Fix: "
+            f"threads_per_partition={profiled}, or profile_model(..., "
+            f"threads={threads_per_partition})."
+        )
+    dims = plan.provenance.get("in_dims")
+    if dims and in_dims == 0:
+        yield (
+            f"the mini-batch is divided along dim 0, but the model was profiled with in_dims of "
+            f"{dims}: other micro-batches than the plan's. Fix: "
+            "GPipe.from_plan(model, plan, in_dims=..., out_dims=...), as for profile_model."
+        )

@@ -1,0 +1,348 @@
+"""Runs of layers that are recomputed on their own, inside a partition that keeps other graphs.
+
+The first layer of a run does the work of all: it takes its input through all of the run's layers,
+under `torch.utils.checkpoint`, and the others pass on what they are given::
+
+    embed   block0          block1          head
+    embed   block0+block1   ─ as it is ─▶   head        run: block0, block1
+
+So the chain has as many layers as before, with their names, parameters and buffers, and every
+balance that keeps a run in one partition can be used. Such a recompute behaves as one of the
+pipeline's own: it draws the same random numbers, starts from the same buffers and leaves no trace
+in them, and `is_recomputing` is true in its layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipebal.errors import BalanceError, ModelError
+from gpipebal.pipeline.layers.buffers import BuffersOfRun
+from gpipebal.pipeline.layers.proxy import Proxy
+from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing, phase
+from gpipebal.pipeline.randomness.randomness import Repeatable, current_randomness
+from gpipebal.pipeline.values.microbatch import find_overlaps
+from gpipebal.pipeline.values.tensors import copy_of, version_of
+from gpipebal.skip.skippable import is_skippable
+
+__all__ = ["Recomputed", "with_recompute"]
+
+
+def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
+    """Return the same chain of layers with some runs of them recomputed in the backward.
+
+    The layers are the module's own; the module itself is not changed. Whenever a graph is recorded,
+    only the input of a run is kept for the backward: also without a pipeline, where
+    `torch.utils.checkpoint` restores the random numbers for the recompute. A micro-batch that the
+    pipeline recomputes anyway is recomputed once, as a whole.
+
+    Args:
+        module: The layers.
+        runs: Layers that are recomputed together: consecutive ones, by places or names. In a
+            pipeline all of a run must be in one partition. `gpipebal.planner.recompute_layers`
+            chooses them.
+
+    Returns:
+        An `nn.Sequential` with the names, parameters and state dict of `module`.
+
+    Raises:
+        BalanceError: layers that do not exist, are not consecutive, or are in two runs.
+        ModelError: `module` is not an `nn.Sequential`, or a layer stashes or pops a skip.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+        >>> again = with_recompute(model, [range(1, 3)])
+        >>> list(again.state_dict()) == list(model.state_dict()), again[0] is model[0]
+        (True, True)
+        >>> x = torch.ones(2, 4)
+        >>> torch.equal(model(x), again(x))
+        True
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ModelError(
+            f"module is not a chain: type(module)={type(module).__name__} (expected nn.Sequential)."
+            "\n"
+            "Fix: give the layers of the pipeline as an nn.Sequential."
+        )
+    layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+    changed = dict(layers)
+    taken: set[int] = set()
+    for run in runs:
+        places = _places(run, [name for name, _ in layers], taken)
+        taken.update(places)
+        inside = [layers[k] for k in places]
+        for k, (name, layer) in enumerate(inside):
+            _check_no_skips(name, layer)
+            changed[name] = Recomputed(layer, () if k else inside)
+    # With the module's own hooks, if it has any.
+    found = copy.copy(module)
+    found.__dict__["_modules"] = changed
+    return found
+
+
+def _places(run: Sequence[int | str], names: Sequence[str], taken: set[int]) -> list[int]:
+    places = []
+    for key in run:
+        place = names.index(key) if isinstance(key, str) and key in names else key
+        if not isinstance(place, int) or not 0 <= place < len(names):
+            raise BalanceError(
+                f"a run has a layer that does not exist: {key!r} (expected a place from 0 to "
+                f"{len(names) - 1}, or the name of a layer).\n"
+                "Fix: give the model that the runs were chosen for."
+            )
+        places.append(place)
+    if not places or places != list(range(places[0], places[0] + len(places))):
+        raise BalanceError(
+            f"layers of a run are not consecutive: {list(run)} (expected one layer or more, each "
+            "after the one before).\nFix: give every part by itself: runs=[...], [...]."
+        )
+    both = taken.intersection(places)
+    if both:
+        raise BalanceError(
+            f"a layer is in two runs: {names[min(both)]!r} (expected one at most).\n"
+            "Fix: recompute both runs as one, or take the layer out of one of them."
+        )
+    return places
+
+
+def _check_no_skips(name: str, layer: nn.Module) -> None:
+    if any(is_skippable(inside) for inside in layer.modules()):
+        raise ModelError(
+            f"a layer with skip connections cannot be recomputed by itself: {name!r} would stash "
+            "or pop twice.\n"
+            "Fix: leave it out of the runs, or checkpoint='always' for its partition."
+        )
+
+
+class Recomputed(Proxy):
+    """A layer's place in a chain: the first one of a run runs all of it, the others run nothing.
+
+    Args:
+        layer: The layer whose names, parameters and buffers it has.
+        run: Names and layers that the forward goes through; none: it returns its input.
+    """
+
+    _run: tuple[tuple[str, nn.Module], ...]
+    _of_run: BuffersOfRun | None
+    _written: dict[tuple[bool, ...], frozenset[int]]
+    _foreign: Container[int]
+
+    def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__(layer)
+        # Not registered: they would appear in names.
+        self.__dict__.update(_run=tuple(run), _of_run=None, _written={}, _foreign=())
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether an earlier layer begins its run."""
+        return not self._run
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers of the run that it begins."""
+        return len(self._run)
+
+    def keep_off(self, buffers: Container[int]) -> None:
+        """Leave buffers alone that another worker may read, given by ``id``, while they exist."""
+        self.__dict__.update(_of_run=None, _foreign=buffers)
+
+    def give_back(self) -> None:
+        """Give the layers of the run their own buffers back, if a recompute that hangs has them."""
+        buffers, self.__dict__["_of_run"] = self._of_run, None
+        if buffers is not None:
+            buffers.give_back()
+
+    def extra_repr(self) -> str:
+        """Say which layer it is, and which are recomputed with it."""
+        kind = type(self.stands_for).__name__
+        names = ", ".join(name for name, _ in self._run)
+        return f"{kind}, recomputes {names}" if names else f"{kind}, recomputed by an earlier layer"
+
+    def forward(self, *values: Any, **keywords: Any) -> Any:
+        """Take a value through the run, and keep nothing of it but the value."""
+        if not self._run:
+            return values[0]
+        outer = current_randomness()
+        first = None if outer is None else outer.layer
+        if not torch.is_grad_enabled() or is_checkpointing() or is_recomputing():
+            return self._through(first, *values, **keywords)
+        buffers = self._of_run
+        if buffers is None or not buffers.modules.are_as_made():
+            layers = [layer for _, layer in self._run]
+            buffers = self._of_run = BuffersOfRun(layers, self._foreign)
+            self._written = {}
+        repeatable = None if outer is None else outer.repeatable()
+        again = _Again(buffers, repeatable)
+        look = buffers.copies()
+        contexts = (nullcontext() if repeatable is None else repeatable.first.watching(), again)
+        once = _Once(self, first, buffers.mode(), values, keywords)
+        result = checkpoint(
+            once,
+            *once.kept,
+            use_reentrant=False,
+            # In a pipeline no worker may touch the process's default generator.
+            preserve_rng_state=outer is None,
+            context_fn=lambda: contexts,
+        )
+        once.kept = []  # the checkpoint holds it, for as long as it is needed
+        again.kept = buffers.looked(again.kept, look)
+        return result
+
+    def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
+        """Run the layers, with the random numbers that they would have without the run.
+
+        Args:
+            first: Place of the first layer in the chain of the pipeline; None: no pipeline.
+            values: Its input.
+            keywords: Its keyword arguments.
+        """
+        randomness = current_randomness()
+        value: Any = None
+        for k, (name, layer) in enumerate(self._run):
+            if randomness is not None and first is not None:
+                randomness.enter_layer(first + k if isinstance(first, int) else f"{first} + {k}")
+            try:
+                value = layer(value) if k else layer(*values, **keywords)
+            except Exception as error:
+                error.add_note(f"in layer {name!r}, which is recomputed by itself")
+                raise
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy finds out again what is known about the buffers and the input.
+        return {**super().__getstate__(), "_of_run": None, "_written": {}}
+
+
+class _Once:
+    """The function that a checkpoint calls: first on the run's input, later on the kept one.
+
+    A run may write to its input, as its layers would without it, and others that have the same
+    tensor see that. A recompute needs the input as it was, so a copy of such a tensor is kept.
+
+    Args:
+        place: The first layer of the run.
+        first: Its place in the chain of the pipeline; None: no pipeline.
+        mode: Modes of the layers: a dropout in place writes in training only.
+        values: Its input.
+        keywords: Its keyword arguments.
+
+    Attributes:
+        kept: Leaves of the input, for a recompute.
+    """
+
+    def __init__(
+        self,
+        place: Recomputed,
+        first: int | str | None,
+        mode: tuple[bool, ...],
+        values: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        self._place, self._first, self._mode = place, first, mode
+        leaves, self._structure = pytree.tree_flatten((values, keywords))
+        known = place._written.get(mode)
+        # At first everything is copied, to see what is written to.
+        self._copied = frozenset(range(len(leaves))) if known is None else known
+        # One tensor may be in several places, and a write to it is seen in all of them.
+        places = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
+        self._first_place = [places[id(leaf)] for leaf in leaves]
+        self.kept = self._copies(
+            leaves, lambda leaf: copy_of(leaf.detach()).requires_grad_(leaf.requires_grad)
+        )
+        self._given: list[Any] | None = leaves
+
+    def __call__(self, *kept: Any) -> Any:
+        given, self._given = self._given, None
+        if given is None:
+            # Copies of the copies: a graph that is retained runs its backward again.
+            return self._go(self._copies(kept, copy_of))
+        versions = [*map(version_of, given)]
+        result = self._go(given)
+        written = {i for i, leaf in enumerate(given) if version_of(leaf) != versions[i]}
+        if written:
+            self._check_alone(given, written)
+        self._note(written)
+        return result
+
+    def _copies(self, leaves: Sequence[Any], copy: Callable[[Tensor], Tensor]) -> list[Any]:
+        """Return leaves with copies of those that are written to, one copy of each tensor."""
+        made: list[Any] = []
+        for i, (leaf, first) in enumerate(zip(leaves, self._first_place, strict=True)):
+            if first < i:
+                made.append(made[first])
+            elif isinstance(leaf, Tensor) and i in self._copied:
+                made.append(copy(leaf))
+            else:
+                # What a layer sets on it, such as a gradient, must stay in one pass.
+                alike = isinstance(leaf, Tensor) and not leaf.requires_grad
+                made.append(leaf.detach() if alike else leaf)
+        return made
+
+    def _check_alone(self, leaves: Sequence[Any], written: set[int]) -> None:
+        """Refuse writes to memory that another leaf shares: its copy would not see them.
+
+        Raises:
+            ModelError: there is one.
+        """
+        once = list(dict.fromkeys(self._first_place))
+        overlaps = find_overlaps([leaves[i] for i in once])
+        if any(once[k] in written for k in overlaps):
+            raise ModelError(
+                "a run of layers writes to an input whose memory is also that of another of its "
+                f"inputs: {[name for name, _ in self._place._run]} (expected it in one of them, or "
+                "no writes).\n"
+                "Fix: leave its first layer out of the run, or let it work on a clone()."
+            )
+
+    def _go(self, leaves: list[Any]) -> Any:
+        values, keywords = pytree.tree_unflatten(leaves, self._structure)
+        return self._place._through(self._first, *values, **keywords)
+
+    def _note(self, written: set[int]) -> None:
+        place = self._place
+        if not written <= self._copied:
+            place._written.pop(self._mode, None)
+            raise ModelError(
+                "a run of layers writes to its own input, which its recompute needs, and did not "
+                f"before: {[name for name, _ in place._run]}.\n"
+                "Fix: let its first layers write to their input always or never."
+            )
+        place._written.setdefault(self._mode, frozenset(written))
+
+
+class _Again(AbstractContextManager[None]):
+    """The context of a recompute, which may be entered several times.
+
+    Args:
+        buffers: The buffers of the run.
+        repeatable: Random numbers of the forward; None: torch restores its generators.
+
+    Attributes:
+        kept: The buffers as they were before the forward.
+    """
+
+    def __init__(self, buffers: BuffersOfRun, repeatable: Repeatable | None) -> None:
+        self._buffers, self._repeatable = buffers, repeatable
+        self.kept = buffers.keep()
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        self._buffers.check(self.kept)
+        with ExitStack() as stack:
+            stack.enter_context(phase(recomputing=True))
+            # Copies of the copies: a graph that is retained runs its backward again.
+            stack.enter_context(self._buffers.replaced(self.kept.again()))
+            if self._repeatable is not None:
+                stack.enter_context(self._repeatable.again().watching())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)

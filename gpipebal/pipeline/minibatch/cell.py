@@ -1,0 +1,302 @@
+"""A cell: one micro-batch in one partition, as a small autograd graph of its own.
+
+::
+
+    inputs ──detach──▶ leaves ──layers──▶ outputs ──detach──▶ next partition
+                         ▲                   │
+    gradients of inputs ─┘◀──── backward ────┘◀── gradients of outputs
+
+Without checkpointing the cell keeps the graph, but of its outputs only their places in the graph:
+the output tensors themselves belong to the next partition. With checkpointing it keeps only its
+inputs, and makes the graph in the recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline.layers.batchnorm import SEEN, gathering
+from gpipebal.pipeline.layers.buffers import Kept
+from gpipebal.pipeline.process.caller import CallerState
+from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.randomness.randomness import OwnRandomness, States
+from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
+from gpipebal.pipeline.values.microbatch import (
+    Packet,
+    check_nothing_hidden,
+    detached,
+    find_overlaps,
+)
+from gpipebal.pipeline.values.tensors import has_storage, version_of
+from gpipebal.pipeline.workers.facts import kind_of
+from gpipebal.pipeline.workers.partition import Partition, Pass, Tail
+
+__all__ = ["Cell"]
+
+
+class Cell:
+    """One micro-batch in one partition.
+
+    Args:
+        partition: The partition.
+        mode: The state of its layers when the mini-batch went in, from `Modules.mode`.
+        micro_batch: Which micro-batch it is.
+        seed: Seed of the mini-batch's random numbers.
+        grad: Whether a backward can follow.
+        protect: Whether its input must stay as it is even without a backward.
+        checkpointed: Whether it is recomputed in the backward; only with `grad`.
+
+    Attributes:
+        checkpointed: As given.
+    """
+
+    __slots__ = (
+        "_draws",
+        "_grad",
+        "_input",
+        "_keep",
+        "_kept",
+        "_kind",
+        "_leaves",
+        "_marks",
+        "_micro_batch",
+        "_mode",
+        "_n_inputs",
+        "_parameters",
+        "_partition",
+        "_promised",
+        "_protect",
+        "_roots",
+        "_seed",
+        "_states",
+        "_tail",
+        "_versions",
+        "_writes",
+        "checkpointed",
+    )
+
+    def __init__(
+        self,
+        partition: Partition,
+        mode: Hashable,
+        *,
+        micro_batch: int,
+        seed: MiniBatchSeed,
+        grad: bool,
+        protect: bool,
+        checkpointed: bool,
+    ) -> None:
+        self._partition = partition
+        self._mode = mode
+        self._micro_batch = micro_batch
+        self._seed = seed
+        self._grad = grad
+        self._protect = grad or protect
+        self.checkpointed = checkpointed
+        self._n_inputs = 0
+        self._kind: Any = None
+        self._versions: list[int | None] = []
+        self._writes: Hashable = None
+        self._keep = False
+        self._parameters = True
+        self.release()
+
+    def release(self) -> None:
+        """Forget all tensors."""
+        self._input: Packet | None = None
+        self._leaves: list[Tensor | None] = []
+        self._roots: list[tuple[GradientEdge, torch.device] | None] = []
+        self._marks: list[int] = []
+        self._kept: Kept | None = None
+        self._promised: list[bool] = []
+        self._states: States = []
+        self._draws: Mapping[int | str, int] = {}
+        self._tail: Tail | None = None
+
+    def forget_facts(self) -> None:
+        """Let the partition find out again the facts about micro-batches of this cell's kind."""
+        self._partition.forget(self._kind)
+
+    def forward(self, packet: Packet, state: CallerState, tail: Tail | None = None) -> Packet:
+        """Run the layers on the cell's input; return what goes on to the next partition.
+
+        Args:
+            packet: The input.
+            state: Settings of the caller.
+            tail: Runs after the layers, in the recompute too.
+        """
+        self._n_inputs = len(packet.leaves)
+        self._kind = kind_of(
+            self._mode, packet, state, protect=self._protect, has_tail=tail is not None
+        )
+        # Before the layers run: one may write to its input although the facts say that none does.
+        versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
+        states: States | None = [] if self.checkpointed else None
+        randomness = OwnRandomness(self._seed, self._micro_batch, states)
+        marks: list[int] = []
+        with phase(checkpointing=self.checkpointed):
+            result = self._partition.forward(
+                packet,
+                Pass(self._kind, state, randomness, tail, marks),
+                checkpointed=self.checkpointed,
+                protect=self._protect,
+                look=self.checkpointed and self._micro_batch == 0,
+            )
+        self._partition.check_writes(self._kind, packet)
+        if self.checkpointed and any(result.needs_gradient):
+            self._input = _with_copies(packet)
+            self._versions = versions
+            self._kept = result.kept
+            self._promised = result.needs_gradient
+            self._states = states or []
+            self._draws = randomness.draws
+            self._tail = tail
+            self._writes = self._partition.modules.frozen_writes()
+        elif self._grad and not self.checkpointed and any(result.needs_gradient):
+            self._leaves = _wanted(packet, result.inputs)
+            self._roots, self._marks = _roots_of(result.leaves), marks
+        check_nothing_hidden(result.leaves, f"the output of partition {self._partition.index}")
+        return Packet(
+            detached(result.leaves),
+            result.structure,
+            [self._grad and needs for needs in result.needs_gradient],
+            overlaps=find_overlaps(result.leaves) | result.overlaps,
+        )
+
+    def begin_backward(self, *, keep: bool, parameters: bool) -> None:
+        """Say how the coming backward is meant; called before the workers start."""
+        self._keep = keep
+        self._parameters = parameters
+
+    def recompute(self, state: CallerState) -> None:
+        """Make the graph that the checkpointed forward did not record.
+
+        Raises:
+            ModelError: the kept input was written to, or a layer does not do what it did before.
+        """
+        packet, kept = self._input, self._kept
+        if packet is None or kept is None:
+            return  # no output needs a gradient
+        if [*map(version_of, packet.leaves)] != self._versions:
+            raise ModelError(
+                "a checkpointed micro-batch cannot be recomputed: its input was written to after "
+                "the forward.\n"
+                "Fix: do not change the mini-batch before the backward, and let the first layer "
+                "of a partition write to its input always or never; or checkpoint='never'."
+            )
+        if self._partition.modules.frozen_writes() != self._writes:
+            raise ModelError(
+                "a checkpointed micro-batch cannot be recomputed: a parameter that is not trained "
+                "was written to after its forward, by a layer of "
+                f"partition {self._partition.index} or a hook.\n"
+                "Fix: write to it between mini-batches; or make it a buffer, which a recompute "
+                "sees as its forward did; or checkpoint='never'."
+            )
+        randomness = OwnRandomness(self._seed, self._micro_batch, self._states, again=True)
+        marks: list[int] = []
+        with phase(recomputing=True):
+            leaves, outputs = self._partition.recompute(
+                packet,
+                Pass(self._kind, state, randomness, self._tail, marks),
+                promised=self._promised,
+                kept=kept.again() if self._keep else kept,
+            )
+        randomness.check_draws(self._draws)
+        if not self._keep:
+            self._input, self._kept, self._tail = None, None, None
+            self._states = []
+        self._leaves = _wanted(packet, leaves)
+        self._roots, self._marks = _roots_of(outputs), marks
+
+    def backward(self, gradients: Sequence[Any], state: CallerState) -> list[Tensor | None]:
+        """Run the cell's graph; return the gradient of each leaf of the input, or None."""
+        if not self._roots:
+            return [None] * self._n_inputs
+        roots, seeds = [], []
+        for end, gradient in zip(self._roots, gradients, strict=True):
+            if end is not None and gradient is not None:
+                roots.append(end[0])
+                # A layer may return a tensor that is on the host.
+                seeds.append(gradient if gradient.device == end[1] else gradient.to(end[1]))
+        wanted = [leaf for leaf in self._leaves if leaf is not None]
+        keep = self._keep and not self.checkpointed
+        if roots and (self._parameters or wanted):
+            randomness = OwnRandomness(self._seed, self._micro_batch)
+            randomness.enter_backward(self._partition.index)
+            try:
+                with gathering(SEEN), randomness.watching(), state.backward_entered():
+                    torch.autograd.backward(
+                        roots,
+                        seeds,
+                        retain_graph=keep,
+                        inputs=None if self._parameters else wanted,
+                    )
+            except BaseException as error:
+                # Only a graph that is freed completely on the way shows how far the backward got.
+                if self._parameters and not keep:
+                    nodes = [edge.node for edge in roots]
+                    self._partition.note_failed_backward(error, nodes, self._marks)
+                raise
+        found = [None if leaf is None else _by_itself(leaf.grad) for leaf in self._leaves]
+        for leaf in wanted:
+            leaf.grad = None
+        if not keep:
+            # A checkpointed cell keeps its input for a further backward, and its graph never.
+            self._leaves, self._roots = [], []
+        return found
+
+
+def _with_copies(packet: Packet) -> Packet:
+    """Copy tensors that count no writes: a write before the recompute could not be detected."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in packet.leaves):
+        return packet
+    with torch.inference_mode():
+        leaves = [
+            leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+            for leaf in packet.leaves
+        ]
+    return packet._replace(leaves=leaves)
+
+
+def _by_itself(gradient: Tensor | None) -> Tensor | None:
+    """Copy a gradient that is a view of a larger one, which would be kept as long as this one."""
+    if gradient is None or not has_storage(gradient):
+        return gradient
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
+
+
+def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:
+    """Keep the leaves whose gradient is wanted; the memory of others is not the cell's.
+
+    A layer may want one for itself, and let its input require a gradient that no receiver waits
+    for.
+    """
+    return [
+        leaf if needs else None for leaf, needs in zip(leaves, packet.needs_gradient, strict=True)
+    ]
+
+
+def _roots_of(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] | None]:
+    """Return where a backward starts, and on which device, for each output that has a gradient."""
+    return [
+        (_edge(leaf), leaf.device) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in outputs
+    ]
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor goes."""
+    if tensor.grad_fn is None and not has_storage(tensor):
+        # torch would ask for a view, which a sparse tensor does not have.
+        clone = tensor.clone().grad_fn
+        assert clone is not None
+        node, output = clone.next_functions[0]
+        assert node is not None
+        return GradientEdge(node, output)
+    return get_gradient_edge(tensor)

@@ -1,0 +1,178 @@
+"""The loss inside the pipeline: computed by the last partition, one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.pipeline.minibatch.target import Target
+from gpipebal.pipeline.values.lane import Lane
+from gpipebal.pipeline.values.microbatch import Packet, flatten
+from gpipebal.pipeline.workers.partition import Tail
+from gpipebal.pipeline.workers.tied import leaves_behind
+
+__all__ = ["MicroBatchLoss", "Reduction", "call_loss"]
+
+#: How `loss_fn` treats the rows it is given: takes their mean, or their sum.
+Reduction = Literal["mean", "sum"]
+
+
+class MicroBatchLoss:
+    """A loss over the mini-batch as a weighted sum of losses over its micro-batches.
+
+    Args:
+        loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target;
+            returns a tensor with one element.
+        target: A tensor or a pytree of tensors over the whole mini-batch; None: there is none.
+        target_dims: Dimension along which each of them has its rows, as a prefix of the pytree.
+        rows: Rows of each micro-batch.
+        reduction: Whether `loss_fn` gives the mean over the rows or their sum.
+
+    Raises:
+        BalanceError: an unknown reduction, or a target of other rows than the input.
+        ModelError: `loss_fn` is not a function, or the tensors of the target have different rows.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor] | None,
+        target: Any,
+        target_dims: Any,
+        rows: Sequence[int],
+        reduction: Reduction,
+    ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise BalanceError(
+                f"reduction does not exist: reduction={reduction!r} (expected 'mean' or 'sum').\n"
+                "Fix: reduction='mean' if loss_fn takes the mean over its rows, 'sum' if it adds "
+                "them up."
+            )
+        self._loss_fn = _check_function(loss_fn)
+        self._target = None if target is None else Target(target, target_dims, rows)
+        self._needs_gradient = False
+        total = sum(rows)
+        self.weights = [
+            1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
+        ]
+
+    def events(self) -> list[Any]:
+        """Return what a lane must wait for before it reads the target."""
+        return [] if self._target is None else self._target.events()
+
+    def of(self, i: int, lane: Lane, ready: Any, meet: Callable[[Sequence[Tensor]], None]) -> Tail:
+        """Return the loss of micro-batch `i` as a function of its output; called by the worker.
+
+        Args:
+            i: The micro-batch.
+            lane: Device and streams of the last partition.
+            ready: What to wait for before reading the target.
+            meet: Called whenever a graph of the loss is recorded, with the parameters or other
+                leaves of autograd that the loss uses by itself, not through the output.
+        """
+        loss_fn, target = self._loss_fn, self._target
+        leaves = [] if target is None else target.receive(i, lane, ready)
+
+        def tail(output: Any) -> Tensor:
+            given = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+            before = {leaf.grad_fn for leaf in given}  # a loss may write to its output
+            if target is None:
+                loss = call_loss(loss_fn, output, None)
+            else:
+                with target.lent(i, leaves) as of_micro_batch:
+                    loss = call_loss(loss_fn, output, of_micro_batch)
+            if torch.is_grad_enabled():
+                own = () if target is None else target.leaves_of(i)
+                meet(leaves_behind(loss, before, [*given, *own]))
+            return loss
+
+        return tail
+
+    def keep_gradients(self, i: int) -> Sequence[Tensor | None]:
+        """Take and return the target's gradients of micro-batch `i`; called by the worker."""
+        return () if self._target is None else self._target.keep_gradients(i)
+
+    def target_gradients(self, lane: Lane) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors of the target that want a gradient, each with its gradient."""
+        return [] if self._target is None else self._target.gradients(lane)
+
+    def take(self, output: Packet) -> Tensor:
+        """Return the loss that a cell returned."""
+        self._needs_gradient = self._needs_gradient or output.needs_gradient[0]
+        loss: Tensor = output.leaves[0]
+        # Kept until all are added up. A mean may share the storage of all its terms.
+        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
+
+    def check(self) -> None:
+        """Make sure that a step with gradients had something to differentiate.
+
+        Raises:
+            PipelineError: the loss of no micro-batch needed a gradient.
+        """
+        if not self._needs_gradient:
+            raise PipelineError(
+                "the loss needs no gradient: no parameter and no input that it depends on does.\n"
+                "Fix: let a parameter require a gradient, or call step under torch.no_grad()."
+            )
+
+    def gradient(self, i: int, loss: Tensor | None) -> Tensor:
+        """Return the gradient of the mini-batch's loss by the loss of micro-batch `i`."""
+        assert loss is not None
+        return torch.full_like(loss, self.weights[i])
+
+    def total(self, losses: Sequence[Tensor | None]) -> Tensor:
+        """Add up the losses of the micro-batches, in their order, to that of the mini-batch."""
+        terms = [
+            loss if weight == 1.0 else loss * weight
+            for loss, weight in zip(losses, self.weights, strict=True)
+            if loss is not None
+        ]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+
+
+def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return the function that computes the loss.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    if isinstance(loss_fn, type):
+        raise ModelError(
+            f"loss_fn is a class: loss_fn={loss_fn.__name__} (expected a function of the output, "
+            f"or of output and target).\nFix: loss_fn={loss_fn.__name__}()."
+        )
+    if not callable(loss_fn):
+        got = "loss_fn=None" if loss_fn is None else f"type(loss_fn)={type(loss_fn).__name__}"
+        raise ModelError(
+            f"loss_fn is not a function: {got} (expected a function of the output or of output and "
+            "target).\n"
+            "Fix: pipe.step(x, target=y, loss_fn=torch.nn.functional.mse_loss), say."
+        )
+    return loss_fn
+
+
+def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:
+    """Return the loss of an output: `loss_fn` takes a target only if there is one.
+
+    Raises:
+        ModelError: the loss is not a tensor with one real number.
+    """
+    loss: Any = loss_fn(output) if target is None else loss_fn(output, target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(
+            f"loss_fn returned no loss: got {got} (expected a tensor with one element).\n"
+            "Fix: let loss_fn take the mean or the sum over the rows."
+        )
+    if loss.is_complex():
+        raise ModelError(
+            f"loss_fn returned no real number: got dtype {loss.dtype} (expected a real one).\n"
+            "Fix: let loss_fn return its absolute value or its real part."
+        )
+    return loss

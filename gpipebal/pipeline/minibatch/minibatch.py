@@ -1,0 +1,400 @@
+"""One mini-batch on its way through the pipeline.
+
+Every cell (micro-batch i in partition j) is a small autograd graph of its own, cut off at detached
+inputs; the order of cells is an explicit schedule, not something that autograd works out. Worker j
+runs the row of its partition, action by action::
+
+    forward   F(i, j)  take the input from the inbox, run the layers, put the output into j + 1's
+    recompute R(i, j)  run the layers again on the kept input, now with a graph
+    backward  B(i, j)  take the output's gradient, run the graph, put the input's into j - 1's
+
+Forwards and backwards are two phases, between which the caller computes its loss; or one, if the
+last partition computes it, micro-batch by micro-batch.
+
+Who owns what. A cell is touched only by the worker of its partition, and not between phases. A
+packet belongs to the worker or caller that took it out of an inbox. The mini-batch belongs to the
+caller, and lives as long as the caller's graph of the output does. What workers share is the
+inboxes, the failures, the statistics of deferred batch normalisation and the seed, each locked.
+
+What happens on a fault. The first failure closes all inboxes: a worker that waits gives up, one
+that computes ends its cell and stops before the next. The caller waits until all have stopped,
+then raises the failure that comes first in schedule order, with its own type and traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import PipelineError
+from gpipebal.pipeline.layers.batchnorm import Statistics, gathering
+from gpipebal.pipeline.minibatch.cell import Cell
+from gpipebal.pipeline.minibatch.inputs import Inputs
+from gpipebal.pipeline.minibatch.loss import MicroBatchLoss
+from gpipebal.pipeline.minibatch.new_gradients import NewGradients
+from gpipebal.pipeline.minibatch.routes import Routes
+from gpipebal.pipeline.observers.watchers import Watchers
+from gpipebal.pipeline.process.caller import CallerState
+from gpipebal.pipeline.randomness.randomness import new_seed
+from gpipebal.pipeline.values.lane import caller_events
+from gpipebal.pipeline.values.microbatch import Packet, find_overlaps
+from gpipebal.pipeline.workers.failures import Failures
+from gpipebal.pipeline.workers.inbox import Flag, InboxClosedError, Stop
+from gpipebal.pipeline.workers.runtime import Runtime
+from gpipebal.pipeline.workers.tied import drop_gradients
+from gpipebal.pipeline.workers.worker import GRACE, given_up_error
+from gpipebal.schedule import Action, Schedule
+
+__all__ = ["MiniBatch", "Watchers"]
+
+
+class MiniBatch:
+    """The cells of one mini-batch and their way through the phases.
+
+    Args:
+        runtime: Partitions of the pipeline, their devices and workers.
+        inputs: The input, whose micro-batches this takes away.
+        schedule: Order of the actions.
+        loss: What the last partition computes after its layers; None: nothing.
+        watchers: The trace, meter and timeout.
+
+    Attributes:
+        outputs: After the forward, the output of each micro-batch.
+        losses: After a step, the loss of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        inputs: Inputs,
+        schedule: Schedule,
+        *,
+        loss: MicroBatchLoss | None = None,
+        watchers: Watchers,
+    ) -> None:
+        self.runtime = runtime
+        self.lanes = runtime.lanes
+        self.schedule = schedule
+        self.chunks = len(inputs.micro_batches)
+        self.rows = inputs.rows
+        self.dims = inputs.dims
+        self.grad = torch.is_grad_enabled()
+        self.state = CallerState.capture(tuple({lane.device.type for lane in self.lanes}))
+        self.outputs: list[Packet] = []
+        self.losses: list[Tensor | None] = [None] * self.chunks
+        self._loss = loss
+        self._watchers = watchers
+        self._statistics = Statistics()
+        self._failures = Failures()
+        self._stop = Stop()
+        self._routes = Routes(
+            runtime.partitions, self.lanes, self._stop, watchers.ledger, watchers.record
+        )
+        self._tied = runtime.tied.sums(grad=self.grad)
+        self._spent = not self.grad
+        self._seed = new_seed()
+        recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
+        # A leaf that goes to every micro-batch is read again after one of them has run, and a
+        # partition may pass it on to the next.
+        protect = None in self.dims and self.chunks > 1
+        self._cells = [
+            [
+                Cell(
+                    partition,
+                    mode,
+                    micro_batch=i,
+                    seed=self._seed,
+                    grad=self.grad,
+                    protect=protect,
+                    checkpointed=self.grad and (partition.index, i) in recomputed,
+                )
+                for i in range(self.chunks)
+            ]
+            for partition, mode in [(part, part.modules.mode()) for part in runtime.partitions]
+        ]
+        self._ready = starts = [lane.follow_caller() for lane in self.lanes]
+        ready = [starts[0], *caller_events(inputs.micro_batches[0])]
+        for i, leaves in enumerate(inputs.micro_batches):
+            self._routes.put_input(
+                i,
+                Packet(
+                    leaves, inputs.structure, inputs.needs_gradient, ready, find_overlaps(leaves)
+                ),
+            )
+        self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
+        # Parameters without a gradient, by partition, while backwards run.
+        self._new: list[NewGradients] = []
+        # What a recompute needs unchanged: the layers' modes and parameters.
+        self._states: list[Any] = []
+        # Keeping them here would keep their memory.
+        inputs.micro_batches = []
+
+    def forward(self) -> None:
+        """Run all forwards; the outputs are then in `outputs`, in the order of micro-batches.
+
+        Raises:
+            BaseException: whatever a layer raised, with notes that say where.
+        """
+        self._run_forward_phase("F")
+        self.outputs = [self._routes.take_output(i) for i in range(self.chunks)]
+        for packet in self.outputs:
+            self.lanes[-1].give_to_caller(packet.leaves, packet.ready)
+
+    def step(self) -> list[list[Tensor | None]]:
+        """Run all forwards, losses and backwards; the losses are then in `losses`.
+
+        Without gradients only the forwards and losses are run.
+
+        Returns:
+            For each micro-batch, the gradient of each leaf of its input.
+
+        Raises:
+            BaseException: as for `forward`.
+        """
+        self._spent = True
+        if not self.grad:
+            self._run_forward_phase("F")
+            received: list[list[Tensor | None]] = []
+        else:
+            for row in self._cells:
+                for cell in row:
+                    cell.begin_backward(keep=False, parameters=True)
+            self._begin_gradients(parameters=True)
+            self._run_forward_phase("FRB")
+            received = self._take_input_gradients()
+        self.lanes[-1].give_to_caller(self.losses, self._done[-1])
+        return received
+
+    def backward(
+        self,
+        gradients: Sequence[Sequence[Tensor | None]],
+        ready: Any,
+        *,
+        keep: bool,
+        parameters: bool,
+    ) -> list[list[Tensor | None]]:
+        """Run all recomputes and backwards.
+
+        Args:
+            gradients: For each micro-batch, the gradient of each leaf of its output.
+            ready: What the last lane waits for before it reads them.
+            keep: Keep the cells, so that a second backward can follow.
+            parameters: Add to the parameters' gradients; without it only the input's are found.
+
+        Returns:
+            For each micro-batch, the gradient of each leaf of its input.
+
+        Raises:
+            PipelineError: the cells were used up by an earlier backward.
+            BaseException: whatever a recompute or a backward raised.
+        """
+        if self._spent:
+            raise PipelineError(
+                "the pipeline's backward ran already, and what it needs is freed (or a forward or "
+                "backward failed in the middle).\n"
+                "Fix: loss.backward(retain_graph=True) for all but the last backward, or run the "
+                "pipeline again."
+            )
+        self._check_unchanged()
+        self._spent = not keep
+        self._ready = [lane.follow_caller() for lane in self.lanes]
+        for i, leaves in enumerate(gradients):
+            self._routes.put_output_gradients(i, (list(leaves), ready))
+        for row in self._cells:
+            for cell in row:
+                cell.begin_backward(keep=keep, parameters=parameters)
+        self._begin_gradients(parameters=parameters)
+        self._run_phase("RB")
+        received = self._take_input_gradients()
+        if self._spent:
+            self._release_cells()
+        return received
+
+    def _begin_gradients(self, *, parameters: bool) -> None:
+        self._new = [NewGradients() for _ in self.runtime.partitions] if parameters else []
+        for sums in self._tied:  # an interrupted backward may have left some
+            sums.clear()
+
+    def _take_input_gradients(self) -> list[list[Tensor | None]]:
+        found = [self._routes.take_input_gradients(i) for i in range(self.chunks)]
+        for leaves, ready in found:
+            self.lanes[0].give_to_caller(leaves, ready)
+        self.runtime.tied.add_up(self._tied, self.lanes)
+        return [list(leaves) for leaves, _ in found]
+
+    def _run_forward_phase(self, kinds: str) -> None:
+        """Run a phase that has the forwards; then update the running statistics of the layers."""
+        self._run_phase(kinds)
+        self._statistics.commit()
+        if any(cell.checkpointed for row in self._cells for cell in row):
+            self._states = [part.modules.condition() for part in self.runtime.partitions]
+
+    def _check_unchanged(self) -> None:
+        for partition, state in zip(self.runtime.partitions, self._states, strict=False):
+            if partition.modules.condition() != state:
+                raise PipelineError(
+                    f"the checkpointed micro-batches of partition {partition.index} cannot be "
+                    "recomputed: since their forward a parameter was written to, replaced or "
+                    "frozen, or a layer was switched between train and eval.\n"
+                    "Fix: call backward() before the optimizer's step, before eval(), and inside "
+                    "the block of torch.func.functional_call; or checkpoint='never'."
+                )
+
+    def _run_phase(self, kinds: str) -> None:
+        with self.state.process_wide_entered(), self._seed.in_phase():
+            self._run_rows(self.schedule.phase(kinds))
+
+    def _run_rows(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Let every worker run its row; return when all have, raise when one failed."""
+        pool = self.runtime.pool
+        self._done: list[Any] = [None] * len(rows)
+        begun, finished = [False] * len(rows), [Flag() for _ in rows]
+
+        def task_of(j: int) -> Callable[[], None]:
+            variables = self.state.variables.copy()
+
+            def task() -> None:
+                try:
+                    begun[j] = True
+                    variables.run(self._run_row, j, rows[j])
+                finally:
+                    # Woken while the interpreter ends, a caller would be killed inside torch.
+                    if not self._stop.is_exit:
+                        finished[j].set()
+
+            return task
+
+        try:
+            with pool.running(self._stop):
+                pool.submit([task_of(j) for j in range(len(rows))])
+                pool.wait_for(finished, self._watchers.timeout)
+        except BaseException:
+            # Interrupted, or no action ends: let the cells in progress end, unless they hang.
+            # A second interrupt ends this wait: workers are given up, and their cells with them.
+            try:
+                self._close()
+                if not pool.is_given_up:
+                    # A worker that has not begun by now finds it stopped, and does nothing.
+                    running = [flag for flag, it in zip(finished, begun, strict=True) if it]
+                    pool.wait_for(running, GRACE, spare_computing=True)
+                    self._release_cells()
+            except PipelineError:
+                pass  # the interrupt is what the caller gets to see
+            except BaseException:
+                pool.give_up()
+                raise
+            finally:
+                if pool.is_given_up:
+                    self._give_up()
+                self.runtime.follow_workers()
+            raise
+        if self._failures:
+            self._release_cells()
+            self.runtime.follow_workers()
+            raise self._failures.take_first(self.schedule)
+        for lane, end in zip(self.lanes, self._done, strict=True):
+            lane.give_to_caller((), end)
+
+    def _run_row(self, j: int, row: Sequence[Action]) -> None:
+        lane, activity = self.lanes[j], self.runtime.pool.activities[j]
+        ledger = self._watchers.ledger
+        action = row[0]
+        try:
+            lane.wait_for(self._ready[j])
+            with (
+                ledger.watch(j) if ledger else nullcontext(),
+                gathering(self._statistics),
+                self.runtime.tied.collecting(self._tied[j]),
+            ):
+                for action in row:
+                    activity.wait_for(action)
+                    self._run_action(action)
+                    activity.end()
+            self._done[j] = lane.mark()
+        except InboxClosedError:
+            if not self._stop.is_set:  # no other worker failed, which would tell why
+                self._failures.add(action, given_up_error())
+                self._close()
+        except BaseException as error:
+            # Perhaps because what was found out about a layer no longer holds.
+            self._cells[j][action.micro_batch].forget_facts()
+            self._failures.add(action, error)
+            self._close()
+        finally:
+            activity.rest()
+
+    def _run_action(self, action: Action) -> None:
+        j, kind, i = action
+        cell, lane = self._cells[j][i], self.lanes[j]
+        loss = self._loss if j == len(self.lanes) - 1 else None
+        if kind == "F":
+            packet = self._routes.take_input(j, i)
+            started = self._clock_in(action)
+            tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
+            output = cell.forward(packet, self.state, tail)
+            del packet  # memory that it shares with the output is the receiver's to free
+            self._clock_out(action, started)
+            if loss is None:
+                self._routes.put_output(j, i, output._replace(ready=lane.mark(output.leaves)))
+            else:
+                self.losses[i] = loss.take(output)
+        elif kind == "R":
+            # A recompute waits for nothing, so a failed mini-batch has to be noticed here.
+            self._stop.check()
+            started = self._clock_in(action)
+            cell.recompute(self.state)
+            self._clock_out(action, started)
+        else:
+            if loss is None:
+                gradients = self._routes.take_gradients(j, i)
+            else:
+                self._stop.check()
+                gradients = [loss.gradient(i, self.losses[i])]
+            new = self._new[j] if self._new else None
+            if new is not None and not new.has_begun:
+                new.begin(self.runtime.partitions[j].modules.parameters())
+            started = self._clock_in(action)
+            received = cell.backward(gradients, self.state)
+            of_target = () if loss is None else loss.keep_gradients(i)
+            if new is not None:
+                new.part_from([*gradients, *received, *of_target])
+            # They may share memory with what was received, which is the receiver's from now on.
+            del gradients
+            self._clock_out(action, started)
+            self._routes.put_gradients(j, i, received, lane.mark())
+
+    def _meet(self, leaves: Sequence[Tensor]) -> None:
+        """Take in the parameters, or the like, that the loss of a micro-batch uses by itself."""
+        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        self.runtime.tied.tie(len(self.lanes) - 1, parameters)
+        if self._new:
+            self._new[-1].add(leaves)
+
+    def _clock_in(self, action: Action) -> Any:
+        j = action.partition
+        self.runtime.pool.activities[j].run(self.runtime.partitions[j])
+        return self.lanes[j].clock() if self._watchers.record is not None else None
+
+    def _clock_out(self, action: Action, started: Any) -> None:
+        if self._watchers.record is not None:
+            self._watchers.record.add(*action, started, self.lanes[action.partition].clock())
+
+    def _close(self) -> None:
+        self._spent = True
+        self._stop.is_set = True
+        self._routes.close()
+
+    def _give_up(self) -> None:
+        for partition in self.runtime.partitions:
+            partition.give_up()
+            for layer in partition.layers:
+                drop_gradients(layer.parameters(), self.runtime.pool.threads)
+
+    def _release_cells(self) -> None:
+        for row in self._cells:
+            for cell in row:
+                cell.release()

@@ -1,0 +1,5 @@
+"""Who looks on while a pipeline runs: memory and traces.
+
+Read in this order: `ledger` (which storages live, and whose they are), `recorder` (when each action
+ran), `watchers` (both, and the timeout, for one mini-batch).
+"""

@@ -1,0 +1,173 @@
+"""A ledger of live tensor memory: who holds how many bytes, now and at most.
+
+The memory of a tensor is its storage, and tensors share storages, so the ledger counts storages:
+born when an operation returns one that did not exist before, gone when torch frees it. Every
+storage is charged to one owner, a partition. What an operation uses inside and frees before it
+returns (a library's workspace) is not seen, on any device.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipebal.pipeline.process.eager import EagerDispatchMode
+from gpipebal.pipeline.values.tensors import has_storage, storage_key
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """Live bytes by owner.
+
+    Args:
+        n_owners: Owners are numbered from 0.
+
+    Attributes:
+        live: Bytes that each owner holds now.
+        peaks: The most that each owner held at one time.
+        total_peak: The most that all owners together held at one time.
+    """
+
+    def __init__(self, n_owners: int = 1) -> None:
+        self.live = [0] * n_owners
+        self.peaks = [0] * n_owners
+        self.total_peak = 0
+        self._entries: dict[int, tuple[int, int]] = {}
+        self._kept: set[int] = set()
+        # Each tells when its storage dies. They go with the ledger, perhaps before a storage does.
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._self = weakref.ref(self)
+        # Storages die in any thread and at any allocation, also inside these methods.
+        self._lock = threading.RLock()
+
+    def hold(self, tensors: Iterable[Any], owner: int, *, keep: bool = False) -> None:
+        """Charge tensors to an owner, taking them over from whoever held them.
+
+        Args:
+            tensors: The tensors; anything that is not a tensor is skipped.
+            owner: Number of the owner.
+            keep: Whether they stay with this owner from now on, whoever holds them later.
+        """
+        for tensor in tensors:
+            if has_storage(tensor):
+                self._enter(tensor, owner, take_over=True)
+                if keep:
+                    with self._lock:
+                        self._kept.add(storage_key(tensor))
+
+    def bytes_of(self, key: int) -> int | None:
+        """Return the bytes of a live storage, None if it is not in the ledger."""
+        with self._lock:
+            entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
+    def live_keys(self) -> set[int]:
+        """Return the keys of all live storages in the ledger."""
+        with self._lock:
+            return set(self._entries)
+
+    def live_now(self) -> dict[int, object]:
+        """Return what is live, for `born_since`."""
+        with self._lock:
+            return dict(self._references)
+
+    def born_since(self, before: Mapping[int, object]) -> set[int]:
+        """Return the keys of live storages that were not among those; keys are reused."""
+        with self._lock:
+            return {key for key, one in self._references.items() if before.get(key) is not one}
+
+    def start_peak(self) -> int:
+        """Let the peaks start again from now; return the bytes that are live in total."""
+        with self._lock:
+            self.peaks = list(self.live)
+            self.total_peak = sum(self.live)
+            return self.total_peak
+
+    def watch(self, owner: int, *, follow: bool = False) -> TorchDispatchMode:
+        """Return a context that charges storages born in it, in this thread, to an owner.
+
+        Compiled code runs in it as it was written: the bytes are those of eager code.
+
+        Args:
+            owner: Number of the owner.
+            follow: Whether what an operation makes of a tensor in the ledger is charged to that
+                tensor's owner instead: what an optimizer makes of a parameter, for example.
+        """
+        return _Watch(self, owner, follow)
+
+    def owner_of(self, tensor: Tensor) -> int | None:
+        """Return the owner of a tensor's storage; None: it has none."""
+        with self._lock:
+            entry = self._entries.get(storage_key(tensor))
+        return None if entry is None else entry[0]
+
+    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                if not take_over or entry[0] == owner or key in self._kept:
+                    return
+                n_bytes = entry[1]
+                self.live[entry[0]] -= n_bytes
+            else:
+                n_bytes = storage.nbytes()
+                # torch keeps the storage's Python object as long as the storage lives.
+                self._references[key] = weakref.ref(storage, partial(_leave, self._self, key))
+            self._entries[key] = (owner, n_bytes)
+            self.live[owner] += n_bytes
+            self.peaks[owner] = max(self.peaks[owner], self.live[owner])
+            self.total_peak = max(self.total_peak, sum(self.live))
+
+    def _leave(self, key: int) -> None:
+        with self._lock:
+            self._references.pop(key, None)
+            self._kept.discard(key)
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self.live[entry[0]] -= entry[1]
+
+
+def _leave(ledger: weakref.ref[Ledger], key: int, _: weakref.ref[Any]) -> None:
+    known = ledger()
+    if known is not None:
+        known._leave(key)
+
+
+class _Watch(EagerDispatchMode):
+    def __init__(self, ledger: Ledger, owner: int, follow: bool) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._owner = owner
+        self._follow = follow
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        owners = self._owners_of(args[0]) if self._follow and args else []
+        for k, leaf in enumerate(_leaves(result)):
+            if has_storage(leaf):
+                # An operation on a list gives a list: each result goes where its operand is.
+                owner = owners[min(k, len(owners) - 1)] if owners else self._owner
+                self._ledger._enter(leaf, owner, take_over=False)
+        return result
+
+    def _owners_of(self, operands: Any) -> list[int]:
+        """Return the owner of an operation's first operand; if it is a list, of each element."""
+        found = [self._ledger.owner_of(leaf) for leaf in _leaves(operands) if has_storage(leaf)]
+        return [self._owner if owner is None else owner for owner in found]
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    """Return the leaves of a value; every operation calls this, mostly with a tensor."""
+    return (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value)

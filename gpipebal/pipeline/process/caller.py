@@ -1,0 +1,146 @@
+"""What a worker thread takes over from the thread that called the pipeline.
+
+Threads inherit none of torch's thread-local settings, so each cell runs inside the settings that
+the caller had when the mini-batch went in: autocast, inference mode, the default device of
+``with torch.device(...)``, the default dtype, hooks on saved tensors, context variables. Recompute
+and backward use the forward's settings too, because they have to reproduce the forward's numbers;
+this includes settings that torch has once for the whole process (`process_wide`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._device import DeviceContext
+
+from gpipebal.pipeline.process.process_wide import Settings, current_settings, settings_entered
+
+__all__ = ["CallerState", "whole_call"]
+
+
+@dataclass(frozen=True)
+class CallerState:
+    """Settings of torch, taken from one thread to be used in others, or later.
+
+    Attributes:
+        autocast: For each type of device, the dtype that autocast casts to there, and whether it
+            is on.
+        process_wide: What torch has once for the whole process.
+    """
+
+    grad_enabled: bool
+    inference_mode: bool
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    device: torch.device | None
+    process_wide: Settings
+    saved_tensors_hooks: tuple[Any, Any] | None
+    variables: contextvars.Context = field(repr=False)
+
+    @classmethod
+    def capture(cls, device_types: tuple[str, ...]) -> CallerState:
+        """Read the settings of the current thread, with autocast for `device_types`."""
+        return cls(
+            grad_enabled=torch.is_grad_enabled(),
+            inference_mode=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+                for kind in device_types
+            ),
+            device=_default_device(),
+            process_wide=current_settings(),
+            saved_tensors_hooks=_top_saved_tensors_hooks(),
+            variables=contextvars.copy_context(),
+        )
+
+    @contextmanager
+    def entered(self, *, grad: bool) -> Iterator[None]:
+        """Run a block under these settings, recording a graph only if `grad` is set."""
+        with ExitStack() as stack:
+            if self.inference_mode:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad))
+            self._set_autocast_dtypes()
+            for kind, dtype, is_on in self.autocast:
+                # torch keeps casts of parameters for the whole process, and forgets them when any
+                # thread leaves its autocast: a cell might read one that another stream still makes,
+                # and how often it casts would depend on timing.
+                if is_on:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            if self.device is not None:
+                stack.enter_context(self.device)
+            if self.saved_tensors_hooks is not None:
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks)
+                )
+            yield
+
+    def backward_entered(self) -> AbstractContextManager[Any]:
+        """Return a context for a backward: of these settings it needs only the default device."""
+        self._set_autocast_dtypes()
+        return nullcontext() if self.device is None else self.device
+
+    def process_wide_entered(self) -> AbstractContextManager[None]:
+        """Return a context that has those of these settings that the whole process shares."""
+        return settings_entered(self.process_wide)
+
+    def _set_autocast_dtypes(self) -> None:
+        """Let layers that turn autocast on by themselves cast to what the caller would.
+
+        Never undone: the thread is a worker's, each of whose cells does this.
+        """
+        for kind, dtype, _ in self.autocast:
+            torch.set_autocast_dtype(kind, dtype)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def whole_call(function: _Function) -> _Function:
+    """Wrap a function so that a caller of the pipeline sees it as one step.
+
+    `torch.compile` around it compiles neither it nor what it calls: that would take the pipeline's
+    own nodes in autograd's graph apart. And an interrupt that comes while torch enters or leaves a
+    block without gradients cannot leave the caller in it.
+    """
+    uncompiled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        # Where nothing was compiled it is not loaded: loading takes a second.
+        if "torch._dynamo" not in sys.modules:
+            run: Callable[..., Any] = function
+        else:
+            if not uncompiled:
+                uncompiled.append(torch.compiler.disable(function))
+            run = uncompiled[0]
+        grad = torch.is_grad_enabled()
+        try:
+            return run(*arguments, **keywords)
+        except BaseException:
+            if torch.is_grad_enabled() != grad:
+                torch.set_grad_enabled(grad)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def _default_device() -> torch.device | None:
+    # torch has no public way to read the innermost `with torch.device(...)` of a thread;
+    # get_default_device would also answer 'cpu' where nothing was set.
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+def _top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    # Private: the only way to read hooks that the caller's `with saved_tensors_hooks` set.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(True) if top is not None else None

@@ -1,0 +1,326 @@
+"""What travels: the value between two partitions, as leaves and their shape.
+
+Between partitions a value travels as a `Packet`: its leaves (tensors and anything else, in the
+order of the pytree), the pytree's shape, and for every leaf whether a gradient has to come back.
+A cell that takes skip connections besides its input gets one packet joined from all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import combinations, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline.values.tensors import copy_of, has_storage, parts_of, storage_key
+
+__all__ = [
+    "Call",
+    "Packet",
+    "check_nothing_hidden",
+    "check_travels",
+    "copied",
+    "detached",
+    "find_overlaps",
+    "find_shared",
+    "flatten",
+    "join_packets",
+    "name_of_leaf",
+    "split_packet",
+    "unflatten",
+    "which_need_gradient",
+]
+
+
+class Packet(NamedTuple):
+    """A value between two partitions, cut off from autograd.
+
+    Attributes:
+        leaves: Leaves of the pytree; tensors are detached.
+        structure: How `unflatten` puts them together.
+        needs_gradient: One flag per leaf: the tensor's gradient is wanted back.
+        ready: What the receiver waits for before it reads the tensors (CUDA events).
+        overlaps: Indices of leaves that have memory in common with another value on its way.
+    """
+
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    needs_gradient: list[bool]
+    ready: Any = None
+    overlaps: frozenset[int] = frozenset()
+
+    def as_leaves(self, *, grad: bool = True) -> list[Any]:
+        """Return the leaves for one pass through layers; what these set on them stays in that pass.
+
+        With `grad`, those that need a gradient are leaves of autograd.
+        """
+        return [
+            leaf.detach().requires_grad_(grad and needs) if isinstance(leaf, Tensor) else leaf
+            for leaf, needs in zip(self.leaves, self.needs_gradient, strict=True)
+        ]
+
+
+class Call(NamedTuple):
+    """The input of a pipeline that was called with keyword arguments."""
+
+    input: Any
+    keywords: Mapping[str, Any]
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Take a pytree apart into its leaves and its shape; named tuples keep their type."""
+    return pytree.tree_flatten(value)
+
+
+def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
+    """Put a pytree together again."""
+    return pytree.tree_unflatten(list(leaves), structure)
+
+
+def detached(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves, the tensors cut off from autograd."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def copied(leaves: Sequence[Any], which: Collection[int]) -> list[Any]:
+    """Return the leaves, with copies of the tensors at the given indices."""
+    return [
+        copy_of(leaf) if k in which and isinstance(leaf, Tensor) else leaf
+        for k, leaf in enumerate(leaves)
+    ]
+
+
+def which_need_gradient(leaves: Sequence[Any]) -> list[bool]:
+    """Tell of each leaf whether it is a tensor that needs a gradient."""
+    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+
+
+def name_of_leaf(structure: pytree.TreeSpec, index: int) -> str:
+    """Say where a leaf is in its pytree, as one would write it in Python.
+
+    Example:
+        >>> _, structure = flatten({"x": 0, "masks": (1, 2)})
+        >>> name_of_leaf(structure, 2), name_of_leaf(flatten(0)[1], 0)
+        ("leaf ['masks'][1]", 'the tensor')
+    """
+    tree = unflatten(range(structure.num_leaves), structure)
+    path, _ = pytree.tree_flatten_with_path(tree)[0][index]
+    return f"leaf {pytree.keystr(path)}" if path else "the tensor"
+
+
+def join_packets(packets: Sequence[Packet]) -> Packet:
+    """Make one packet of several: its value is the list of theirs."""
+    value = [unflatten(packet.leaves, packet.structure) for packet in packets]
+    leaves, structure = flatten(value)
+    needs = [needs for packet in packets for needs in packet.needs_gradient]
+    overlaps: set[int] = set()
+    start = 0
+    for packet in packets:
+        overlaps.update(start + k for k in packet.overlaps)
+        start += len(packet.leaves)
+    return Packet(leaves, structure, needs, None, frozenset(overlaps))
+
+
+def split_packet(packet: Packet) -> list[Packet]:
+    """Undo `join_packets` on a packet whose value is a list."""
+    packets, start = [], 0
+    for part in unflatten(packet.leaves, packet.structure):
+        leaves, structure = flatten(part)
+        end = start + len(leaves)
+        needs = packet.needs_gradient[start:end]
+        overlaps = frozenset(k - start for k in packet.overlaps if start <= k < end)
+        packets.append(Packet(leaves, structure, needs, packet.ready, overlaps))
+        start = end
+    return packets
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in memory.
+
+    Attributes:
+        leaf: Index of the leaf that it is, or is a part of.
+        array: For numpy to compare and never to read; None where the elements' places are unknown.
+    """
+
+    leaf: int
+    array: np.ndarray | None
+
+    def meets(self, other: _Place) -> bool:
+        """Tell whether two tensors in one storage have, or may have, an element in common."""
+        if self.array is None or other.array is None:
+            return True
+        try:
+            return np.shares_memory(self.array, other.array, max_work=10_000)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+
+
+class _Address:
+    """The elements of a tensor, as numpy asks for them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+        }
+
+
+def _places(leaves: Sequence[Any]) -> list[list[_Place]]:
+    """List where tensors are, the parts of sparse and nested ones too, by the storage they share.
+
+    A tensor that is alone in its storage is left out.
+    """
+    by_storage: dict[int, list[tuple[int, Tensor]]] = {}
+    for k, leaf in enumerate(leaves):
+        for part in parts_of(leaf) if isinstance(leaf, Tensor) else ():
+            if has_storage(part) and part.numel():
+                by_storage.setdefault(storage_key(part), []).append((k, part))
+    # Subclasses of torch.Tensor may keep their elements elsewhere.
+    return [
+        [_Place(k, np.asarray(_Address(part)) if part.data_ptr() else None) for k, part in parts]
+        for parts in by_storage.values()
+        if len(parts) > 1
+    ]
+
+
+def find_shared(leaves: Sequence[Any], others: Sequence[Any]) -> frozenset[int]:
+    """Return the indices of the tensors that have memory in common with one of the others."""
+    found: set[int] = set()
+    for places in _places([*leaves, *others]) if others else ():
+        theirs = [place for place in places if place.leaf >= len(leaves)]
+        found.update(
+            one.leaf for one in places if one.leaf < len(leaves) and any(map(one.meets, theirs))
+        )
+    return frozenset(found)
+
+
+def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:
+    """Return the indices of the tensors that have memory in common with another one.
+
+    Two views of one tensor that have no element in common, as `torch.chunk` makes them, do not.
+
+    Complexity:
+        O(n) for n tensors, and O(v^2) for v of them in one storage.
+    """
+    found: set[int] = set()
+    for places in _places(leaves) if len(leaves) > 1 else ():
+        for one, other in combinations(places, 2):
+            if one.leaf != other.leaf and one.meets(other):
+                found |= {one.leaf, other.leaf}
+    return frozenset(found)
+
+
+#: How deep objects are searched for tensors, and how many of them for one value.
+_DEPTH, _MOST = 4, 1000
+
+# A module's parameters are leaves of autograd everywhere: it may cross a cut.
+_PLAIN = (bool, int, float, complex, str, bytes, type, nn.Module, torch.dtype, torch.device)
+
+
+def find_hidden_tensor(leaves: Sequence[Any]) -> tuple[type, str] | None:
+    """Find an object among the leaves that has a tensor inside, however it keeps it.
+
+    Objects inside objects are searched too, to a small depth. What a function has in its closure,
+    or an iterator has yet to yield, cannot be found.
+
+    Returns:
+        The object's type and the way in, its attribute or element; None if there is none.
+    """
+    for leaf in leaves:
+        if leaf is None or isinstance(leaf, (Tensor, *_PLAIN)):
+            continue
+        left = [_MOST]
+        for way, value in islice(_parts(leaf), _MOST):
+            if _holds_tensor(value, _DEPTH, left):
+                return type(leaf), way
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return what an object that is not a pytree is made of, each with the way to it."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield f"element [{key!r}]", value[key]
+    elif isinstance(value, (list, tuple, deque)):
+        for index, element in enumerate(value):
+            yield f"element [{index}]", element
+    elif isinstance(value, (set, frozenset)):
+        for element in value:
+            yield "an element", element
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        yield f"attribute {name!r}", attribute
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__" and name != "__weakref__":
+                yield f"attribute {name!r}", getattr(value, name, None)
+
+
+def _holds_tensor(value: Any, depth: int, left: list[int]) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    left[0] -= 1
+    if value is None or isinstance(value, _PLAIN) or depth == 0 or left[0] <= 0:
+        return False
+    return any(_holds_tensor(part, depth - 1, left) for _, part in islice(_parts(value), left[0]))
+
+
+def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
+    """Refuse objects with tensors in them: these would not be divided, moved or differentiated.
+
+    Raises:
+        ModelError: there is one.
+    """
+    hidden = find_hidden_tensor(leaves)
+    if hidden is not None:
+        kind, way = hidden
+        fix = "pass its tensors as a tuple or a dict"
+        if is_dataclass(kind):
+            fix += f"; or register the class, torch.export.register_dataclass({kind.__name__})"
+        elif issubclass(kind, Mapping):
+            fix += ", such as dict(value)"
+        raise ModelError(
+            f"{where} has tensors inside an object that is not a pytree: {way} of a "
+            f"{kind.__name__} (expected tensors in tuples, lists, dicts or named tuples, and not "
+            "in other classes, or subclasses of these).\n"
+            f"Fix: {fix}."
+        )
+
+
+def check_travels(value: Any, layer: str, *, cut: bool) -> None:
+    """Refuse a value without a tensor: it cannot go on to the next layer as a micro-batch.
+
+    Args:
+        value: What the layer returned.
+        layer: Its name.
+        cut: Whether it is taken apart after this layer. Inside a partition a tensor may go on in
+            an object that torch cannot take apart.
+
+    Raises:
+        ModelError: `value` holds no tensor, or hides it.
+    """
+    if isinstance(value, Tensor):
+        return
+    leaves, _ = flatten(value)
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return
+    if cut:
+        check_nothing_hidden(leaves, f"the output of layer {layer!r}")
+    elif find_hidden_tensor(leaves) is not None:
+        return
+    raise ModelError(
+        f"layer {layer!r} returned no tensor: got {type(value).__name__} "
+        "(expected a tensor or a tuple of tensors).\n"
+        "Fix: let the layer return its result as tensors."
+    )

@@ -1,0 +1,366 @@
+"""Divide a mini-batch into micro-batches, and join their outputs.
+
+Every tensor of a mini-batch has its rows along one dimension, dim 0 unless another is named. A
+tensor whose dimension is None has no rows: every micro-batch gets all of it (an input), or the
+micro-batches' tensors are stacked (an output)::
+
+    dim 0      (6, 3) ──▶ (2, 3) (2, 3) (2, 3) ──▶ (6, 3)
+    dim 1      (3, 6) ──▶ (3, 2) (3, 2) (3, 2) ──▶ (3, 6)
+    None       (3, 3) ──▶ (3, 3) (3, 3) (3, 3) ──▶ (3, 3, 3)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from gpipebal.errors import BalanceError, ModelError
+from gpipebal.pipeline.values.microbatch import flatten, name_of_leaf, unflatten
+
+__all__ = [
+    "Dim",
+    "chunk_sizes",
+    "count_rows",
+    "gather",
+    "gather_leaves",
+    "join_gradients",
+    "part_gradients",
+    "same_structure",
+    "scatter",
+    "scatter_leaves",
+    "spread_dims",
+]
+
+#: The dimension along which a tensor has its rows; None: it has none.
+Dim = int | None
+
+
+def chunk_sizes(rows: int, chunks: int) -> list[int]:
+    """Divide `rows` into ``max(1, min(chunks, rows))`` sizes that differ by at most one.
+
+    Example:
+        >>> chunk_sizes(7, 4), chunk_sizes(2, 4), chunk_sizes(0, 4)
+        ([2, 2, 2, 1], [1, 1], [0])
+    """
+    n_chunks = max(1, min(chunks, rows))
+    small, n_large = divmod(rows, n_chunks)
+    return [small + 1] * n_large + [small] * (n_chunks - n_large)
+
+
+def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
+    """Give every leaf of a pytree its dimension.
+
+    Args:
+        dims: A pytree of ints and None that is a prefix of the structure: one entry may stand
+            for a whole branch.
+        structure: The pytree.
+        name: Name of the argument, for the error.
+
+    Raises:
+        BalanceError: `dims` is not a prefix of the structure, or has another entry.
+
+    Example:
+        >>> spread_dims((1, None), flatten((0, {"a": 0, "b": 0}))[1], "in_dims")
+        [1, None, None]
+    """
+    if type(dims) is int or dims is None:
+        return [dims] * structure.num_leaves
+    spread = pytree._broadcast_to_and_flatten(_in_order(dims, structure), structure)
+    if spread is None or any(type(dim) is not int and dim is not None for dim in spread):
+        raise BalanceError(
+            f"{name} does not fit: {name}={dims!r} for a value of the form "
+            f"{unflatten(['*'] * structure.num_leaves, structure)!r} (expected ints and None in "
+            "the same form; one entry may stand for a whole branch).\n"
+            f"Fix: {name}=0 if every tensor has its rows along dim 0; else "
+            f"{unflatten([0] * structure.num_leaves, structure)!r} with the dimension of each."
+        )
+    return spread
+
+
+def _in_order(dims: Any, structure: pytree.TreeSpec) -> Any:
+    """Put the keys of dictionaries in the structure's order: torch pairs them by position."""
+    kind = pytree._get_node_type(dims)
+    if structure.is_leaf() or kind is not structure.type or kind not in pytree.SUPPORTED_NODES:
+        return dims
+    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(dims)
+    if kind in (dict, OrderedDict, defaultdict):
+        # In a defaultdict the factory of defaults comes before the keys.
+        keys, there = (c[1] if kind is defaultdict else c for c in (context, structure.context))
+        if set(keys) != set(there):
+            return dims
+        by_key = dict(zip(keys, children, strict=True))
+        children, context = [by_key[key] for key in there], structure.context
+    # Older torch has no method for that.
+    below = getattr(structure, "children", lambda: structure.children_specs)()
+    if len(children) != len(below):
+        return dims
+    parts = [_in_order(d, s) for d, s in zip(children, below, strict=True)]
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, context)
+
+
+def count_rows(
+    leaves: Sequence[Any],
+    structure: pytree.TreeSpec | None = None,
+    dims: Sequence[Dim] = (),
+    *,
+    what: str = "input",
+    argument: str = "in_dims",
+) -> int:
+    """Return the rows that all tensors of a mini-batch have.
+
+    Args:
+        leaves: Leaves of the mini-batch.
+        structure: Its pytree, to name a leaf in an error; None: the leaves are a list.
+        dims: Dimension of each leaf; empty: 0 for all.
+        what: What the leaves are, for an error.
+        argument: The argument that can name their dimensions, for an error.
+
+    Raises:
+        ModelError: no tensor has rows, one lacks the dimension, or two have different rows.
+    """
+    structure = flatten(list(leaves))[1] if structure is None else structure
+    rows: int | None = None
+    for index, (leaf, dim) in enumerate(zip(leaves, dims or [0] * len(leaves), strict=True)):
+        if not isinstance(leaf, Tensor) or dim is None:
+            continue
+        if not -leaf.dim() <= dim < leaf.dim():
+            has = "no dimensions" if leaf.dim() == 0 else f"shape {tuple(leaf.shape)}"
+            raise ModelError(
+                f"{what} tensor cannot be divided: {name_of_leaf(structure, index)} has {has} "
+                f"(expected rows along dim {dim}).\n"
+                "Fix: give it one value per row, make it a Python number, or name its dimension in "
+                f"{argument} (None: every micro-batch gets all of it)."
+            )
+        if leaf.layout != torch.strided or leaf.is_nested:
+            raise ModelError(
+                f"{what} tensor cannot be divided: {name_of_leaf(structure, index)} is "
+                f"{'nested' if leaf.is_nested else leaf.layout} (expected a dense tensor).\n"
+                f"Fix: make it dense, or name it in {argument} as None: every micro-batch gets all "
+                "of it."
+            )
+        if rows is not None and leaf.shape[dim] != rows:
+            raise ModelError(
+                f"{what} tensors have different rows: {name_of_leaf(structure, index)} has "
+                f"{leaf.shape[dim]} along dim {dim} (expected {rows}, as the tensors before it).\n"
+                f"Fix: give every tensor the same rows, or name its dimension in {argument} (None: "
+                "every micro-batch gets all of it)."
+            )
+        rows = leaf.shape[dim]
+    if rows is None:
+        kinds = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ModelError(
+                f"{what} has no tensor with rows: every dimension is None (expected that of one "
+                f"tensor at least).\nFix: name the dimension of its rows in {argument}."
+            )
+        raise ModelError(
+            f"{what} has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
+            "tensors).\nFix: pass the mini-batch as tensors with its rows along dim 0."
+        )
+    return rows
+
+
+def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
+    """Divide a mini-batch into micro-batches.
+
+    Every tensor is cut into views along its dimension; tensors without one, and other leaves, go
+    to every micro-batch as they are.
+
+    Args:
+        value: A tensor, or a pytree of tensors with the same rows.
+        chunks: Micro-batches wanted, 1 or more; a mini-batch of fewer rows gives one per row.
+        dims: Dimension along which each tensor has its rows, as a prefix of the pytree.
+
+    Returns:
+        ``max(1, min(chunks, rows))`` micro-batches of the same structure, as equal as possible.
+
+    Raises:
+        ModelError: there is no tensor, or two tensors have different rows.
+        BalanceError: `dims` does not fit.
+
+    Example:
+        >>> [tuple(part.shape) for part in scatter(torch.zeros(5, 3), 2)]
+        [(3, 3), (2, 3)]
+    """
+    leaves, structure = flatten(value)
+    spread = spread_dims(dims, structure, "dims")
+    sizes = chunk_sizes(count_rows(leaves, structure, spread), chunks)
+    return [unflatten(part, structure) for part in scatter_leaves(leaves, sizes, spread)]
+
+
+def scatter_leaves(
+    leaves: Sequence[Any], sizes: Sequence[int], dims: Sequence[Dim]
+) -> list[list[Any]]:
+    """Do what `scatter` does on the leaves alone: one list of leaves per micro-batch."""
+    columns = [
+        leaf.split(list(sizes), dim=dim)
+        if isinstance(leaf, Tensor) and dim is not None
+        else [leaf] * len(sizes)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return [list(part) for part in zip(*columns, strict=True)]
+
+
+def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
+    """Join the micro-batches' outputs.
+
+    Tensors are concatenated along their dimension, or stacked where that is None; of other leaves
+    the first micro-batch's is kept.
+
+    Args:
+        outputs: One value per micro-batch.
+        dims: Dimension along which each tensor has its rows, as a prefix of the pytree.
+
+    Raises:
+        ModelError: the outputs have different structures, a tensor lacks its dimension, or a
+            leaf is a tensor in some micro-batches only.
+        BalanceError: `dims` does not fit.
+
+    Example:
+        >>> gather([torch.zeros(3, 2), torch.zeros(2, 2)]).shape
+        torch.Size([5, 2])
+        >>> gather([torch.tensor(1.0), torch.tensor(2.0)], None)
+        tensor([1., 2.])
+    """
+    parts = [flatten(output) for output in outputs]
+    structure = same_structure([found for _, found in parts])
+    spread = spread_dims(dims, structure, "dims")
+    return unflatten(gather_leaves([leaves for leaves, _ in parts], structure, spread), structure)
+
+
+def same_structure(structures: Sequence[pytree.TreeSpec]) -> pytree.TreeSpec:
+    """Return the pytree that the outputs of all micro-batches have.
+
+    Raises:
+        ModelError: two have different ones.
+    """
+    for index, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise ModelError(
+                f"outputs of the micro-batches differ: micro-batch {index} gave {structure} "
+                f"(expected {structures[0]}, as micro-batch 0).\n"
+                "Fix: let the last layer return the same structure for every micro-batch."
+            )
+    return structures[0]
+
+
+def gather_leaves(
+    parts: Sequence[Sequence[Any]], structure: pytree.TreeSpec, dims: Sequence[Dim]
+) -> list[Any]:
+    """Do what `gather` does on the leaves alone: one list of leaves per micro-batch."""
+    joined = []
+    for index, (column, dim) in enumerate(zip(zip(*parts, strict=True), dims, strict=True)):
+        first = column[0]
+        for i, leaf in enumerate(column):
+            if isinstance(leaf, Tensor) != isinstance(first, Tensor):
+                raise ModelError(
+                    f"outputs of the micro-batches differ: {name_of_leaf(structure, index)} is a "
+                    f"{type(leaf).__name__} in micro-batch {i} (expected a "
+                    f"{type(first).__name__}, as in micro-batch 0).\n"
+                    "Fix: let the last layer return a tensor for every micro-batch, or for none."
+                )
+        if not isinstance(first, Tensor):
+            joined.append(first)
+        elif dim is None:
+            _check_shapes(column, None, structure, index)
+            joined.append(torch.stack(column))
+        elif len(column) == 1 and not first.dim() and not dim:
+            # The only micro-batch is the mini-batch; a tensor without rows stays as it is.
+            joined.append(first)
+        elif not -first.dim() <= dim < first.dim():
+            raise ModelError(
+                f"output tensor cannot be joined: {name_of_leaf(structure, index)} has "
+                f"{'no dimensions' if first.dim() == 0 else f'shape {tuple(first.shape)}'} "
+                f"(expected rows along dim {dim}).\n"
+                "Fix: let the last layer return one value per row, or out_dims=None to stack the "
+                "micro-batches' values."
+            )
+        elif len(column) == 1:
+            joined.append(first)
+        else:
+            _check_shapes(column, dim, structure, index)
+            joined.append(torch.cat(column, dim=dim))
+    return joined
+
+
+def _check_shapes(
+    column: Sequence[Tensor], dim: Dim, structure: pytree.TreeSpec, index: int
+) -> None:
+    """Refuse tensors that cannot be joined: they may differ along `dim` only."""
+
+    def shape_of(tensor: Tensor) -> list[int | None]:
+        shape: list[int | None] = list(tensor.shape)
+        if dim is not None and -len(shape) <= dim < len(shape):
+            shape[dim] = None
+        return shape
+
+    for i, tensor in enumerate(column):
+        # Shapes of nested tensors are left to torch to compare.
+        if not tensor.is_nested and shape_of(tensor) != shape_of(column[0]):
+            raise ModelError(
+                f"outputs of the micro-batches differ: {name_of_leaf(structure, index)} has shape "
+                f"{tuple(tensor.shape)} in micro-batch {i} (expected that of micro-batch 0, "
+                f"{tuple(column[0].shape)}, but for the rows).\n"
+                "Fix: let the last layer return the same shape for every micro-batch, padded say."
+            )
+
+
+def part_gradients(
+    gradient: Tensor | None, sizes: Sequence[int], dim: Dim
+) -> Sequence[Tensor | None]:
+    """Divide the gradient of a joined output as `gather_leaves` joined it."""
+    if gradient is None:
+        return [None] * len(sizes)
+    if dim is not None and len(sizes) == 1:
+        return [gradient]
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        gradient = gradient.to_dense()  # torch can divide only dense ones
+    if dim is None:
+        return gradient.unbind()
+    if not gradient.is_sparse:
+        return gradient.split(list(sizes), dim=dim)
+    dim %= gradient.dim()
+    begins = accumulate(sizes[:-1], initial=0)
+    return [gradient.narrow_copy(dim, *piece) for piece in zip(begins, sizes, strict=True)]
+
+
+def join_gradients(
+    received: Sequence[Sequence[Tensor | None]], rows: Sequence[int], dims: Sequence[Dim]
+) -> list[Tensor | None]:
+    """Join the gradients of the micro-batches' inputs; where only some have one, add zeros.
+
+    Args:
+        received: For each micro-batch, the gradient of each leaf of its input.
+        rows: Rows of each micro-batch.
+        dims: Dimension of each leaf. Where it is None the leaf went to all micro-batches, and its
+            gradient is the sum of theirs.
+    """
+    joined: list[Tensor | None] = []
+    for column, dim in zip(zip(*received, strict=True), dims, strict=True):
+        found = [gradient for gradient in column if gradient is not None]
+        if len(column) == 1 or not found:
+            joined.append(column[0] if len(column) == 1 else None)
+        elif dim is None:
+            total = found[0]
+            for gradient in found[1:]:
+                total = total + gradient
+            joined.append(total)
+        else:
+            parts = [
+                _zeros(found[0], n_rows, dim) if gradient is None else gradient
+                for gradient, n_rows in zip(column, rows, strict=True)
+            ]
+            joined.append(torch.cat(parts, dim=dim))
+    return joined
+
+
+def _zeros(like: Tensor, rows: int, dim: int) -> Tensor:
+    shape = list(like.shape)
+    shape[dim] = rows
+    return like.new_zeros(shape)

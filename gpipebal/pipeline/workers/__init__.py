@@ -1,0 +1,7 @@
+"""What runs: partitions with their layers, and a thread for each.
+
+Read in this order: `partition` (layers that run together, and `facts` about them), `worker` (a
+thread for each partition), `inbox` (where a worker waits), `tied` (parameters that several
+partitions have), `runtime` (all of it for one pipeline), `activity`, `blame` and `failures` (what
+each worker is doing, and what went wrong).
+"""

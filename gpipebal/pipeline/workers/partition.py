@@ -1,0 +1,387 @@
+"""A partition as its worker runs it: a run of layers on one device, and facts about them.
+
+The same layers behave alike for every micro-batch of one kind, so three facts are found out once,
+on the first micro-batch of a new kind, and used from then on:
+
+* which of the boundary tensors the first layers write to (only those are copied, so that the
+  recompute and the neighbour still see them unharmed), and which of the outputs are buffers that
+  the next micro-batch will write to (copied likewise);
+* which buffers the layers write to (only those, and small ones in any case, are copied for a
+  recompute, which then starts from the same buffers as the forward, and leaves no trace in them:
+  batch normalisation counts each micro-batch once);
+* which outputs need a gradient (a checkpointed forward records no graph that could tell).
+
+Which outputs need a gradient is looked at again in the first micro-batch of every mini-batch, and
+in every micro-batch as long as no output needs one. A layer that changes in another way is noticed
+in the recompute, before it can make a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline.layers.buffers import Buffers, BufferSlot, Kept
+from gpipebal.pipeline.layers.modules import Modules
+from gpipebal.pipeline.layers.recomputed import Recomputed
+from gpipebal.pipeline.process.caller import CallerState
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
+from gpipebal.pipeline.values.microbatch import (
+    Call,
+    Packet,
+    check_travels,
+    copied,
+    find_shared,
+    flatten,
+    unflatten,
+    which_need_gradient,
+)
+from gpipebal.pipeline.values.tensors import version_of
+from gpipebal.pipeline.workers.blame import failed_layers, next_node, note_no_graph
+from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
+from gpipebal.pipeline.workers.inbox import InboxClosedError
+from gpipebal.skip.skippable import is_skippable
+from gpipebal.skip.tracker import Key, Skips, using
+
+__all__ = ["ForwardResult", "Partition", "Pass", "Route", "Tail"]
+
+#: What runs after the layers of the last partition, if the pipeline computes the loss.
+Tail = Callable[[Any], Tensor]
+
+
+class Route(NamedTuple):
+    """A skip connection between two partitions: what one stashes, the other pops."""
+
+    key: Key
+    source: int
+    destination: int
+
+
+class Pass(NamedTuple):
+    """What one pass of a micro-batch through the layers depends on.
+
+    Attributes:
+        kind: Kind of the micro-batch, from `kind_of`.
+        state: Settings of the caller.
+        randomness: Random numbers of the micro-batch.
+        tail: Runs after the layers.
+        marks: Receives the number of autograd's next node before each layer.
+    """
+
+    kind: Hashable
+    state: CallerState
+    randomness: OwnRandomness
+    tail: Tail | None
+    marks: list[int]
+
+
+@dataclass
+class ForwardResult:
+    """Outputs of a run of a partition, as leaves, still in the graph if one was recorded.
+
+    Attributes:
+        inputs: Leaves of the input, as they are in the graph if one was recorded.
+        leaves: Leaves of the output.
+        structure: Their pytree.
+        needs_gradient: Which of them need a gradient.
+        kept: What a recompute needs of the buffers; None if there will be none.
+        overlaps: Indices of leaves in the memory of an input that another value on its way shares.
+    """
+
+    inputs: list[Any]
+    leaves: list[Any]
+    structure: Any
+    needs_gradient: list[bool]
+    kept: Kept | None
+    overlaps: frozenset[int]
+
+
+@dataclass(eq=False)
+class Partition:
+    """Layers of one partition, in order.
+
+    Attributes:
+        index: Which partition it is.
+        names: Names of its layers.
+        layers: The layers themselves.
+        first: Index of its first layer in the whole chain.
+        device: Where its layers live.
+        incoming: Skip connections that come in from other partitions. If there are any, the
+            partition's input is the list of the value and what they bring.
+        outgoing: Skip connections that go out to other partitions, likewise.
+        foreign_buffers: Buffers that layers of other partitions have too.
+        running: Index, in the partition, of the layer that runs or ran last; their number means the
+            loss.
+        is_given_up: Whether its worker hangs and has been given up: it must start no other layer.
+        modules: All modules in its layers.
+        buffers: Their buffers.
+    """
+
+    index: int
+    names: Sequence[str]
+    layers: Sequence[nn.Module]
+    first: int
+    device: torch.device
+    incoming: Sequence[Route] = ()
+    outgoing: Sequence[Route] = ()
+    foreign_buffers: frozenset[BufferSlot] = frozenset()
+    running: int = 0
+    is_given_up: bool = False
+    _facts: dict[Hashable, Facts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modules = Modules(self.layers)
+        self.buffers = Buffers(list(self.modules), self.foreign_buffers)
+        self._skips = any(map(is_skippable, self.modules))
+        self._ids = frozenset(map(id, self.modules))
+
+    def give_up(self) -> None:
+        """Start no other layer, and give the layers their buffers back: the worker hangs."""
+        self.is_given_up = True
+        self.buffers.give_back()
+        for layer in self.layers:
+            if isinstance(layer, Recomputed):
+                layer.give_back()
+
+    def forget(self, kind: Hashable) -> None:
+        """Let the facts about this kind of micro-batch be found out again."""
+        self._facts.pop(kind, None)
+
+    def forward(
+        self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool, look: bool
+    ) -> ForwardResult:
+        """Run the layers on one micro-batch.
+
+        Args:
+            packet: The input.
+            run: What the pass depends on. If the caller wants gradients a graph is recorded.
+            checkpointed: Whether a recompute follows: no graph is recorded, buffers are copied.
+            protect: Whether the input is read later, so that it must stay as it is.
+            look: Whether to record a graph only to see which outputs need a gradient: a layer may
+                have been frozen or thawed in a way that its parameters do not show.
+
+        Raises:
+            ModelError: a layer returned no tensor, or writes to a buffer that layers of another
+                partition have too.
+        """
+        # Read once: another mini-batch may have them forgotten in between.
+        facts = self._facts.get(run.kind)
+        if facts is None:
+            return self._first_forward(packet, run, checkpointed=checkpointed, protect=protect)
+        if checkpointed and not any(facts.outputs_need_gradient):
+            # Nothing would be recomputed, so it would go unnoticed if this micro-batch takes
+            # another way through a layer. Where nothing can need a gradient there is no graph.
+            look = True
+        record = run.state.grad_enabled and (not checkpointed or look)
+        kept = self.buffers.keep() if checkpointed else None
+        with run.state.entered(grad=record):
+            leaves = packet.as_leaves(grad=record)
+            written = _perhaps_written(leaves, facts) if protect else ()
+            try:
+                outputs, structure = flatten(self._run_on(leaves, written, packet, run))
+            except RuntimeError as error:
+                if not record and checkpointed:
+                    note_no_graph(error)
+                raise
+            outputs = copied(outputs, facts.written_outputs)
+        needs = which_need_gradient(outputs)
+        if look:
+            facts.outputs_need_gradient = tuple(needs)
+        elif checkpointed:
+            needs = list(facts.outputs_need_gradient)
+            if len(needs) != len(outputs):
+                # As many as there are rows, for example. A needless promise does no harm.
+                needs = [_may_need_gradient(leaf) for leaf in outputs]
+        overlaps = find_shared(outputs, [leaves[k] for k in packet.overlaps])
+        return ForwardResult(leaves, outputs, structure, needs, kept, overlaps)
+
+    def _first_forward(
+        self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool
+    ) -> ForwardResult:
+        """Run the layers on the first micro-batch of a kind, and find out the facts about it."""
+        # Also if it is recomputed: only a graph tells which outputs need a gradient.
+        record = run.state.grad_enabled
+        kept = self.buffers.keep() if checkpointed else None
+        before = self.buffers.copies(alone=not protect)
+        with run.state.entered(grad=record):
+            leaves = packet.as_leaves(grad=record)
+            # Where the input is not read later, others may now write next to it in its storage:
+            # views of one tensor have one count of writes.
+            inputs = copied(leaves, range(len(leaves)) if protect else packet.overlaps)
+            versions = [version_of(leaf) for leaf in inputs]
+            counts = self.buffers.counts()
+            outputs, structure = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
+            # The next micro-batch writes to them while other partitions still read.
+            written_outputs = tuple(self.buffers.find_written(outputs, counts))
+            outputs = copied(outputs, written_outputs)
+        needs = which_need_gradient(outputs)
+        changed = self.buffers.look(before)
+        written_inputs = frozenset(
+            k for k, leaf in enumerate(inputs) if was_written(leaves[k], leaf, versions[k])
+        )
+        self._remember(run.kind, Facts(written_inputs, tuple(needs), written_outputs))
+        kept = kept.with_copies(changed) if kept is not None else None
+        overlaps = find_shared(outputs, [inputs[k] for k in packet.overlaps])
+        return ForwardResult(leaves, outputs, structure, needs, kept, overlaps)
+
+    def check_writes(self, kind: Hashable, packet: Packet) -> None:
+        """Make sure that layers do not write, as far as is known, to what others will read.
+
+        Raises:
+            ModelError: a layer does.
+        """
+        if not packet.overlaps:
+            return
+        facts = self._facts.get(kind)
+        if facts is not None and packet.overlaps & facts.written_inputs:
+            self.forget(kind)
+            raise ModelError(
+                f"a layer of partition {self.index} writes to a tensor whose memory is also that "
+                "of another value on its way between partitions (two views of one tensor, or a "
+                "tensor and its skip).\n"
+                "Fix: choose a balance that has the layer that makes both in one partition with "
+                "the one that writes, or let either work on a clone()."
+            )
+
+    def recompute(
+        self, packet: Packet, run: Pass, *, promised: Sequence[bool], kept: Kept
+    ) -> tuple[list[Any], list[Any]]:
+        """Run the layers on a checkpointed micro-batch again, now with a graph.
+
+        Args:
+            packet: The input.
+            run: What the pass depends on, as in the forward.
+            promised: Which outputs were said to need a gradient.
+            kept: The buffers as they were before the forward.
+
+        Returns:
+            Leaves of the input, and leaves of the output.
+
+        Raises:
+            ModelError: a layer does not do what it did in the forward.
+        """
+        facts = self._facts.get(run.kind)
+        leaves = packet.as_leaves()
+        written = _perhaps_written(leaves, facts)
+        self.buffers.check(kept)
+        with run.state.entered(grad=True), self.buffers.replaced(kept):
+            outputs, _ = flatten(self._run_on(leaves, written, packet, run))
+        needs = which_need_gradient(outputs)
+        # An output that was promised needlessly gets a gradient that goes nowhere.
+        more = [need and not promise for need, promise in zip(needs, promised, strict=False)]
+        if any(more) or len(needs) != len(promised):
+            self.forget(run.kind)
+            raise ModelError(
+                f"partition {self.index} cannot be recomputed: an output needs a gradient that "
+                "needed none when this kind of micro-batch was first seen.\n"
+                "Fix: run the mini-batch again, which examines its layers again; if they change "
+                "from call to call, use checkpoint='never'."
+            )
+        return leaves, outputs
+
+    def note_failed_backward(
+        self, error: BaseException, roots: Sequence[Any], marks: Sequence[int]
+    ) -> None:
+        """Note in an error in which layers' backward it came up, as far as that can be told.
+
+        Args:
+            error: What a backward that has not kept its graph raised.
+            roots: The nodes that it started from.
+            marks: What the pass through the layers noted of autograd's nodes.
+        """
+        # Whatever happens here, the error itself is what the caller needs.
+        with suppress(Exception):
+            found = failed_layers(roots, marks, error)
+            if found is not None:
+                first, last = (self._describe(k) for k in found)
+                between = f" or before it, down to {first}" if first != last else ""
+                error.add_note(f"in the backward of {last}{between}")
+
+    def _describe(self, k: int) -> str:
+        if k == len(self.layers):
+            return "the loss"
+        return f"layer {self.names[k]!r} (layer {self.first + k} of the chain)"
+
+    def _remember(self, kind: Hashable, facts: Facts) -> None:
+        self._facts[kind] = facts
+        while len(self._facts) > MOST_KINDS:
+            # The oldest: a dictionary keeps its order.
+            self._facts.pop(next(iter(self._facts)), None)
+
+    def _run_on(
+        self, leaves: Sequence[Any], written: Collection[int], packet: Packet, run: Pass
+    ) -> Any:
+        """Run the layers on leaves of the input, and on copies of those that they write to.
+
+        The copies live no longer than the layers need them: no variable here holds them.
+        """
+        return self._run_layers(unflatten(copied(leaves, written), packet.structure), run)
+
+    def _forget_cached(self) -> None:
+        """Drop what `parametrize.cached` has of the layers' parameters, from another pass's graph.
+
+        Its cache is one for all threads, and is emptied when no thread is in such a block any more:
+        with layers in several partitions some thread nearly always is.
+        """
+        cache = parametrize._cache
+        for key in [key for key in cache.copy() if key[0] in self._ids] if cache else ():
+            cache.pop(key, None)
+
+    def _run_layers(self, value: Any, run: Pass) -> Any:
+        self._forget_cached()
+        randomness, tail, marks = run.randomness, run.tail, run.marks
+        skips = None
+        if self._skips:
+            arrived: list[Any] = []
+            if self.incoming:
+                value, *arrived = value
+            keys = [route.key for route in self.incoming]
+            skips = Skips(dict(zip(keys, arrived, strict=True)))
+            del arrived
+        k = -1
+        try:
+            with randomness.watching(), using(skips) if skips is not None else nullcontext():
+                for k, layer in enumerate(self.layers):
+                    if self.is_given_up:
+                        raise InboxClosedError
+                    self.running = k
+                    marks.append(next_node())
+                    randomness.enter_layer(self.first + k)
+                    if isinstance(value, Call):
+                        value = layer(value.input, **value.keywords)
+                    else:
+                        value = layer(value)
+                    if not isinstance(value, Tensor):
+                        check_travels(value, self.names[k], cut=False)
+                if tail is not None:
+                    self.running = k = len(self.layers)
+                    marks.append(next_node())
+                    randomness.enter_layer(self.first + k)
+                    value = tail(value)
+        except BaseException as error:
+            with suppress(Exception):  # the error's own class may refuse a note
+                error.add_note("before its first layer" if k < 0 else f"in {self._describe(k)}")
+            raise
+        if skips is not None and self.outgoing:
+            return [value, *(skips.load(route.key) for route in self.outgoing)]
+        return value
+
+
+def _perhaps_written(leaves: Sequence[Any], facts: Facts | None) -> Collection[int]:
+    """Return the indices of the leaves that layers write to, or may write to undetected."""
+    if facts is None:
+        return range(len(leaves))
+    # Tensors made in inference mode count no writes: an unchanged value once proves nothing.
+    uncounted = {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
+    return facts.written_inputs | uncounted
+
+
+def _may_need_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
