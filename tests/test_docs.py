@@ -288,21 +288,16 @@ def test_every_file_of_a_room_is_in_its_docstring(room: str) -> None:
     assert _read_in_order(f"gpipebal.{room}") == _files(ROOT / "gpipebal" / room)
 
 
-def test_every_file_of_the_profiler_is_on_the_map() -> None:
-    """The table of files in the architecture has all of them, and none that is gone."""
-    named = [name for row in _rows("profiler") for name in re.findall("`(.+?)`", row[0])]
-    assert sorted(named) == _files(ROOT / "gpipebal" / "profiler")
-
-
-def test_every_file_of_the_pipeline_is_on_the_map() -> None:
+@pytest.mark.parametrize("room", ["pipeline", "profiler"])
+def test_every_file_of_a_room_with_folders_is_on_the_map(room: str) -> None:
     """The table of folders, and the docstring of each folder, have all files, and none gone."""
-    home = ROOT / "gpipebal" / "pipeline"
-    folders = {row[0].strip(" `/"): re.findall("`(.+?)`", row[1]) for row in _rows("pipeline")[2:]}
-    assert {name for name in folders if name != "pipeline"} == {
+    home = ROOT / "gpipebal" / room
+    folders = {row[0].strip(" `/"): re.findall("`(.+?)`", row[1]) for row in _rows(room)[2:]}
+    assert {name for name in folders if name != room} == {
         path.parent.name for path in home.glob("*/__init__.py")
     }
     for name, named in folders.items():
-        folder = home if name == "pipeline" else home / name
+        folder = home if name == room else home / name
         assert sorted(named) == _files(folder)
         if folder != home:
-            assert _read_in_order(f"gpipebal.pipeline.{name}") == _files(folder)
+            assert _read_in_order(f"gpipebal.{room}.{name}") == _files(folder)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpipebal.profiler.clock import Clock, host_seconds_of
-from gpipebal.profiler.settle import settle_launches
+from gpipebal.profiler.chain.clock import Clock, host_seconds_of
+from gpipebal.profiler.times.settle import settle_launches
 
 
 @pytest.fixture

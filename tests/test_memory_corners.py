@@ -15,8 +15,8 @@ import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.problem import to_bounds
-from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.value import Value
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,8 +12,8 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.pipeline import measure_memory
 from gpipebal.planner import evaluate
-from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
 
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import GpipebalError
-from gpipebal.profiler import progress, rounds
-from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.step import optimizer_state_bytes
+from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.step.step import optimizer_state_bytes
+from gpipebal.profiler.times import progress, rounds
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
-from gpipebal.profiler.caches import caches_kept
-from gpipebal.profiler.harmless import left_alone
+from gpipebal.profiler.replicas.caches import caches_kept
+from gpipebal.profiler.replicas.harmless import left_alone
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -296,7 +296,7 @@ def test_a_forked_process_waits_for_nobody() -> None:
     """A profile that another thread was taking when the process forked is none of the child's."""
     code = """
 import os, threading
-from gpipebal.profiler.harmless import left_alone
+from gpipebal.profiler.replicas.harmless import left_alone
 inside, done = threading.Event(), threading.Event()
 def hold():
     with left_alone([]):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ModelError, ProfileError
-from gpipebal.profiler.replica import replicate
+from gpipebal.profiler.replicas.replica import replicate
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,7 +12,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.profiler.optimizer import Maker
+from gpipebal.profiler.step.optimizer import Maker
 
 pytestmark = pytest.mark.timeout(60)
 

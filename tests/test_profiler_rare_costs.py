@@ -18,9 +18,9 @@ from torch.optim import lr_scheduler
 import gpipebal as gb
 from gpipebal.errors import BalanceError, DeviceError, ProfileError, UsageError
 from gpipebal.models import resnet
-from gpipebal.profiler.identity import identity_of
-from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.step import optimizer_peaks
+from gpipebal.profiler.replicas.identity import identity_of
+from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.step.step import optimizer_peaks
 
 pytestmark = pytest.mark.timeout(120)
 

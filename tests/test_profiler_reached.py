@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import FileFormatError, ProfileError
-from gpipebal.profiler.replica import stand_ins
+from gpipebal.profiler.replicas.replica import stand_ins
 
 pytestmark = pytest.mark.timeout(60)
 LAST: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("LAST", default=None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe, measure_memory, scatter
-from gpipebal.profiler.batch import Batch
+from gpipebal.profiler.chain.batch import Batch
 
 pytestmark = pytest.mark.timeout(120)
 

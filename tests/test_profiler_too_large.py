@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
-from gpipebal.profiler import value
+from gpipebal.profiler.chain import value
 
 WAYS = pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}], ids=["whole", "alone"])
 PLACES = ("forward", "backward", "later forward")

@@ -14,15 +14,15 @@ import gpipebal as gb
 import gpipebal.errors
 from gpipebal.planner import evaluate
 from gpipebal.profile import Profile, StepTerms
-from gpipebal.profiler import correct as correct_module
 from gpipebal.profiler import setting as setting_module
-from gpipebal.profiler import trial
-from gpipebal.profiler.batch import Batch
-from gpipebal.profiler.correct import correct
-from gpipebal.profiler.data import Data
-from gpipebal.profiler.findings import Trial
+from gpipebal.profiler.chain.batch import Batch
+from gpipebal.profiler.chain.data import Data
 from gpipebal.profiler.setting import chunks_that_fit
-from gpipebal.profiler.trial import Setting, run_trial
+from gpipebal.profiler.trial import correct as correct_module
+from gpipebal.profiler.trial import trial
+from gpipebal.profiler.trial.correct import correct
+from gpipebal.profiler.trial.findings import Trial
+from gpipebal.profiler.trial.trial import Setting, run_trial
 
 
 def chain(n_layers: int = 4) -> nn.Sequential:

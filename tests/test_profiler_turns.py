@@ -16,9 +16,9 @@ from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import step_timeline
 from gpipebal.profile import Profile, SideBySide, StepTerms, TurnTimes
-from gpipebal.profiler.correct import correct
-from gpipebal.profiler.findings import Trial, read_trial
-from gpipebal.profiler.traces import (
+from gpipebal.profiler.trial.correct import correct
+from gpipebal.profiler.trial.findings import Trial, read_trial
+from gpipebal.profiler.trial.traces import (
     FIRST,
     KINDS,
     MOST_FACTOR,

@@ -24,10 +24,10 @@ from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler import measure, sizes
 from gpipebal.profiler.alone import join_times
-from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.rounds import Times
-from gpipebal.profiler.settle import settle_rounds, whole_again
-from gpipebal.profiler.step import measure_optimizer
+from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.step.step import measure_optimizer
+from gpipebal.profiler.times.rounds import Times
+from gpipebal.profiler.times.settle import settle_rounds, whole_again
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,8 @@ import gpipebal as gb
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.planner import evaluate
 from gpipebal.profile import Profile, SideBySide, StepTerms
-from gpipebal.profiler.sharing import MOST_PRESSURE, TracedCell, overlaps, pressure
-from gpipebal.profiler.traces import KINDS, Traced, pressures_of
+from gpipebal.profiler.trial.sharing import MOST_PRESSURE, TracedCell, overlaps, pressure
+from gpipebal.profiler.trial.traces import KINDS, Traced, pressures_of
 from gpipebal.schedule import CheckpointMode, gpipe_schedule, make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.simulator.sharing import place_sharing

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.values.microbatch import which_need_gradient
 from gpipebal.profile import SkipProfile
-from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.failures import is_out_of_memory, left_out, memory_for
-from gpipebal.profiler.gradients import needs_gradient
-from gpipebal.profiler.identity import identity_of
-from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
-from gpipebal.profiler.replica import replicate
-from gpipebal.profiler.rounds import Pace, Subject, Times
-from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.failures import is_out_of_memory, left_out, memory_for
+from gpipebal.profiler.chain.gradients import needs_gradient
+from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
+from gpipebal.profiler.chain.value import Routes, Value, as_leaves
+from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.replicas.identity import identity_of
+from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.survey import Survey, describe_skips, flops_of
-from gpipebal.profiler.value import Routes, Value, as_leaves
+from gpipebal.profiler.times.rounds import Pace, Subject, Times
 from gpipebal.skip.tracker import Key
 
 __all__ = ["SizeWalk", "join_times", "walk_alone"]

@@ -16,12 +16,12 @@ import gpipebal
 from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.replica import layer_of_tensors, own_bytes
-from gpipebal.profiler.rounds import Times
-from gpipebal.profiler.settle import Settled, settle_launches, settle_rounds, whole_again
-from gpipebal.profiler.step import optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.replicas.replica import layer_of_tensors, own_bytes
+from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
+from gpipebal.profiler.times.rounds import Times
+from gpipebal.profiler.times.settle import Settled, settle_launches, settle_rounds, whole_again
 from gpipebal.units import count
 
 __all__ = [

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from gpipebal.pipeline.layers.flat import can_be_opened, flatten
-from gpipebal.profiler.compiled import is_compiled, runs_as_written
-from gpipebal.profiler.harmless import reached_past
+from gpipebal.profiler.replicas.compiled import is_compiled, runs_as_written
+from gpipebal.profiler.replicas.harmless import reached_past
 
 __all__ = ["doubts_about"]
 

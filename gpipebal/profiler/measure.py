@@ -16,13 +16,10 @@ from gpipebal.pipeline.layers.devices import check_threads, share_of_cores, visi
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
-from gpipebal.profiler.compiled import compiled_apart
+from gpipebal.profiler.chain.failures import alone_already, is_out_of_memory
 from gpipebal.profiler.describe import describe_machine
-from gpipebal.profiler.failures import alone_already, is_out_of_memory
-from gpipebal.profiler.harmless import left_alone
-from gpipebal.profiler.optimizer import OptimizerLike
-from gpipebal.profiler.progress import progress_bar
-from gpipebal.profiler.rounds import Pace
+from gpipebal.profiler.replicas.compiled import compiled_apart
+from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.setting import (
     check_timeout,
     check_values,
@@ -33,8 +30,11 @@ from gpipebal.profiler.setting import (
     threads_set,
 )
 from gpipebal.profiler.sizes import Study
+from gpipebal.profiler.step.optimizer import OptimizerLike
+from gpipebal.profiler.times.progress import progress_bar
+from gpipebal.profiler.times.rounds import Pace
 from gpipebal.profiler.training import Training
-from gpipebal.profiler.trial import LEAST_TRIAL_SECONDS
+from gpipebal.profiler.trial.trial import LEAST_TRIAL_SECONDS
 from gpipebal.schedule import check_count
 
 __all__ = ["profile_model"]

@@ -15,8 +15,9 @@ from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
-from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.correct import try_out
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.failures import is_out_of_memory, left_out
+from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.describe import (
     OptimizerMemory,
     describe_layers,
@@ -24,22 +25,21 @@ from gpipebal.profiler.describe import (
     optimizer_memory,
 )
 from gpipebal.profiler.doubts import doubts_about
-from gpipebal.profiler.failures import is_out_of_memory, left_out
-from gpipebal.profiler.gathered import (
+from gpipebal.profiler.replicas.replica import bytes_of_loss, replicate
+from gpipebal.profiler.step.gathered import (
     GatheredTerms,
     measure_gathered,
     most_bytes,
     scaled_gathered,
     try_gathered,
 )
-from gpipebal.profiler.loss import describe_loss, loss_chain
-from gpipebal.profiler.replica import bytes_of_loss, replicate
-from gpipebal.profiler.rounds import Pace, Subject, Times, run_side_by_side
-from gpipebal.profiler.step import measure_optimizer
+from gpipebal.profiler.step.loss import describe_loss, loss_chain
+from gpipebal.profiler.step.step import measure_optimizer
 from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
+from gpipebal.profiler.times.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.training import Training
-from gpipebal.profiler.trial import Setting
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.trial.correct import try_out
+from gpipebal.profiler.trial.trial import Setting
 from gpipebal.units import count
 
 __all__ = ["Study"]

@@ -16,13 +16,13 @@ from torch import Tensor
 from gpipebal.copies import inner_tensors
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import SkipProfile
-from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.flops import FlopCounter
-from gpipebal.profiler.loss import LossChain, loss_chain
-from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers
-from gpipebal.profiler.replica import replicate, stand_ins
-from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
-from gpipebal.profiler.value import Routes, Value
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
+from gpipebal.profiler.chain.value import Routes, Value
+from gpipebal.profiler.memory.flops import FlopCounter
+from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.replicas.replica import replicate, stand_ins
+from gpipebal.profiler.step.loss import LossChain, loss_chain
 from gpipebal.skip.tracker import Key
 
 __all__ = [

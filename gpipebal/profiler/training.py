@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.chain import check_keyword_dims, check_keywords
-from gpipebal.profiler.batch import Batch
-from gpipebal.profiler.data import Data
-from gpipebal.profiler.optimizer import Maker, OptimizerLike
+from gpipebal.profiler.chain.batch import Batch
+from gpipebal.profiler.chain.data import Data
+from gpipebal.profiler.chain.value import Routes
 from gpipebal.profiler.setting import layers_of
-from gpipebal.profiler.value import Routes
+from gpipebal.profiler.step.optimizer import Maker, OptimizerLike
 from gpipebal.schedule import check_count
 from gpipebal.skip.layout import find_skips
 

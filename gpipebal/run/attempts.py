@@ -18,7 +18,7 @@ from tqdm import tqdm
 from gpipebal.copies import deep_copy
 from gpipebal.pipeline import GPipe
 from gpipebal.plan import Plan
-from gpipebal.profiler.failures import is_out_of_memory
+from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.run.training import PipelineTrainer, timed
 from gpipebal.run.workload import Workload
 from gpipebal.text import aligned

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from gpipebal.pipeline import GPipe, measure_memory, trace
 from gpipebal.pipeline.layers.devices import visible_cores
-from gpipebal.profiler.failures import is_out_of_memory
+from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.setting import threads_set
 from gpipebal.report import PlainTimes
 from gpipebal.run.training import PipelineTrainer, PlainTrainer, timed

@@ -20,8 +20,8 @@ from torch import nn
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, gather
 from gpipebal.pipeline.values.parting import chunk_sizes
-from gpipebal.profiler.batch import Batch
-from gpipebal.profiler.clock import synchronize
+from gpipebal.profiler.chain.batch import Batch
+from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.run.workload import Workload
 
 __all__ = ["PipelineTrainer", "PlainTrainer", "timed"]

@@ -23,7 +23,7 @@ from gpipebal.models import MODELS
 from gpipebal.pipeline.layers.chain import check_keyword_dims
 from gpipebal.pipeline.minibatch.loss import call_loss
 from gpipebal.pipeline.values.parting import chunk_sizes
-from gpipebal.profiler.batch import Batch
+from gpipebal.profiler.chain.batch import Batch
 from gpipebal.schedule import check_count
 from gpipebal.units import count
 

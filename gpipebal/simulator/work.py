@@ -141,7 +141,7 @@ def work_of(
 def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
     """Give actions after one of the other kind the numbers of `TURNED`, first ones of `FIRST`.
 
-    `gpipebal.profiler.traces.positions` tells them apart in the same way.
+    `gpipebal.profiler.trial.traces.positions` tells them apart in the same way.
     """
     is_forward = (order.kinds == F) | (order.kinds == R)
     behind_forward = np.zeros(order.n_actions, dtype=bool)

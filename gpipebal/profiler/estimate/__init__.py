@@ -1,12 +1,13 @@
 """Estimates: a profile without a device, from shapes alone.
 
 The layers run on meta tensors, which have shapes and storages but no memory. What they would
-allocate is counted as the measuring profiler counts it (`gpipebal.profiler.storages`), so bytes are
-those of a measurement; times are floating-point operations and bytes over a device's peak rates.
+allocate is counted as the measuring profiler counts it (`gpipebal.profiler.memory.storages`), so
+bytes are those of a measurement; times are floating-point operations and bytes over a device's peak
+rates.
 
-Read in this order: `stand_ins` (layers and values without memory), `backends` (what a device does
-differently from the meta device), `costs` (operations and bytes), `walk` (layer after layer),
-`terms` (loss, gather, optimizer), `profile` (all of it together).
+Read in this order: `stand_ins` (layers and values without memory), `backends` and `autocast` (what
+a device does differently from the meta device), `costs` (operations and bytes), `walk` (layer after
+layer), `terms` (loss, gather, optimizer), `profile` (all of it together).
 """
 
 from gpipebal.profiler.estimate.profile import estimate_profile

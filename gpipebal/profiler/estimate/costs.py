@@ -19,9 +19,9 @@ from torch.utils.flop_counter import flop_registry
 
 from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.values.tensors import storage_key
-from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.value import Value, roots_of
 from gpipebal.profiler.estimate.backends import KEEP_MORE
-from gpipebal.profiler.value import Value, roots_of
 from gpipebal.rates import DeviceRates
 
 __all__ = ["Costs", "OperationCosts", "find_costs"]

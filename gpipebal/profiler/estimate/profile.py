@@ -15,19 +15,19 @@ from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profile.ties import find_ties
+from gpipebal.profiler.chain.numbers import Arrived, Numbers
+from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
-from gpipebal.profiler.harmless import left_alone
-from gpipebal.profiler.numbers import Arrived, Numbers
-from gpipebal.profiler.optimizer import OptimizerLike
-from gpipebal.profiler.progress import progress_bar
-from gpipebal.profiler.replica import bytes_of_loss, layer_of_tensors, own_bytes
+from gpipebal.profiler.replicas.harmless import left_alone
+from gpipebal.profiler.replicas.replica import bytes_of_loss, layer_of_tensors, own_bytes
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
+from gpipebal.profiler.step.optimizer import OptimizerLike
 from gpipebal.profiler.survey import describe_skips
+from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.profiler.training import Training
-from gpipebal.profiler.value import Value
 from gpipebal.rates import DeviceRates, find_rates
 from gpipebal.schedule import check_count
 from gpipebal.units import count

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from gpipebal.errors import ProfileError
-from gpipebal.profiler.copying import buffer_like, copy_layer, parameter_like
+from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
 
 __all__ = [
     "META",

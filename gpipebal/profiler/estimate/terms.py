@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.profile import LayerProfile
+from gpipebal.profiler.chain.numbers import Arrived, Numbers
+from gpipebal.profiler.chain.outputs import Outputs
+from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import acting_as_device, without_values
-from gpipebal.profiler.loss import LossChain, describe_loss, loss_failed
-from gpipebal.profiler.numbers import Arrived, Numbers
-from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.outputs import Outputs
-from gpipebal.profiler.storages import measure_layer_memory
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.memory.storages import measure_layer_memory
+from gpipebal.profiler.step.loss import LossChain, describe_loss, loss_failed
+from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.rates import DeviceRates
 
 __all__ = ["estimate_gather", "estimate_loss", "estimate_optimizer"]

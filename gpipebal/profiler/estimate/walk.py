@@ -16,15 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
-from gpipebal.profiler.chain import Chain
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.failures import forbids_hooks
+from gpipebal.profiler.chain.numbers import Arrived, Numbers
+from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
-from gpipebal.profiler.failures import forbids_hooks
-from gpipebal.profiler.identity import identity_of
-from gpipebal.profiler.numbers import Arrived, Numbers
-from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
-from gpipebal.profiler.value import Routes, Value
+from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.replicas.identity import identity_of
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key
 

@@ -32,10 +32,10 @@ from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.workers.inbox import Flag
 from gpipebal.pipeline.workers.worker import WorkerPool
-from gpipebal.profiler.chain import Chain, RoundStoppedError
-from gpipebal.profiler.clock import Span, host_seconds_of, seconds_of
-from gpipebal.profiler.failures import is_out_of_memory
-from gpipebal.profiler.value import Value, as_leaves
+from gpipebal.profiler.chain.chain import Chain, RoundStoppedError
+from gpipebal.profiler.chain.clock import Span, host_seconds_of, seconds_of
+from gpipebal.profiler.chain.failures import is_out_of_memory
+from gpipebal.profiler.chain.value import Value, as_leaves
 
 __all__ = ["Pace", "Subject", "Times", "run_side_by_side"]
 

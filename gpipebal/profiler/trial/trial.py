@@ -10,7 +10,7 @@ with the sums over the layers::
 
 The overhead is that of cells of a pipeline whose layers do next to nothing; the factors, one for
 each kind of cell, are what then remains while all partitions work. The same chain in one partition
-tells how much faster a cell is while the others wait (`gpipebal.profiler.sharing`), and how much
+tells how much faster a cell is while the others wait (see `sharing`), and how much
 slower it is after the other kind of work, which has filled the caches: as the first one of a step,
 and in the middle of 1F1B. What a step takes in addition to its cells, on the way in and out, is
 learned too.
@@ -34,12 +34,12 @@ from gpipebal.pipeline.trace import trace
 from gpipebal.pipeline.values.microbatch import flatten, unflatten
 from gpipebal.problem import Problem
 from gpipebal.profile import Profile
-from gpipebal.profiler.batch import Batch
-from gpipebal.profiler.data import Data
-from gpipebal.profiler.findings import Trial, read_trial
-from gpipebal.profiler.step import BEYOND_CACHES
-from gpipebal.profiler.traces import KINDS, Traced, kind_of
-from gpipebal.profiler.value import as_leaves
+from gpipebal.profiler.chain.batch import Batch
+from gpipebal.profiler.chain.data import Data
+from gpipebal.profiler.chain.value import as_leaves
+from gpipebal.profiler.step.step import BEYOND_CACHES
+from gpipebal.profiler.trial.findings import Trial, read_trial
+from gpipebal.profiler.trial.traces import KINDS, Traced, kind_of
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import split
 

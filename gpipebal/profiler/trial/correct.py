@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpipebal.profile import LayerProfile, Profile, SideBySide, TurnTimes
-from gpipebal.profiler.findings import Trial
 from gpipebal.profiler.setting import chunks_that_fit
-from gpipebal.profiler.traces import MOST_FACTOR, sums_of_layers
-from gpipebal.profiler.trial import MOST_TRIAL_CHUNKS, Setting, run_trial
+from gpipebal.profiler.trial.findings import Trial
+from gpipebal.profiler.trial.traces import MOST_FACTOR, sums_of_layers
+from gpipebal.profiler.trial.trial import MOST_TRIAL_CHUNKS, Setting, run_trial
 
 __all__ = ["correct", "try_out"]
 

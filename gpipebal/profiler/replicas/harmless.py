@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
-from gpipebal.profiler.caches import caches_kept, global_names
+from gpipebal.profiler.replicas.caches import caches_kept, global_names
 
 __all__ = ["left_alone", "reached_past", "weights_reached"]
 

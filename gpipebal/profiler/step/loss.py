@@ -13,14 +13,14 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.minibatch.loss import call_loss
 from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.profile import LayerProfile
-from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.clock import Span, seconds_of, synchronize
-from gpipebal.profiler.flops import FlopCounter
-from gpipebal.profiler.numbers import Arrived, Numbers
-from gpipebal.profiler.outputs import Outputs
-from gpipebal.profiler.replica import replicate
-from gpipebal.profiler.storages import LayerMemory, measure_layer_memory
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.clock import Span, seconds_of, synchronize
+from gpipebal.profiler.chain.numbers import Arrived, Numbers
+from gpipebal.profiler.chain.outputs import Outputs
+from gpipebal.profiler.chain.value import Value
+from gpipebal.profiler.memory.flops import FlopCounter
+from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.replicas.replica import replicate
 
 __all__ = [
     "LossChain",

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
 from gpipebal.profile import LayerProfile
-from gpipebal.profiler.failures import is_out_of_memory
-from gpipebal.profiler.gradients import needs_gradient
-from gpipebal.profiler.loss import measure_whole_loss
-from gpipebal.profiler.numbers import Numbers
-from gpipebal.profiler.outputs import Outputs
-from gpipebal.profiler.replica import parameter_bytes
-from gpipebal.profiler.step import measure_gather
-from gpipebal.profiler.storages import LayerMemory
+from gpipebal.profiler.chain.failures import is_out_of_memory
+from gpipebal.profiler.chain.gradients import needs_gradient
+from gpipebal.profiler.chain.numbers import Numbers
+from gpipebal.profiler.chain.outputs import Outputs
+from gpipebal.profiler.memory.storages import LayerMemory
+from gpipebal.profiler.replicas.replica import parameter_bytes
+from gpipebal.profiler.step.loss import measure_whole_loss
+from gpipebal.profiler.step.step import measure_gather
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
-from gpipebal.profiler.sharing import TracedCell, overlaps, pressure
+from gpipebal.profiler.trial.sharing import TracedCell, overlaps, pressure
 from gpipebal.schedule import CheckpointMode
 from gpipebal.simulator import durations_of
 from gpipebal.timeline import Event, Timeline

@@ -11,8 +11,8 @@ from torch import Tensor
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.values.microbatch import name_of_leaf
 from gpipebal.pipeline.values.parting import Dim, gather_leaves, spread_dims
-from gpipebal.profiler.numbers import Arrived
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.chain.numbers import Arrived
+from gpipebal.profiler.chain.value import Value
 
 __all__ = ["Outputs", "dims_of_leaves"]
 

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from gpipebal.profile import Profile
-from gpipebal.profiler.traces import (
+from gpipebal.profiler.trial.traces import (
     KINDS,
     Traced,
     alone_factors,

@@ -18,15 +18,15 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.values.microbatch import Call, check_travels, flatten, unflatten
 from gpipebal.pipeline.values.parting import Dim
-from gpipebal.profiler.clock import Clock, Span
-from gpipebal.profiler.failures import (
+from gpipebal.profiler.chain.clock import Clock, Span
+from gpipebal.profiler.chain.failures import (
     backward_failed,
     forward_failed,
     shapes_of,
     whole_backward_failed,
 )
-from gpipebal.profiler.outputs import dims_of_leaves
-from gpipebal.profiler.value import (
+from gpipebal.profiler.chain.outputs import dims_of_leaves
+from gpipebal.profiler.chain.value import (
     Record,
     Routes,
     Value,

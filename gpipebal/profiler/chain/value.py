@@ -13,7 +13,7 @@ from torch import Tensor
 from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.pipeline.values.parting import Dim
 from gpipebal.pipeline.values.tensors import copy_of
-from gpipebal.profiler.failures import memory_for
+from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.skip.tracker import Key
 
 __all__ = [

@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import bytes_of
-from gpipebal.profiler.compiled import compile_alike
-from gpipebal.profiler.copying import buffer_like, copy_layer, parameter_like
+from gpipebal.profiler.replicas.compiled import compile_alike
+from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
 
 __all__ = [
     "kept_by",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.profiler.clock import synchronize
-from gpipebal.profiler.optimizer import Maker
-from gpipebal.profiler.outputs import Outputs
+from gpipebal.profiler.chain.clock import synchronize
+from gpipebal.profiler.chain.outputs import Outputs
+from gpipebal.profiler.step.optimizer import Maker
 
 __all__ = [
     "OptimizerPeaks",

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from gpipebal.profiler.batch import Batch
-from gpipebal.profiler.failures import memory_for
-from gpipebal.profiler.numbers import Arrived
-from gpipebal.profiler.outputs import Outputs
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.chain.batch import Batch
+from gpipebal.profiler.chain.failures import memory_for
+from gpipebal.profiler.chain.numbers import Arrived
+from gpipebal.profiler.chain.outputs import Outputs
+from gpipebal.profiler.chain.value import Value
 from gpipebal.units import count
 
 __all__ = ["Data"]

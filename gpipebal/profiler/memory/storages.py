@@ -22,22 +22,22 @@ from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, parts_of, storage_key
-from gpipebal.profiler.buffers import copies_of_large, kept_buffers
-from gpipebal.profiler.chain import Chain
-from gpipebal.profiler.failures import memory_for
-from gpipebal.profiler.gradients import (
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.failures import memory_for
+from gpipebal.profiler.chain.gradients import (
     begun_inside,
     handed_through,
     needs_gradient,
 )
-from gpipebal.profiler.harmless import weights_reached
-from gpipebal.profiler.numbers import Arrived, Numbers, distinct_numbers, number_of
-from gpipebal.profiler.replica import kept_by
-from gpipebal.profiler.value import (
+from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers, number_of
+from gpipebal.profiler.chain.value import (
     Value,
     as_leaves,
     roots_of,
 )
+from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
+from gpipebal.profiler.replicas.harmless import weights_reached
+from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = ["LayerMemory", "measure_layer_memory"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpipebal.pipeline.values.tensors import has_storage, storage_key
-from gpipebal.profiler.gradients import needs_gradient
-from gpipebal.profiler.value import Value
+from gpipebal.profiler.chain.gradients import needs_gradient
+from gpipebal.profiler.chain.value import Value
 from gpipebal.skip.tracker import Key
 
 __all__ = ["Arrived", "Numbers", "distinct_numbers", "number_of"]
