@@ -173,6 +173,6 @@ pipe.close()
 #     gpipebal run my_package.my_module:make_model --partitions 2 --chunks 8
 #     cd gpipebal-run && gpipebal compare profile.json plan.json timeline.json
 #
-# On one CPU the plain model with all cores is often as fast. A pipeline pays where a model does not fit one device, or
+# On one CPU the plain model with all cores is often faster. A pipeline pays where a model does not fit one device, or
 # where every partition has its own device. Next: [5. A language model with a large
 # head](05-language-model.ipynb).

@@ -25,11 +25,11 @@ __all__ = ["training_step"]
 def training_step(profile: Profile, plan: Plan) -> Timeline:
     """Predict the timeline of a training step, without its optimizer, as `Plan.step_time` has it.
 
-    `simulate` knows only what a plan contains: the layers' own times, which its makespan is made
-    of. A profile tells how these change in a step: how much partitions that work side by side slow
-    each other down, what turning between forwards and backwards costs, that forwards without a
-    graph take less, what the host needs to launch layers, and how long the loss takes. So this is
-    the timeline to compare with a measured one.
+    `simulate` knows only what a plan contains: the layers' own times, which its makespan is
+    made of. A profile tells how these change in a step: how much faster a partition on a CPU is
+    while others wait, what turning between forwards and backwards costs, that forwards without
+    a graph take less, what the host needs to launch layers, and how long the loss takes. So
+    this is the timeline to compare with a measured one.
 
     Args:
         profile: The profile that the plan was made from.
