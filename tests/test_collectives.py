@@ -89,6 +89,12 @@ words = "around a pipeline with several micro-batches: chunks=2"
 refused(lambda: around(x), words)
 # A group of one process sends nothing, but counts gradients all the same.
 refused(lambda: DDP(pipe, process_group=alone[dist.get_rank()])(x), words)
+fixed = gb.GPipe(nn.Sequential(*layers()), [1, 2], chunks=2)
+static = DDP(fixed, process_group=alone[dist.get_rank()], static_graph=True)
+static(x).sum().backward()
+mine = nn.Sequential(*layers())
+mine(x).sum().backward()
+torch.testing.assert_close(fixed[0].weight.grad, mine[0].weight.grad)
 with torch.no_grad():
     expected = around(x)
 with around.no_sync():

@@ -22,6 +22,7 @@ from gpipebal.planner import solve
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.profiler import profile_model
 from gpipebal.profiler.estimate import estimate_profile
+from gpipebal.profiler.estimate.autocast import _init
 from gpipebal.rates import DeviceRates
 
 #: Everything of a layer that is counted and not clocked; operations apart.
@@ -416,6 +417,10 @@ def test_autocast_for_the_device_of_the_input(device: str) -> None:
     found = estimate_profile(model, torch.ones(2, 2), rows=(), rates=device, progress=False)
     assert list(found.provenance["approximate"]) == ["2"]
     assert torch.autocast.__init__ is plain
+    # A thread may still be on its way in when the last estimate has ended.
+    _init(context := object.__new__(torch.autocast), "cpu", torch.bfloat16)
+    with context:
+        assert torch.is_autocast_enabled("cpu")
     with pytest.raises(RuntimeError):
         torch.autocast("meta", dtype=torch.bfloat16)
 

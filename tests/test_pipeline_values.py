@@ -123,8 +123,17 @@ def test_what_is_not_a_chain_is_named_with_the_chain_inside() -> None:
 
     with pytest.raises(ModelError, match=r"test_pipeline_values\.Sequential\.\n.*module\.net, if"):
         GPipe(Sequential(nn.Linear(2, 2)), [1])
-    with pytest.raises(ModelError, match=r"=Linear\.\nFix: .*of its layers\.$"):
-        GPipe(nn.Linear(2, 2), [1])
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    with pytest.raises(ModelError, match=r"in it, module\.get_submodule\('0'\), if"):
+        GPipe(layers, [1])
+
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    for module in (nn.Linear(2, 2), nn.ModuleList([Own(nn.Linear(2, 2))]), nn.ModuleList()):
+        with pytest.raises(ModelError, match=r"\nFix: .*of its layers\.$"):
+            GPipe(module, [1])
 
 
 def test_objects_without_tensors_are_let_through() -> None:

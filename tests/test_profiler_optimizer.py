@@ -162,16 +162,36 @@ class Wrapped(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+class Sharing(Wrapped):
+    """One whose state is the inner optimizer's, as libraries have them."""
+
+    state = property(lambda self: self.inner.state, lambda self, state: None)  # type: ignore[assignment]
+
+
+class Several(Wrapped):
+    """One that keeps the other one in a list."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.all = [inner]
+        del self.inner
+
+    def step(self, closure: Any = None) -> Any:
+        """Let the other one step."""
+        return self.all[0].step(closure)
+
+
+@pytest.mark.parametrize("kind", [Wrapped, Sharing, Several])
 @pytest.mark.parametrize("method", ["measure", "estimate"])
-def test_the_state_of_an_optimizer_that_is_wrapped_counts(method: Any) -> None:
-    """It is that of the inner one, in a profile and in what a pipeline holds."""
+def test_the_state_of_an_optimizer_that_is_wrapped_counts(method: Any, kind: type[Wrapped]) -> None:
+    """It is that of the inner one, once."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     settings: dict[str, Any] = {"chunks": 2, "rows": (), "method": method}
     settings |= {"timeout": 0.0, "as_pipeline": False} if method == "measure" else {}
     adam = torch.optim.Adam
     plain, found = (
         gb.profile_model(model, torch.ones(4, 8), optimizer=optimizer, **settings)
-        for optimizer in (adam, lambda parameters: Wrapped(adam(parameters)))
+        for optimizer in (adam, lambda parameters: kind(adam(parameters)))
     )
     sizes = [layer.optimizer_bytes for layer in found.layers]
     assert sizes == [layer.optimizer_bytes for layer in plain.layers] and any(sizes)

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
+from gpipebal.verification.tolerance import distance
 
 aten = torch.ops.aten
 
@@ -70,12 +72,49 @@ def test_a_pipeline_of_quantised_layers_is_verified() -> None:
     assert gb.verify(model, pipe, torch.randn(4, 4)).outputs.count == 1
 
 
+def test_values_of_quantised_tensors_are_compared() -> None:
+    """One step of the scale apart is that far apart."""
+    whole = torch.randint(-8, 8, (4, 4), dtype=torch.int8)
+    other = whole.clone()
+    other[1, 2] += 1
+    scale = torch.tensor(0.5, dtype=torch.float64)
+    apart = distance(Quantised(whole, scale), Quantised(other, scale))
+    assert (apart.absolute, apart.place) == (0.5, (1, 2))
+    assert distance(Quantised(whole, scale), Quantised(whole.clone(), scale)).absolute == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(1.0, 1.0 + 1e-12), (2**40, 2**40 + 1), (1 + 1j, 1 + 4j)]
+)
+def test_values_of_wrapped_tensors_are_compared_as_they_are(one: Any, other: Any) -> None:
+    """A class that is not quantised keeps its precision, and is not cast."""
+    dtype = {float: torch.float64, int: torch.int64, complex: torch.complex128}[type(one)]
+    pair = [TwoTensor(*[torch.full((2,), x, dtype=dtype)] * 2) for x in (one, other)]
+    assert distance(*pair).absolute == pytest.approx(abs(other - one), rel=1e-3)
+
+
+class Steps(nn.Module):
+    """Write to its own quantised weight, one step in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        quantised = Quantised(torch.zeros(4, 4, dtype=torch.int8), torch.tensor(0.1))
+        self.weight = nn.Parameter(quantised, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, and return the input."""
+        self.weight.whole.add_(1)  # type: ignore[attr-defined]
+        return x * 1
+
+
 def test_quantised_layers_are_measured() -> None:
-    """They are copied, and compared with their copies, part by part."""
+    """They are copied, and compared with their copies part by part: what writes is found."""
+    model = nn.Sequential(*_model(), Steps())
     found = gb.profile_model(
-        _model(), torch.randn(4, 4), chunks=2, rows=(), timeout=0.0, as_pipeline=False
+        model, torch.randn(4, 4), chunks=2, rows=(), timeout=0.0, as_pipeline=False
     )
-    assert found.n_layers == 3
+    assert found.n_layers == 4
+    assert not model[3].weight.whole.any()
 
 
 def test_an_estimate_names_the_layer_that_cannot_be_made_without_memory() -> None:

@@ -351,9 +351,9 @@ class GPipe(Container):
         """End the workers; the next forward starts new ones. Harmless when repeated."""
         runtime = self._runtime
         if runtime is not None:
-            runtime.pool.check_closer()
-            self._runtime = None
             runtime.pool.close()
+            if self._runtime is runtime:  # perhaps a forward in another thread has started new ones
+                self._runtime = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and streams belong to this object in this process: a copy starts its own.

@@ -119,8 +119,17 @@ def optimizer_states(optimizer: Any) -> list[Mapping[Any, Mapping[str, Any]]]:
         >>> len(optimizer_states(torch.optim.SGD([torch.ones(1)])))
         1
     """
-    found: list[Any] = [optimizer]
-    for one in found:
-        inner = [value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer)]
-        found += [value for value in inner if not any(value is known for known in found)]
-    return [one.state for one in found]
+    optimizers: list[Any] = [optimizer]
+    for one in optimizers:
+        for value in getattr(one, "__dict__", {}).values():
+            parts = value.values() if isinstance(value, dict) else value
+            for part in parts if isinstance(value, (dict, list, tuple)) else (value,):
+                is_new = all(part is not known for known in optimizers)
+                if isinstance(part, torch.optim.Optimizer) and is_new:
+                    optimizers.append(part)
+    states: list[Any] = []
+    for one in optimizers:
+        # A wrapper's state is often the inner optimizer's own.
+        if all(one.state is not known for known in states):
+            states.append(one.state)
+    return states

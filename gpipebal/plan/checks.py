@@ -170,7 +170,7 @@ def _check_sensitivity(plan: Plan) -> None:
 
 
 def _check_quantities(where: str, noun: Any) -> None:
-    """Refuse a time or an invalid size: bytes are ints, times are finite, neither negative."""
+    """Refuse an invalid time or size: bytes are ints, times are finite, neither negative."""
     all_whole = isinstance(noun, PeakMemory)
     for item in fields(noun):
         value, name = getattr(noun, item.name), item.name

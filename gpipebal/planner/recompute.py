@@ -187,7 +187,7 @@ class _RunChoice:
         return j
 
     def needed(self) -> tuple[int, ...]:
-        """Return the least that partitions need, if those over their limits recompute the most."""
+        """Return what partitions need if those over their limits recompute what needs least."""
         for j in self._over(self._evaluated()):
             network = self._network(j)
             if network is not None:

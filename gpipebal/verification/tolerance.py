@@ -172,8 +172,8 @@ def has_fractions(tensor: Tensor) -> bool:
 def _values(tensor: Tensor) -> Tensor:
     """Return a dense tensor of these values, in a dtype that torch can compare."""
     tensor = tensor.detach()
-    if hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "dequantize"):
-        tensor = tensor.dequantize()  # one that is made of several tensors, such as a quantised one
+    if type(tensor).dequantize is not Tensor.dequantize:
+        tensor = tensor.dequantize()  # of a class of its own, which may know no comparison
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     return _wide(tensor) if has_fractions(tensor) and tensor.itemsize < 4 else tensor

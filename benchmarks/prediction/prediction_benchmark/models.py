@@ -259,7 +259,7 @@ MODELS = (
     ),
     Model(
         "resnet",
-        "gpipebal.models.resnet((1, 2, 2, 1), width=16): 73 layers that return pairs, 32 images "
+        "gpipebal.models.resnet((1, 2, 2, 1), width=16): 73 layers that hand on pairs, 32 images "
         "of 64 x 64, cross entropy, SGD",
         _resnet,
         _large_images,
@@ -278,7 +278,7 @@ MODELS = (
     ),
     Model(
         "recurrent",
-        "2 x LSTM and a GRU of 128 that return tuples, 64 sentences of 32 words, cross entropy, "
+        "2 x LSTM and a GRU of 128 that hand on tuples, 64 sentences of 32 words, cross entropy, "
         "Adam",
         _recurrent,
         _sentences,

@@ -23,8 +23,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 def inside_of(value: Any) -> Sequence[Any]:
     """Return what is in a container, or the attributes of an object; nothing if there are too many.
 
-    Attributes of torch's modules, of classes and of functions are left out: they are not the
-    layer's own.
+    Modules (of torch and of Python), classes and functions count as empty: what they have is not
+    the layer's own.
     """
     kind = type(value)  # what an object says of its class may be anything, or raise
     if issubclass(kind, dict):

@@ -54,7 +54,8 @@ def _chain_inside(module: object) -> str:
         return ""
     own = {id(parameter) for parameter in module.parameters()}
     for name, inner in module.named_modules():
-        if isinstance(inner, nn.Sequential) and own == {id(one) for one in inner.parameters()}:
+        is_chain = isinstance(inner, nn.Sequential) and len(inner) and own_forward(inner) is None
+        if is_chain and own == {id(parameter) for parameter in inner.parameters()}:
             return name
     return ""
 
@@ -76,7 +77,9 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
         # Other libraries have a class of this name too.
         called = f"{kind.__module__}.Sequential" if kind.__name__ == "Sequential" else kind.__name__
         inside = _chain_inside(module)
-        hint = f"; or give the chain in it, module.{inside}, if it does nothing else"
+        path = inside if inside.replace(".", "").isidentifier() else ""
+        where = f"module.{path}" if path else f"module.get_submodule({inside!r})"
+        hint = f"; or give the chain in it, {where}, if it does nothing else"
         raise ModelError(
             f"module must be nn.Sequential to be partitioned: type(module)={called}.\n"
             f"Fix: write the model as nn.Sequential of its layers{hint if inside else ''}."

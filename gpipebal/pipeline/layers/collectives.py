@@ -111,7 +111,10 @@ def _check_not_replicated(pipe: nn.Module, order: Schedule) -> None:
     around: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if around is None or order.chunks == 1 or not around.training:
         return
-    if not _averages(around):  # also in a group of one process, which counts gradients all the same
+    if not _averages(around):
+        return
+    # A group of one process sends nothing, but counts gradients, unless it knows their number.
+    if around.static_graph and _size(around.process_group) == 1:
         return
     own = {id(parameter) for parameter in pipe.parameters()}
     ignored = getattr(around, "parameters_to_ignore", ())

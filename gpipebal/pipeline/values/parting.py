@@ -320,7 +320,7 @@ def part_gradients(
     if dim is not None and len(sizes) == 1:
         return [gradient]
     if gradient.layout not in (torch.strided, torch.sparse_coo):
-        gradient = gradient.to_dense()  # torch can divide only dense ones
+        gradient = gradient.to_dense()  # torch can divide only those two
     if dim is None:
         return gradient.unbind()
     if not gradient.is_sparse:

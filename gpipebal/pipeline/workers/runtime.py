@@ -75,6 +75,7 @@ class Runtime:
         return (
             self.pool.process == os.getpid()
             and not self.pool.is_given_up
+            and not self.pool.is_closed
             # No layer was replaced since, nor a module inside one.
             and self._layers == list(layers)
             and all([partition.modules.are_as_made() for partition in self.partitions])

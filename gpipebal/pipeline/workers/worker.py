@@ -129,6 +129,11 @@ class WorkerPool:
             self._end()
             raise failures[0]
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pool takes no more tasks, because it was closed."""
+        return not self._end.alive
+
     @contextmanager
     def running(self, stop: Stop) -> Iterator[None]:
         """Let a mini-batch that runs in this block be stopped when the interpreter ends."""
@@ -145,14 +150,6 @@ class WorkerPool:
                 "a pipeline was called by one of its own layers, which would wait for itself.\n"
                 "Fix: do not call a pipeline inside itself, nor inside torch.utils.checkpoint: "
                 "GPipe has checkpoint=."
-            )
-
-    def check_closer(self) -> None:
-        """Raise PipelineError in one of the pool's own threads, which would wait for itself."""
-        if threading.current_thread() in self.threads:
-            raise PipelineError(
-                "a pipeline was closed by one of its own layers, which would wait for itself.\n"
-                "Fix: close it when its call has returned."
             )
 
     def submit(self, tasks: Sequence[Callable[[], None]]) -> None:
@@ -180,7 +177,7 @@ class WorkerPool:
                     "a mini-batch that began before a timeout can go no further: its workers were "
                     "given up.\nFix: run the mini-batch again."
                 )
-            if not self._end.alive:
+            if self.is_closed:
                 raise PipelineError(
                     "the pipeline is closed, and a mini-batch that it began can go no further.\n"
                     "Fix: call backward() before close(), or run the mini-batch again."
@@ -247,7 +244,11 @@ class WorkerPool:
         Raises:
             PipelineError: called by one of the threads, which would wait for itself.
         """
-        self.check_closer()
+        if threading.current_thread() in self.threads:
+            raise PipelineError(
+                "a pipeline was closed by one of its own layers, which would wait for itself.\n"
+                "Fix: close it when its call has returned."
+            )
         if self.process != os.getpid():
             return
         with self._submitting:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -24,8 +23,9 @@ class _Estimated(threading.local):
 
 _estimated = _Estimated()
 _installing = threading.Lock()
-_torchs_own: list[Any] = []
 _users = 0
+#: Never another one: a thread may still be in `_init` when the last estimate has ended.
+_TORCHS_OWN = torch.autocast.__init__
 
 
 @contextmanager
@@ -50,7 +50,6 @@ def _install() -> None:
     global _users
     with _installing:
         if not _users:
-            _torchs_own.append(torch.autocast.__init__)
             torch.autocast.__init__ = _init  # type: ignore[method-assign]
         _users += 1
 
@@ -60,7 +59,7 @@ def _uninstall() -> None:
     with _installing:
         _users -= 1
         if not _users:
-            torch.autocast.__init__ = _torchs_own.pop()  # type: ignore[method-assign]
+            torch.autocast.__init__ = _TORCHS_OWN  # type: ignore[method-assign]
 
 
 def _init(
@@ -80,4 +79,4 @@ def _init(
             if kind == "cuda" and not torch.cuda.is_available():
                 # torch would warn of a device that the layer has not asked for.
                 device_type, dtype, enabled = "cpu", None, False
-    _torchs_own[-1](self, device_type, dtype, enabled, cache_enabled)
+    _TORCHS_OWN(self, device_type, dtype, enabled, cache_enabled)

@@ -46,7 +46,7 @@ def measure_gather(outputs: Outputs, device: torch.device) -> float:
 def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int] | None:
     """Find the bytes of state that an optimizer keeps for each parameter.
 
-    The optimizer takes a step on stand-ins, one for each shape, so nothing is guessed.
+    The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options).
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
