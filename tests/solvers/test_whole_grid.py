@@ -17,6 +17,9 @@ from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Problem
 from gpipebal.solvers import METHODS, Split, iter_best_splits, select_method, split
 
+#: Brute force over cuts, modes and orders takes as long as it takes where other work runs too.
+pytestmark = pytest.mark.timeout(600)
+
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
