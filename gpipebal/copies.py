@@ -7,13 +7,13 @@ value. Objects that cannot be copied, such as locks and open files, are shared w
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["deep_copy", "inner_tensors"]
+__all__ = ["deep_copy"]
 
 
 def deep_copy(value: Any, memo: dict[int, Any], copying: TorchFunctionMode | None = None) -> Any:
@@ -37,15 +37,6 @@ def deep_copy(value: Any, memo: dict[int, Any], copying: TorchFunctionMode | Non
     """
     with _Cut() if copying is None else copying:
         return _copy(value, memo, set())
-
-
-def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor is made of, such as the parts of a quantised one."""
-    if not hasattr(type(tensor), "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        yield from inner_tensors(getattr(tensor, name))
 
 
 class _Cut(TorchFunctionMode):

@@ -159,11 +159,13 @@ def _check_header(
         )
     found = record.get("version")
     if type(found) is not int or found < 1:
-        raise _refused(path, f"has no readable version: version={found!r}.", "make the file again.")
+        raise _refused(
+            path, f"has no readable version: version={found!r:.60}.", "make the file again."
+        )
     if found > version:
         raise _refused(
             path,
-            f"has a newer format: version={found} (this gpipebal reads up to {version}).",
+            f"has a newer format: version={found!r:.60} (this gpipebal reads up to {version}).",
             "upgrade gpipebal, or make the file again with this one.",
         )
 

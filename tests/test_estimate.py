@@ -540,3 +540,15 @@ def test_operations_on_meta_tensors_are_as_before() -> None:
         estimate_profile(model, sample, **ON_CPU)
     assert attention() == before
     assert len(before) > 5
+
+
+@pytest.mark.parametrize("layer", [nn.Conv3d(2, 2, 1), nn.GroupNorm(1, 2), nn.ReflectionPad3d(1)])
+def test_three_dimensions_in_channels_last_are_said(layer: nn.Module) -> None:
+    """Devices keep the memory format where the meta device does not: so bytes are approximate."""
+
+    def ordered(x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last_3d)
+
+    model = nn.Sequential(nn.Conv3d(2, 2, 1), Apply(ordered), layer)
+    found = estimate_profile(model, torch.ones(2, 2, 4, 4, 4), rows=(), **ON_CPU)
+    assert list(found.provenance["approximate"]) == ["2"]

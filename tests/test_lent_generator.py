@@ -46,7 +46,9 @@ def test_an_operation_is_run_again_if_somebody_sets_the_lent_generator_meanwhile
     expected = drawn(0.0)
     for found, one in zip(drawn(4.0), expected, strict=True):
         torch.testing.assert_close(found, one, rtol=0, atol=0)
-    assert len(calls) == 6
+    # Both, four times in vain, and for each state from which it may have drawn unseen: those that
+    # it was found with, and the process's.
+    assert len(calls) == 2 + 4 + 5
     assert torch.equal(torch.default_generator.get_state(), outside)
     with pytest.raises(PipelineError, match="random numbers of a layer are lost"):
         drawn(1e9)
@@ -165,8 +167,36 @@ def test_a_state_that_is_saved_in_another_loan_is_noticed() -> None:
     random_ops.prepare()
     with OwnRandomness(1, 0).watching():
         found = [torch.ops.gpipebal_test_two.two(torch.zeros(2)) for _ in range(4)]
-    assert len(saved) == 5  # one was run again
+    assert len(saved) == 5 + 2  # one was run again, and for the two states that it met
     assert len(torch.stack(found).unique()) == 16
+
+
+def test_what_an_operation_left_unseen_is_noted() -> None:
+    """Code that puts a state back, saves what is drawn from it, and puts it back once more."""
+    torch.manual_seed(5)
+    home = torch.default_generator.get_state()
+    saved: list[Tensor] = []
+
+    def disturbed(x: Tensor) -> Tensor:
+        if saved:
+            return torch.rand_like(x)
+        torch.default_generator.set_state(home)
+        drawn = torch.rand_like(x)
+        saved.append(torch.default_generator.get_state())
+        torch.default_generator.set_state(home)
+        return drawn
+
+    library = torch.library.Library("gpipebal_test_unseen", "FRAGMENT")
+    library.define("draw(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    library.impl("draw", disturbed, "CPU")
+    random_ops.prepare()
+    with seeds.MiniBatchSeed(None).in_phase():
+        with OwnRandomness(1, 0).watching():
+            found = torch.ops.gpipebal_test_unseen.draw(torch.zeros(2))
+        torch.default_generator.set_state(saved[0])  # at last that code puts back what it saved
+    assert torch.equal(torch.default_generator.get_state(), home)
+    with OwnRandomness(1, 0).watching():
+        assert torch.equal(torch.ops.gpipebal_test_unseen.draw(torch.zeros(2)), found)
 
 
 @pytest.mark.parametrize("seed", [7, 8])

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from random_chains import Apply
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.cli import main
-from gpipebal.errors import FileFormatError, UsageError
+from gpipebal.errors import FileFormatError, ProfileError, UsageError
 from gpipebal.profile import Profile
 from gpipebal.profiler import setting
 from gpipebal.timeline import Timeline
@@ -167,3 +168,30 @@ def test_numbers_that_no_machine_has_are_refused(tmp_path: Path) -> None:
         Profile.load(path)
     with pytest.raises(FileFormatError, match="number of partitions"):
         Timeline.from_dict({**Timeline((), 1).to_dict(), "n_partitions": 2**20})
+
+
+class UnspeakableError(ValueError):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (AssertionError(), r"torch.float32: AssertionError\nFix: "),
+        (UnspeakableError(), r"torch.float32: UnspeakableError\nFix: "),
+        (ValueError("line\n" * 1000), r"ValueError: line\n(line\n){18}line \.\.\.\nFix: "),
+    ],
+)
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_errors_of_layers_are_said_in_few_words(error: Exception, text: str, method: Any) -> None:
+    """One without a text, one whose text fails, and one with a thousand lines."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise error
+
+    model = nn.Sequential(nn.Linear(2, 2), Apply(fail))
+    with pytest.raises(ProfileError, match=text):
+        gb.profile_model(model, torch.ones(4, 2), chunks=2, rows=(), method=method)

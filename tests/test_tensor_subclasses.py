@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from random_chains import Apply
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -121,3 +122,49 @@ def test_an_estimate_names_the_layer_that_cannot_be_made_without_memory() -> Non
     """Not every class of tensors can."""
     with pytest.raises(ProfileError, match=r"(?s)layer '1' has a tensor .*Fix: method='measure'"):
         gb.profile_model(_model(), torch.randn(4, 4), chunks=2, method="estimate")
+
+
+def _jagged(x: Tensor) -> Tensor:
+    """Work on the rows as one jagged tensor of two, and return plain rows."""
+    nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, len(x)]))
+    return (nested * nested.sin()).values()
+
+
+def _sparse(x: Tensor) -> Tensor:
+    """Keep a sparse copy for the backward."""
+    return torch.sparse.mm(x.detach().to_sparse(), x.t()).t()
+
+
+@pytest.mark.parametrize("way", [_jagged, _sparse])
+def test_what_layers_save_in_other_tensors_counts(way: Any) -> None:
+    """The plain tensors of nested and sparse ones are theirs, in the profile and in the meter."""
+    model = nn.Sequential(nn.Linear(64, 64), Apply(way))
+    x = torch.randn(64, 64)
+    found = gb.profile_model(model, x, chunks=1, rows=(), timeout=0.0, as_pipeline=False)
+    assert found.bytes_of(found.layers[1].saved) >= x.nbytes
+    pipe = gb.GPipe(model, [2], checkpoint="never")
+    with gb.pipeline.measure_memory(pipe) as meter:
+        output = pipe(x)
+        held = meter.ledger.live[0]
+        del output
+    # Beside parameters: the input, what the second layer is given and what it saves.
+    assert held >= sum(p.nbytes for p in model.parameters()) + 2 * x.nbytes
+
+
+class Matrix(nn.Module):
+    """Multiply by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(8).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return torch.sparse.mm(self.matrix, x)
+
+
+def test_sparse_parameters_are_profiled() -> None:
+    """Their bytes are those of their indices and values."""
+    model = nn.Sequential(nn.Linear(3, 3), Matrix())
+    found = gb.profile_model(model, torch.randn(8, 3), rows=(), timeout=0.0, as_pipeline=False)
+    assert found.layers[1].parameter_bytes == 8 * (2 * 8 + 4)

@@ -14,6 +14,7 @@ from torch import nn
 
 import gpipebal
 from gpipebal.pipeline.layers.devices import visible_cores
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.replicas.replica import layer_of_tensors, own_bytes
@@ -144,7 +145,7 @@ def main_dtype(modules: Sequence[nn.Module]) -> str:
     by_dtype: dict[torch.dtype, int] = {}
     for module in modules:
         for parameter in module.parameters():
-            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + parameter.nbytes
+            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + bytes_of(parameter)
     found = max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.get_default_dtype())
     return str(found).removeprefix("torch.")
 

@@ -20,6 +20,7 @@ from gpipebal.profiler.chain.failures import alone_already, is_out_of_memory
 from gpipebal.profiler.describe import describe_machine
 from gpipebal.profiler.replicas.compiled import compiled_apart
 from gpipebal.profiler.replicas.harmless import left_alone
+from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import (
     check_timeout,
     check_values,
@@ -210,9 +211,10 @@ def profile_model(
         )
         chosen = DEFAULT_RATES if rates is None else rates
         # Context variables that layers set do not reach the caller's context.
-        return contextvars.copy_context().run(
-            estimate_training, training, rows=rows, rates=chosen, progress=progress
-        )
+        with torch_state_kept():
+            return contextvars.copy_context().run(
+                estimate_training, training, rows=rows, rates=chosen, progress=progress
+            )
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     check_values(training.layers, sample, keywords, target)
     where = device_for(device)
@@ -236,7 +238,7 @@ def profile_model(
         started=started,
         progress=progress,
     )
-    with compiled_apart([*training.modules, loss_fn]):
+    with torch_state_kept(), compiled_apart([*training.modules, loss_fn]):
         state = CallerState.capture((where.type,))
         with (
             left_alone([module, loss_fn]),

@@ -12,6 +12,7 @@ from torch import nn
 
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.caller import CallerState
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
@@ -217,7 +218,7 @@ class Study:
         if self._is_alone:
             pairs = zip(maker.parameters, maker.stepped, strict=True)
             stepped = {
-                id(parameter): parameter.nbytes for parameter, is_stepped in pairs if is_stepped
+                id(parameter): bytes_of(parameter) for parameter, is_stepped in pairs if is_stepped
             }
             of_layers = [list(module.parameters()) for module in self.modules]
             only = max(of_layers, key=lambda own: sum(stepped.get(id(p), 0) for p in own))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipebal.pipeline.process.eager import EagerDispatchMode
-from gpipebal.pipeline.values.tensors import has_storage, storage_key
+from gpipebal.pipeline.values.tensors import has_storage, parts_of, storage_key
 
 __all__ = ["Ledger"]
 
@@ -57,11 +57,11 @@ class Ledger:
             keep: Whether they stay with this owner from now on, whoever holds them later.
         """
         for tensor in tensors:
-            if has_storage(tensor):
-                self._enter(tensor, owner, take_over=True)
+            for part in _with_storage(tensor):
+                self._enter(part, owner, take_over=True)
                 if keep:
                     with self._lock:
-                        self._kept.add(storage_key(tensor))
+                        self._kept.add(storage_key(part))
 
     def bytes_of(self, key: int) -> int | None:
         """Return the bytes of a live storage, None if it is not in the ledger."""
@@ -156,16 +156,23 @@ class _Watch(EagerDispatchMode):
         result = func(*args, **(kwargs or {}))
         owners = self._owners_of(args[0]) if self._follow and args else []
         for k, leaf in enumerate(_leaves(result)):
-            if has_storage(leaf):
+            for part in _with_storage(leaf):
                 # An operation on a list gives a list: each result goes where its operand is.
                 owner = owners[min(k, len(owners) - 1)] if owners else self._owner
-                self._ledger._enter(leaf, owner, take_over=False)
+                self._ledger._enter(part, owner, take_over=False)
         return result
 
     def _owners_of(self, operands: Any) -> list[int]:
         """Return the owner of an operation's first operand; if it is a list, of each element."""
         found = [self._ledger.owner_of(leaf) for leaf in _leaves(operands) if has_storage(leaf)]
         return [self._owner if owner is None else owner for owner in found]
+
+
+def _with_storage(leaf: Any) -> Sequence[Tensor]:
+    """Return what of a leaf has a storage: itself, or the parts of a sparse or a wrapping one."""
+    if type(leaf) is Tensor and has_storage(leaf):
+        return (leaf,)
+    return [one for one in parts_of(leaf) if has_storage(one)] if isinstance(leaf, Tensor) else ()
 
 
 def _leaves(value: Any) -> Sequence[Any]:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["EagerDispatchMode", "run_eagerly"]
+__all__ = ["EagerDispatchMode", "eager_blocks", "leave_eager_blocks", "run_eagerly"]
 
 # The stance belongs to the process, and blocks of several threads may end in any order: the first
 # sets it, the last puts it back.
 _lock = threading.Lock()
-_users = 0
+#: Blocks of each thread, by its number; a thread without any is not in it.
+_blocks: dict[int, int] = {}
 _stance: Any = None
 
 
@@ -57,18 +58,36 @@ class EagerDispatchMode(TorchDispatchMode):
             _leave()
 
 
-def _enter() -> None:
-    global _users, _stance
+def eager_blocks() -> int:
+    """Return how many such blocks this thread is in."""
+    return _blocks.get(threading.get_ident(), 0)
+
+
+def leave_eager_blocks(n_blocks: int) -> bool:
+    """Leave those that an interrupt has left open in this thread, but for so many.
+
+    Returns:
+        Whether no thread is in any.
+    """
+    global _stance
     with _lock:
-        _users += 1
+        if n_blocks:
+            _blocks[threading.get_ident()] = n_blocks
+        else:
+            _blocks.pop(threading.get_ident(), None)
+        if not _blocks and _stance is not None:
+            stance, _stance = _stance, None
+            stance.__exit__(None, None, None)
+        return not _blocks
+
+
+def _enter() -> None:
+    global _stance
+    with _lock:
+        _blocks[threading.get_ident()] = eager_blocks() + 1
         if _stance is None and "torch._dynamo" in sys.modules:
             _stance = torch.compiler.set_stance("force_eager")
 
 
 def _leave() -> None:
-    global _users, _stance
-    with _lock:
-        _users -= 1
-        if not _users and _stance is not None:
-            stance, _stance = _stance, None
-            stance.__exit__(None, None, None)
+    leave_eager_blocks(max(0, eager_blocks() - 1))

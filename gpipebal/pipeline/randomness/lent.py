@@ -36,6 +36,8 @@ __all__ = [
 #: generator; and after how many runs in a row that leave the state as it was it is taken to draw
 #: nothing.
 _TRIES, _NOTHING = 1000, 10
+#: How many states that other code has put back during one operation are remembered.
+_FEW = 8
 #: After how many runs in a row that end with the same state it is taken to set that state itself.
 _ITSELF = 50
 #: Operations of other libraries that were found to draw nothing, and those that set the generator
@@ -138,6 +140,30 @@ def _note_stray(state: Tensor) -> None:
         strays.note(state)
 
 
+def _note_what_follows(
+    states: list[Tensor], default: Any, operation: Any, args: Any, kwargs: Any
+) -> None:
+    """Note what an operation makes of the states from which it may have drawn.
+
+    Other code may have put back one of them before the operation drew, saved what the operation
+    left, and put back the first one again: then nobody has seen the state that it saved.
+    """
+    for state in states[-_FEW:]:
+        head = _head_of(state)
+        for _ in range(_NOTHING):
+            # With a mark, to see that nobody sets the generator meanwhile.
+            mark_as_lent(state)
+            mark = _head_of(state)
+            default.set_state(state)
+            _set_head(state, head)
+            operation(*args, **kwargs)
+            after = default.get_state()
+            if _head_of(after) == mark:
+                _set_head(after, head)
+                _note_stray(after)
+                break
+
+
 def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation that reads the process's default generator, which is lent a state for it.
 
@@ -160,6 +186,7 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
         before, ours = default.get_state(), generator.get_state()
         seed, n_unmoved, n_alike = _head_of(ours), 0, 0
         earlier: Tensor | None = None
+        disturbed: list[Tensor] = []
         try:
             for _ in range(_TRIES):
                 if device.type == "cpu":
@@ -179,6 +206,8 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
                 if is_ours and (not is_unmoved or draws_nothing or operation._schema.is_mutable):
                     _set_head(after, seed)
                     generator.set_state(after)
+                    if disturbed and device.type == "cpu":
+                        _note_what_follows([before, *disturbed], default, operation, args, kwargs)
                     return result
                 n_alike = n_alike + 1 if earlier is not None and _is_same(after, earlier) else 1
                 earlier = after
@@ -192,6 +221,8 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
                 # Code that knows nothing of this lending has meanwhile put back some earlier state,
                 # as torch.utils.checkpoint does in a layer of another partition.
                 _note_stray(after)
+                if not any(_is_same(after, known) for known in disturbed[-_FEW:]):
+                    disturbed.append(after)
                 if operation._schema.is_mutable:
                     break
         finally:

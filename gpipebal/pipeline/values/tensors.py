@@ -46,7 +46,13 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with memory that a tensor is made of: itself, unless it is sparse."""
+    """Return the plain tensors that a tensor is made of: itself, unless it is sparse or wraps some.
+
+    Those that wrap others are quantised ones, jagged ones and the like.
+    """
+    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return tuple([part for name in names for part in parts_of(getattr(tensor, name))])
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -20,13 +20,39 @@ __all__ = [
     "is_out_of_memory",
     "left_out",
     "memory_for",
+    "said",
     "shapes_of",
+    "text_of",
     "whole_backward_failed",
 ]
 
 _ONE_AT_A_TIME = "with one_at_a_time=True, or "
 _LESS_MEMORY = f"profile {_ONE_AT_A_TIME}with more chunks, or on a larger device."
 _TRAIN_FIRST = "make the plain model train first: model(sample).sum().backward()."
+
+
+#: Of an error's text, so many lines and characters are passed on.
+_MOST_LINES, _MOST_CHARACTERS = 20, 2000
+
+
+def said(error: BaseException) -> str:
+    """Write the kind of an error and what it says; of a long text the beginning.
+
+    Example:
+        >>> said(ValueError("no such token")), said(AssertionError())
+        ('ValueError: no such token', 'AssertionError')
+    """
+    kind, text = type(error).__name__, text_of(error)
+    short = "\n".join(text.splitlines()[:_MOST_LINES])[:_MOST_CHARACTERS]
+    return f"{kind}: {short}{' ...' * (len(short) < len(text.rstrip()))}" if text else kind
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says; nothing if its own text fails."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def shapes_of(leaves: Sequence[Any]) -> str:
@@ -41,23 +67,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether the device had no memory left, by an error or by the error that caused it."""
     cause = error.__cause__ or error
     # A CPU's allocator has no kind of error of its own.
-    on_cpu = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause)
+    on_cpu = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in text_of(cause)
     return on_cpu or isinstance(cause, (torch.OutOfMemoryError, MemoryError))
 
 
 def alone_already(error: ProfileError) -> ProfileError:
     """Remove the advice to measure one layer at a time, where that has been done."""
-    return ProfileError(str(error).replace(_ONE_AT_A_TIME, ""))
+    return ProfileError(text_of(error).replace(_ONE_AT_A_TIME, ""))
 
 
 def forbids_hooks(error: BaseException) -> bool:
     """Tell whether a function of torch.func ran, which forbids hooks on what is saved."""
-    return "yet support saved tensor hooks" in str(error)
+    return "yet support saved tensor hooks" in text_of(error)
 
 
 def left_out(rows: int, error: Exception) -> str:
     """Say why a size of micro-batch is not measured."""
-    return f"not measured at {count(rows, 'row')}: {str(error).splitlines()[0]}"
+    first, _, _ = text_of(error).partition("\n")
+    return f"not measured at {count(rows, 'row')}: {first}"
 
 
 @contextmanager
@@ -72,7 +99,8 @@ def memory_for(what: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ProfileError(f"no memory is left for {what}: {error}\nFix: {_LESS_MEMORY}") from error
+        text = f"no memory is left for {what}: {said(error)}\nFix: {_LESS_MEMORY}"
+        raise ProfileError(text) from error
 
 
 def forward_failed(error: Exception, name: str, index: int, shapes: str) -> ProfileError:
@@ -80,12 +108,12 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
     fix = "give a sample and a number of chunks that the model can be trained with."
     if is_out_of_memory(error):
         fix = _LESS_MEMORY
-    if not index and "does not require grad" in str(error):
+    if not index and "does not require grad" in text_of(error):
         fix = (
             "let the layer begin with x = x.detach().requires_grad_(): what goes into a chain is "
             "data, and is profiled without a gradient, also where the sample has one."
         )
-    if "more than 1 value per channel" in str(error):
+    if "more than 1 value per channel" in text_of(error):
         fix = (
             "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more, "
             "and no 1 in rows: batch normalisation cannot train on one value per channel."
@@ -98,7 +126,7 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
         )
     return ProfileError(
         f"layer {name!r} (layer {index}) failed on a micro-batch of shape {shapes}: "
-        f"{type(error).__name__}: {error}\nFix: {fix}"
+        f"{said(error)}\nFix: {fix}"
     )
 
 
@@ -107,7 +135,7 @@ def backward_failed(error: Exception, name: str, shapes: str) -> ProfileError:
     fix = _LESS_MEMORY if is_out_of_memory(error) else _TRAIN_FIRST
     return ProfileError(
         f"the backward of layer {name!r}, on a micro-batch of shape {shapes}, failed: "
-        f"{type(error).__name__}: {error}\nFix: {fix}"
+        f"{said(error)}\nFix: {fix}"
     )
 
 
@@ -119,11 +147,9 @@ def whole_backward_failed(error: Exception, writers: Sequence[str]) -> ProfileEr
         writers: Names of the layers that write to their input.
     """
     fix = _LESS_MEMORY if is_out_of_memory(error) else _TRAIN_FIRST
-    if writers and "inplace" in str(error):
+    if writers and "inplace" in text_of(error):
         fix = (
             f"let layer {', '.join(map(repr, writers))}, which writes to its input, make a result "
             "of its own: the layer before it needs what it has handed on."
         )
-    return ProfileError(
-        f"the backward of the whole chain failed: {type(error).__name__}: {error}\nFix: {fix}"
-    )
+    return ProfileError(f"the backward of the whole chain failed: {said(error)}\nFix: {fix}")

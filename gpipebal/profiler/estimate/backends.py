@@ -56,6 +56,8 @@ _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_re
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _OTHERWISE_IN_ORDER = ("group_norm", "instance_norm")
+#: For three dimensions, devices keep the memory format where the meta device does not.
+_IN_SPACE = ("conv3d", "group_norm", "pad")
 #: A CPU keeps the memory format of an image, by strides; for CUDA, a reason is noted only.
 _SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll")
 _IN_ORDER_ON_CPU = (
@@ -242,6 +244,14 @@ def _is_channels_last(value: Any) -> bool:
     )
 
 
+def _is_channels_last_3d(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 5
+        and suggest_memory_format(value) == torch.channels_last_3d
+    )
+
+
 def _in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
     """Return a loss as it lies in the memory of the terms that it is the mean or sum of."""
     shape = torch.broadcast_shapes(*(one.shape for one in operands[:2]))
@@ -263,6 +273,8 @@ class _AsWritten(TorchFunctionMode):
         noted = _OTHERWISE_IN_ORDER + (_SHUFFLES if _acting.device_type == "cuda" else ())
         if name in noted and args and _is_channels_last(args[0]):
             _note(f"{name} in channels-last: devices make other copies")
+        if name in _IN_SPACE and args and _is_channels_last_3d(args[0]):
+            _note(f"{name} in channels-last of three dimensions: devices make other copies")
         return func(*args, **(kwargs or {}))
 
 

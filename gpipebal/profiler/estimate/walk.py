@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.failures import forbids_hooks
+from gpipebal.profiler.chain.failures import forbids_hooks, text_of
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
@@ -263,8 +263,9 @@ def without_values(name: str) -> Iterator[None]:
         cause = error.__cause__
         if cause is None or isinstance(cause, GpipebalError) or forbids_hooks(cause):
             raise
-        first = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
-        if _OTHER_DEVICE.search(str(cause)):
+        text = text_of(cause).strip()
+        first, _, _ = text.partition("\n")
+        if _OTHER_DEVICE.search(text):
             raise ProfileError(
                 f"layer {name!r} cannot be estimated: it uses a tensor that is not its own "
                 "parameter, buffer or attribute (through a function, say), so that no stand-in "
@@ -272,7 +273,7 @@ def without_values(name: str) -> Iterator[None]:
                 "Fix: register the tensor with the layer, or "
                 "profile_model(model, sample, method='measure')."
             ) from cause
-        if "meta" in str(cause).lower():
+        if "meta" in text.lower():
             raise ProfileError(
                 f"layer {name!r} cannot be estimated: it reads values of tensors, or runs an "
                 "operation that knows no shapes without them: "

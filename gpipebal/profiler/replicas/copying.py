@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpipebal.copies import deep_copy
 from gpipebal.errors import ProfileError
+from gpipebal.profiler.chain.failures import said
 
 __all__ = ["buffer_like", "copy_layer", "parameter_like"]
 
@@ -73,7 +74,7 @@ def copy_layer(
         copied: nn.Module = deep_copy(layer, memo, copying)
     except Exception as error:
         raise ProfileError(
-            f"layer {name!r} cannot be copied: {type(error).__name__}: {error}\n"
+            f"layer {name!r} cannot be copied: {said(error)}\n"
             "Fix: make the layer work with copy.deepcopy."
         ) from error
     return copied if keep_modes else copied.train()

@@ -116,7 +116,7 @@ def _flatten(replica: nn.Module) -> None:
 
 def parameter_bytes(layer: nn.Module) -> int:
     """Count the bytes of a layer's parameters."""
-    return sum(parameter.nbytes for parameter in layer.parameters())
+    return sum(bytes_of(parameter) for parameter in layer.parameters())
 
 
 def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
@@ -146,8 +146,8 @@ def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) ->
 
     parameters = list(layers[index].parameters())
     return {
-        "parameter_bytes": sum(p.nbytes for p in parameters if mine(p)),
-        "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+        "parameter_bytes": sum(bytes_of(p) for p in parameters if mine(p)),
+        "gradient_bytes": sum(bytes_of(p) for p in parameters if p.requires_grad),
         "buffer_bytes": sum(bytes_of(b) for b in kept_by(layers[index]) if mine(b)),
     }
 
@@ -163,6 +163,6 @@ def bytes_of_loss(loss_fn: object, layers: Sequence[nn.Module]) -> dict[str, Any
     parameters = [p for p in loss_fn.parameters() if id(p) not in known]
     buffers = [b for b in loss_fn.buffers() if id(b) not in known]
     return {
-        "parameter_bytes": sum(tensor.nbytes for tensor in (*parameters, *buffers)),
-        "gradient_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+        "parameter_bytes": sum(bytes_of(tensor) for tensor in (*parameters, *buffers)),
+        "gradient_bytes": sum(bytes_of(p) for p in parameters if p.requires_grad),
     }

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipebal.errors import ProfileError
+from gpipebal.profiler.chain.failures import said
 
 __all__ = ["Maker", "OptimizerFactory", "OptimizerLike"]
 
@@ -234,7 +235,7 @@ def _made_of(
             made = optimizer(list(stand_ins))
         except Exception as error:
             raise ProfileError(
-                f"the optimizer cannot be made: {type(error).__name__}: {error} (expected a "
+                f"the optimizer cannot be made: {said(error)} (expected a "
                 "callable that makes one of a list of the model's parameters).\n"
                 "Fix: make it of list(model.parameters()) first; what works there is what to give."
             ) from error

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.clock import synchronize
+from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.step.optimizer import Maker
 
@@ -135,7 +137,7 @@ def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step] 
         if kind not in known:
             if maker.needs_closure:
                 return None
-            if with_values and maker.parameters[place].nbytes > LARGEST_STEPPED:
+            if with_values and bytes_of(maker.parameters[place]) > LARGEST_STEPPED:
                 return None
             try:
                 known[kind] = _step_alone(maker, place, device_type, with_values)
@@ -207,13 +209,13 @@ def measure_optimizer(
     ):
         if not is_stepped:
             continue
-        of_all += parameter.nbytes
+        of_all += bytes_of(parameter)
         if chosen is not None and id(parameter) not in chosen:
             continue
-        if not stepped or n_bytes + parameter.nbytes <= LARGEST_STEPPED:
+        if not stepped or n_bytes + bytes_of(parameter) <= LARGEST_STEPPED:
             places.append(place)
             stepped.append(nn.Parameter(parameter.detach().to(device, copy=True)))
-            n_bytes += parameter.nbytes
+            n_bytes += bytes_of(parameter)
     if not stepped:
         return 0.0
     try:
@@ -234,7 +236,7 @@ def measure_optimizer(
         seconds = _median_time(run_step, device, prepare)
     except Exception as error:
         raise ProfileError(
-            f"the optimizer failed: {type(error).__name__}: {error}\n"
+            f"the optimizer failed: {said(error)}\n"
             "Fix: give a callable that makes an optimizer of a list of parameters, such as "
             "lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         ) from error

@@ -1,0 +1,138 @@
+"""An interrupt at any moment of a profile leaves torch as it was."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import gpipebal as gb
+from gpipebal.pipeline.process import eager
+from gpipebal.profiler.replicas.torch_state import torch_state_kept
+
+pytestmark = pytest.mark.timeout(100)
+
+METHODS: dict[str, dict[str, Any]] = {
+    "measure": {"timeout": 0.0, "as_pipeline": False, "progress": False},
+    "one at a time": {"timeout": 0.0, "one_at_a_time": True, "progress": False},
+    "estimate": {"method": "estimate", "progress": False},
+}
+
+
+class Dispatch(TorchDispatchMode):
+    """Does nothing of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Function(TorchFunctionMode):
+    """Does nothing of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _state() -> dict[str, Any]:
+    dynamo = sys.modules.get("torch._dynamo")
+    return {
+        "dispatch": _get_current_dispatch_mode_stack(),
+        "function": _get_current_function_mode_stack(),
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "fast": torch.backends.mha.get_fastpath_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "stance": None if dynamo is None else str(dynamo.eval_frame._stance),
+        "eager": eager.eager_blocks(),
+    }
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_what_was_entered_and_not_left_is_left() -> None:
+    """Whatever is on a stack above what was there comes off, and what is missing comes back."""
+    outer, fast = Function(), torch.backends.mha.get_fastpath_enabled()
+    with Dispatch(), outer:
+        before = _state()
+        with pytest.raises(KeyboardInterrupt), torch_state_kept():
+            Dispatch().__enter__()
+            Function().__enter__()
+            torch._C._autograd._push_saved_tensors_default_hooks(_identity, _identity)
+            eager._enter()
+            torch.backends.mha.set_fastpath_enabled(not fast)
+            torch.set_grad_enabled(False)
+            raise KeyboardInterrupt
+        assert _state() == before
+        with pytest.raises(ValueError, match="of its own"), torch_state_kept():
+            outer.__exit__(None, None, None)
+            raise ValueError("of its own")
+        assert _state() == before
+
+
+def test_an_interrupt_stays_one() -> None:
+    """An error that came up while modes were left is not what the caller sees."""
+    with pytest.raises(KeyboardInterrupt), torch_state_kept():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("trying to pop from empty mode stack")
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Let an alarm interrupt this thread."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# One that strikes where Python runs no handler of an exception, as in the callback of a weak
+# reference, is printed and lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("alarm")
+def test_an_interrupt_at_any_moment_leaves_nothing_behind(method: str) -> None:
+    """Modes, hooks, switches and parameters are as before, and the next profile is the same."""
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), nn.Linear(8, 2)
+    )
+    sample, moments = torch.randn(4, 3, 8), random.Random(0)
+    options: dict[str, Any] = {"chunks": 2, "rows": (), **METHODS[method]}
+    begun = time.perf_counter()
+    expected = gb.profile_model(model, sample, **options)
+    longest = time.perf_counter() - begun
+    before, values = _state(), [p.clone() for p in model.parameters()]
+    n_interrupted = 0
+    for _ in range(12):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0005, longest))
+            gb.profile_model(model, sample, **options)
+        except KeyboardInterrupt:
+            n_interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        assert _state() == before
+    assert n_interrupted
+    assert all(map(torch.equal, values, model.parameters()))
+    again = gb.profile_model(model, sample, **options)
+    for one, other in zip(again.layers, expected.layers, strict=True):
+        for name in ("saved", "forward_peak_bytes", "backward_peak_bytes", "output_bytes"):
+            assert getattr(one, name) == getattr(other, name)
