@@ -15,7 +15,7 @@ from torch import nn
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.planner import solve
-from gpipebal.planner.run_sizes import sizes_of
+from gpipebal.planner.runs.sizes import sizes_of
 from gpipebal.problem import Problem
 from gpipebal.problem.checks import plain_number
 from gpipebal.problem.fits import check_enough_layers

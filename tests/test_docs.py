@@ -284,8 +284,12 @@ def _read_in_order(package: str) -> list[str]:
 
 @pytest.mark.parametrize("room", ["solvers", "planner", "memory"])
 def test_every_file_of_a_room_is_in_its_docstring(room: str) -> None:
-    """It has all of them, and none that is gone."""
-    assert _read_in_order(f"gpipebal.{room}") == _files(ROOT / "gpipebal" / room)
+    """It has all files and folders, each folder's has all of its files, and none is gone."""
+    home = ROOT / "gpipebal" / room
+    folders = [path.parent.name for path in home.glob("*/__init__.py")]
+    assert _read_in_order(f"gpipebal.{room}") == sorted([*_files(home), *folders])
+    for folder in folders:
+        assert _read_in_order(f"gpipebal.{room}.{folder}") == _files(home / folder)
 
 
 @pytest.mark.parametrize("room", ["pipeline", "profiler"])

@@ -18,8 +18,8 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, UsageError
 from gpipebal.planner import equal_split, evaluate, solve
 from gpipebal.planner.all_ways import keeps_rules
-from gpipebal.planner.grid import GridRow, solve_grid
-from gpipebal.planner.replicated import all_reduce_time, last_ends
+from gpipebal.planner.grid.grid import GridRow, solve_grid
+from gpipebal.planner.grid.replicated import all_reduce_time, last_ends
 from gpipebal.problem import Link, Problem, Rules, to_bounds
 from gpipebal.profile import TieProfile
 

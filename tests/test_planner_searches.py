@@ -11,7 +11,8 @@ import pytest
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError, UnsupportedPlanError
-from gpipebal.planner import evaluate, recompute_layers, schedules
+from gpipebal.planner import evaluate, recompute_layers
+from gpipebal.planner.schedules import search as schedules
 from gpipebal.problem import Device, Problem
 from gpipebal.simulator import held_of, memory_over_time
 from gpipebal.solvers import reachability, split

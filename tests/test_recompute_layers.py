@@ -23,8 +23,8 @@ from gpipebal.memory.layer_runs import with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.pipeline import with_recompute
 from gpipebal.planner import recompute_layers
-from gpipebal.planner.recompute_network import partition_network
-from gpipebal.planner.recompute_ways import choices_of
+from gpipebal.planner.recompute.network import partition_network
+from gpipebal.planner.recompute.ways import choices_of
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile, SkipProfile
 from gpipebal.schedule import make_schedule
@@ -306,7 +306,7 @@ def test_runs_that_need_more_by_themselves_may_wait_less(
     chosen = recompute_layers(profile, plan, memory_limit=limits)
     needs = [part.memory.total for part in chosen.plan.partitions]
     assert all(need <= limit for need, limit in zip(needs, limits, strict=True))
-    monkeypatch.setattr("gpipebal.planner.recompute._MOST_CHOICES", 0)
+    monkeypatch.setattr("gpipebal.planner.recompute.recompute._MOST_CHOICES", 0)
     with pytest.raises(InfeasibleError, match="with any of the runs that were tried"):
         recompute_layers(profile, plan, memory_limit=limits)
 
@@ -336,7 +336,7 @@ def test_what_fits_in_the_last_round_is_returned(monkeypatch: pytest.MonkeyPatch
     profile = chain()
     plan = gb.evaluate(profile, [8], checkpoint="never")
     expected = recompute_layers(profile, plan, memory_limit=500 * MiB)
-    monkeypatch.setattr("gpipebal.planner.recompute._MOST_ROUNDS", 1)
+    monkeypatch.setattr("gpipebal.planner.recompute.recompute._MOST_ROUNDS", 1)
     assert recompute_layers(profile, plan, memory_limit=500 * MiB).runs == expected.runs != ()
 
 

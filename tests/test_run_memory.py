@@ -16,12 +16,12 @@ from plan_oracle import MODES, holding_its_output, profiles
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
-from gpipebal.planner import run_memory
 from gpipebal.planner.execution import Execution
-from gpipebal.planner.moments import moments_of
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import ask as ask_planner
-from gpipebal.planner.run_memory import KnownMemory, memory_of
+from gpipebal.planner.runs import memory as run_memory
+from gpipebal.planner.runs.memory import KnownMemory, memory_of
+from gpipebal.planner.runs.moments import moments_of
 from gpipebal.planner.times import step_timeline
 from gpipebal.problem import Memory
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile

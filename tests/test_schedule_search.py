@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, UnsupportedPlanError
-from gpipebal.planner import schedules
-from gpipebal.planner.schedule_costs import ScheduleCosts
-from gpipebal.planner.schedules import bound_of, search_schedule
+from gpipebal.planner.schedules import search as schedules
+from gpipebal.planner.schedules.costs import ScheduleCosts
+from gpipebal.planner.schedules.search import bound_of, search_schedule
 from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
 from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, CheckpointMode, order_of
 from gpipebal.simulator import Durations, place, weight_shares

@@ -17,7 +17,7 @@ from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.memory import partition_memory
 from gpipebal.planner import evaluate, solve_grid
 from gpipebal.planner.execution import Execution
-from gpipebal.planner.replicated import last_ends
+from gpipebal.planner.grid.replicated import last_ends
 from gpipebal.planner.times import step_timeline
 from gpipebal.problem import Link, Problem, links_of
 from gpipebal.profile import TurnTimes

@@ -2,28 +2,24 @@
 
 Read in this order: `solve`, `question` (what can be asked, with `layer_rules` and `devices`),
 `own_cost` (a cost that the caller gives); `posing` (the question as a problem for the solvers, with
-`quantiles`); `run_memory` (the memory of all runs of layers: `moments` of the schedule,
-`storage_tables` and `tie_tables` of what runs hold, `run_peaks` and `run_ends` of what they need);
-`solved` (the solver for the question), `best` (which split it is; `all_ways` where only a timeline
-tells what fits), `plans` (a split as a plan; `assemble`, and `sensitivity`), `advice` (why there is
-none); `evaluate`; `execution` (how a split is run), `times` (how long partitions and steps take,
-from the layers' times), `training_step` (a plan's step, as its profile predicts it).
+`quantiles`); `runs` (the memory of all runs of layers); `solved` (the solver for the question),
+`best` (which split it is; `all_ways` where only a timeline tells what fits), `plans` (a split as a
+plan; `assemble`, and `sensitivity`), `advice` (why there is none); `evaluate`; `execution` (how a
+split is run), `times` (how long partitions and steps take, from the layers' times), `training_step`
+(a plan's step, as its profile predicts it).
 
-Besides these: `schedules` (the search under schedules without a closed form, with `schedule_costs`
-and `schedule_bounds`), `grid` (several pipelines that share the rows, with `grid_options`;
-`replicated` for one number of them), `rule_comparison` (a plan next to `rules_of_thumb`),
-`recompute` (single layers recomputed inside the partitions of a plan: it returns the noun of
-`recompute_choice`, and is built on `recompute_posing`, `recompute_network` and `recompute_ways`),
-and `run_sizes` (the sizes of runs without a schedule, for balances by size).
+Besides these: `schedules` (the search under schedules without a closed form), `grid` (several
+pipelines that share the rows), `rule_comparison` (a plan next to `rules_of_thumb`), and `recompute`
+(single layers recomputed inside the partitions of a plan).
 """
 
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.evaluate import evaluate
-from gpipebal.planner.grid import solve_grid
+from gpipebal.planner.grid.grid import solve_grid
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import default_reserve
-from gpipebal.planner.recompute import recompute_layers
-from gpipebal.planner.recompute_choice import LayerRecompute
+from gpipebal.planner.recompute.choice import LayerRecompute
+from gpipebal.planner.recompute.recompute import recompute_layers
 from gpipebal.planner.rule_comparison import compare_rules
 from gpipebal.planner.solve import select_method, solve, top_plans
 from gpipebal.planner.training_step import training_step

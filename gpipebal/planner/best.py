@@ -14,7 +14,7 @@ from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.schedules import bound_of
+from gpipebal.planner.schedules.search import bound_of
 from gpipebal.planner.solved import solved
 from gpipebal.problem import Problem
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode

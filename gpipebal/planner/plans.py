@@ -12,7 +12,7 @@ from gpipebal.plan import PartitionPlan, Plan
 from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.schedule_costs import ScheduleCosts
+from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.planner.sensitivity import sensitivity
 from gpipebal.planner.times import order_for, pause_time
 from gpipebal.problem import to_bounds

@@ -13,7 +13,7 @@ from gpipebal.planner.devices import DeviceCosts, check_interleaved, devices_ask
 from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.quantiles import at_quantile
-from gpipebal.planner.run_memory import KnownMemory
+from gpipebal.planner.runs.memory import KnownMemory
 from gpipebal.planner.times import runnable
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number

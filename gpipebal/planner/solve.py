@@ -78,8 +78,8 @@ def solve(
         checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
             ``'auto'``: in each partition the fastest mode that fits its device.
         schedule: ``'gpipe'``; ``'1f1b'``, which `GPipe.step` runs as well; or one that only torch
-            runs. Under all but ``'gpipe'`` the least makespan is searched for with a simulator, see
-            `gpipebal.planner.schedules`, and the plan says how far it is from a proven bound.
+            runs. Under all but ``'gpipe'`` the least makespan is searched for with a simulator
+            (`gpipebal.planner.schedules`), and the plan says how far it is from a proven bound.
         objective: ``'makespan'``, the seconds from the first forward to the last backward of a
             mini-batch; ``'bottleneck'``, the largest time of a partition for one micro-batch; or
             ``'peak_memory'``, the largest peak memory of a partition, in bytes.

@@ -11,7 +11,7 @@ from typing import Any
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.planner.all_ways import device_orders
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.schedules import search_schedule
+from gpipebal.planner.schedules.search import search_schedule
 from gpipebal.problem import Problem
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, split_any_cost

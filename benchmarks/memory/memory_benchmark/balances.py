@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gpipebal.planner.run_memory import memory_of
+from gpipebal.planner.runs.memory import memory_of
 from gpipebal.problem import Device, Memory, Problem, to_balance
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode

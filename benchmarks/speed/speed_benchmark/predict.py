@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gpipebal.planner import evaluate
-from gpipebal.planner.run_memory import memory_of
+from gpipebal.planner.runs.memory import memory_of
 from gpipebal.planner.times import pause_time
 from gpipebal.problem import Device, Link, Problem, links_of, to_bounds
 from gpipebal.profile import Profile

@@ -20,10 +20,10 @@ from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
 from gpipebal.kinds import check_kind, no_such_row
 from gpipebal.plan import Plan
 from gpipebal.plan.checks import check_chunks
-from gpipebal.planner.grid_options import check_applies, checked_options
+from gpipebal.planner.grid.options import check_applies, checked_options
+from gpipebal.planner.grid.replicated import Additions, Replicated, best_replicated
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
-from gpipebal.planner.replicated import Additions, Replicated, best_replicated
 from gpipebal.planner.solve import posed_of, solve
 from gpipebal.problem import Link
 from gpipebal.problem.link import check_link
@@ -209,7 +209,7 @@ def solve_grid(
 
     Complexity:
         As `solve`, for every divisor of the number of devices (and number of micro-batches), and
-        for every split that `gpipebal.planner.replicated.best_replicated` looks at.
+        for every split that `gpipebal.planner.grid.replicated.best_replicated` looks at.
 
     Source:
         The ring is Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of

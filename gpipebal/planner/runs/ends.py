@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gpipebal.memory.layer_peaks import copied, freed
-from gpipebal.planner.storage_tables import StorageTables
-from gpipebal.planner.tie_tables import TieTables
+from gpipebal.planner.runs.storage_tables import StorageTables
+from gpipebal.planner.runs.tie_tables import TieTables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from gpipebal.planner.storage_tables import LayerChain, StorageTables
+from gpipebal.planner.runs.storage_tables import LayerChain, StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile, StepTerms
 from gpipebal.schedule import CheckpointMode

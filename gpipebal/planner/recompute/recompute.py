@@ -16,10 +16,10 @@ from gpipebal.planner.advice import with_more
 from gpipebal.planner.evaluate import evaluate
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.question import DeviceCosts, Question, Size
-from gpipebal.planner.recompute_choice import LayerRecompute
-from gpipebal.planner.recompute_network import partition_network
-from gpipebal.planner.recompute_posing import check_costs, posed_again
-from gpipebal.planner.recompute_ways import Choice, choices_of, in_order
+from gpipebal.planner.recompute.choice import LayerRecompute
+from gpipebal.planner.recompute.network import partition_network
+from gpipebal.planner.recompute.posing import check_costs, posed_again
+from gpipebal.planner.recompute.ways import Choice, choices_of, in_order
 from gpipebal.problem import Device, Link, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
 from gpipebal.profile import Profile

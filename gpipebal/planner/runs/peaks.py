@@ -16,10 +16,10 @@ from gpipebal.memory.layer_peaks import (
     made_at_a_cut,
 )
 from gpipebal.memory.loss import around_loss
-from gpipebal.planner.moments import RowMoment
-from gpipebal.planner.run_ends import RunEnds
-from gpipebal.planner.storage_tables import StorageTables
-from gpipebal.planner.tie_tables import TieTables
+from gpipebal.planner.runs.ends import RunEnds
+from gpipebal.planner.runs.moments import RowMoment
+from gpipebal.planner.runs.storage_tables import StorageTables
+from gpipebal.planner.runs.tie_tables import TieTables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -2,7 +2,7 @@
 
 Under such a schedule a simulator tells what a split costs. `search_schedule` begins with splits
 that are good for other reasons, moves cuts as long as that helps, and has a bound that no split can
-beat (`gpipebal.planner.schedule_bounds`). The bound also tells which splits could still be better
+beat (`gpipebal.planner.schedules.bounds`). The bound also tells which splits could still be better
 than the best one found: if they are few, all are tried, and the result is proven. For `solve`::
 
     problem = Problem(**profile.layer_times, n_partitions=4, chunks=8)  # devices, links, rules
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from gpipebal.planner.schedule_costs import ScheduleCosts
+from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.planner.times import order_for, recomputes_for
 from gpipebal.problem import Problem
 from gpipebal.schedule import (

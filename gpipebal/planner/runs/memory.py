@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gpipebal.memory.loss import loss_of_micro_batch
-from gpipebal.planner.moments import RowMoment, moments_of
-from gpipebal.planner.run_peaks import RunPeaks
-from gpipebal.planner.storage_tables import LayerChain, StorageTables
+from gpipebal.planner.runs.moments import RowMoment, moments_of
+from gpipebal.planner.runs.peaks import RunPeaks
+from gpipebal.planner.runs.storage_tables import LayerChain, StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode, make_schedule

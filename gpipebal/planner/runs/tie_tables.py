@@ -1,6 +1,6 @@
 """Tied parameters, for all runs of layers at once: `gpipebal.memory.ties` in tables.
 
-Rows are variants of runs, columns ends or layers, as in `gpipebal.planner.storage_tables`.
+Rows are variants of runs, columns ends or layers, as in `gpipebal.planner.runs.storage_tables`.
 """
 
 from __future__ import annotations

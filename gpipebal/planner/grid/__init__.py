@@ -1,0 +1,5 @@
+"""Several pipelines that share the rows of a mini-batch.
+
+Read in this order: `grid` (all ways to divide the devices), `options` (what can be asked of them),
+`replicated` (one number of pipelines).
+"""
