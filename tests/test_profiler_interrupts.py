@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import gpipebal as gb
 from gpipebal.pipeline.process import eager
+from gpipebal.pipeline.process.blocks import all_shared_blocks
+from gpipebal.profiler.estimate import backends
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 
 pytestmark = pytest.mark.timeout(100)
@@ -53,7 +57,10 @@ def _state() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "stance": None if dynamo is None else str(dynamo.eval_frame._stance),
-        "eager": eager.eager_blocks(),
+        "blocks": [one.here() for one in all_shared_blocks()],
+        "installed": list(backends._installed),
+        "autocast class": torch.autocast.__init__,
+        "in mode": _python_dispatch.is_in_torch_dispatch_mode(),
     }
 
 
@@ -70,14 +77,23 @@ def test_what_was_entered_and_not_left_is_left() -> None:
             Dispatch().__enter__()
             Function().__enter__()
             torch._C._autograd._push_saved_tensors_default_hooks(_identity, _identity)
-            eager._enter()
+            eager._blocks.enter()
+            backends._blocks.enter()
             torch.backends.mha.set_fastpath_enabled(not fast)
             torch.set_grad_enabled(False)
             raise KeyboardInterrupt
         assert _state() == before
-        with pytest.raises(ValueError, match="of its own"), torch_state_kept():
-            outer.__exit__(None, None, None)
-            raise ValueError("of its own")
+        with (
+            torch.autograd.graph.saved_tensors_hooks(_identity, _identity),
+            pytest.raises(ValueError, match="of its own"),
+        ):
+            hooked = _state()
+            with torch_state_kept():
+                outer.__exit__(None, None, None)
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+                torch.set_grad_enabled(False)
+                raise ValueError("of its own")
+        assert hooked["hooks"] is not None
         assert _state() == before
 
 
@@ -88,6 +104,35 @@ def test_an_interrupt_stays_one() -> None:
             raise KeyboardInterrupt
         finally:
             raise RuntimeError("trying to pop from empty mode stack")
+
+
+def test_an_error_while_an_interrupt_is_handled_stays_one() -> None:
+    """The caller may profile in the handler of an interrupt that is over."""
+    with pytest.raises(ValueError, match="of its own"):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            with torch_state_kept():
+                raise ValueError("of its own") from None
+
+
+def test_profiles_of_two_threads_leave_the_compiler_alone() -> None:
+    """What one finds of the other is not what it puts back."""
+    import torch._dynamo
+
+    before, model = str(torch._dynamo.eval_frame._stance), nn.Sequential(nn.Linear(4, 4))
+
+    def estimate() -> None:
+        for _ in range(5):
+            gb.profile_model(model, torch.ones(4, 4), **METHODS["estimate"])
+
+    threads = [threading.Thread(target=estimate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert str(torch._dynamo.eval_frame._stance) == before
 
 
 @pytest.fixture

@@ -182,6 +182,7 @@ class UnspeakableError(ValueError):
     [
         (AssertionError(), r"torch.float32: AssertionError\nFix: "),
         (UnspeakableError(), r"torch.float32: UnspeakableError\nFix: "),
+        (ValueError("a\r\nb\r\n"), r"ValueError: a\nb\nFix: "),
         (ValueError("line\n" * 1000), r"ValueError: line\n(line\n){18}line \.\.\.\nFix: "),
     ],
 )

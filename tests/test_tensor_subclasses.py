@@ -13,6 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.values.tensors import bytes_of, plain_parts
 from gpipebal.verification.tolerance import distance
 
 aten = torch.ops.aten
@@ -168,3 +170,37 @@ def test_sparse_parameters_are_profiled() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Matrix())
     found = gb.profile_model(model, torch.randn(8, 3), rows=(), timeout=0.0, as_pipeline=False)
     assert found.layers[1].parameter_bytes == 8 * (2 * 8 + 4)
+
+
+def test_jagged_tensors_that_share_only_where_rows_begin_are_not_aliases() -> None:
+    """A later partition may write to one of them."""
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, len(x)]))
+        return nested, nested.sin()
+
+    def write(pair: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = pair
+        return (one.mul_(2) + other).values()
+
+    model = nn.Sequential(nn.Linear(4, 4), Apply(two), Apply(write))
+    x = torch.randn(6, 4)
+    expected = model(x)
+    pipe = gb.GPipe(model, [2, 1], checkpoint="never")
+    torch.testing.assert_close(pipe(x), expected)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no processes")
+def test_distributed_tensors_have_the_parts_of_this_process() -> None:
+    """What else they are made of is no tensor."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        spread = torch.distributed.tensor.distribute_tensor(torch.ones(4, 4), mesh)
+        assert bytes_of(spread) == 64 and [part.shape for part in plain_parts(spread)] == [(4, 4)]
+        ledger = Ledger()
+        ledger.hold([spread], 0)
+        assert ledger.live == [64]
+    finally:
+        torch.distributed.destroy_process_group()

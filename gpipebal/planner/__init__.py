@@ -15,7 +15,7 @@ pipelines that share the rows), `rule_comparison` (a plan next to `rules_of_thum
 
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.evaluate import evaluate
-from gpipebal.planner.grid.grid import solve_grid
+from gpipebal.planner.grid import solve_grid
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import default_reserve
 from gpipebal.planner.recompute.choice import LayerRecompute

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import GpipebalError
-from gpipebal.pipeline.values.tensors import parts_of
+from gpipebal.pipeline.values.tensors import plain_parts
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
@@ -106,7 +106,7 @@ def _differ(mine: Tensor, theirs: Tensor) -> bool:
     # On another device, a replica has values of its own anyway.
     if mine.device != theirs.device:
         return False
-    pairs = zip(parts_of(mine.detach()), parts_of(theirs.detach()), strict=True)
+    pairs = zip(plain_parts(mine.detach()), plain_parts(theirs.detach()), strict=True)
     return any(not torch.equal(one, other) for one, other in pairs)
 
 

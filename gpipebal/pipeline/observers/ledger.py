@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipebal.pipeline.process.eager import EagerDispatchMode
-from gpipebal.pipeline.values.tensors import has_storage, parts_of, storage_key
+from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 
 __all__ = ["Ledger"]
 
@@ -172,7 +172,9 @@ def _with_storage(leaf: Any) -> Sequence[Tensor]:
     """Return what of a leaf has a storage: itself, or the parts of a sparse or a wrapping one."""
     if type(leaf) is Tensor and has_storage(leaf):
         return (leaf,)
-    return [one for one in parts_of(leaf) if has_storage(one)] if isinstance(leaf, Tensor) else ()
+    return (
+        [one for one in plain_parts(leaf) if has_storage(one)] if isinstance(leaf, Tensor) else ()
+    )
 
 
 def _leaves(value: Any) -> Sequence[Any]:

@@ -8,7 +8,6 @@ watching would change what is watched.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["EagerDispatchMode", "eager_blocks", "leave_eager_blocks", "run_eagerly"]
+from gpipebal.pipeline.process.blocks import SharedBlocks
 
-# The stance belongs to the process, and blocks of several threads may end in any order: the first
-# sets it, the last puts it back.
-_lock = threading.Lock()
-#: Blocks of each thread, by its number; a thread without any is not in it.
-_blocks: dict[int, int] = {}
+__all__ = ["EagerDispatchMode", "run_eagerly"]
+
+# The stance belongs to the process. What it was, and what changes it until it is left.
+_before: Any = None
 _stance: Any = None
 
 
@@ -33,61 +31,51 @@ def run_eagerly() -> Iterator[None]:
     What is compiled stays compiled, and runs compiled again after the block. Where nothing was ever
     compiled, torch's compiler is not even imported.
     """
-    _enter()
+    _blocks.enter()
     try:
         yield
     finally:
-        _leave()
+        _blocks.leave()
 
 
 class EagerDispatchMode(TorchDispatchMode):
     """A dispatch mode in which compiled code runs as it was written."""
 
     def __enter__(self) -> Any:
-        _enter()
+        _blocks.enter()
         try:
             return super().__enter__()
         except BaseException:
-            _leave()
+            _blocks.leave()
             raise
 
     def __exit__(self, *error: Any) -> None:
         try:
             super().__exit__(*error)
         finally:
-            _leave()
+            _blocks.leave()
 
 
-def eager_blocks() -> int:
-    """Return how many such blocks this thread is in."""
-    return _blocks.get(threading.get_ident(), 0)
+def _install() -> None:
+    global _before, _stance
+    if "torch._dynamo" in sys.modules:
+        _before = _present()
+        _stance = torch.compiler.set_stance("force_eager")
 
 
-def leave_eager_blocks(n_blocks: int) -> bool:
-    """Leave those that an interrupt has left open in this thread, but for so many.
-
-    Returns:
-        Whether no thread is in any.
-    """
-    global _stance
-    with _lock:
-        if n_blocks:
-            _blocks[threading.get_ident()] = n_blocks
-        else:
-            _blocks.pop(threading.get_ident(), None)
-        if not _blocks and _stance is not None:
-            stance, _stance = _stance, None
-            stance.__exit__(None, None, None)
-        return not _blocks
+def _remove() -> None:
+    global _before, _stance
+    (stance, before), _stance, _before = (_stance, _before), None, None
+    if stance is not None:
+        stance.__exit__(None, None, None)
+    elif before is not None and before != _present():
+        # Interrupted between setting it and knowing of it.
+        sys.modules["torch._dynamo"].eval_frame._set_stance(before)
 
 
-def _enter() -> None:
-    global _stance
-    with _lock:
-        _blocks[threading.get_ident()] = eager_blocks() + 1
-        if _stance is None and "torch._dynamo" in sys.modules:
-            _stance = torch.compiler.set_stance("force_eager")
+def _present() -> Any:
+    """Return what torch's compiler, which is loaded, does with compiled code."""
+    return getattr(sys.modules["torch._dynamo"].eval_frame, "_stance", None)
 
 
-def _leave() -> None:
-    leave_eager_blocks(max(0, eager_blocks() - 1))
+_blocks = SharedBlocks(_install, _remove)

@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import threading
 from collections import deque
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -148,19 +149,18 @@ def _note_what_follows(
     Other code may have put back one of them before the operation drew, saved what the operation
     left, and put back the first one again: then nobody has seen the state that it saved.
     """
-    for state in states[-_FEW:]:
-        head = _head_of(state)
-        for _ in range(_NOTHING):
+    for state in states:
+        for _ in range(2):
             # With a mark, to see that nobody sets the generator meanwhile.
-            mark_as_lent(state)
-            mark = _head_of(state)
-            default.set_state(state)
-            _set_head(state, head)
+            marked = torch.frombuffer(bytearray(bytes_of_state(state)), dtype=torch.uint8)
+            mark_as_lent(marked)
+            default.set_state(marked)
             operation(*args, **kwargs)
             after = default.get_state()
-            if _head_of(after) == mark:
-                _set_head(after, head)
-                _note_stray(after)
+            if _head_of(after) == _head_of(marked):
+                _set_head(after, _head_of(state))
+                if not _is_same(after, state):
+                    _note_stray(after)
                 break
 
 
@@ -206,8 +206,10 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
                 if is_ours and (not is_unmoved or draws_nothing or operation._schema.is_mutable):
                     _set_head(after, seed)
                     generator.set_state(after)
-                    if disturbed and device.type == "cpu":
-                        _note_what_follows([before, *disturbed], default, operation, args, kwargs)
+                    if disturbed and device.type == "cpu" and not draws_nothing:
+                        met = [before, *disturbed[1 - _FEW :]]
+                        with suppress(Exception):  # the layer has its result
+                            _note_what_follows(met, default, operation, args, kwargs)
                     return result
                 n_alike = n_alike + 1 if earlier is not None and _is_same(after, earlier) else 1
                 earlier = after

@@ -15,6 +15,7 @@ __all__ = [
     "has_storage",
     "is_shared",
     "parts_of",
+    "plain_parts",
     "storage_key",
     "version_of",
 ]
@@ -46,13 +47,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the plain tensors that a tensor is made of: itself, unless it is sparse or wraps some.
-
-    Those that wrap others are quantised ones, jagged ones and the like.
-    """
-    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
-        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-        return tuple([part for name in names for part in parts_of(getattr(tensor, name))])
+    """Return the tensors with memory that a tensor is made of: itself, unless it is sparse."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -64,9 +59,22 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
+def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the plain tensors whose memory a tensor has, also one that wraps others.
+
+    Those are jagged tensors, quantised ones and the like. Not for questions of aliasing: two jagged
+    tensors may have nothing in common but where their rows begin.
+    """
+    if type(tensor) not in (Tensor, Parameter) and hasattr(type(tensor), "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+        parts = [part for one in inner if isinstance(one, Tensor) for part in plain_parts(one)]
+        return tuple(parts) or (tensor,)
+    return parts_of(tensor)
+
+
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor; for a sparse one those of its parts."""
-    return sum([part.nbytes for part in parts_of(tensor)])
+    return sum([part.nbytes for part in plain_parts(tensor)])
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -3,3 +3,7 @@
 Read in this order: `grid` (all ways to divide the devices), `options` (what can be asked of them),
 `replicated` (one number of pipelines).
 """
+
+from gpipebal.planner.grid.grid import GridRow, GridTable, solve_grid
+
+__all__ = ["GridRow", "GridTable", "solve_grid"]

@@ -42,9 +42,10 @@ def said(error: BaseException) -> str:
         >>> said(ValueError("no such token")), said(AssertionError())
         ('ValueError: no such token', 'AssertionError')
     """
-    kind, text = type(error).__name__, text_of(error)
-    short = "\n".join(text.splitlines()[:_MOST_LINES])[:_MOST_CHARACTERS]
-    return f"{kind}: {short}{' ...' * (len(short) < len(text.rstrip()))}" if text else kind
+    kind, lines = type(error).__name__, text_of(error).rstrip().splitlines()
+    text = "\n".join(lines[:_MOST_LINES])
+    is_cut = len(lines) > _MOST_LINES or len(text) > _MOST_CHARACTERS
+    return f"{kind}: {text[:_MOST_CHARACTERS]}{' ...' * is_cut}" if text else kind
 
 
 def text_of(error: BaseException) -> str:

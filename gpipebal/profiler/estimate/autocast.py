@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from gpipebal.pipeline.process.blocks import SharedBlocks
+
 __all__ = ["autocast_for"]
 
 
@@ -22,8 +24,6 @@ class _Estimated(threading.local):
 
 
 _estimated = _Estimated()
-_installing = threading.Lock()
-_users = 0
 #: Never another one: a thread may still be in `_init` when the last estimate has ended.
 _TORCHS_OWN = torch.autocast.__init__
 
@@ -37,29 +37,13 @@ def autocast_for(device_type: str, noted: Callable[[], None]) -> Iterator[None]:
         noted: Called when autocast for it is turned on: tensors without values are never cast.
     """
     before = _estimated.device_type, _estimated.noted
-    _install()
+    _blocks.enter()
     try:
         _estimated.device_type, _estimated.noted = device_type, noted
         yield
     finally:
         _estimated.device_type, _estimated.noted = before
-        _uninstall()
-
-
-def _install() -> None:
-    global _users
-    with _installing:
-        if not _users:
-            torch.autocast.__init__ = _init  # type: ignore[method-assign]
-        _users += 1
-
-
-def _uninstall() -> None:
-    global _users
-    with _installing:
-        _users -= 1
-        if not _users:
-            torch.autocast.__init__ = _TORCHS_OWN  # type: ignore[method-assign]
+        _blocks.leave()
 
 
 def _init(
@@ -80,3 +64,14 @@ def _init(
                 # torch would warn of a device that the layer has not asked for.
                 device_type, dtype, enabled = "cpu", None, False
     _TORCHS_OWN(self, device_type, dtype, enabled, cache_enabled)
+
+
+def _install() -> None:
+    torch.autocast.__init__ = _init  # type: ignore[method-assign]
+
+
+def _remove() -> None:
+    torch.autocast.__init__ = _TORCHS_OWN  # type: ignore[method-assign]
+
+
+_blocks = SharedBlocks(_install, _remove)

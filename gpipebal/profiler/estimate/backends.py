@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
 
+from gpipebal.pipeline.process.blocks import SharedBlocks
 from gpipebal.profiler.estimate.autocast import autocast_for
 
 __all__ = ["KEEP_MORE", "acting_as", "note_fast_paths"]
@@ -101,9 +102,7 @@ class _Acting(threading.local):
 
 
 _acting = _Acting()
-_installing = threading.Lock()
 _installed: list[Any] = []
-_users = 0
 
 
 @contextmanager
@@ -119,45 +118,39 @@ def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]
     """
     before = _acting.device_type, _acting.has_flash, _acting.notes
     notes: set[str] = set()
-    _install()
+    _blocks.enter()
     try:
         _acting.device_type, _acting.has_flash, _acting.notes = device_type, has_flash, notes
         with autocast_for(device_type, _note_autocast), _OnlyWhatIsAsked(), _AsWritten():
             yield notes
     finally:
         _acting.device_type, _acting.has_flash, _acting.notes = before
-        _uninstall()
+        _blocks.leave()
 
 
 def _install() -> None:
     """Give the operations kernels for meta tensors, for as long as any caller needs them."""
-    global _users
-    with _installing:
-        if _users:
-            _users += 1
-            return
-        library = torch.library.Library("aten", "IMPL")
-        kernels: dict[str, Callable[..., Any]] = {
-            "scaled_dot_product_attention": _attention,
-            "dropout": _dropout,
-            "mish_backward": _mish_backward,
-            "rms_norm": _rms_norm,
-        }
-        for name in (*_RECURRENT, *_PLAIN_RECURRENT):
-            kernels[name] = _recurrent(name)
-        for name, kernel in kernels.items():
-            # This key comes before the operation is decomposed, and only for meta tensors.
-            library.impl(name, kernel, "AutogradMeta")
-        _installed.append(library)
-        _users = 1
+    library = torch.library.Library("aten", "IMPL")
+    _installed.append(library)
+    kernels: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _attention,
+        "dropout": _dropout,
+        "mish_backward": _mish_backward,
+        "rms_norm": _rms_norm,
+    }
+    for name in (*_RECURRENT, *_PLAIN_RECURRENT):
+        kernels[name] = _recurrent(name)
+    for name, kernel in kernels.items():
+        # This key comes before the operation is decomposed, and only for meta tensors.
+        library.impl(name, kernel, "AutogradMeta")
 
 
-def _uninstall() -> None:
-    global _users
-    with _installing:
-        _users -= 1
-        if not _users:
-            _installed.pop()._destroy()
+def _remove() -> None:
+    while _installed:
+        _installed.pop()._destroy()
+
+
+_blocks = SharedBlocks(_install, _remove)
 
 
 class _OnlyWhatIsAsked(TorchDispatchMode):

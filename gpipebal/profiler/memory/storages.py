@@ -21,7 +21,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.checkpoint import phase
-from gpipebal.pipeline.values.tensors import bytes_of, has_storage, parts_of, storage_key
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import (
@@ -111,7 +111,7 @@ def measure_layer_memory(
     if chain.device.type == "cuda":
         _warm_up(chain, k, value)
     there = (*_own_tensors(layer), *weights_reached(layer), *constants)
-    constants = [part for own in there for part in parts_of(own)]
+    constants = [part for own in there for part in plain_parts(own)]
     known = _known(chain, k, arrived)
     ledger = _OfDevice(chain.device)
     ledger.hold([*chain.inputs(k, value), *constants], 0)
@@ -382,4 +382,4 @@ def _own_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _keys_of(tensor: Tensor) -> list[int]:
-    return [storage_key(part) for part in parts_of(tensor)]
+    return [storage_key(part) for part in plain_parts(tensor)]

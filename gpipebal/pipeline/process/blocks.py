@@ -1,0 +1,62 @@
+"""Blocks in which something is installed for the whole process, entered and left by any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+__all__ = ["SharedBlocks", "all_shared_blocks"]
+
+_all: list[SharedBlocks] = []
+
+
+class SharedBlocks:
+    """What the first block of any thread installs and the last one removes.
+
+    Blocks are counted by thread, so that those which an interrupt has left open in a thread can be
+    left afterwards. Instances live as long as the process.
+
+    Args:
+        install: Called when the first block begins.
+        remove: Called when the last one ends; also if `install` was interrupted.
+    """
+
+    def __init__(self, install: Callable[[], None], remove: Callable[[], None]) -> None:
+        self._install, self._remove = install, remove
+        self._lock = threading.Lock()
+        self._is_installed = False
+        #: Blocks of each thread, by its number; a thread without any is not in it.
+        self._counts: dict[int, int] = {}
+        _all.append(self)
+
+    def here(self) -> int:
+        """Return how many blocks this thread is in."""
+        return self._counts.get(threading.get_ident(), 0)
+
+    def enter(self) -> None:
+        """Begin a block."""
+        with self._lock:
+            self._counts[threading.get_ident()] = self.here() + 1
+            if not self._is_installed:
+                self._is_installed = True
+                self._install()
+
+    def leave(self) -> None:
+        """End a block."""
+        self.leave_all_but(max(0, self.here() - 1))
+
+    def leave_all_but(self, n_blocks: int) -> None:
+        """End the blocks of this thread but for so many, the first ones."""
+        with self._lock:
+            if n_blocks:
+                self._counts[threading.get_ident()] = n_blocks
+            else:
+                self._counts.pop(threading.get_ident(), None)
+            if not self._counts and self._is_installed:
+                self._is_installed = False
+                self._remove()
+
+
+def all_shared_blocks() -> list[SharedBlocks]:
+    """Return all of the process."""
+    return list(_all)
