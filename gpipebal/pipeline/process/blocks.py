@@ -18,7 +18,8 @@ class SharedBlocks:
 
     Args:
         install: Called when the first block begins.
-        remove: Called when the last one ends; also if `install` was interrupted.
+        remove: Called when the last one ends; also if `install` was interrupted, and again if it
+            was interrupted itself.
     """
 
     def __init__(self, install: Callable[[], None], remove: Callable[[], None]) -> None:
@@ -53,8 +54,8 @@ class SharedBlocks:
             else:
                 self._counts.pop(threading.get_ident(), None)
             if not self._counts and self._is_installed:
-                self._is_installed = False
                 self._remove()
+                self._is_installed = False
 
 
 def all_shared_blocks() -> list[SharedBlocks]:

@@ -65,12 +65,12 @@ def _install() -> None:
 
 def _remove() -> None:
     global _before, _stance
-    (stance, before), _stance, _before = (_stance, _before), None, None
-    if stance is not None:
-        stance.__exit__(None, None, None)
-    elif before is not None and before != _present():
+    if _stance is not None:
+        _stance.__exit__(None, None, None)
+    elif _before is not None and _before != _present():
         # Interrupted between setting it and knowing of it.
-        sys.modules["torch._dynamo"].eval_frame._set_stance(before)
+        sys.modules["torch._dynamo"].eval_frame._set_stance(_before)
+    _stance = _before = None
 
 
 def _present() -> Any:
