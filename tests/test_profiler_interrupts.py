@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import gpipebal as gb
 from gpipebal.pipeline.process import eager
-from gpipebal.pipeline.process.blocks import all_shared_blocks
+from gpipebal.pipeline.process.blocks import SharedBlocks, all_shared_blocks
 from gpipebal.profiler.estimate import backends
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 
@@ -95,6 +95,30 @@ def test_what_was_entered_and_not_left_is_left() -> None:
                 raise ValueError("of its own")
         assert hooked["hooks"] is not None
         assert _state() == before
+
+
+def test_what_cannot_be_installed_yet_is_installed_by_a_later_block() -> None:
+    """A compiler that is loaded inside of a block is told to wait when the next one begins."""
+    done: list[str] = []
+    is_loaded = False
+
+    def install() -> bool:
+        if is_loaded:
+            done.append("installed")
+        return is_loaded
+
+    blocks = SharedBlocks(install, lambda: done.append("removed"))
+    blocks.enter()
+    blocks.enter()
+    assert not done
+    is_loaded = True
+    for _ in range(2):
+        blocks.enter()
+    assert done == ["installed"] and blocks.here() == 4
+    for _ in range(4):
+        assert done == ["installed"]
+        blocks.leave()
+    assert done == ["installed", "removed"] and not blocks.here()
 
 
 def test_an_interrupt_stays_one() -> None:

@@ -17,12 +17,13 @@ class SharedBlocks:
     left afterwards. Instances live as long as the process.
 
     Args:
-        install: Called when the first block begins.
+        install: Called when the first block begins. If it returns False, because there is nothing
+            to install yet, also when the next ones begin.
         remove: Called when the last one ends; also if `install` was interrupted, and again if it
             was interrupted itself.
     """
 
-    def __init__(self, install: Callable[[], None], remove: Callable[[], None]) -> None:
+    def __init__(self, install: Callable[[], bool | None], remove: Callable[[], None]) -> None:
         self._install, self._remove = install, remove
         self._lock = threading.Lock()
         self._is_installed = False
@@ -40,7 +41,8 @@ class SharedBlocks:
             self._counts[threading.get_ident()] = self.here() + 1
             if not self._is_installed:
                 self._is_installed = True
-                self._install()
+                if self._install() is False:
+                    self._is_installed = False
 
     def leave(self) -> None:
         """End a block."""

@@ -56,11 +56,13 @@ class EagerDispatchMode(TorchDispatchMode):
             _blocks.leave()
 
 
-def _install() -> None:
+def _install() -> bool:
     global _before, _stance
-    if "torch._dynamo" in sys.modules:
-        _before = _present()
-        _stance = torch.compiler.set_stance("force_eager")
+    if "torch._dynamo" not in sys.modules:
+        return False
+    _before = _present()
+    _stance = torch.compiler.set_stance("force_eager")
+    return True
 
 
 def _remove() -> None:
