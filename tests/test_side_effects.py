@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -206,30 +205,6 @@ def test_changes_between_forward_and_backward_are_refused(change: str) -> None:
         pipe[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match="of partition 0 cannot be recomputed: since"):
         loss.backward()
-
-
-def test_other_threads_random_numbers_are_drawn_once() -> None:
-    """A pipeline that draws nothing does not rewind the generator over another thread's numbers."""
-    inside, drawn = threading.Event(), threading.Event()
-
-    class Wait(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            inside.set()
-            assert drawn.wait(30)
-            return x
-
-    pipe = GPipe(nn.Sequential(Wait()), [1])
-    numbers = []
-    for _ in range(2):
-        inside.clear()
-        drawn.clear()
-        thread = threading.Thread(target=lambda: pipe(torch.ones(1, 1)))
-        thread.start()
-        assert inside.wait(30)
-        numbers.append(torch.rand(()).item())
-        drawn.set()
-        thread.join()
-    assert numbers[0] != numbers[1]
 
 
 def test_a_pipeline_inside_a_layer_of_another() -> None:

@@ -73,7 +73,7 @@ def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; for a sparse one those of its parts."""
+    """Return the bytes of a tensor; for a sparse or a wrapping one those of its parts."""
     return sum([part.nbytes for part in plain_parts(tensor)])
 
 

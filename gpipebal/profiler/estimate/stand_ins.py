@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from gpipebal.errors import ProfileError
+from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
 
 __all__ = [
@@ -49,10 +50,9 @@ def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.
             memo[id(buffer)] = buffer_like(buffer, _without_memory(buffer))
     except (NotImplementedError, RuntimeError, TypeError) as error:
         # Classes of tensors, such as quantised ones, may not have this operation.
-        what = str(error).partition("\n")[0]
         raise ProfileError(
-            f"layer {name!r} has a tensor that cannot be made without memory: "
-            f"{type(error).__name__}: {what:.200}\nFix: method='measure'."
+            f"layer {name!r} has a tensor that cannot be made without memory: {said(error)}\n"
+            "Fix: method='measure'."
         ) from error
     stand_in = copy_layer(name, layer, memo, keep_modes=keep_modes, copying=_CopiesToMeta())
     for module in stand_in.modules():
