@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpipebal.kinds import check_kind, check_whole
 from gpipebal.profile import LayerProfile, Profile
-from gpipebal.text import aligned
+from gpipebal.text import aligned, one_line
 from gpipebal.units import format_bytes, format_percent, format_seconds, not_shown
 
 __all__ = ["profile_table"]
@@ -82,7 +82,8 @@ def _step_lines(profile: Profile) -> list[str]:
     if profile.skips:
         names = profile.names
         skips = [
-            f"{skip.name} ({names[skip.source]} to {names[skip.destination]}, "
+            f"{one_line(skip.name)} ({one_line(names[skip.source])} to "
+            f"{one_line(names[skip.destination])}, "
             f"{format_bytes(profile.bytes_of(skip.storages))})"
             for skip in profile.skips
         ]
@@ -94,4 +95,4 @@ def _step_lines(profile: Profile) -> list[str]:
 
 
 def _texts(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, (list, tuple)) else []
+    return [one_line(str(item)) for item in value] if isinstance(value, (list, tuple)) else []

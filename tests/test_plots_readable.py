@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import matplotlib.style
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from plot_cases import check_layout, make_case
 
 import gpipebal as gb
 from gpipebal.plots import (
     plot_balance,
+    plot_chunks,
     plot_memory,
     plot_partitions,
     plot_profile,
+    plot_schedules,
     plot_timeline,
+    plot_timelines,
 )
-from gpipebal.plots.style import IDLE
+from gpipebal.plots.style import IDLE, kind_style
 from gpipebal.problem import Link
 from gpipebal.simulator import held_of, memory_over_time
 from gpipebal.timeline import Event, Timeline
@@ -208,3 +214,83 @@ def test_numbers_of_micro_batches_do_not_end_at_nine(chunks: int) -> None:
     found = {text.get_text() for text in numbers}
     assert found == ({str(i) for i in range(chunks)} if chunks < 50 else set())
     assert all(text.get_size() >= 6 for text in numbers)
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_copies_and_notes_can_be_seen_in_any_style(style: str) -> None:
+    """Strips and parts of bars for copies stand out from what is behind them, and notes too."""
+    with matplotlib.style.context(style):
+        plan = plan_with_transfers()
+        for ax in (plot_timeline(gb.simulate(plan)), plot_partitions(plan)):
+            legend = ax.get_legend()
+            assert legend is not None
+            texts = [text.get_text() for text in legend.get_texts()]
+            (copy,) = (
+                handle.get_color() if hasattr(handle, "get_color") else handle.get_facecolor()[:3]
+                for text, handle in zip(texts, legend.legend_handles, strict=True)
+                if text in ("copy", "transfer")
+            )
+            back = np.array(to_rgb(ax.get_facecolor()))
+            idle = back + IDLE["alpha"] * (np.array(IDLE["facecolor"]) - back)
+            assert contrast(copy, idle) >= 4.5
+        (note,) = plot_profile(gb.Profile.from_costs([0.0] * 4)).texts
+        assert contrast(note.get_color(), back) >= 4.5
+
+
+def test_kinds_of_work_look_different_in_low_rows() -> None:
+    """Where rows are too low for a hatch, recompute and input gradient differ in shade."""
+    shades = [kind_style((0.0, 0.4, 0.7), kind, fine=True)["facecolor"] for kind in "FRIBW"]
+    assert all(contrast(one, other) >= 1.2 for one, other in pairwise(shades))
+
+
+def test_launches_and_copies_are_strips_in_the_legend() -> None:
+    """They are drawn as strips, and so no one takes them for forwards or optimizer steps."""
+    kinds = {"H": (0, 1), "F": (1, 3), "B": (3, 6), "O": (6, 7), "C": (1, 2)}
+    events = tuple(Event(0, kind, 0, start, end) for kind, (start, end) in kinds.items())
+    legend = plot_timeline(Timeline(events, 1)).get_legend()
+    assert legend is not None
+    strips = [
+        text.get_text()
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+        if isinstance(handle, Line2D)
+    ]
+    assert sorted(strips) == ["copy", "launch"]
+
+
+def test_a_grid_is_drawn_once() -> None:
+    """A style with grids gives the axis for memory none, which would be at other heights."""
+    profile = gb.Profile.from_costs([1e-3] * 6, saved_bytes=[MIB] * 6, rows=8, chunks=4)
+    with matplotlib.rc_context({"axes.grid": True}):
+        ax = plot_chunks([gb.solve(profile.at_rows(16 // m), 3, chunks=m) for m in (2, 4, 8)])
+        left, right = figure_of(ax).axes
+    assert left.yaxis.get_gridlines()[0].get_visible()
+    assert not right.yaxis.get_gridlines()[0].get_visible()
+
+
+def test_narrow_axes_break_titles_between_words() -> None:
+    """A line of a title is never cut inside of a word."""
+    figure = Figure(figsize=(2.4, 2.4), layout="constrained")
+    table = gb.compare_schedules(gb.Profile.from_costs([1e-3] * 12, chunks=8), 4)
+    title = plot_schedules(table, ax=figure.subplots()).get_title(loc="left")
+    assert {"micro-batches,", "checkpoint='never'"} <= set(title.split()) and "\n" in title
+
+
+def test_the_axis_of_memory_has_a_short_name_where_it_is_low() -> None:
+    """A label never is longer than its axis."""
+    profile = gb.Profile.from_costs([1e-3] * 6, saved_bytes=[MIB] * 6, rows=8, chunks=4)
+    figure = Figure(figsize=(5, 2), layout="constrained")
+    plot_chunks([gb.solve(profile.at_rows(8), 3, chunks=2)], ax=figure.subplots())
+    figure.draw_without_rendering()
+    assert figure.axes[1].get_ylabel() == "peak memory [MiB]"
+
+
+@pytest.mark.parametrize("dpi", [72, 100, 150])
+def test_captions_end_inside_of_the_figure(dpi: int) -> None:
+    """Also where letters are wider because there are few dots for them."""
+    timeline = gb.simulate(gb.solve(gb.Profile.from_costs([1e-3] * 8, chunks=4), 2))
+    name = "runs/bert-large-uncased-whole-word-masking/pipeline/partitions-8/" * 3
+    figure = figure_of(plot_timelines({"a": timeline, name: timeline}))
+    figure.set_dpi(dpi)
+    FigureCanvasAgg(figure).draw()
+    (caption,) = (text for text in figure.axes[0].texts if "…" in text.get_text())
+    assert caption.get_window_extent().x1 <= figure.bbox.x1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -236,25 +237,27 @@ def test_trace_draws_the_hand_overs(tmp_path: Path) -> None:
     for event in events:
         if event["ph"] in ("s", "f"):
             arrows[event["id"]].append(event)
-    ends = {name: (start["tid"], finish["tid"]) for name, (start, finish) in arrows.items()}
-    assert ends == {
-        "1.0F0": (1, 2),
-        "1.0F1": (1, 2),
-        "1.1F0": (2, 3),
-        "1.1F1": (2, 3),
-        "1.2B1": (3, 2),
-        "1.2B0": (3, 2),
-        "1.1B1": (2, 1),
-        "1.1B0": (2, 1),
-    }
+    ends = sorted((start["name"], start["tid"], end["tid"]) for start, end in arrows.values())
+    assert ends == [
+        ("backward", 2, 1),
+        ("backward", 2, 1),
+        ("backward", 3, 2),
+        ("backward", 3, 2),
+        ("forward", 1, 2),
+        ("forward", 1, 2),
+        ("forward", 2, 3),
+        ("forward", 2, 3),
+    ]
+    # Perfetto drops arrows with other names.
+    assert all(re.fullmatch("[0-9a-f]+", name) for name in arrows)
     for start, finish in arrows.values():
         assert (start["ph"], finish["ph"]) == ("s", "f")
         assert start["ts"] <= finish["ts"]
         assert "bp" not in start
         assert finish["bp"] == "e"
         assert start["name"] == finish["name"]
-    assert arrows["1.1B0"][0]["ts"] == 11e6
-    assert arrows["1.1B0"][1]["ts"] == 12e6
+    last = max(arrows.values(), key=lambda points: points[0]["ts"])
+    assert [point["ts"] for point in last] == [11e6, 12e6]
 
 
 @given(timelines())
@@ -392,7 +395,10 @@ def test_trace_leads_arrows_through_copies(tmp_path: Path) -> None:
     for event in events:
         if event["ph"] in ("s", "t", "f"):
             arrows[event["id"]].append(event)
-    assert set(arrows) == {"1.0F0", "1.0F1", "1.1B0", "1.1B1"}
+    assert sorted(points[0]["name"] for points in arrows.values()) == [
+        *["backward"] * 2,
+        *["forward"] * 2,
+    ]
     for points in arrows.values():
         assert [point["ph"] for point in points] == ["s", "t", "f"]
         assert [point["ts"] for point in points] == sorted(point["ts"] for point in points)

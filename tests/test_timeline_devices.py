@@ -99,8 +99,10 @@ def test_a_trace_shows_launches_and_arrows_between_parts(tmp_path: Path) -> None
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in trace if e["name"] == "thread_name"]
     assert names == ["host: launches", "partition 0", "partition 1"]
-    arrows = {e["id"] for e in trace if e["ph"] == "s"}
-    assert arrows == {"1.0F0", "1.0F1", "1.1I0", "1.1I1"}
+    arrows = sorted((e["name"], e["tid"]) for e in trace if e["ph"] == "s")
+    tracks = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
+    first, second = tracks["partition 0"], tracks["partition 1"]
+    assert arrows == [*[("forward", first)] * 2, *[("input gradient", second)] * 2]
 
 
 @pytest.mark.parametrize("devices", [[0, 5], "ab", 3, [0.5, 1]])

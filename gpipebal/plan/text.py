@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from gpipebal.text import aligned
+from gpipebal.text import aligned, one_line
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def _knows_optimizer(plan: Plan) -> bool:
 
 def layer_range(names: Sequence[str]) -> str:
     """Name the first and the last layer of a run."""
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    first, last = one_line(names[0]), one_line(names[-1])
+    return first if len(names) == 1 else f"{first} .. {last}"
 
 
 def explanation(plan: Plan) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.kinds import check_kind
 from gpipebal.plots.glyphs import families, font_settings, pieces
-from gpipebal.plots.style import NEUTRAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,6 +92,11 @@ def _text_width(text: str, size: float, settings: object) -> float:
     return 2 + max(width for width, _, _ in lines)
 
 
+def ink_of(ax: Axes) -> Any:
+    """Return the colour of an axes' text, which can be read on it."""
+    return ax.xaxis.label.get_color()
+
+
 def dashed(ax: Axes, colour: Any, width: float) -> dict[str, Any]:
     """Return the style of a dashed line that can be seen on dark areas and on light ones."""
     # The gaps are filled: a dark line on a dark area would be lost.
@@ -159,7 +163,7 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
         )
     pad = 6 + below + legend_height
     longest = int(len(title) * width / text_width(title, TITLE_SIZE))
-    lines = textwrap.fill(title, max(16, longest))
+    lines = textwrap.fill(title, max(16, longest), break_long_words=False, break_on_hyphens=False)
     ax.set_title(lines, loc="left", fontsize=TITLE_SIZE, pad=pad)
 
 
@@ -177,7 +181,7 @@ def plain_numbers(ax: Axes) -> None:
 def note(ax: Axes, text: str) -> None:
     """Say in the middle of an axes why it is empty."""
     words = ax.text(
-        0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=NEUTRAL, size=10
+        0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=ink_of(ax), size=10
     )
     # Lines behind the text, such as those between partitions, must not strike it out.
     words.set_bbox({"facecolor": ax.get_facecolor(), "linewidth": 0.0, "pad": 2.0})

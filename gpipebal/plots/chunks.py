@@ -14,7 +14,9 @@ from gpipebal.plots.axes import (
     FONT_SIZE,
     add_headline,
     axes_or_new,
+    fits,
     index_step,
+    ink_of,
     note,
     plain_numbers,
     points,
@@ -82,7 +84,7 @@ def plot_chunks(
     ax.bar(range(n), idle, 0.7, work, **IDLE)
     entries = [bars, idle_patch()]
     if len(steps) == n:
-        ink = ax.xaxis.label.get_color()
+        ink = ink_of(ax)
         entries += ax.plot(
             range(n),
             [time / factor for time in times],
@@ -139,6 +141,8 @@ def _draw_memory(
     highest = max(*(peak or 0 for peak in peaks), room or 0)
     factor, unit = scale_bytes(highest)
     right = ax.twinx()
+    # A style may ask for a grid: one is enough.
+    right.grid(False)
     right.set_ylim(0, 1.1 * highest / factor or 1.0)
     entries = []
     if any(peaks):
@@ -157,7 +161,10 @@ def _draw_memory(
                 room / factor, color=colour, linewidth=1.0, linestyle=(0, (4, 2)), label="limit"
             )
         )
-    right.set_ylabel(f"peak memory of a partition [{unit}]", size=CAPTION_SIZE)
+    label = f"peak memory of a partition [{unit}]"
+    if not fits(label, points(ax)[1], CAPTION_SIZE):
+        label = f"peak memory [{unit}]"
+    right.set_ylabel(label, size=CAPTION_SIZE)
     right.spines[["top", "left", "bottom"]].set_visible(False)
     right.spines["right"].set_linewidth(0.6)
     plain_numbers(right)

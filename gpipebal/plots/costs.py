@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpipebal.errors import ProfileError, UsageError
 from gpipebal.kinds import check_kind
@@ -16,6 +16,7 @@ from gpipebal.plots.axes import (
     axes_or_new,
     dashed,
     fits,
+    ink_of,
     label_indices,
     label_layers,
     note,
@@ -25,7 +26,7 @@ from gpipebal.plots.header import HEADER, draw_header
 from gpipebal.plots.style import (
     FINE,
     Colour,
-    kind_patches,
+    kind_entries,
     kind_style,
     partition_colours,
     readable_on,
@@ -36,8 +37,8 @@ from gpipebal.profile import Profile
 from gpipebal.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.patches import Patch
 
 __all__ = ["plot_balance", "plot_partitions", "plot_profile"]
 
@@ -210,7 +211,7 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     totals = [sum(times) for times in zip(*kinds.values(), strict=True)]
     factor, _ = scale_seconds(max(totals))
     mean = sum(totals) / n
-    ink = ax.xaxis.label.get_color()
+    ink = ink_of(ax)
     line = ax.axhline(mean / factor, **dashed(ax, ink, 1.0))
     line.set_label("mean")
     _write_totals(ax, kinds, colours, totals, mean)
@@ -248,7 +249,7 @@ def _write_totals(
             # If the line nearly touches the bar, the number is just above the line.
             is_high = to_line > _CLEAR and total * per_second >= need
             parts = {kind: seconds[j] * per_second for kind, seconds in kinds.items()}
-            inks = _inks(parts, colours[j], need) if is_high else set()
+            inks = _inks(parts, colours[j], need, ink_of(ax)) if is_high else set()
             rise, va = (
                 (-_CLEAR, "top") if len(inks) == 1 else (max(rise, to_line + _CLEAR), "bottom")
             )
@@ -264,12 +265,12 @@ def _write_totals(
         )
 
 
-def _inks(parts: dict[str, float], colour: Colour, depth: float) -> set[str]:
+def _inks(parts: dict[str, float], colour: Colour, depth: float, ink: Any) -> set[str]:
     """Return the ink colours that can be read on the parts of a bar near its top."""
     found = set()
     for kind, height in reversed(parts.items()):
         if depth > 0 and height:
-            found.add(readable_on(kind_style(colour, kind)["facecolor"]))
+            found.add(readable_on(kind_style(colour, kind, ink=ink)["facecolor"]))
         depth -= height
     return found
 
@@ -301,7 +302,7 @@ def _draw_bars(
     kinds: Mapping[str, Sequence[float]],
     colours: Sequence[Colour],
     by: Quantity,
-) -> list[Patch]:
+) -> list[Artist]:
     """Draw one stacked bar per item, at 0, 1, ..., set limits and unit, return the legend."""
     n_items = len(colours)
     totals = [sum(values) for values in zip(*kinds.values(), strict=True)]
@@ -311,7 +312,7 @@ def _draw_bars(
     width = 1.0 if fine else 0.82
     for kind, values in kinds.items():
         heights = [value / factor for value in values]
-        styles = [kind_style(colour, kind, fine=fine) for colour in colours]
+        styles = [kind_style(colour, kind, fine=fine, ink=ink_of(ax)) for colour in colours]
         ax.bar(
             range(n_items),
             heights,
@@ -330,4 +331,4 @@ def _draw_bars(
         ax.set_yticks([0])
         note(ax, _EMPTY[by])
     labels = _TIME_LABELS if by == "time" else _MEMORY_LABELS
-    return kind_patches({kind: labels[kind] for kind in kinds}, fine=fine)
+    return kind_entries({kind: labels[kind] for kind in kinds}, fine=fine, ink=ink_of(ax))

@@ -16,13 +16,14 @@ from gpipebal.plots.axes import (
     axes_or_new,
     dashed,
     index_step,
+    ink_of,
     note,
     points,
 )
 from gpipebal.plots.style import (
     FINE,
     NEUTRAL,
-    kind_patches,
+    kind_entries,
     kind_style,
     partition_colours,
     scale_seconds,
@@ -125,7 +126,7 @@ def plot_memory(
     ax.set_xlabel(f"time [{unit}]")
     ax.set_ylabel("device" if any(len(track.partitions) > 1 for track in tracks) else "partition")
     labels = {kind: label for kinds, kind, label in _LAYERS if _any_held(tracks, kinds)}
-    entries: list[Artist] = list(kind_patches(labels, fine=fine))
+    entries: list[Artist] = list(kind_entries(labels, fine=fine))
     title = f"Memory over time: highest peak {format_bytes(highest)}"
     if any(size is not None for size in limits):
         above = [size is not None and t.peak > size for t, size in zip(tracks, limits, strict=True)]
@@ -201,7 +202,7 @@ def _draw_track(
         if (track.peak - beside) * scale > _GAP:
             # A peak that lasts no time has no area: a line leads up to the dot.
             ax.vlines(place[0], row + 1, place[1], color=colour, linewidth=0.8)
-        ink = ax.xaxis.label.get_color()
+        ink = ink_of(ax)
         ax.plot(*place, marker="o", markersize=size, color=ink, clip_on=False, zorder=4)
 
 
@@ -228,7 +229,7 @@ def _draw_limits(
         rows = [_highest_row(tracks)]
     # Thinner lines in lower rows, so that they do not hide everything else.
     width = 0.9 if is_dense and same else min(0.9, max(0.3, points(ax)[1] / len(tracks) / 30))
-    style = dashed(ax, ax.xaxis.label.get_color(), width)
+    style = dashed(ax, ink_of(ax), width)
     lines = []
     for j in rows:
         height = j + 1 - (limits[j] or 0) * scale
@@ -241,7 +242,7 @@ def _mark_rows(ax: Axes, rows: Sequence[int]) -> Artist:
     """Mark rows above their limit at the right edge, also those that have no label."""
     from matplotlib.patches import Rectangle
 
-    ink = ax.xaxis.label.get_color()
+    ink = ink_of(ax)
     for j in rows:
         place = ax.get_yaxis_transform()
         mark = Rectangle((1.0, j), _MARK / points(ax)[0], 1.0, transform=place, clip_on=False)

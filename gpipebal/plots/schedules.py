@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpipebal.kinds import check_kind
-from gpipebal.plots.axes import FONT_SIZE, add_headline, axes_or_new, fits, note, points, text_width
+from gpipebal.plots.axes import (
+    FONT_SIZE,
+    add_headline,
+    axes_or_new,
+    fits,
+    ink_of,
+    note,
+    points,
+    text_width,
+)
 from gpipebal.plots.glyphs import families, written
-from gpipebal.plots.style import IDLE, NEUTRAL, idle_patch, partition_colours, scale_seconds
+from gpipebal.plots.style import IDLE, idle_patch, partition_colours, scale_seconds
 from gpipebal.simulator import ScheduleRow, ScheduleTable
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
@@ -69,7 +78,7 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
             textcoords="offset points",
             va="center",
             size=FONT_SIZE,
-            color=NEUTRAL if row.makespan is None else ax.xaxis.label.get_color(),
+            color=ink_of(ax),
         )
     if not longest:
         ax.set_xticks([0])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.kinds import check_whole
 from gpipebal.units import bytes_unit, seconds_unit
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.patches import Patch
 
 __all__ = [
@@ -17,7 +18,7 @@ __all__ = [
     "IDLE",
     "NEUTRAL",
     "idle_patch",
-    "kind_patches",
+    "kind_entries",
     "kind_style",
     "partition_colours",
     "readable_on",
@@ -33,7 +34,6 @@ _OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", 
 
 #: Colour of anything that belongs to no partition.
 NEUTRAL: Colour = (0.35, 0.38, 0.42)
-_COPY: Colour = (0.1, 0.1, 0.1)
 
 #: Style of time without work.
 IDLE: dict[str, Any] = {"facecolor": (0.5, 0.5, 0.5), "alpha": 0.17, "linewidth": 0.0}
@@ -70,32 +70,56 @@ def partition_colours(n_partitions: int) -> list[Colour]:
     return [to_rgb(viridis(0.9 * j / (n_partitions - 1))) for j in range(n_partitions)]
 
 
-def kind_style(colour: Colour, kind: str, *, fine: bool = False) -> dict[str, Any]:
+def kind_style(
+    colour: Colour, kind: str, *, fine: bool = False, ink: Any = "black"
+) -> dict[str, Any]:
     """Return how a patch of one kind of work looks in the hue of its partition.
 
     Args:
         colour: Colour of the partition.
         kind: A kind of event; ``C`` and ``H``, copies and launches, have no hue.
         fine: Leave the hatch out, because patches are too small to show it.
+        ink: Colour of text beside it: copies have nearly that colour.
     """
+    from matplotlib.colors import to_rgb
+
     if kind == "R" and not fine:
         # A hatch has the colour of the edge, which itself has no width.
         light = _tint(colour, 0.78)
         return {"facecolor": light, "edgecolor": colour, "linewidth": 0.0, "hatch": "/////"}
-    tints = {"F": 0.0, "R": 0.28, "B": 0.5, "I": 0.28, "W": 0.72}
+    tints = {"F": 0.0, "R": 0.165, "I": 0.335, "B": 0.5, "W": 0.72}
     # Light shades next to the grey of idle time would look idle.
-    beside = {"C": _COPY, "H": NEUTRAL, "O": _shade(colour, 0.5)}
+    beside = {"C": _tint(to_rgb(ink), 0.1), "H": NEUTRAL, "O": _shade(colour, 0.5)}
     face = beside[kind] if kind in beside else _tint(colour, tints[kind])
     return {"facecolor": face, "edgecolor": face, "linewidth": 0.0}
 
 
-def kind_patches(labels: Mapping[str, str], *, fine: bool = False) -> list[Patch]:
-    """Make legend entries for kinds of work, in a colour that belongs to no partition."""
+def kind_entries(
+    labels: Mapping[str, str],
+    *,
+    fine: bool = False,
+    ink: Any = "black",
+    strips: Collection[str] = (),
+) -> list[Artist]:
+    """Make legend entries for kinds of work, in a colour that belongs to no partition.
+
+    Args:
+        labels: What each kind is called.
+        fine: As for `kind_style`.
+        ink: As for `kind_style`.
+        strips: Kinds that are drawn as thin strips, here too.
+    """
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    return [
-        Patch(label=label, **kind_style(NEUTRAL, kind, fine=fine)) for kind, label in labels.items()
-    ]
+    entries: list[Artist] = []
+    for kind, label in labels.items():
+        style = kind_style(NEUTRAL, kind, fine=fine, ink=ink)
+        if kind in strips:
+            entries.append(Line2D([], [], color=style["facecolor"], linewidth=2.5, label=label))
+        else:
+            entries.append(Patch(label=label, **style))
+    return entries
 
 
 def idle_patch() -> Patch:

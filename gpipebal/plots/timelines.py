@@ -17,6 +17,7 @@ from gpipebal.plots.axes import (
     axes_or_new,
     fits,
     index_step,
+    ink_of,
     note,
     points,
 )
@@ -26,7 +27,7 @@ from gpipebal.plots.style import (
     IDLE,
     NEUTRAL,
     idle_patch,
-    kind_patches,
+    kind_entries,
     kind_style,
     partition_colours,
     readable_on,
@@ -182,8 +183,11 @@ def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
     several = any(item.devices is not None for item in shown)
     ax.set_ylabel("device" if several else "partition")
     kinds = {event.kind for item in shown for event in item.events}
-    entries = kind_patches(
-        {kind: name for kind, name in KIND_NAMES.items() if kind in kinds}, fine=row < FINE
+    entries = kind_entries(
+        {kind: name for kind, name in KIND_NAMES.items() if kind in kinds},
+        fine=row < FINE,
+        ink=ink_of(ax),
+        strips=_BESIDE,
     )
     title = "Timeline of one mini-batch" if len(shown) == 1 else "Timelines of one mini-batch"
     add_headline(ax, title, [*entries, idle_patch()])
@@ -228,7 +232,9 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
         *(f"{short}: {makespan}" for short in _shorter(parts)),
         makespan,
     )
-    return next((text for text in texts if fits(text, width, CAPTION_SIZE)), makespan)
+    # On screens of few dots letters are wider than they are measured here.
+    room = 0.94 * width
+    return next((text for text in texts if fits(text, room, CAPTION_SIZE)), makespan)
 
 
 def _shorter(name: Sequence[str]) -> Iterator[str]:
@@ -253,7 +259,7 @@ def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: flo
     for (partition, kind), events in cells.items():
         j = timeline.placement[partition]
         spans = [((e.start - origin) / factor, (e.end - e.start) / factor) for e in events]
-        style = kind_style(colours[partition], kind, fine=fine)
+        style = kind_style(colours[partition], kind, fine=fine, ink=ink_of(ax))
         # Edges stay where they are: moved to whole pixels, gaps narrower than a pixel would vanish
         # here and be a pixel wide there.
         style["snap"] = False

@@ -17,6 +17,7 @@ from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProf
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
 from gpipebal.profile.sizes import at_rows
+from gpipebal.text import one_line
 from gpipebal.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -356,7 +357,7 @@ class Profile:
         method = self.provenance.get("method", "costs")
         kind = "Estimated profile" if method == "estimate" else "Profile"
         device = self.provenance.get("device")
-        where = f"on {device}" if device else "of given costs"
+        where = f"on {one_line(str(device))}" if device else "of given costs"
         return (
             f"{kind} of {count(self.n_layers, 'layer')} {where}, "
             f"micro-batch of {count(self.rows, 'row')}: forward {format_seconds(forward)}, "

@@ -159,6 +159,7 @@ def _arrows(
 ) -> list[dict[str, Any]]:
     """Lead an arrow from every forward and backward to the one that it makes possible."""
     arrows: list[dict[str, Any]] = []
+    n_arrows = 0
     for (j, kind, i), source in slices.items():  # j: partition, i: micro-batch
         if kind == "F":
             to = j + 1
@@ -176,6 +177,9 @@ def _arrows(
         copy = _copy_between(source, target, copies.get((to, i), ()))
         if copy is not None:
             points.insert(1, ("t", copy, _middle(copy)))
+        # Perfetto drops an arrow whose id is neither a number nor hexadecimal digits.
+        name = f"{source['pid']:x}{n_arrows:08x}"
+        n_arrows += 1
         for phase, end, time in points:
             arrows.append(
                 {
@@ -184,7 +188,7 @@ def _arrows(
                     "tid": end["tid"],
                     "name": KIND_NAMES[kind],
                     "cat": "hand-over",
-                    "id": f"{source['pid']}.{j}{kind}{i}",
+                    "id": name,
                     "ts": time,
                     **({"bp": "e"} if phase == "f" else {}),
                 }

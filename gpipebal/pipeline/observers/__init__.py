@@ -1,5 +1,6 @@
 """Who looks on while a pipeline runs: memory and traces.
 
-Read in this order: `ledger` (which storages live, and whose they are), `recorder` (when each action
-ran), `watchers` (both, and the timeout, for one mini-batch).
+Read in this order: `ledger` (which storages live, and whose they are), `in_place` (what takes no
+new memory unless someone looks on), `recorder` (when each action ran), `watchers` (both, and the
+timeout, for one mini-batch).
 """

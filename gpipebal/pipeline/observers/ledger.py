@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipebal.pipeline.observers.in_place import InPlace
 from gpipebal.pipeline.process.eager import EagerDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 
@@ -109,14 +110,23 @@ class Ledger:
             entry = self._entries.get(storage_key(tensor))
         return None if entry is None else entry[0]
 
-    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> None:
+    def replace(self, former: Tensor, tensor: Tensor) -> None:
+        """Charge a new tensor to the owner of another one, which does not count any more."""
+        with self._lock:
+            entry = self._entries.get(storage_key(former))
+            if entry is not None:
+                self._leave(storage_key(former))
+                self._enter(tensor, entry[0], take_over=False)
+
+    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
+        """Charge a tensor to an owner; return whether it is new in the ledger."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
                 if not take_over or entry[0] == owner or key in self._kept:
-                    return
+                    return False
                 n_bytes = entry[1]
                 self.live[entry[0]] -= n_bytes
             else:
@@ -127,6 +137,7 @@ class Ledger:
             self.live[owner] += n_bytes
             self.peaks[owner] = max(self.peaks[owner], self.live[owner])
             self.total_peak = max(self.total_peak, sum(self.live))
+        return entry is None
 
     def _leave(self, key: int) -> None:
         with self._lock:
@@ -149,17 +160,23 @@ class _Watch(EagerDispatchMode):
         self._ledger = ledger
         self._owner = owner
         self._follow = follow
+        self._in_place = InPlace()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        written = self._in_place.operand(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
+        if written is not None:
+            self._ledger.replace(written, result)
+            self._in_place.made(func, result)
         owners = self._owners_of(args[0]) if self._follow and args else []
         for k, leaf in enumerate(_leaves(result)):
             for part in _with_storage(leaf):
                 # An operation on a list gives a list: each result goes where its operand is.
                 owner = owners[min(k, len(owners) - 1)] if owners else self._owner
-                self._ledger._enter(part, owner, take_over=False)
+                if self._ledger._enter(part, owner, take_over=False):
+                    self._in_place.made(func, part)
         return result
 
     def _owners_of(self, operands: Any) -> list[int]:

@@ -201,9 +201,10 @@ class _OfDevice(Ledger):
         super().__init__()
         self._type = device.type
 
-    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> None:
-        if tensor.device.type == self._type:
-            super()._enter(tensor, owner, take_over=take_over)
+    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
+        return tensor.device.type == self._type and super()._enter(
+            tensor, owner, take_over=take_over
+        )
 
 
 class _Peak:

@@ -1,0 +1,156 @@
+"""What torch would write in place if no mode watched.
+
+Where a dispatch mode is on, torch takes no tensor for its own, because a mode may have handed out
+something else. So two things that it writes in place otherwise get new memory, and one tensor more
+exists for a moment: the sum of the gradients of a value that is used more than once, and the
+gradient of a layer that picks elements, which is written into zeros. A backward that is watched
+thus needs more memory than one that is not. Here such operations are recognised, so that a ledger
+can count their result in the place of the operand; what they compute is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipebal.pipeline.values.tensors import has_storage, storage_key
+
+__all__ = ["InPlace"]
+
+_aten = torch.ops.aten
+
+#: What a backward writes into zeros that it has just made.
+_WRITES = frozenset(
+    {
+        _aten.index_put.default,
+        _aten.index_add.default,
+        _aten.index_fill.int_Scalar,
+        _aten.index_fill.int_Tensor,
+        _aten.scatter.src,
+        _aten.scatter.value,
+        _aten.scatter_add.default,
+        _aten.masked_scatter.default,
+        _aten.put.default,
+    }
+)
+
+#: What makes zeros.
+_ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default})
+
+#: What single nodes of the graph write into what they have made before.
+_CHAINS = {"BinaryCrossEntropyWithLogitsBackward0": frozenset({_aten.sub.Tensor, _aten.mul.Tensor})}
+
+
+class InPlace:
+    """Recognise the operations of one thread, one after the other."""
+
+    def __init__(self) -> None:
+        self._node: Any = None
+        # What the present node of the graph has made: whether each storage is new zeros.
+        self._made: dict[int, bool] = {}
+        self._once = _holders_of_a_gradient()
+
+    def operand(self, operation: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
+        """Return the operand that an operation would write to; None: it would not.
+
+        To be called before the operation runs.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1 or torch.is_grad_enabled():
+            self._node = None
+            return None
+        node = torch._C._current_autograd_node()
+        name = "" if node is None else node.name()
+        at = (task, name, None if node is None else node._sequence_nr())
+        if at != self._node:
+            self._node = at
+            self._made.clear()
+        if not args or type(args[0]) is not Tensor or not has_storage(args[0]):
+            return None
+        first = args[0]
+        known = self._made.get(storage_key(first))
+        if operation in _WRITES:
+            # The node's own code may hold its zeros more than once; Python code would be a user's.
+            is_alone = known and _holders(first)[0] == self._once[0]
+        elif operation in _CHAINS.get(name, ()):
+            is_alone = known is not None and _holders(first) == self._once
+        else:
+            # Of two gradients, the first was made by an earlier node, or both go the same way.
+            is_alone = (
+                operation is _aten.add.Tensor
+                and not kwargs
+                and _can_hold(first, args[1])
+                and (known is None or _goes_one_way_twice(node))
+                and _holders(first) == self._once
+            )
+        return first if is_alone else None
+
+    def made(self, operation: Any, tensor: Tensor) -> None:
+        """Take note of a tensor that an operation has made."""
+        if self._node is not None:
+            self._made[storage_key(tensor)] = operation in _ZEROS
+
+
+def _holders(tensor: Tensor) -> tuple[int, int, int]:
+    """Return how many hold a tensor in Python, a tensor in C++, and its storage."""
+    uses: Any = tensor
+    storage = torch._C._storage_Use_Count(storage_key(tensor))
+    return sys.getrefcount(tensor), uses._use_count(), storage
+
+
+def _can_hold(first: Tensor, second: Any) -> bool:
+    """Tell whether a gradient has room for its sum with a second one, in a block without gaps."""
+    if not isinstance(second, Tensor) or second.layout != torch.strided:
+        return False
+    size = 1
+    for stride, length in sorted(zip(first.stride(), first.shape, strict=True)):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return (first.shape, first.dtype) == (second.shape, second.dtype)
+
+
+def _goes_one_way_twice(node: Any) -> bool:
+    """Tell whether two results of a node of the graph are gradients of one value."""
+    ways = () if node is None else node.next_functions
+    return len(set(ways)) < len(ways)
+
+
+@functools.cache
+def _holders_of_a_gradient() -> tuple[int, int, int]:
+    """Return `_holders` of the first of two gradients that the engine adds up.
+
+    Zeros, which nothing has, if this torch does not tell.
+    """
+    found = [(0, 0, 0)]
+    if not (hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
+        return found[0]
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func is _aten.add.Tensor:
+                first = args[0]
+                found.append(_holders(first))
+                del first
+            return func(*args, **(kwargs or {}))
+
+    def add_two_gradients() -> None:
+        value = torch.ones(2, device="cpu", requires_grad=True)
+        total = value.exp() + value.sin()
+        with Probe():
+            total.backward(torch.ones(2, device="cpu"))
+
+    # A thread of its own has no modes, hooks or settings of the caller's.
+    thread = threading.Thread(target=add_two_gradients, name="gpipebal-probe")
+    thread.start()
+    thread.join()
+    return found[-1]
