@@ -101,7 +101,7 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
         if step.gathered:
             joined = profile.bytes_of(step.gathered)
             gradient = profile.gradient_bytes_of(step.gathered)
-            if profile.chunks == 1:  # only the output of one micro-batch is one piece
+            if set(step.gathered) == set(last.outputs):  # the output of one micro-batch
                 gradient += profile.further_gradients(profile.n_layers - 1)
         loss = _times(step.whole_loss, chunks, profile.chunks)
     elif step.loss is not None:

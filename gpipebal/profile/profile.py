@@ -171,6 +171,7 @@ class Profile:
         for index, name in enumerate(columns["names"]):
             cost = {key: column[index] for key, column in columns.items()}
             storages += [cost["saved_bytes"], cost["output_bytes"]]
+            into = columns["output_bytes"][index - 1] if index else 0
             layers.append(
                 LayerProfile(
                     name=name,
@@ -184,7 +185,8 @@ class Profile:
                     outputs=(2 * index + 1,),
                     output_bytes=cost["output_bytes"],
                     forward_peak_bytes=cost["saved_bytes"] + cost["output_bytes"],
-                    backward_peak_bytes=columns["output_bytes"][index - 1] if index else 0,
+                    backward_peak_bytes=into + cost["parameter_bytes"],
+                    accumulating_peak_bytes=into,
                 )
             )
         return cls(

@@ -90,7 +90,7 @@ def at_rows(profile: Profile, rows: int, mini_batch_rows: int | None = None) -> 
     # Of two that are equally near, the larger: its bytes are the safer guess.
     nearest = min(sizes, key=lambda size: (abs(size.rows - rows), -size.rows))
     made, about = (nearest, None) if nearest.rows == rows else _between(sizes, nearest, rows)
-    step, storages, without_gradient = _with_whole_terms(made, profile, of_mini_batch)
+    step, storages, without_gradient = _with_whole_terms(made, profile, rows, of_mini_batch)
     return replace(
         made,
         storages=storages,
@@ -198,7 +198,7 @@ def _in_proportion(name: str, known: _Size, rows: int) -> int:
 
 
 def _with_whole_terms(
-    made: Profile, profile: Profile, mini_batch_rows: int
+    made: Profile, profile: Profile, rows: int, mini_batch_rows: int
 ) -> tuple[StepTerms, tuple[int, ...], tuple[int, ...]]:
     """Give a size the terms of the mini-batch: its own, or those of the profile.
 
@@ -216,12 +216,17 @@ def _with_whole_terms(
     alike = source is made or _sets(source) == _sets(made)
     number: dict[int, int] = {}
     for index in dict.fromkeys((*step.gathered, *_sets_of(step.whole_loss))):
-        if alike and index in by_micro_batch:
+        is_output = index in by_micro_batch
+        if alike and is_output and rows >= mini_batch_rows:
             # With one micro-batch, its output is that of the mini-batch.
             number[index] = index
             continue
-        n_bytes = count_at([(source.mini_batch_rows, source.storages[index])], mini_batch_rows)
-        number[index] = index if source is made else len(storages)
+        n_bytes = source.storages[index]
+        if is_output and set(step.gathered) == {index}:
+            # Joined, it is as large as its gradient: it is no view of something larger any more.
+            n_bytes += source.further_gradients(source.n_layers - 1)
+        n_bytes = count_at([(source.mini_batch_rows, n_bytes)], mini_batch_rows)
+        number[index] = index if source is made and not is_output else len(storages)
         storages[number[index] : number[index] + 1] = [n_bytes]
     whole = step.whole_loss
     if whole is not None:
