@@ -75,13 +75,3 @@ def test_peaks_do_not_depend_on_the_profiles_own_number_of_micro_batches(
         ]
         peaks.append([plan.partitions[0].memory.total for plan in plans])
     assert peaks[0] == peaks[1] == peaks[2]
-
-
-def test_given_costs_count_the_gradients_that_a_backward_makes() -> None:
-    """With one micro-batch they come into being while all that was saved is still there."""
-    profile = gb.Profile.from_costs(
-        [1.0, 1.0], parameter_bytes=[0, 1000], saved_bytes=[0, 500], output_bytes=[10, 0]
-    )
-    plan = gb.evaluate(profile, [1, 1], chunks=1, checkpoint="never")
-    # Parameters and their gradients, what was saved, the input and its gradient.
-    assert plan.partitions[1].memory.total == 1000 + 1000 + 500 + 10 + 10

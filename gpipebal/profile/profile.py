@@ -123,7 +123,8 @@ class Profile:
             backward: Seconds of each backward; None: twice the forward.
             recompute: Seconds of each recompute; None: the same as the forward.
             names: Names of the layers; None: their indices.
-            parameter_bytes: Bytes of each layer's parameters; None: 0. Gradients take the same.
+            parameter_bytes: Bytes of each layer's parameters; None: 0. Gradients take the same, and
+                count from the end of the layer's first backward on.
             saved_bytes: Bytes that each layer saves on its own; None: 0.
             output_bytes: Bytes of each layer's output; None: 0.
             rows: Rows of one micro-batch.
@@ -171,7 +172,6 @@ class Profile:
         for index, name in enumerate(columns["names"]):
             cost = {key: column[index] for key, column in columns.items()}
             storages += [cost["saved_bytes"], cost["output_bytes"]]
-            into = columns["output_bytes"][index - 1] if index else 0
             layers.append(
                 LayerProfile(
                     name=name,
@@ -185,8 +185,7 @@ class Profile:
                     outputs=(2 * index + 1,),
                     output_bytes=cost["output_bytes"],
                     forward_peak_bytes=cost["saved_bytes"] + cost["output_bytes"],
-                    backward_peak_bytes=into + cost["parameter_bytes"],
-                    accumulating_peak_bytes=into,
+                    backward_peak_bytes=columns["output_bytes"][index - 1] if index else 0,
                 )
             )
         return cls(
