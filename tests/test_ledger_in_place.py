@@ -37,6 +37,20 @@ class Custom(torch.autograd.Function):
         return gradient + x, (gradient * 1 + gradient * 2) + picked
 
 
+class WithConstants(torch.autograd.Function):
+    """A user's function of two constants, whose backward has torch add up terms of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a)
+        return x * a * b
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (a,) = ctx.saved_tensors
+        return F.hinge_embedding_loss(gradients[0], a, reduction="none"), None, None
+
+
 def hooked(x: Tensor) -> Tensor:
     """A value with a hook that adds to its gradient."""
     value = x * 1
@@ -80,6 +94,9 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     # These add up and write in new memory, whoever watches.
     "a user's function": lambda x: Custom.apply(x * 1, x.detach().requires_grad_() * 1),
+    "a user's function of constants": lambda x: WithConstants.apply(
+        x * 1, torch.ones(N), torch.ones(N)
+    ),
     "a hook": hooked,
     "standard deviation and mean": spread,
     "logarithm of a sum": lambda x: torch.logaddexp(x * 2, x * 3),

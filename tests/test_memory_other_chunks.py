@@ -30,6 +30,18 @@ class Double(nn.Module):
         return x, x
 
 
+class Several(nn.Module):
+    """Hands on several tensors, some of which are small views."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.which = which
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ways = (x[:, :3], x.argmax(1)), (x.exp(), x[:, :3]), (x.exp()[:, :1], x.sin()[:, :1])
+        return ways[self.which]
+
+
 def wide() -> nn.Sequential:
     """Outputs far larger than everything else."""
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 500))
@@ -52,14 +64,35 @@ def doubled() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 80), Double())
 
 
-def product(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+def view_and_numbers() -> nn.Sequential:
+    """A small view, and numbers that have no gradient."""
+    return nn.Sequential(nn.Linear(8, 80), Several(0))
+
+
+def one_view_of_two() -> nn.Sequential:
+    """A tensor of its own, and a small view."""
+    return nn.Sequential(nn.Linear(8, 80), Several(1))
+
+
+def two_views() -> nn.Sequential:
+    """Two small views of two tensors."""
+    return nn.Sequential(nn.Linear(8, 80), Several(2))
+
+
+def squares(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """A loss of one output, or of two."""
-    one, other = output if isinstance(output, tuple) else (output, output)
-    return (one * other).mean()
+    outputs = output if isinstance(output, tuple) else (output,)
+    return sum((one.float().square().mean() for one in outputs), torch.zeros(()))
+
+
+MODELS = [
+    *(wide, few_columns, first_of_sequence, doubled),
+    *(view_and_numbers, one_view_of_two, two_views),
+]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("make", [wide, few_columns, first_of_sequence, doubled])
+@pytest.mark.parametrize("make", MODELS)
 def test_peaks_do_not_depend_on_the_profiles_own_number_of_micro_batches(
     make: Callable[[], nn.Sequential], checkpoint: Any
 ) -> None:
@@ -67,7 +100,7 @@ def test_peaks_do_not_depend_on_the_profiles_own_number_of_micro_batches(
     peaks = []
     for chunks in (1, 2, 4):
         profile = gb.profile_model(
-            make(), torch.randn(16, 8), chunks=chunks, loss_fn=product, timeout=0, progress=False
+            make(), torch.randn(16, 8), chunks=chunks, loss_fn=squares, timeout=0, progress=False
         )
         plans = [
             gb.evaluate(profile, [len(profile.layers)], chunks=m, checkpoint=checkpoint)

@@ -72,7 +72,7 @@ def measure_memory(
         PipelineError: the pipeline is metered already.
 
     Complexity:
-        A few microseconds per operation and per freed storage.
+        About ten microseconds per operation, and one per freed storage.
 
     Example:
         >>> import torch

@@ -163,6 +163,7 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
         )
     pad = 6 + below + legend_height
     longest = int(len(title) * width / text_width(title, TITLE_SIZE))
+    # A word that is too long for a line sticks out: it is not broken.
     lines = textwrap.fill(title, max(16, longest), break_long_words=False, break_on_hyphens=False)
     ax.set_title(lines, loc="left", fontsize=TITLE_SIZE, pad=pad)
 

@@ -215,16 +215,18 @@ def _with_whole_terms(
     by_micro_batch = _named(source)
     alike = source is made or _sets(source) == _sets(made)
     number: dict[int, int] = {}
+    outputs = source.with_gradient(step.gathered)
+    gradients = source.gradients_into(source.n_layers - 1)
     for index in dict.fromkeys((*step.gathered, *_sets_of(step.whole_loss))):
         is_output = index in by_micro_batch
         if alike and is_output and rows >= mini_batch_rows:
-            # With one micro-batch, its output is that of the mini-batch.
+            # With one micro-batch, its output is that of the mini-batch; several are joined.
             number[index] = index
             continue
         n_bytes = source.storages[index]
-        if is_output and set(step.gathered) == {index}:
-            # Joined, it is as large as its gradient: it is no view of something larger any more.
-            n_bytes += source.further_gradients(source.n_layers - 1)
+        if is_output and index in outputs:
+            # Joined, outputs are as large as their gradients: no views of something larger now.
+            n_bytes = -(-n_bytes * gradients // (source.gradient_bytes_of(outputs) or 1))
         n_bytes = count_at([(source.mini_batch_rows, n_bytes)], mini_batch_rows)
         number[index] = index if source is made and not is_output else len(storages)
         storages[number[index] : number[index] + 1] = [n_bytes]

@@ -177,8 +177,8 @@ def _arrows(
         copy = _copy_between(source, target, copies.get((to, i), ()))
         if copy is not None:
             points.insert(1, ("t", copy, _middle(copy)))
-        # Perfetto drops an arrow whose id is neither a number nor hexadecimal digits.
-        name = f"{source['pid']:x}{n_arrows:08x}"
+        # Perfetto drops an arrow whose id is anything else than hexadecimal digits, or a number.
+        identity = f"{source['pid']:x}{n_arrows:08x}"
         n_arrows += 1
         for phase, end, time in points:
             arrows.append(
@@ -188,7 +188,7 @@ def _arrows(
                     "tid": end["tid"],
                     "name": KIND_NAMES[kind],
                     "cat": "hand-over",
-                    "id": name,
+                    "id": identity,
                     "ts": time,
                     **({"bp": "e"} if phase == "f" else {}),
                 }

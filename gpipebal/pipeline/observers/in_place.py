@@ -49,13 +49,15 @@ _CHAINS = {"BinaryCrossEntropyWithLogitsBackward0": frozenset({_aten.sub.Tensor,
 
 
 class InPlace:
-    """Recognise the operations of one thread, one after the other."""
+    """Recognises what torch would do in place, among the operations of a thread, in their order."""
 
     def __init__(self) -> None:
-        self._node: Any = None
-        # What the present node of the graph has made: whether each storage is new zeros.
-        self._made: dict[int, bool] = {}
-        self._once = _holders_of_a_gradient()
+        # The present node of the graph, and the storages that were made since it began; of these,
+        # those that are new zeros.
+        self._present: Any = None
+        self._made: set[int] = set()
+        self._zeros: set[int] = set()
+        self._alone = _holders_of_a_gradient()
 
     def operand(self, operation: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
         """Return the operand that an operation would write to; None: it would not.
@@ -64,45 +66,55 @@ class InPlace:
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or torch.is_grad_enabled():
-            self._node = None
+            self._present = None
             return None
         node = torch._C._current_autograd_node()
         name = "" if node is None else node.name()
-        at = (task, name, None if node is None else node._sequence_nr())
-        if at != self._node:
-            self._node = at
+        present = (task, name, None if node is None else node._sequence_nr())
+        # Nodes of two threads may have one number: the later one is then taken for the earlier one,
+        # and its sums for its own.
+        if present != self._present:
+            self._present = present
             self._made.clear()
+            self._zeros.clear()
         if not args or type(args[0]) is not Tensor or not has_storage(args[0]):
             return None
+        # One more who holds it, as in `_holders_of_a_gradient`.
         first = args[0]
-        known = self._made.get(storage_key(first))
+        key = storage_key(first)
         if operation in _WRITES:
-            # The node's own code may hold its zeros more than once; Python code would be a user's.
-            is_alone = known and _holders(first)[0] == self._once[0]
+            # The node's own code may hold its zeros more than once. A user's function does not
+            # write in place unless it says so: its zeros are held in Python too.
+            is_alone = key in self._zeros and _holders(first)[0] == self._alone[0]
         elif operation in _CHAINS.get(name, ()):
-            is_alone = known is not None and _holders(first) == self._once
+            is_alone = key in self._made and _holders(first) == self._alone
         else:
-            # Of two gradients, the first was made by an earlier node, or both go the same way.
+            # Gradients are added up when a node has ended, and it still is the present one. What an
+            # earlier node made is the sum so far. What this one made may be a term of its own
+            # formula, for which there is new memory; unless two of its results go one way.
             is_alone = (
                 operation is _aten.add.Tensor
                 and not kwargs
                 and _can_hold(first, args[1])
-                and (known is None or _goes_one_way_twice(node))
-                and _holders(first) == self._once
+                and (key not in self._made or _goes_one_way_twice(node))
+                and _holders(first) == self._alone
             )
         return first if is_alone else None
 
     def made(self, operation: Any, tensor: Tensor) -> None:
         """Take note of a tensor that an operation has made."""
-        if self._node is not None:
-            self._made[storage_key(tensor)] = operation in _ZEROS
+        if self._present is not None:
+            key = storage_key(tensor)
+            self._made.add(key)
+            # Keys are used again.
+            (self._zeros.add if operation in _ZEROS else self._zeros.discard)(key)
 
 
 def _holders(tensor: Tensor) -> tuple[int, int, int]:
     """Return how many hold a tensor in Python, a tensor in C++, and its storage."""
-    uses: Any = tensor
+    private: Any = tensor  # torch does not declare the method
     storage = torch._C._storage_Use_Count(storage_key(tensor))
-    return sys.getrefcount(tensor), uses._use_count(), storage
+    return sys.getrefcount(tensor), private._use_count(), storage
 
 
 def _can_hold(first: Tensor, second: Any) -> bool:
@@ -120,7 +132,8 @@ def _can_hold(first: Tensor, second: Any) -> bool:
 def _goes_one_way_twice(node: Any) -> bool:
     """Tell whether two results of a node of the graph are gradients of one value."""
     ways = () if node is None else node.next_functions
-    return len(set(ways)) < len(ways)
+    known = [way for way in ways if way[0] is not None]
+    return len(set(known)) < len(known)
 
 
 @functools.cache
@@ -140,7 +153,6 @@ def _holders_of_a_gradient() -> tuple[int, int, int]:
             if func is _aten.add.Tensor:
                 first = args[0]
                 found.append(_holders(first))
-                del first
             return func(*args, **(kwargs or {}))
 
     def add_two_gradients() -> None:

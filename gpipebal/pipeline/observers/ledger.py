@@ -111,15 +111,19 @@ class Ledger:
         return None if entry is None else entry[0]
 
     def replace(self, former: Tensor, tensor: Tensor) -> None:
-        """Charge a new tensor to the owner of another one, which does not count any more."""
+        """Charge a new tensor to the owner of another one, which does not count any more.
+
+        The other one leaves first, so that no peak has both.
+        """
+        key = storage_key(former)
         with self._lock:
-            entry = self._entries.get(storage_key(former))
+            entry = self._entries.get(key)
             if entry is not None:
-                self._leave(storage_key(former))
+                self._leave(key)
                 self._enter(tensor, entry[0], take_over=False)
 
     def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
-        """Charge a tensor to an owner; return whether it is new in the ledger."""
+        """Charge a tensor to an owner; return whether it is counted from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
