@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -304,3 +305,28 @@ def test_help_lists_the_built_in_models(capsys: pytest.CaptureFixture[str]) -> N
     for model, described in CATALOGUE.items():
         assert f"  {model}: {described.about}" in out
         assert all(f"    {name}=" in out for name in described.arguments)
+
+
+def test_what_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    """A name that is not ASCII is printed with escapes to an output that is; not elsewhere."""
+    path = tmp_path / "profile.json"
+    Profile.from_costs([1.0, 2.0], names=["été", "b"]).save(path)
+    for encoding, name in (("ascii", "\\xe9t\\xe9"), ("ascii:replace", "?t?"), ("utf-8", "été")):
+        done = subprocess.run(
+            _command("show", str(path)),
+            capture_output=True,
+            encoding="utf-8",
+            env={**_environment(), "PYTHONIOENCODING": encoding},
+            timeout=WATCHDOG,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert name in done.stdout.split()
+
+
+def test_the_callers_output_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called from Python, the command lets standard output fail on other text as before."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert output.errors == "strict"

@@ -22,6 +22,7 @@ from gpipebal.cli.run import add_run
 from gpipebal.cli.show import add_show
 from gpipebal.cli.simulate import add_simulate
 from gpipebal.cli.solve import add_solve
+from gpipebal.cli.standard_output import output_escaped
 from gpipebal.cli.typed import Typed
 from gpipebal.cli.words import (
     BAD_INPUT,
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stderr is None:
         # Otherwise progress bars would write to None, and messages would go to standard output.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
-    with second_interrupt_ends_at_once():
+    with second_interrupt_ends_at_once(), output_escaped():
         try:
             try:
                 options = _parser().parse_args(arguments)

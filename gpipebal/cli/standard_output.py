@@ -1,4 +1,4 @@
-"""Standard output is for results: what a library in C prints goes to standard error."""
+"""Standard output is for results, in any encoding; what a library prints goes to standard error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,31 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
-__all__ = ["libraries_on_standard_error"]
+__all__ = ["libraries_on_standard_error", "output_escaped"]
 
 _OUTPUT, _ERROR = 1, 2
+
+#: What Python chooses for standard output by itself; anything else is its user's choice.
+_DEFAULTS = ("strict", "surrogateescape")
+
+
+@contextmanager
+def output_escaped() -> Iterator[None]:
+    """Let text that standard output cannot encode be printed with escapes, as in errors."""
+    stream: Any = sys.stdout
+    chosen = getattr(stream, "errors", None)
+    if chosen not in _DEFAULTS or not hasattr(stream, "reconfigure"):
+        yield
+        return
+    with suppress(OSError, ValueError):  # it is gone: whoever prints will notice
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            stream.reconfigure(errors=chosen)
 
 
 @contextmanager
