@@ -318,6 +318,12 @@ def test_nothing_but_json_is_printed_whatever_the_users_code_prints(tmp_path: Pa
         Plan.load(tmp_path / "gpipebal-run" / "plan.json").balance
     )
     assert "from Python\n" in err and "from C\n" in err and "Training" in err
+    words = ["workloads:printing", "--device", "cpu", "--chunks", "2", "--timeout", "0", "--json"]
+    with _started(tmp_path, "profile", *words) as process:
+        out, err = process.communicate(timeout=WATCHDOG)
+    assert process.returncode == 0, err
+    assert json.loads(out) == json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))
+    assert "from Python\n" in err and "from C\n" in err
 
 
 def test_interrupt_ends_the_run_and_keeps_the_files(tmp_path: Path) -> None:

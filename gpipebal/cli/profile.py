@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
+from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import (
     MAKE_MODEL,
     Commands,
@@ -14,6 +17,9 @@ from gpipebal.cli.words import (
     check_output,
     model_arguments,
 )
+
+if TYPE_CHECKING:
+    from gpipebal.profile import Profile
 
 __all__ = ["add_profile"]
 
@@ -71,11 +77,23 @@ def add_profile(commands: Commands) -> None:
 
 
 def _profile(options: argparse.Namespace) -> None:
-    from gpipebal.profiler import profile_model
-    from gpipebal.run import load_workload
     from gpipebal.tables import profile_table
 
     check_output(options.output)
+    # With --json whatever else is printed, by the user's own code too, is not the result.
+    with libraries_on_standard_error() if options.json else nullcontext():
+        profile = _profile_of(options)
+        profile.save(options.output)
+    if options.json:
+        print(json.dumps(profile.to_dict()))
+    else:
+        print(f"{profile_table(profile)}\n\nWritten to {options.output}")
+
+
+def _profile_of(options: argparse.Namespace) -> Profile:
+    from gpipebal.profiler import profile_model
+    from gpipebal.run import load_workload
+
     workload = load_workload(
         options.model,
         rows=options.rows,
@@ -93,7 +111,7 @@ def _profile(options: argparse.Namespace) -> None:
         **workload.parting,
     }
     if options.estimate is not None:
-        profile = profile_model(
+        return profile_model(
             workload.model,
             workload.sample,
             method="estimate",
@@ -105,18 +123,12 @@ def _profile(options: argparse.Namespace) -> None:
             timeout=options.timeout,
             **terms,
         )
-    else:
-        profile = profile_model(
-            workload.model,
-            workload.sample,
-            device=options.device,
-            partitions=options.partitions,
-            threads=options.threads,
-            timeout=options.timeout,
-            **terms,
-        )
-    profile.save(options.output)
-    if options.json:
-        print(json.dumps(profile.to_dict()))
-    else:
-        print(f"{profile_table(profile)}\n\nWritten to {options.output}")
+    return profile_model(
+        workload.model,
+        workload.sample,
+        device=options.device,
+        partitions=options.partitions,
+        threads=options.threads,
+        timeout=options.timeout,
+        **terms,
+    )
