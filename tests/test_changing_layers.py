@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 
 import gpipebal as gb
-from gpipebal.errors import ModelError
+from gpipebal.errors import ModelError, ProfileError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
@@ -466,6 +466,10 @@ def test_lazy_layers_are_refused() -> None:
     """A model that has not seen any input cannot be measured."""
     with pytest.raises(ValueError, match="lazy layers"):
         gb.profile_model(nn.Sequential(nn.LazyLinear(3)), torch.ones(2, 3))
+    with pytest.raises(ProfileError, match="lazy layers"):
+        gb.profile_model(
+            nn.Sequential(nn.LazyLinear(3)), torch.ones(2, 3), optimizer=torch.optim.SGD
+        )
 
 
 def test_plans_for_changed_models_warn() -> None:

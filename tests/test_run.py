@@ -19,6 +19,7 @@ from gpipebal.errors import (
     GpipebalError,
     InfeasibleError,
     ModelError,
+    ProfileError,
     UsageError,
 )
 from gpipebal.models import MODELS
@@ -329,6 +330,11 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"model": "workloads:mapping_with_surprise"}, UsageError, "with .*'losses'"),
         ({"model": "workloads:no_chain"}, UsageError, "a model of type Linear"),
         ({"model": "workloads:made_optimizer"}, UsageError, "Fix: .*lambda parameters: SGD"),
+        (
+            {"model": "workloads:lazy"},
+            ProfileError,
+            r"lazy layers.*\nFix: run model\(sample\) once",
+        ),
         ({"model": "workloads:no_tensors"}, ModelError, "sample has no tensor"),
         ({"rows": 4}, UsageError, "--rows is for built-in models: rows=4"),
         ({"image_size": 64}, UsageError, "--image-size is for built-in models"),

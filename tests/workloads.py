@@ -155,4 +155,9 @@ def no_layers() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(), torch.ones(4, 2)
 
 
+def lazy() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain without shapes before its first forward."""
+    return nn.Sequential(nn.LazyLinear(3), nn.ReLU()), torch.randn(ROWS, 6)
+
+
 NOT_A_FUNCTION = 3

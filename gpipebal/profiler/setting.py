@@ -19,6 +19,7 @@ from gpipebal.pipeline.layers.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.layers.devices import parse_device
 from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.profile import Profile
+from gpipebal.profiler.replicas.replica import check_not_lazy
 
 __all__ = [
     "available_memory",
@@ -51,11 +52,13 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
-    """Refuse layers and data that cannot run, because they are on the meta device.
+    """Refuse layers and data that have no values: on the meta device, or before a first forward.
 
     Raises:
-        ProfileError: a parameter, a buffer or a tensor has only a shape.
+        ProfileError: a parameter, a buffer or a tensor has only a shape, or not even that.
     """
+    for layer in layers.values():
+        check_not_lazy(layer)
     of_layers = {
         f"layer {name!r}": [*layer.parameters(), *layer.buffers()] for name, layer in layers.items()
     }

@@ -20,6 +20,7 @@ from gpipebal.planner.question import Options, Size, check_memory_limit
 from gpipebal.plots import plot_run, save_figure
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
+from gpipebal.profiler.setting import check_values, layers_of
 from gpipebal.report import RunReport
 from gpipebal.run.attempts import fastest, try_plans
 from gpipebal.run.comparison import train_in_turns
@@ -117,6 +118,8 @@ def run(
             "model has no layers: there is nothing to run (expected one layer or more).\n"
             "Fix: let the function return an nn.Sequential with layers."
         )
+    keywords = workload.parting.get("keywords")
+    check_values(layers_of(workload.model), workload.sample, keywords, workload.target)
     if not any(parameter.requires_grad for parameter in workload.model.parameters()):
         n_parameters = len(list(workload.model.parameters()))
         raise BalanceError(

@@ -22,6 +22,7 @@ from gpipebal.profiler.replicas.compiled import compile_alike
 from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
 
 __all__ = [
+    "check_not_lazy",
     "kept_by",
     "layer_of_tensors",
     "own_bytes",
@@ -65,11 +66,7 @@ def replicate(
     for key in own:
         memo.pop(key, None)
     for index, layer in enumerate(layers):
-        if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
-            raise ProfileError(
-                "a model with lazy layers cannot be measured before its first forward.\n"
-                "Fix: run model(sample) once."
-            )
+        check_not_lazy(layer)
         for parameter in layer.parameters():
             if parameter.device.type == "meta":
                 raise ProfileError(
@@ -93,6 +90,19 @@ def replicate(
         _flatten(replicas[-1])
         compile_alike(layer, replicas[-1])
     return replicas
+
+
+def check_not_lazy(module: nn.Module) -> None:
+    """Refuse a model whose parameters or buffers get their shapes at the first forward.
+
+    Raises:
+        ProfileError: it has not run yet.
+    """
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        raise ProfileError(
+            "a model with lazy layers cannot be measured before its first forward.\n"
+            "Fix: run model(sample) once."
+        )
 
 
 def stand_ins(layers: Sequence[nn.Module], device: torch.device) -> dict[int, nn.Parameter]:
