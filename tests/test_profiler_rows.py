@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -297,14 +298,38 @@ def test_a_plan_knows_where_rows_were() -> None:
     """A pipeline that parts the mini-batch along another dimension says so."""
     model = language_model()
     plan = gb.solve(profiled(model, method="estimate", rates="CPU core"), 2)
-    assert plan.provenance["in_dims"] == [1, None]
-    with pytest.warns(UserWarning, match=r"divided along dim 0, but .* in_dims of \[1, None\]"):
+    assert plan.provenance["in_dims"] == [1]
+    assert plan.provenance["keyword_dims"] == {"mask": [None]}
+    with pytest.warns(UserWarning, match=r"divided along dim 0, but .* in_dims of \[1\]"):
         gb.GPipe.from_plan(model, plan, keyword_dims={"mask": None}).close()
+    with pytest.warns(UserWarning, match=r"'mask' is divided along dim 0, but .* of \[None\]"):
+        gb.GPipe.from_plan(model, plan, in_dims=1).close()
     given = {"in_dims": 1, "out_dims": 1, "keyword_dims": {"mask": None}}
     gb.GPipe.from_plan(model, plan, threads_per_partition=1, **given).close()
     plain = nn.Sequential(nn.Linear(4, 4))
     profile = gb.profile_model(plain, torch.ones(4, 4), in_dims=-2, method="estimate")
     assert "in_dims" not in profile.provenance
+
+
+class Scaled(nn.Module):
+    """Scale its input by what has no rows."""
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        """Scale it."""
+        return x * scale
+
+
+def test_a_keyword_without_rows_says_nothing_about_the_sample() -> None:
+    """A pipeline whose sample has its rows along dim 0 is not told of other dimensions."""
+    model, given = nn.Sequential(Scaled(), nn.Linear(4, 4)), {"keyword_dims": {"scale": None}}
+    keywords = {"scale": torch.rand(1)}
+    profile = gb.profile_model(
+        model, torch.ones(4, 4), keywords=keywords, method="estimate", **given
+    )
+    assert "in_dims" not in profile.provenance
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gb.GPipe.from_plan(model, gb.solve(profile, 2), **given).close()
 
 
 class Recurrent(nn.Module):

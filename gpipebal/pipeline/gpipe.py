@@ -225,7 +225,7 @@ class GPipe(Container):
         )
         pipe.schedule = plan.schedule
         for warning in chain.plan_warnings(
-            plan, chain.layers_of(module), pipe.threads_per_partition, in_dims
+            plan, chain.layers_of(module), pipe.threads_per_partition, in_dims, keyword_dims
         ):
             warnings.warn(warning, stacklevel=2)
         return pipe

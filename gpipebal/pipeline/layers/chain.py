@@ -354,7 +354,11 @@ def with_runs_of(plan: Plan, module: nn.Module) -> nn.Module:
 
 
 def plan_warnings(
-    plan: Plan, layers: Mapping[str, nn.Module], threads_per_partition: int, in_dims: Any = 0
+    plan: Plan,
+    layers: Mapping[str, nn.Module],
+    threads_per_partition: int,
+    in_dims: Any = 0,
+    keyword_dims: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
     """Say what makes the predictions of a plan doubtful for these layers, threads and rows."""
     planned = [found for partition in plan.partitions for found in partition.fingerprints]
@@ -384,3 +388,11 @@ def plan_warnings(
             f"{dims}: other micro-batches than the plan's. Fix: "
             "GPipe.from_plan(model, plan, in_dims=..., out_dims=...), as for profile_model."
         )
+    of_keywords = plan.provenance.get("keyword_dims")
+    for name, dims in of_keywords.items() if isinstance(of_keywords, Mapping) else ():
+        if (keyword_dims or {}).get(name, 0) == 0:
+            yield (
+                f"keyword argument {name!r} is divided along dim 0, but was profiled with dims of "
+                f"{dims}: other micro-batches than the plan's. Fix: GPipe.from_plan(model, plan, "
+                "keyword_dims=...), as for profile_model."
+            )

@@ -7,8 +7,9 @@ copy what has gaps, so they are kept; only the rows count as the micro-batch's b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -181,10 +182,18 @@ class Batch:
         """
         return self._with([_copied(leaf.detach(), device) for leaf in self.tensors])
 
-    def described(self) -> dict[str, list[Dim]]:
-        """Say where rows are, if that is not dim 0 of all tensors."""
-        dims = [None if dim is None else dim % leaf.dim() for leaf, dim in self._each_tensor()]
-        return {"in_dims": dims} if any(dim != 0 for dim in dims) else {}
+    def described(self) -> dict[str, Any]:
+        """Say where rows are, if that is not dim 0 of all tensors; of keyword arguments by name."""
+        value, keywords = self.call()
+        pairs = zip(self.leaves, self.dims, strict=True)
+        own = _dims_of(pairs, value)
+        named = {name: _dims_of(pairs, part) for name, part in keywords.items()}
+        known: dict[str, Any] = {}
+        if any(dim != 0 for dim in own):
+            known["in_dims"] = own
+        if others := {name: dims for name, dims in named.items() if any(d != 0 for d in dims)}:
+            known["keyword_dims"] = others
+        return known
 
     def call(self) -> tuple[Any, dict[str, Any]]:
         """Return the input that a pipeline is called with, and the keyword arguments."""
@@ -209,6 +218,13 @@ class Batch:
         left = iter(tensors)
         leaves = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return replace(self, leaves=leaves)
+
+
+def _dims_of(pairs: Iterator[tuple[Any, Dim]], part: Any) -> list[Dim]:
+    """Take the leaves of a part, and return the dimensions of its tensors, counted from 0."""
+    own = islice(pairs, len(flatten(part)[0]))
+    tensors = ((leaf, dim) for leaf, dim in own if isinstance(leaf, Tensor))
+    return [None if dim is None else dim % leaf.dim() for leaf, dim in tensors]
 
 
 def _rows_of(leaf: Tensor, dim: Dim) -> int | None:
