@@ -361,3 +361,7 @@ def test_plan_says_what_it_does_not_know() -> None:
     text = str(_plan(partitions=(bare,), value=20.0, lower_bound=15.0, status="feasible"))
     assert "(within 25.0 %)" in text
     assert text.endswith("does not count optimizer state: it was not given to the profiler.")
+    flags = ["the optimizer's time and state are not known: a step of LBFGS calls the model"]
+    given = _plan(partitions=(bare,), value=20.0, provenance={"flags": flags})
+    assert str(given).endswith("does not count optimizer state: it is not known.")
+    assert "optimizer state: it is not known." in given.explain()

@@ -335,6 +335,7 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
             ProfileError,
             r"lazy layers.*\nFix: run model\(sample\) once",
         ),
+        ({"model": "workloads:with_closure"}, UsageError, "optimizer needs a closure: LBFGS"),
         ({"model": "workloads:no_tensors"}, ModelError, "sample has no tensor"),
         ({"rows": 4}, UsageError, "--rows is for built-in models: rows=4"),
         ({"image_size": 64}, UsageError, "--image-size is for built-in models"),

@@ -160,4 +160,10 @@ def lazy() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.LazyLinear(3), nn.ReLU()), torch.randn(ROWS, 6)
 
 
+def with_closure() -> dict[str, Any]:
+    """Return an optimizer whose step calls the model."""
+    model, sample = tiny()
+    return {"model": model, "sample": sample, "optimizer": torch.optim.LBFGS}
+
+
 NOT_A_FUNCTION = 3

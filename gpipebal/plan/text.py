@@ -88,7 +88,7 @@ def _footer(plan: Plan) -> str:
     lines += [*_below_makespan(plan), *_runs(plan)]
     lines += [f"Note: {note}" for note in plan.notes]
     if not _knows_optimizer(plan):
-        lines.append(_NO_OPTIMIZER)
+        lines.append(_no_optimizer(plan))
     return "\n".join(lines)
 
 
@@ -102,7 +102,13 @@ def _below_makespan(plan: Plan) -> Iterator[str]:
         )
 
 
-_NO_OPTIMIZER = "Peak memory does not count optimizer state: it was not given to the profiler."
+def _no_optimizer(plan: Plan) -> str:
+    """Say why the optimizer's state is not counted; the profile has a flag if it was given."""
+    flags = plan.provenance.get("flags")
+    doubts = flags if isinstance(flags, (list, tuple)) else ()
+    is_given = any(str(doubt).startswith("the optimizer's") for doubt in doubts)
+    why = "it is not known" if is_given else "it was not given to the profiler"
+    return f"Peak memory does not count optimizer state: {why}."
 
 
 def _knows_optimizer(plan: Plan) -> bool:
@@ -228,7 +234,7 @@ def _memory(plan: Plan) -> list[str]:
         lines = [f"{text}, the most of all; no limit was given."]
     else:
         lines = [f"{text} and may use {format_bytes(limit)}: no other has less room."]
-    return [*lines, *([] if _knows_optimizer(plan) else [_NO_OPTIMIZER])]
+    return [*lines, *([] if _knows_optimizer(plan) else [_no_optimizer(plan)])]
 
 
 def _modes(plan: Plan) -> list[str]:

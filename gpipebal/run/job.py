@@ -21,6 +21,7 @@ from gpipebal.plots import plot_run, save_figure
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
 from gpipebal.profiler.setting import check_values, layers_of
+from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.report import RunReport
 from gpipebal.run.attempts import fastest, try_plans
 from gpipebal.run.comparison import train_in_turns
@@ -134,6 +135,7 @@ def run(
             f"Fix: partitions={len(workload.model)}, or fewer."
         )
     limit = check_memory_limit(memory_limit, len(places))
+    _check_optimizer(workload)
     on_cpu = places[0].type == "cpu"
     threads = (threads_per_partition or share_of_cores(len(places))) if on_cpu else None
     folder = Folder(Path(output))
@@ -158,6 +160,22 @@ def run(
         raise
     finally:
         folder.drop_if_empty()
+
+
+def _check_optimizer(workload: Workload) -> None:
+    """Refuse an optimizer that calls the model itself: in a pipeline a step is one forward.
+
+    Raises:
+        ProfileError: it cannot be made.
+        UsageError: its step needs a closure.
+    """
+    maker = Maker(workload.make_optimizer, list(workload.model.parameters()))
+    if maker.needs_closure:
+        raise UsageError(
+            f"optimizer needs a closure: {maker.name}.step() calls the model itself (expected an "
+            "optimizer that is stepped after the backward).\n"
+            "Fix: let the function return another 'optimizer', such as torch.optim.SGD."
+        )
 
 
 @dataclass
