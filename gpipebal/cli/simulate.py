@@ -26,6 +26,8 @@ __all__ = ["add_simulate"]
 _BESIDE = 16
 #: Columns of the narrowest drawing.
 _NARROWEST = 20
+#: Columns of the widest: more than any terminal has, or a reader scrolls through.
+_WIDEST = 10_000
 
 
 def add_simulate(commands: Commands) -> None:
@@ -71,7 +73,7 @@ def add_simulate(commands: Commands) -> None:
         "--width",
         type=int,
         metavar="N",
-        help=f"columns of the drawing, {_NARROWEST} or more (default: those of the terminal)",
+        help=f"columns of the drawing, {_NARROWEST} to {_WIDEST} (default: those of the terminal)",
     )
     simulate.add_argument(
         "--output", "-o", metavar="FILE", help="write the timeline to this file, a Chrome trace"
@@ -87,11 +89,8 @@ def _simulate(options: argparse.Namespace) -> None:
     from gpipebal.timeline import Timeline, outline
 
     check_files(options, options.file)
-    if options.width is not None and options.width < _NARROWEST:
-        raise UsageError(
-            f"drawing is too narrow: --width {options.width} (expected {_NARROWEST} or more).\n"
-            f"Fix: --width {_NARROWEST}."
-        )
+    if options.width is not None:
+        _check_width(options.width)
     noun = load_noun(options.file, "plan", "profile")
     assert not isinstance(noun, Timeline)
     schedule = options.schedule and check_known_schedule(options.schedule)
@@ -138,10 +137,25 @@ def _simulate(options: argparse.Namespace) -> None:
     width = options.width
     if width is None:
         width = shutil.get_terminal_size().columns - _BESIDE
-    print(timeline.text_gantt(max(_NARROWEST, width)))
+    print(timeline.text_gantt(min(_WIDEST, max(_NARROWEST, width))))
     if pause:
         print(f"with a pause of {format_seconds(pause)} for the loss (--no-loss leaves it out)")
     say_written(options)
+
+
+def _check_width(width: int) -> None:
+    """Refuse a drawing with too few columns to read, or too many to print.
+
+    Raises:
+        UsageError: the width is not in the range.
+    """
+    if _NARROWEST <= width <= _WIDEST:
+        return
+    what, nearest = ("narrow", _NARROWEST) if width < _NARROWEST else ("wide", _WIDEST)
+    raise UsageError(
+        f"drawing is too {what}: --width {width} (expected {_NARROWEST}..{_WIDEST}).\n"
+        f"Fix: --width {nearest}."
+    )
 
 
 def _needs_a_new_plan(error: BalanceError, schedule: str) -> BalanceError:
