@@ -330,3 +330,18 @@ def test_the_callers_output_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit):
         main(["--version"])
     assert output.errors == "strict"
+
+
+def test_a_picture_needs_a_name(
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name that is nothing but a suffix is refused first, with one that works."""
+    monkeypatch.chdir(tmp_path)
+    for given, better in ((".png", "plot.png"), ("x.PDF.", "x.PDF..png"), ("a/.svg", "a/plot.svg")):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        assert main(["show", str(files["plan"]), "--plot", given]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.endswith(f"Fix: --plot {better}.\n")

@@ -389,6 +389,7 @@ def test_pictures_are_written(
         (["simulate", "plan.json", "--width", "0"], "too narrow: --width 0 (expected 20..10000)"),
         (["simulate", "plan.json", "--width", "19", "--json"], "too narrow: --width 19"),
         (["simulate", "plan.json", "--width", "99999999999"], "too wide: --width 99999999999 ("),
+        (["simulate", "plan.json", "--plot", ".png"], "--plot .png (expected a name"),
         (["compare", "plan.json"], "there is nothing to compare with"),
         (["compare", "profile.json"], "number of devices is not given"),
         (["compare", "profile.json", "-n", "0"], "too small: --partitions 0"),

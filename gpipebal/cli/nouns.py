@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gpipebal.cli.words import check_output
@@ -96,11 +97,25 @@ def check_files(options: argparse.Namespace, *inputs: str) -> None:
                 f"its own).\nFix: give --{option} another name."
             )
         taken[place] = f"also --{option}"
-    if options.plot is not None and not options.plot.lower().endswith(_SUFFIXES):
-        raise UsageError(
-            f"picture has a type that cannot be written: --plot {options.plot} (expected a name "
-            f"that ends in {_either(_SUFFIXES)}).\nFix: --plot {options.plot}.png."
-        )
+    if options.plot is not None:
+        _check_picture(options.plot)
+
+
+def _check_picture(path: str) -> None:
+    """Refuse a picture whose type cannot be written.
+
+    Raises:
+        UsageError: the name does not end in the suffix of a picture, or is nothing but one.
+    """
+    folder, name = os.path.split(path)
+    if Path(path).suffix.lower() in _SUFFIXES:
+        return
+    is_suffix = name.lower() in _SUFFIXES
+    better = os.path.join(folder, f"plot{name}") if is_suffix else f"{path}.png"
+    raise UsageError(
+        f"picture has a type that cannot be written: --plot {path} (expected a name that ends in "
+        f"{_either(_SUFFIXES)}).\nFix: --plot {better}."
+    )
 
 
 def say_written(options: argparse.Namespace) -> None:
