@@ -284,6 +284,21 @@ def test_a_plan_with_runs_can_be_shown(
     assert "Recomputed by themselves" in said(["show", "plan.json"], capsys)
 
 
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_a_model_without_values_can_be_estimated(
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error used to name a device that nobody typed, and a call in Python."""
+    monkeypatch.chdir(tmp_path)
+    err = said([command, "workloads:on_meta", "--device", "cpu"], capsys, BAD_INPUT)
+    assert "layer '0' has no values to measure with: it is on the meta device (" in err
+    assert err.endswith("\nFix: gpipebal profile MODEL --estimate A100, say, needs shapes only.\n")
+    assert not list(tmp_path.iterdir())
+
+
 # Layers whose names are numbers.
 
 

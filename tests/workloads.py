@@ -166,4 +166,9 @@ def with_closure() -> dict[str, Any]:
     return {"model": model, "sample": sample, "optimizer": torch.optim.LBFGS}
 
 
+def on_meta() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain that has only shapes."""
+    return nn.Sequential(nn.Linear(6, 3, device="meta")), torch.randn(ROWS, 6)
+
+
 NOT_A_FUNCTION = 3

@@ -56,6 +56,8 @@ _ONLY_IN_PYTHON = {
     "devices=[...] * 2, the": "--speeds with the",
     "or give devices.": "or --speeds with one number for each partition.",
     "Fix: 1 for one as fast as": "Fix: in --speeds, 1 for one as fast as",
+    "profile_model(model, sample, method='estimate') needs": "gpipebal profile MODEL --estimate "
+    "A100, say, needs",
     "profile_model(model, sample, chunks=..., rows=None), which": "gpipebal profile, which",
 }
 

@@ -65,8 +65,9 @@ def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
     for what, tensors in (of_layers | {"sample or target": flatten(data)[0]}).items():
         if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
             raise ProfileError(
-                f"{what} has no values to measure with: device='meta' (expected a device with "
-                "memory).\nFix: profile_model(model, sample, method='estimate') needs shapes only."
+                f"{what} has no values to measure with: it is on the meta device (expected a "
+                "device with memory).\n"
+                "Fix: profile_model(model, sample, method='estimate') needs shapes only."
             )
 
 
