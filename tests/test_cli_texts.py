@@ -284,6 +284,32 @@ def test_a_plan_with_runs_can_be_shown(
     assert "Recomputed by themselves" in said(["show", "plan.json"], capsys)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["profile", "gpt", "--estimate", "A100", "--device", "cpu"],
+            "no meaning with --estimate: --device cpu (expected nothing).\n"
+            "Fix: leave --device out; --estimate names the device to estimate for.\n",
+        ),
+        (["profile", "gpt", "--estimate", "foo"], "\nFix: one of these names.\n"),
+        (
+            ["solve", "profile.json", "--balance", "3,3", "--schedule", "zb_h1"],
+            "and simulated by gpipebal simulate.\n",
+        ),
+        (["profile", ".:plain"], "\nFix: package.module:plain, in the folder of that file.\n"),
+        (["run", "gpt", "--output", ""], "\nFix: --output gpipebal-run, or --output . for the"),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, list) else "",
+)
+def test_fixes_are_words_of_the_command_line(
+    words: list[str], expected: str, profile_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They used to speak Python, or to repeat what was typed."""
+    assert profile_file == "profile.json"
+    assert expected in said(words, capsys, BAD_INPUT)
+
+
 @pytest.mark.parametrize("command", ["run", "profile"])
 def test_a_model_without_values_can_be_estimated(
     command: str,
@@ -336,7 +362,8 @@ def test_a_word_with_two_meanings_is_refused(
     """The index used to be taken, silently."""
     err = said(["solve", shifted, "-n", "2", *words], capsys, BAD_INPUT)
     assert f"word means several layers: --{rule} has " in err
-    assert "\nFix: gpipebal.solve in Python" in err
+    argument = repr(rule.replace("-", "_"))
+    assert f"\nFix: gpipebal.solve in Python, whose argument {argument} takes " in err
 
 
 # Values of --set.

@@ -369,6 +369,16 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_without_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty name is none for the current folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="output folder has no name: output=''"):
+        run("workloads:tiny", device="cpu", output="", echo=str)
+    assert not list(tmp_path.iterdir())
+
+
 def test_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     """An output folder that cannot be made is refused before the work begins."""
     (tmp_path / "out").write_text("mine")

@@ -384,6 +384,7 @@ def test_an_upper_quantile_moves_layers_away_from_shaky_ones() -> None:
     plan = solve(shaky_profile, 2, quantile=0.9)
     assert plan.balance == (3, 1)
     assert plan.notes == ("Times are upper quantiles (0.9) of the measured spread, not medians.",)
+    assert solve(profile, 2, quantile=0.5).notes == ()
     with pytest.raises(BalanceError, match=r"quantile is out of range: quantile=1"):
         solve(profile, 2, quantile=1)
 

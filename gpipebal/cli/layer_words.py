@@ -42,8 +42,8 @@ def read_layer(profile: Profile, rule: str, word: str) -> int | str:
     raise UsageError(
         f"word means several layers: {rule} has {word} (expected one meaning: "
         f"layer {other} has this name, and layer {index}, {names[index]!r}, this index).\n"
-        f"Fix: gpipebal.solve in Python, where {rule} takes {word!r} for the name and {index} for "
-        "the index."
+        f"Fix: gpipebal.solve in Python, whose argument {rule!r} takes {word!r} for the name and "
+        f"{index} for the index."
     )
 
 

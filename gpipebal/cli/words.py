@@ -58,6 +58,10 @@ _ONLY_IN_PYTHON = {
     "Fix: 1 for one as fast as": "Fix: in --speeds, 1 for one as fast as",
     "profile_model(model, sample, method='estimate') needs": "gpipebal profile MODEL --estimate "
     "A100, say, needs",
+    "simulated by gpipebal.simulate": "simulated by gpipebal simulate",
+    "no meaning with method='estimate':": "no meaning with --estimate:",
+    "; rates= names the device": "; --estimate names the device",
+    ", or DeviceRates(name, {'float32': 1e13}, bandwidth=1e12) with your own figures.": ".",
     "profile_model(model, sample, chunks=..., rows=None), which": "gpipebal profile, which",
 }
 
@@ -166,6 +170,7 @@ def _in_passing(text: str, flags: Mapping[str, str], typed: Typed) -> str:
     """Put names that an error uses without a value into the words of the command line."""
     names = "|".join(map(re.escape, flags))
     text = re.sub(rf"\blen\(({names})\)=(\d+)", lambda m: f"{m[2]} in {flags[m[1]]}", text)
+    text = re.sub(rf"\bleave ({names}) out\b", lambda m: f"leave {flags[m[1]]} out", text)
     names = "|".join(re.escape(name) for name in flags if "_" in name)
     if names:
         alone = rf"(?<![\w.\-'\"(])({names})(?![\w=\[(]|\.\w)"

@@ -169,7 +169,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     quantile = options.get("quantile")
     if quantile is not None:
         profile = at_quantile(profile, quantile)
-    if isinstance(taken := profile.provenance.get("quantile"), float):
+    taken = profile.provenance.get("quantile")
+    if isinstance(taken, float) and taken != 0.5:
         notes.append(f"Times are upper quantiles ({taken:g}) of the measured spread, not medians.")
     schedule = _schedule(options)
     inside, shared = options.get("loss_inside"), options.get("shared_memory")

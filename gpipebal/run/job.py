@@ -138,6 +138,11 @@ def run(
     _check_optimizer(workload)
     on_cpu = places[0].type == "cpu"
     threads = (threads_per_partition or share_of_cores(len(places))) if on_cpu else None
+    if output == "":
+        raise UsageError(
+            "output folder has no name: output='' (expected a path).\n"
+            "Fix: output='gpipebal-run', or output='.' for the current folder."
+        )
     folder = Folder(Path(output))
     job = _Job(
         workload,

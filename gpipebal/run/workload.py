@@ -290,7 +290,7 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 def _no_path(module_name: str, attribute: str) -> UsageError:
     """Say how to name a module that was given as the path of its file."""
-    name = os.path.basename(module_name.removesuffix(".py"))
+    name = os.path.basename(module_name.removesuffix(".py")).lstrip(".")
     return UsageError(
         f"module is named by a path: module={module_name!r} (expected names with dots, as import "
         f"has them).\nFix: {name or 'package.module'}:{attribute}, in the folder of that file."
