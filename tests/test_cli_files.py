@@ -345,3 +345,11 @@ def test_a_picture_needs_a_name(
         assert main(["show", str(files["plan"]), "--plot", given]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.endswith(f"Fix: --plot {better}.\n")
+
+
+def test_help_says_why_compare_and_solve_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of schedules has costs that a plan's times do not have."""
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "unless transfers take time; solve and simulate do not count it." in out

@@ -38,6 +38,9 @@ def add_compare(commands: Commands) -> None:
         gpipebal compare profile.json --partitions 8 --chunks 32
         gpipebal compare profile.json -n 4 --bandwidth 12GB --json
         """,
+        "The table of schedules counts what a device loses as it turns from forwards to\n"
+        "backwards, as measured on a CPU, unless transfers take time; solve and simulate do not\n"
+        "count it.",
     )
     compare.set_defaults(command=_compare)
     compare.add_argument(
