@@ -13,6 +13,9 @@ __all__ = ["INTERRUPTED", "second_interrupt_ends_at_once"]
 #: Exit status of an interrupted command.
 INTERRUPTED = 130
 
+#: Seconds after which a command that has not ended says what it waits for.
+PATIENCE = 1.0
+
 
 @contextmanager
 def second_interrupt_ends_at_once() -> Iterator[None]:
@@ -20,7 +23,7 @@ def second_interrupt_ends_at_once() -> Iterator[None]:
 
     Python runs signal handlers in the main thread between two bytecodes, and that thread may be
     inside a long operation of torch. The number of the signal, though, is written to the wake-up
-    file at once, and a thread of its own can act on it.
+    file at once, and a thread of its own can act on it: it says so if the first takes effect late.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -32,12 +35,21 @@ def second_interrupt_ends_at_once() -> Iterator[None]:
 
     def watch() -> None:
         seen = 0
-        while numbers := reader.recv(64):
+        while True:
+            try:
+                numbers = reader.recv(64)
+            except TimeoutError:
+                reader.settimeout(None)
+                _say(b"ending after the work in progress; Ctrl-C again ends at once.")
+                continue
+            if not numbers:
+                return
             seen += numbers.count(signal.SIGINT)
             if seen >= 2:
-                with suppress(OSError):  # it ends even where it cannot say so
-                    os.write(2, b"\ngpipebal: stopped at once.\n")
+                _say(b"stopped at once.")
                 os._exit(INTERRUPTED)
+            if signal.SIGINT in numbers:
+                reader.settimeout(PATIENCE)
 
     watcher = threading.Thread(target=watch, name="gpipebal-interrupts", daemon=True)
     watcher.start()
@@ -51,3 +63,9 @@ def second_interrupt_ends_at_once() -> Iterator[None]:
         writer.close()
         watcher.join()
         reader.close()
+
+
+def _say(text: bytes) -> None:
+    """Write to standard error, from any thread; where that is impossible, say nothing."""
+    with suppress(OSError):
+        os.write(2, b"\ngpipebal: " + text + b"\n")
