@@ -25,6 +25,7 @@ def figures() -> dict[str, str]:
     return {
         **_prediction(),
         **_peak_memory(),
+        **_ledger(),
         **_executor(),
         **_first_run(),
         **_soak(),
@@ -109,6 +110,18 @@ def _peak_memory() -> dict[str, str]:
         "memory_planned_within": str(sum(abs(error) <= GOAL for error in planned)),
         "memory_planned_over": signed(max(planned)),
         "memory_planned_under": signed(min(planned)),
+    }
+
+
+def _ledger() -> dict[str, str]:
+    operators = _load("ledger")["operators"]
+    from ledger_tables import difference
+
+    more = [any(difference(peaks) > 0 for peaks in one["backward"]) for one in operators]
+    return {
+        "ledger_operators": str(len(operators)),
+        "ledger_agree": str(sum(not one["backward"] for one in operators)),
+        "ledger_more": str(sum(more)),
     }
 
 

@@ -1,0 +1,204 @@
+"""Compare the bytes that the ledger counts with those that torch's allocator reports.
+
+    python benchmarks/ledger/make.py            count, write results.json and the README
+    python benchmarks/ledger/make.py --readme   write the README's tables from results.json
+
+Every differentiable operator of torch runs forward and backward on the samples of torch's own
+tests, once under the ledger and once unwatched under `torch.profiler`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from gpipebal.files import read_record, write_record
+from gpipebal.pipeline.observers.ledger import Ledger
+
+# What all benchmarks have in common is next to their folders.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmark_tools.machine import provenance
+from benchmark_tools.text import write_readme
+from ledger_tables import FORMAT, VERSION, blocks, difference, summary
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+
+#: Samples of one operator that are looked at.
+MOST_SAMPLES = 12
+
+#: Inputs, keyword arguments among them, and what runs on them.
+Inputs = tuple[Any, Any, Any]
+Run = Callable[[Inputs], Any]
+
+
+def main() -> None:
+    """Count, store, print, and write the README."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
+    parser.add_argument("--operator", action="append", help="only this, by torch's name")
+    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    arguments = parser.parse_args()
+    if arguments.operator and arguments.out.resolve() == RESULTS.resolve():
+        parser.error("--operator makes no complete result: give another file as --out")
+    if not arguments.readme:
+        write_record(arguments.out, measure(arguments.operator))
+    record = read_record(arguments.out, FORMAT, VERSION)
+    print(summary(record))
+    if arguments.out.resolve() == RESULTS.resolve():
+        write_readme(HERE / "README.md", blocks(record))
+
+
+def measure(names: list[str] | None) -> dict[str, Any]:
+    """Count all operators, or those named, and return the record to store."""
+    # Only torch's tests have samples of all operators. They need the package expecttest.
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    started = time.monotonic()
+    operators: list[dict[str, Any]] = []
+    n_failed = 0
+    for operator in op_db:
+        if names and operator.name not in names:
+            continue
+        if not operator.supports_autograd or torch.float32 not in operator.supported_dtypes("cpu"):
+            continue
+        peaks = []
+        for sample in samples_of(operator):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    peaks.append(compare(operator, sample))
+                except Exception:  # a sample that is meant to fail, or that cannot run twice
+                    n_failed += 1
+        known = [one for one in peaks if one]
+        if known:
+            operators.append(
+                {
+                    "name": operator.formatted_name,
+                    "samples": len(known),
+                    "forward": [one[0] for one in known if difference(one[0])],
+                    "backward": [one[1] for one in known if difference(one[1])],
+                }
+            )
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "provenance": {
+            **provenance(),
+            "minutes": round((time.monotonic() - started) / 60, 2),
+        },
+        "failed": n_failed,
+        "operators": operators,
+    }
+
+
+def samples_of(operator: Any) -> Iterator[Any]:
+    """Yield samples of an operator; there may be fewer than torch has, or none."""
+    torch.manual_seed(0)
+    found = iter(operator.sample_inputs("cpu", torch.float32, requires_grad=True))
+    for _ in range(MOST_SAMPLES):
+        try:
+            yield next(found)
+        except Exception:  # also the end of the samples
+            return
+
+
+def compare(operator: Any, sample: Any) -> list[list[int]] | None:
+    """Return the peaks of a sample's forward and backward, each counted and allocated, in bytes.
+
+    None: it has no backward.
+    """
+
+    def make() -> Inputs:
+        def again(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().clone().requires_grad_(value.requires_grad)
+
+        inputs: Inputs = pytree.tree_map(again, (sample.input, sample.args, sample.kwargs))
+        return inputs
+
+    def run(inputs: Inputs) -> Any:
+        value, args, keywords = inputs
+        return operator(value, *args, **keywords)
+
+    allocated(make, run)  # what libraries take once
+    counts, reports = counted(make, run), allocated(make, run)
+    if counts is None or reports is None:
+        return None
+    return [[counts[0], reports[0]], [counts[1], reports[1]]]
+
+
+def counted(make: Callable[[], Inputs], run: Run) -> tuple[int, int] | None:
+    """Return the peaks of a forward and a backward by the ledger."""
+    inputs, ledger = make(), Ledger()
+    ledger.hold(pytree.tree_leaves(inputs), 0)
+    with ledger.watch(0):
+        before = ledger.start_peak()
+        outputs = trained(run(inputs))
+        forward = ledger.total_peak - before
+        if not outputs:
+            return None
+        gradients = [torch.ones_like(output) for output in outputs]
+        before = ledger.start_peak()
+        torch.autograd.backward(outputs, gradients)
+        return forward, ledger.total_peak - before
+
+
+def allocated(make: Callable[[], Inputs], run: Run) -> tuple[int, int] | None:
+    """Return the same by what torch's allocator reports.
+
+    It reports no end of what began before, so all is made while it reports.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as report:
+        inputs = make()
+        mark()
+        outputs = trained(run(inputs))
+        mark()
+        if outputs:
+            gradients = [torch.ones_like(output) for output in outputs]
+            mark()
+            torch.autograd.backward(outputs, gradients)
+            mark()
+    assert report.profiler is not None
+    events = sorted(report.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    live = before = peak = 0
+    peaks: list[int] = []
+    for event in events:
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+        elif event.name() == MARK:
+            peaks.append(peak - before)
+            before = peak = live
+    return (peaks[1], peaks[3]) if outputs else None
+
+
+MARK = "a phase begins or ends"
+
+
+def mark() -> None:
+    """Put a mark among the profiler's events."""
+    with record_function(MARK):
+        pass
+
+
+def trained(value: Any) -> list[Tensor]:
+    """Return the tensors of an output that a backward can start from."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.requires_grad and leaf.is_floating_point()]
+
+
+if __name__ == "__main__":
+    main()
