@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
@@ -188,7 +188,19 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
             f"costs are not a list: costs={costs!r:.60} (expected one number for each layer).\n"
             f"Fix: balance_cost([1, 2, 3], {partitions!r:.20})."
         )
-    problem = Problem.from_costs(list(costs), 1)
+    given = costs.tolist() if isinstance(costs, Tensor) else list(costs)
+    for k, cost in enumerate(given):
+        if not 0 <= plain_number(cost) < math.inf:
+            raise BalanceError(
+                f"cost of layer {k} is not a cost: costs[{k}]={cost!r:.60} (expected a finite "
+                "number of 0 or more).\nFix: give one such number for each layer."
+            )
+    if not given:
+        raise BalanceError(
+            "costs are empty (expected one number for each layer).\n"
+            "Fix: balance_cost([1, 2, 3], 2)."
+        )
+    problem = Problem.from_costs(given, 1)
     count = _checked(partitions, problem.n_layers)
     return list(split(replace(problem, n_partitions=count), "bottleneck").balance)
 
@@ -199,7 +211,7 @@ def _partitions_for(partitions: int | None, module: nn.Module) -> int:
         if not partitions:
             _logger.warning("no CUDA device: balancing for 2 partitions on the CPU")
             partitions = 2
-    elif not isinstance(partitions, Real):
+    elif not isinstance(partitions, Real) and not _is_one_number(partitions):
         # As in other libraries, where it comes first.
         order = "give them in this order: module, sample, partitions"
         check_kind("partitions", partitions, int, order)
@@ -207,6 +219,10 @@ def _partitions_for(partitions: int | None, module: nn.Module) -> int:
         # Said before minutes are spent on measuring.
         return _checked(partitions, len(module))
     return partitions
+
+
+def _is_one_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _checked(partitions: int, n_layers: int) -> int:

@@ -86,8 +86,9 @@ for objective in ("makespan", "bottleneck", "peak_memory"):
 # %% [markdown]
 # ## Rules of thumb and the optimum
 #
-# The rules are: equally many layers; equally many parameters; and the rule of torchgpipe, which moves cuts step by step
-# until no single move helps. The table compares them with the plan:
+# The rules are: equally many layers; equally many parameters; the rule of torchgpipe, which moves cuts step by step
+# until no single move helps; and the *least bottleneck*, the slowest partition as fast as possible, which would be best if
+# pipelines never filled and drained. The table compares them with the plan:
 
 # %%
 from gpipebal.planner.rule_comparison import compare_rules

@@ -244,3 +244,29 @@ def test_torchgpipes_import_lines_work_under_the_new_name() -> None:
         from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
     """
     exec(inspect.cleandoc(code), {})
+
+
+def test_balance_functions_name_their_own_order() -> None:
+    """Whoever gives gpipebal's order here, or torchgpipe's there, is told the right one."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    with pytest.raises(KindError, match="in this order: partitions, module, sample"):
+        balance_by_time(model, x, 2)  # type: ignore[arg-type]
+    with pytest.raises(KindError, match="in this order: partitions, module, input"):
+        balance_by_size(model, x, 2)  # type: ignore[arg-type]
+    with pytest.raises(KindError, match="in this order: module, sample, partitions"):
+        gb.balance_by_time(2, model, x)  # type: ignore[arg-type]
+    assert balance_by_time(torch.tensor(2), model, x, timeout=0) == [1, 1]  # type: ignore[arg-type]
+
+
+def test_costs_may_be_a_tensor_and_are_called_costs() -> None:
+    """A tensor is a list; what is no cost is named as the caller gave it."""
+    assert balance_cost(torch.tensor([1.0, 2, 3, 4]), 2) == [3, 1]  # type: ignore[arg-type]
+    for costs, what in (([1, -1], r"costs\[1\]=-1"), ([1, "x"], r"costs\[1\]='x'"), ([], "empty")):
+        with pytest.raises(ValueError, match=what):
+            balance_cost(costs, 1)  # type: ignore[arg-type]
+
+
+def test_a_stash_shows_its_tensor() -> None:
+    """By torchgpipe's name, for who drives a forward by hand."""
+    x = torch.ones(2)
+    assert stash("image", x).tensor is x

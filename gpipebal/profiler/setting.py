@@ -18,6 +18,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.layers.devices import parse_device
 from gpipebal.pipeline.values.microbatch import flatten
+from gpipebal.problem.checks import plain_number
 from gpipebal.profile import Profile
 from gpipebal.profiler.replicas.replica import check_not_lazy
 
@@ -112,7 +113,7 @@ def check_timeout(timeout: float) -> float:
     Raises:
         ProfileError: it is not a duration.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+    if not plain_number(timeout) >= 0:
         raise ProfileError(
             f"timeout is not a duration: timeout={timeout!r} (expected seconds, 0 or more).\n"
             "Fix: timeout=1.0, or leave it out."

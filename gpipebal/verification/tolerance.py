@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import BalanceError
+from gpipebal.problem.checks import plain_number
 
 __all__ = ["Distance", "Tolerance", "alike", "distance", "has_fractions", "is_plain", "largest"]
 
@@ -64,8 +65,7 @@ class Tolerance:
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and 0 <= value < math.inf):
+            if value is not None and not 0 <= plain_number(value) < math.inf:
                 raise BalanceError(
                     f"{name} is not a tolerance: {name}={value!r} (expected a number of 0 or more, "
                     f"or None).\nFix: {name}=None, the default of each dtype."

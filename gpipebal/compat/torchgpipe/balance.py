@@ -14,6 +14,7 @@ from torch import nn
 
 import gpipebal.balance
 from gpipebal.errors import ProfileError
+from gpipebal.kinds import check_kind
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
 
@@ -49,6 +50,7 @@ def balance_by_time(
         >>> sum(balance_by_time(2, model, torch.ones(4, 8), timeout=0.1))
         3
     """
+    _check_order(partitions, "partitions, module, sample")
     # Anything that is not a module is refused below.
     for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
         if parameter.grad is not None:
@@ -73,6 +75,9 @@ def balance_by_size(
 ) -> list[int]:
     """Balance a model by the memory of its layers, on a CPU as well as on a CUDA device.
 
+    A layer counts with what it saves for the whole mini-batch, and not for one micro-batch as in
+    torchgpipe: without checkpoints all of them are held at once.
+
     Args:
         partitions: Number of partitions.
         module: An `nn.Sequential`; its children are the layers.
@@ -92,6 +97,7 @@ def balance_by_size(
         >>> sum(balance_by_size(2, model, torch.ones(4, 8), chunks=2))
         3
     """
+    _check_order(partitions, "partitions, module, input")
     return gpipebal.balance.balance_by_size(
         module, input, partitions, chunks=chunks, param_scale=param_scale, device=device
     )
@@ -115,3 +121,9 @@ def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
         [1, 2, 2, 2]
     """
     return gpipebal.balance.balance_cost(cost, partitions)
+
+
+def _check_order(partitions: object, order: str) -> None:
+    """Refuse arguments that come in the order of gpipebal's own functions."""
+    if isinstance(partitions, nn.Module):
+        check_kind("partitions", partitions, int, f"give them in this order: {order}")

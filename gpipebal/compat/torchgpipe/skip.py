@@ -32,6 +32,11 @@ class stash(gpipebal.skip.stash):  # noqa: N801 - read as a verb: `yield stash("
     def __init__(self, name: str, tensor: Any) -> None:
         super().__init__(name, tensor)
 
+    @property
+    def tensor(self) -> Any:
+        """The value, by torchgpipe's name."""
+        return self.value
+
 
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()

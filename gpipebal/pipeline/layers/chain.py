@@ -164,10 +164,10 @@ def check_one_input(input: Any, others: Sequence[object], keywords: dict[str, An
     if input is NO_INPUT:
         if "input" in keywords:
             return keywords.pop("input")
+        named = f", but {', '.join(keywords)} by name" if keywords else ""
         raise ModelError(
-            "a pipeline takes one input: none was given, but "
-            f"{', '.join(keywords) or 'nothing'} by name (expected one without a name; those with "
-            "a name are keyword arguments of the first layer).\n"
+            f"a pipeline takes one input: none was given{named} (expected one without a name; "
+            "those with a name are keyword arguments of the first layer).\n"
             "Fix: pipe(x), or pipe(x, mask=mask); pipe({'x': x, 'mask': mask}) if the first layer "
             "takes a dict."
         )
