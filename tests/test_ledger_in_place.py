@@ -92,6 +92,9 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "weighted loss of two classes": lambda x: F.binary_cross_entropy_with_logits(
         x, torch.ones(N), pos_weight=torch.full((N,), 2.0)
     ),
+    "loss of two classes, by a trained target": lambda x: F.binary_cross_entropy_with_logits(
+        x, (x * 1).sigmoid()
+    ),
     # These add up and write in new memory, whoever watches.
     "a user's function": lambda x: Custom.apply(x * 1, x.detach().requires_grad_() * 1),
     "a user's function of constants": lambda x: WithConstants.apply(

@@ -228,6 +228,37 @@ def test_two_gradients_of_one_tensor_are_there_at_once(
     assert [peak.total for peak in predicted] == pytest.approx(counted, rel=0.011)
 
 
+class Residual(nn.Module):
+    """Adds what a layer makes of its input to it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [[nn.Flatten(), nn.Linear(4096, 4)], [nn.Conv2d(16, 1, 1)]],
+    ids=["a view", "a tensor"],
+)
+def test_what_comes_back_to_a_residual_block_may_be_a_view(rest: list[nn.Module]) -> None:
+    """Then the sum of its gradients needs new memory; else it is made in place."""
+    layers = nn.Sequential(nn.Conv2d(2, 16, 3, padding=1), Residual(nn.GELU()), *rest)
+    inputs = torch.randn(64, 2, 16, 16)
+    given: Any = {"rows": (), "timeout": 0, "progress": False, "chunks": 2}
+    profile = gb.profile_model(layers, inputs, loss_fn=squares, **given)
+    balance = [1, len(layers) - 1]
+    predicted = partition_memory(
+        profile, to_bounds(balance), chunks=2, checkpoint="always", shared_memory=True, latest=True
+    )
+    pipe = GPipe(layers, balance, chunks=2, checkpoint="always")
+    counted = count(pipe, inputs, "loss(pipe(x))", torch.optim.SGD(layers.parameters(), lr=0.1))
+    assert predicted[1].total == pytest.approx(counted[1], rel=0.001)
+
+
 def test_the_callers_own_input_is_counted_once() -> None:
     """A chain that hands its input on to the end, and an optimizer whose step needs most."""
     layers, inputs = nn.Sequential(Along(nn.Linear(512, 256))), torch.randn(512, 512)

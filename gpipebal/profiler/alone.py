@@ -25,7 +25,8 @@ from gpipebal.profiler.chain.failures import is_out_of_memory, left_out, memory_
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes, Value, as_leaves
-from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.memory.layer_memory import LayerMemory
+from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.identity import identity_of
 from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.survey import Survey, describe_skips, flops_of

@@ -17,6 +17,7 @@ from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
+from gpipebal.profiler.memory.layer_memory import given_their_own
 from gpipebal.profiler.replicas.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
@@ -60,6 +61,7 @@ def describe_layers(
     host_forward = settle_launches(times.host_forward, times.host_whole_forward)
     host_backward = settle_launches(times.host_backward, times.host_whole_backward)
     owner = layer_of_tensors(modules)
+    given_own = given_their_own(found.memory)
     layers = tuple(
         LayerProfile(
             name=names[k],
@@ -77,7 +79,9 @@ def describe_layers(
             optimizer_peak_bytes=optimizer.peak_of(k),
             optimizer_carried_bytes=optimizer.carried_of(k),
             fingerprint=fingerprint(module),
-            **found.memory[k].beside(own_bytes(modules, k, owner), names[k], module),
+            **found.memory[k].beside(
+                own_bytes(modules, k, owner), names[k], module, given_own=given_own[k]
+            ),
         )
         for k, module in enumerate(modules)
     )

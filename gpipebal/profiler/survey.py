@@ -20,7 +20,8 @@ from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.memory.flops import FlopCounter
-from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.memory.layer_memory import LayerMemory
+from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate, stand_ins
 from gpipebal.profiler.step.loss import LossChain, loss_chain
 from gpipebal.skip.tracker import Key

@@ -47,16 +47,17 @@ _ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_li
 #: What single nodes of the graph write into what they have made before.
 _CHAINS = {"BinaryCrossEntropyWithLogitsBackward0": frozenset({_aten.sub.Tensor, _aten.mul.Tensor})}
 
+#: What a chain goes on from in new memory: the gradient of the loss's target, `-self * gradient`.
+_NEW = _aten.neg.default
+
 
 class InPlace:
     """Recognises what torch would do in place, among the operations of a thread, in their order."""
 
     def __init__(self) -> None:
-        # The present node of the graph, and the storages that were made since it began; of these,
-        # those that are new zeros.
+        # The present node of the graph, and what made the storages that are new since it began.
         self._present: Any = None
-        self._made: set[int] = set()
-        self._zeros: set[int] = set()
+        self._made: dict[int, Any] = {}
         self._alone = _holders_of_a_gradient()
 
     def operand(self, operation: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
@@ -76,7 +77,6 @@ class InPlace:
         if present != self._present:
             self._present = present
             self._made.clear()
-            self._zeros.clear()
         if not args or type(args[0]) is not Tensor or not has_storage(args[0]):
             return None
         # One more who holds it, as in `_holders_of_a_gradient`.
@@ -85,9 +85,9 @@ class InPlace:
         if operation in _WRITES:
             # The node's own code may hold its zeros more than once. A user's function does not
             # write in place unless it says so: its zeros are held in Python too.
-            is_alone = key in self._zeros and _holders(first)[0] == self._alone[0]
+            is_alone = self._made.get(key) in _ZEROS and _holders(first)[0] == self._alone[0]
         elif operation in _CHAINS.get(name, ()):
-            is_alone = key in self._made and _holders(first) == self._alone
+            is_alone = self._made.get(key, _NEW) is not _NEW and _holders(first) == self._alone
         else:
             # Gradients are added up when a node has ended, and it still is the present one. What an
             # earlier node made is the sum so far. What this one made may be a term of its own
@@ -104,10 +104,7 @@ class InPlace:
     def made(self, operation: Any, tensor: Tensor) -> None:
         """Take note of a tensor that an operation has made."""
         if self._present is not None:
-            key = storage_key(tensor)
-            self._made.add(key)
-            # Keys are used again.
-            (self._zeros.add if operation in _ZEROS else self._zeros.discard)(key)
+            self._made[storage_key(tensor)] = operation  # keys are used again
 
 
 def _holders(tensor: Tensor) -> tuple[int, int, int]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.values.tensors import bytes_of, has_storage, storage_key
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, storage_key
 
-__all__ = ["begun_inside", "handed_through", "needs_gradient"]
+__all__ = ["begun_inside", "handed_through", "needs_gradient", "own_gradients"]
 
 #: All that is needed to make a gradient: shape, dtype and device.
 _Recipe = tuple[torch.Size, torch.dtype, torch.device]
@@ -23,13 +23,16 @@ def needs_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def begun_inside(outputs: Sequence[Any]) -> tuple[list[tuple[Tensor, Tensor]], int]:
+def begun_inside(
+    outputs: Sequence[Any], *, as_views: bool
+) -> tuple[list[tuple[Tensor, Tensor]], int]:
     """Append to outputs a function whose backward makes their gradients.
 
     Nothing else holds these gradients, so they are freed once they are used: as in a chain.
 
     Args:
         outputs: Leaves of a value.
+        as_views: Whether they are views, which torch does not add to in place.
 
     Returns:
         What the backward begins with instead of the outputs, empty if none of them has a gradient;
@@ -45,7 +48,7 @@ def begun_inside(outputs: Sequence[Any]) -> tuple[list[tuple[Tensor, Tensor]], i
             "Fix: put the layers between which they go into one (an nn.Sequential inside the "
             "chain), or give costs of your own, gpipebal.Profile.from_costs(forward=[...])."
         )
-    root: Tensor = _Begin.apply(*wanted)
+    root: Tensor = _Begin.apply(as_views, *wanted)
     return [(root, torch.ones_like(root))], sum(bytes_of(leaf) for leaf in wanted)
 
 
@@ -53,14 +56,16 @@ class _Begin(torch.autograd.Function):
     """Return a number for outputs; its backward makes a gradient for each of them."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, as_views: bool, *outputs: Tensor) -> Tensor:
+        ctx.as_views = as_views
         ctx.recipes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in outputs]
         return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         recipes: list[_Recipe] = ctx.recipes
-        return tuple(torch.zeros(shape, dtype=kind, device=at) for shape, kind, at in recipes)
+        made = [torch.zeros(shape, dtype=kind, device=at) for shape, kind, at in recipes]
+        return None, *(one.view(one.shape) if ctx.as_views else one for one in made)
 
 
 @contextmanager
@@ -94,6 +99,46 @@ def handed_through(
     ]
     try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def own_gradients(inputs: Iterable[Any]) -> Iterator[dict[int, bool]]:
+    """Find out of each gradient of a block's backward whether nothing else holds its memory.
+
+    Args:
+        inputs: Leaves of autograd.
+
+    Yields:
+        Receives the answers, by places of the inputs.
+    """
+    found: dict[int, bool] = {}
+    places: dict[int, int] = {}
+
+    def look_at(place: int) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            if not has_storage(gradient):
+                found[place] = False
+                return
+            is_dense = gradient.is_contiguous() or (
+                gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
+            )
+            other = places.setdefault(storage_key(gradient), place)
+            found[place] = is_dense and not is_shared(gradient) and other == place
+            if other != place:
+                found[other] = False
+
+        return look
+
+    hooks = [
+        leaf.register_hook(look_at(place))
+        for place, leaf in enumerate(inputs)
+        if needs_gradient(leaf)
+    ]
+    try:
+        yield found
     finally:
         for hook in hooks:
             hook.remove()

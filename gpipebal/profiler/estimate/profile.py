@@ -21,6 +21,7 @@ from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
+from gpipebal.profiler.memory.layer_memory import given_their_own
 from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.replicas.replica import bytes_of_loss, layer_of_tensors, own_bytes
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
@@ -312,6 +313,7 @@ class _Work:
 
     def _layers(self, estimates: Sequence[Estimate]) -> tuple[LayerProfile, ...]:
         owner = layer_of_tensors(self.modules)
+        given_own = given_their_own([found.memory for found in estimates])
         return tuple(
             LayerProfile(
                 name=self.names[k],
@@ -327,7 +329,12 @@ class _Work:
                 optimizer_peak_bytes=self._memory.peak_of(k),
                 optimizer_carried_bytes=self._memory.carried_of(k),
                 fingerprint=fingerprint(module),
-                **found.memory.beside(own_bytes(self.modules, k, owner), self.names[k], module),
+                **found.memory.beside(
+                    own_bytes(self.modules, k, owner),
+                    self.names[k],
+                    module,
+                    given_own=given_own[k],
+                ),
             )
             for k, (module, found) in enumerate(zip(self.modules, estimates, strict=True))
         )

@@ -23,7 +23,8 @@ from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
-from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.memory.layer_memory import LayerMemory
+from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.identity import identity_of
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key

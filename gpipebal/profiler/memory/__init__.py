@@ -1,5 +1,6 @@
 """Bytes and operations of a layer.
 
-Read in this order: `storages` (what it saves, hands on and needs), `buffers` (which buffers a
-recompute has copies of), `flops` (its operations).
+Read in this order: `storages` (what it saves, hands on and needs), `layer_memory` (what is known of
+it then, alone and in its chain), `buffers` (which buffers a recompute has copies of), `flops` (its
+operations).
 """

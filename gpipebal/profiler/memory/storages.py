@@ -11,13 +11,11 @@ storages go along with the values, so that what two layers share has one number.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.checkpoint import phase
@@ -28,6 +26,7 @@ from gpipebal.profiler.chain.gradients import (
     begun_inside,
     handed_through,
     needs_gradient,
+    own_gradients,
 )
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers, number_of
 from gpipebal.profiler.chain.value import (
@@ -36,60 +35,15 @@ from gpipebal.profiler.chain.value import (
     roots_of,
 )
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
+from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.replicas.harmless import weights_reached
 from gpipebal.profiler.replicas.replica import kept_by
 
-__all__ = ["LayerMemory", "measure_layer_memory"]
+__all__ = ["measure_layer_memory"]
 
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Memory of one layer; storages are numbered over the whole chain.
-
-    Attributes:
-        kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters:
-            buffers, and tensors that are attributes of its modules.
-        n_parameters: How many parameters it has after its forward.
-    """
-
-    outputs: tuple[int, ...]
-    saved: tuple[int, ...]
-    handed_through: tuple[int, ...]
-    output_bytes: int
-    output_gradient_bytes: int
-    forward_peak_bytes: int
-    no_grad_forward_peak_bytes: int
-    backward_peak_bytes: int
-    accumulating_peak_bytes: int
-    chained_peak_bytes: int
-    chained_accumulating_peak_bytes: int
-    copied_bytes: int
-    kept_buffer_bytes: int
-    saved_buffer_bytes: int
-    kept_bytes: int
-    n_parameters: int
-
-    def beside(self, own: dict[str, int], name: str, layer: nn.Module) -> dict[str, Any]:
-        """Return the columns of a layer profile, with what the layer has all the time.
-
-        Args:
-            own: Columns of parameters and buffers.
-            name: Name of the layer.
-            layer: The caller's layer, of which a copy ran.
-
-        Raises:
-            ProfileError: the forward makes parameters, which the caller's layer does not have yet.
-        """
-        n_before = len(list(layer.parameters()))
-        if self.n_parameters != n_before:
-            raise ProfileError(
-                f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
-                f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
-            )
-        columns = vars(self) | own
-        del columns["kept_bytes"], columns["n_parameters"]
-        columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))
-        return columns
+#: What holds the gradients that a backward is given: its caller, to the end; or nothing else than
+#: what they are views of; or nothing else at all.
+Given = Literal["held", "views", "own"]
 
 
 def measure_layer_memory(
@@ -130,6 +84,11 @@ def measure_layer_memory(
     through_numbers = distinct_numbers(known[key] for key in run.through.values())
     saved_numbers = distinct_numbers(known[key] for key in run.saved)
     forward, backward, through = run.forward_peak, run.backward_peak, set(run.through)
+    hands_through = {
+        place: output
+        for place, output in _same_gradients(chain, k, run).items()
+        if run.hands_back_own[place]
+    }
     saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
     gradients = sum(bytes_of(leaf) for leaf in run.passed.leaves if needs_gradient(leaf))
     # Their keys are used up: they may be given to new storages from now on.
@@ -137,20 +96,25 @@ def measure_layer_memory(
     hands_on.value = _cut(hands_on.value)
 
     def backward_again(
-        unwanted: Collection[int] = (), *, freed: bool = False, keeps: bool = False
-    ) -> int:
-        """Return another peak; without `keeps` the gradients of parameters are dropped."""
-        again = _forward_and_backward(chain, k, value, ledger, constants, unwanted, freed=freed)
+        unwanted: Collection[int] = (), given: Given = "held", *, keeps: bool = False
+    ) -> tuple[int, dict[int, bool]]:
+        """Return another peak, and which inputs it hands gradients that nothing else holds.
+
+        Without `keeps` the gradients of parameters are dropped.
+        """
+        again = _forward_and_backward(chain, k, value, ledger, constants, unwanted, gradients=given)
         if not keeps:
             for parameter in layer.parameters():
                 parameter.grad = None
-        return again.backward_peak
+        return again.backward_peak, again.hands_back_own
 
-    accumulating = backward_again(keeps=True)
+    accumulating, _ = backward_again(keeps=True)
     # In a chain, the gradients that come in are freed, and what is handed through is not copied.
-    chained_accumulating = backward_again(through, freed=True)
-    chained = backward_again(through, freed=True)
-    without_copies = backward_again(through) if through else backward
+    chained_accumulating, _ = backward_again(through, "views", keeps=True)
+    own_accumulating, _ = backward_again(through, "own")
+    chained, hands_back = backward_again(through, "views")
+    own_chained, hands_back_if_given = backward_again(through, "own")
+    without_copies = backward_again(through)[0] if through else backward
     memory = LayerMemory(
         outputs=hands_on.storages,
         saved=saved_numbers,
@@ -163,6 +127,14 @@ def measure_layer_memory(
         accumulating_peak_bytes=accumulating,
         chained_peak_bytes=chained,
         chained_accumulating_peak_bytes=chained_accumulating,
+        own_chained_peaks=(own_chained, own_accumulating),
+        # In these runs what is handed through is not handed back at all, also if it is a view.
+        hands_back_own={
+            place: (hands_back.get(place, False), hands_back_if_given.get(place, False))
+            for place in {*hands_back, *through} - hands_through.keys()
+        },
+        hands_through=hands_through,
+        stashes=bool(chain.stashed(k)),
         copied_bytes=max(0, backward - without_copies),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=sum(kept[key] for key in saved_buffers),
@@ -263,6 +235,7 @@ class _Run(NamedTuple):
         constant: Those of them that exist all the time.
         through: Storages of the inputs that were handed through, by their places.
         kept_bytes: Bytes of what the layer keeps after its forward.
+        hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
     """
 
     forward_peak: int
@@ -272,6 +245,7 @@ class _Run(NamedTuple):
     constant: set[int]
     through: dict[int, int]
     kept_bytes: int
+    hands_back_own: dict[int, bool]
 
 
 def _forward_and_backward(
@@ -282,7 +256,7 @@ def _forward_and_backward(
     constants: Iterable[Tensor],
     unwanted: Collection[int] = (),
     *,
-    freed: bool = False,
+    gradients: Given = "held",
 ) -> _Run:
     """Run forward and backward of a layer.
 
@@ -293,7 +267,8 @@ def _forward_and_backward(
         ledger: Where memory is counted.
         constants: Tensors that exist all the time.
         unwanted: Places of inputs whose gradients are left out.
-        freed: Whether the gradients that the backward is given are freed once they are used.
+        gradients: What holds the gradients that the backward is given: this function, to the end,
+            or the backward alone, until they are used.
     """
     saved: dict[int, int] = {}
 
@@ -328,15 +303,24 @@ def _forward_and_backward(
         elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
         kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
         roots, begun = (
-            begun_inside(outputs) if freed else (roots_of(outputs, chain.gradients(k, passed)), 0)
+            (roots_of(outputs, chain.gradients(k, passed)), 0)
+            if gradients == "held"
+            else begun_inside(outputs, as_views=gradients == "views")
         )
         through: dict[int, int] = {}
-        with handed_through(inputs, roots, through):
+        with handed_through(inputs, roots, through), own_gradients(inputs) as are_own:
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward = max(0, peak.bytes - begun)
     kept_bytes = sum(map(bytes_of, kept))
-    return _Run(forward, backward, passed, saved, constant, through, kept_bytes)
+    return _Run(forward, backward, passed, saved, constant, through, kept_bytes, are_own)
+
+
+def _same_gradients(chain: Chain, k: int, run: _Run) -> dict[int, int]:
+    """Map the places of inputs that were handed through to those of the outputs that they are."""
+    outputs = chain.outputs(k, run.passed)
+    keys = [storage_key(leaf) if has_storage(leaf) else None for leaf in outputs]
+    return {place: keys.index(key) for place, key in run.through.items()}
 
 
 def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:

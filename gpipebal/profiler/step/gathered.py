@@ -17,7 +17,7 @@ from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Numbers
 from gpipebal.profiler.chain.outputs import Outputs
-from gpipebal.profiler.memory.storages import LayerMemory
+from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.replicas.replica import parameter_bytes
 from gpipebal.profiler.step.loss import measure_whole_loss
 from gpipebal.profiler.step.step import measure_gather

@@ -19,7 +19,8 @@ from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.memory.flops import FlopCounter
-from gpipebal.profiler.memory.storages import LayerMemory, measure_layer_memory
+from gpipebal.profiler.memory.layer_memory import LayerMemory
+from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate
 
 __all__ = [
