@@ -527,13 +527,13 @@ class _CountsRows(nn.Linear):
 @pytest.mark.parametrize(
     ("options", "forwards", "backwards"),
     [
-        # To find what is written, to look (6 and 4), to warm up, and one round (5 and 3 each).
-        ({"partitions": 1, "as_pipeline": False, "rows": ()}, 17, 10),
+        # To find what is written, to look (8 and 6), to warm up, and one round (5 and 3 each).
+        ({"partitions": 1, "as_pipeline": False, "rows": ()}, 19, 12),
         # At other sizes, here a half and a quarter, warm rounds leave the chain in one piece out.
-        ({"partitions": 1, "as_pipeline": False}, 17 + 14 * 0.75, 10 + 9 * 0.75),
-        ({"one_at_a_time": True, "rows": ()}, 13, 8),
+        ({"partitions": 1, "as_pipeline": False}, 19 + 16 * 0.75, 12 + 11 * 0.75),
+        ({"one_at_a_time": True, "rows": ()}, 15, 10),
         # Three ways of running warm up and have a turn: with 1, 2 and 1 forwards.
-        ({"partitions": 1, "rows": ()}, 17 + 2 * 4, 10 + 2 * 3),
+        ({"partitions": 1, "rows": ()}, 19 + 2 * 4, 12 + 2 * 3),
     ],
 )
 def test_a_profile_costs_a_known_number_of_steps(

@@ -155,7 +155,7 @@ def profile_model(
     Complexity:
         Each round costs five forwards and three backwards of one micro-batch (on CUDA, each of the
         first three rounds costs one more of both), and every third round the same for the other
-        sizes. Before the rounds come one of each size to warm up, and seven forwards and four
+        sizes. Before the rounds come one of each size to warm up, and nine forwards and six
         backwards at each size to find out all that needs no repeats (on CUDA one more of both).
         After them, on the CPU, come training steps as a pipeline for as long as `timeout` says: at
         least 30, or twelve with ``timeout=0``. Memory, once per measuring thread: gradients and
