@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_tools.allocator import mark, peaks_between_marks
 from torch import Tensor
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from gpipebal.pipeline.observers import in_place
 from gpipebal.pipeline.observers.ledger import Ledger
@@ -178,16 +179,7 @@ def allocated(layer: Callable[[Tensor], Tensor]) -> int:
         x = torch.linspace(0, 1, N).requires_grad_()
         output = layer(x)
         gradient = torch.ones_like(output)
-        with record_function("backward begins"):
-            pass
+        mark()
         output.backward(gradient)
-    assert report.profiler is not None
-    events = sorted(report.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    live = before = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-        elif event.name() == "backward begins":
-            before = peak = live
-    return peak - before
+        mark()
+    return peaks_between_marks(report)[1]

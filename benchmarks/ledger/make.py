@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from gpipebal.files import read_record, write_record
 from gpipebal.pipeline.observers.ledger import Ledger
@@ -28,6 +28,7 @@ from gpipebal.pipeline.observers.ledger import Ledger
 # What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmark_tools.allocator import mark, peaks_between_marks
 from benchmark_tools.machine import provenance
 from benchmark_tools.text import write_readme
 from ledger_tables import FORMAT, VERSION, blocks, difference, summary
@@ -171,27 +172,8 @@ def allocated(make: Callable[[], Inputs], run: Run) -> tuple[int, int] | None:
             mark()
             torch.autograd.backward(outputs, gradients)
             mark()
-    assert report.profiler is not None
-    events = sorted(report.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    live = before = peak = 0
-    peaks: list[int] = []
-    for event in events:
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-        elif event.name() == MARK:
-            peaks.append(peak - before)
-            before = peak = live
+    peaks = peaks_between_marks(report)
     return (peaks[1], peaks[3]) if outputs else None
-
-
-MARK = "a phase begins or ends"
-
-
-def mark() -> None:
-    """Put a mark among the profiler's events."""
-    with record_function(MARK):
-        pass
 
 
 def trained(value: Any) -> list[Tensor]:
