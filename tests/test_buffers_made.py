@@ -90,7 +90,6 @@ def test_buffers_that_come_and_go(
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_scripted_layers_have_buffers(checkpoint: CheckpointMode) -> None:
     """A scripted batch normalisation is recomputed from its own statistics."""

@@ -167,7 +167,6 @@ def test_a_layers_own_recompute_is_not_gathered_again(schedule: str) -> None:
     assert pipe[1].norm.num_batches_tracked == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 def test_a_scripted_batch_norm_is_left_with_a_warning() -> None:
     """It cannot be replaced, and says nothing by itself."""
     inner = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
@@ -308,7 +307,6 @@ def test_verify_leaves_gradients_that_the_loss_finds_by_itself() -> None:
     assert torch.equal(kept, torch.ones(1))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 def test_a_pipeline_cannot_be_traced() -> None:
     """The trace would have nothing of the workers in it."""
     pipe = GPipe(nn.Sequential(nn.Linear(3, 3)), [1])

@@ -154,7 +154,6 @@ def test_objects_without_tensors_are_let_through() -> None:
     assert Counted.looked <= 1000
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by torch, for make_dual
 def test_tangents_are_refused() -> None:
     """Forward-mode differentiation would lose its tangents at the cuts: an error instead."""
     pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], chunks=2)

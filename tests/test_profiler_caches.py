@@ -319,7 +319,6 @@ print(os.waitstatus_to_exitcode(status))
     assert found.stdout == "7\n"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_scripted_layers_are_measured() -> None:
     """What torch.jit made has no forward of its class's, and is measured like any layer."""
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)), nn.ReLU())
