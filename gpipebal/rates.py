@@ -38,6 +38,8 @@ class DeviceRates:
         launch_time: Seconds that the device needs for an operation, however small.
         host_time: Seconds that the host needs to launch an operation; None: the device is the
             host, and `launch_time` has it all.
+        has_flash: Whether a CUDA device runs flash attention in half precision (Ampere or later);
+            None: it does if `flops` has a rate for ``"bfloat16"``, which older devices lack.
         source: Where the figures come from.
 
     Raises:
@@ -56,6 +58,7 @@ class DeviceRates:
     device_type: str = "cuda"
     launch_time: float = 2e-6
     host_time: float | None = 6e-6
+    has_flash: bool | None = None
     source: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +90,11 @@ class DeviceRates:
         positive["bandwidth"] = self.bandwidth
         if self.memory_bytes is not None:
             positive["memory_bytes"] = self.memory_bytes
+        if self.has_flash not in (None, False, True):
+            raise DeviceError(
+                f"rates of {self.name!r} do not say whether: has_flash={self.has_flash!r} "
+                "(expected True, False or None).\nFix: has_flash=True for Ampere or later."
+            )
         for name, value in positive.items():
             self._check(name, value, "above 0")
         times = {"launch_time": self.launch_time}
@@ -99,6 +107,8 @@ class DeviceRates:
         numbers = {name: float(value) for name, value in times.items()}
         memory = None if self.memory_bytes is None else int(self.memory_bytes)
         own = {**plain, **numbers, "bandwidth": float(self.bandwidth), "memory_bytes": memory}
+        known = "bfloat16" in self.flops if self.has_flash is None else bool(self.has_flash)
+        own["has_flash"] = known
         for name, value in own.items():
             object.__setattr__(self, name, value)
 

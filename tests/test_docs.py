@@ -14,6 +14,7 @@ import pytest
 
 import gpipebal as gb
 from gpipebal import errors
+from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.solvers import METHODS
 
 ROOT = Path(gb.__file__).parent.parent
@@ -213,6 +214,14 @@ def test_every_error_is_explained() -> None:
     """The table of errors has all of them, and nothing else."""
     rows = re.findall(r"^\| \{py:class\}`~gpipebal\.errors\.(\w+)`", TEXTS["guide/errors.md"], re.M)
     assert sorted([*rows, "GpipebalError"]) == sorted(errors.__all__)
+
+
+def test_every_reason_of_approximate_estimates_is_listed() -> None:
+    """The table of layers whose estimated memory is approximate has all reasons, and no other."""
+    names = {("cpu",): "CPU", ("cuda",): "CUDA", ("cpu", "cuda"): "both"}
+    rows = [f"| {names[one.device_types]} | {one.layers} | {one.why} |" for one in REASONS.values()]
+    found = re.findall(r"^\| (?:CPU|CUDA|both) \|.*\|$", TEXTS["profiling.md"], re.MULTILINE)
+    assert found == rows
 
 
 def test_every_benchmark_gets_a_page(tmp_path: Path) -> None:

@@ -552,3 +552,22 @@ def test_three_dimensions_in_channels_last_are_said(layer: nn.Module) -> None:
     model = nn.Sequential(nn.Conv3d(2, 2, 1), Apply(ordered), layer)
     found = estimate_profile(model, torch.ones(2, 2, 4, 4, 4), rows=(), **ON_CPU)
     assert list(found.provenance["approximate"]) == ["2"]
+
+
+@pytest.mark.parametrize("has_flash", [True, False])
+def test_flash_attention_is_the_devices_to_have(has_flash: bool) -> None:
+    """A device that runs flash attention needs less than one that multiplies the matrices."""
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    sample = torch.empty(2, 4, 64, 8, dtype=torch.float16, device="meta")
+    rates = DeviceRates("own", {"float32": 1e12}, 1e11, has_flash=has_flash)
+    model = nn.Sequential(Attention())
+    with torch.nn.attention.sdpa_kernel(
+        [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH]
+    ):
+        layer = estimate_profile(model, sample, rows=(), rates=rates).layers[0]
+    weights = 2 * 4 * 64 * 64 * 2  # bytes of the matrix that only products make
+    assert (layer.forward_peak_bytes >= weights) == (not has_flash)

@@ -67,6 +67,7 @@ def test_other_names_are_refused(name: Any) -> None:
         {"launch_time": -1.0},
         {"host_time": math.nan},
         {"device_type": "abacus"},
+        {"has_flash": "yes"},
     ],
 )
 def test_impossible_rates_are_refused(changes: dict[str, Any]) -> None:
@@ -87,3 +88,10 @@ def test_shares_of_the_peaks() -> None:
 def test_missing_dtypes_have_the_rate_of_float32() -> None:
     """A dtype without units of its own runs as float32."""
     assert RATES["V100 SXM2"].flops_of("bfloat16") == 15.7e12
+
+
+def test_flash_attention_goes_by_bfloat16_unless_told() -> None:
+    """A device that is older than bfloat16 has no flash attention; the user knows better."""
+    assert RATES["A100 80GB SXM"].has_flash and not RATES["V100 SXM2"].has_flash
+    own = DeviceRates("own", {"float32": 1e12}, 1e11, has_flash=True)
+    assert own.has_flash and own.scaled(flops=0.5).has_flash

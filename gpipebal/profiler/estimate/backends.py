@@ -24,33 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from gpipebal.pipeline.process.blocks import SharedBlocks
+from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
 
-__all__ = ["KEEP_MORE", "acting_as", "note_fast_paths"]
+__all__ = ["acting_as", "note_fast_paths"]
 
 _aten = torch.ops.aten
 
-#: Operations whose libraries keep or use memory that shapes do not tell, by kind of device.
-KEEP_MORE: dict[str, dict[str, str]] = {
-    "cpu": {
-        **{
-            f"aten::{name} in half precision": "a CPU keeps the statistics in half precision too"
-            for name in (
-                "native_batch_norm",
-                "_native_batch_norm_legit",
-                "native_group_norm",
-                "native_layer_norm",
-            )
-        },
-        "aten::_embedding_bag": "a CPU keeps other indices of the bags, by mode",
-        "aten::col2im": "a CPU folds several images in one piece",
-    },
-    "cuda": {
-        "aten::convolution": "cuDNN chooses a workspace for convolutions",
-        "aten::native_batch_norm": "cuDNN may keep a reserve for batch normalisation",
-        "aten::_native_batch_norm_legit": "cuDNN may keep a reserve for batch normalisation",
-    },
-}
 #: Recurrent layers are decomposed here, step by step; devices have kernels for them.
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
@@ -204,7 +184,7 @@ def _has_one_kernel(args: Sequence[Any]) -> bool:
         return False
     _, image, weight, bias_sizes, *options = args[:10]
     if weight.dtype == torch.float32 and weight.shape[2:].numel() == 1:
-        _note("convolution of single pixels, weight frozen: the kernel goes by threads")
+        _note("single_pixels")
         return True
     with torch._C._DisableTorchDispatch():
         operands = [
@@ -263,11 +243,13 @@ class _AsWritten(TorchFunctionMode):
         if torch.is_autocast_enabled(_acting.device_type or "cpu"):
             _note_autocast()
         name = getattr(func, "__name__", "")
-        noted = _OTHERWISE_IN_ORDER + (_SHUFFLES if _acting.device_type == "cuda" else ())
-        if name in noted and args and _is_channels_last(args[0]):
-            _note(f"{name} in channels-last: devices make other copies")
+        if name in _OTHERWISE_IN_ORDER and args and _is_channels_last(args[0]):
+            _note("normalised_in_order")
+        on_cuda = _acting.device_type == "cuda"
+        if on_cuda and name in _SHUFFLES and args and _is_channels_last(args[0]):
+            _note("moved_in_order")
         if name in _IN_SPACE and args and _is_channels_last_3d(args[0]):
-            _note(f"{name} in channels-last of three dimensions: devices make other copies")
+            _note("in_space")
         return func(*args, **(kwargs or {}))
 
 
@@ -280,12 +262,13 @@ def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _note_autocast() -> None:
-    _note("autocast inside of the layer: tensors without values are never cast")
+    _note("autocast")
 
 
-def _note(reason: str) -> None:
+def _note(name: str) -> None:
+    """Note one of `REASONS`."""
     if _acting.notes is not None:
-        _acting.notes.add(reason)
+        _acting.notes.add(str(REASONS[name]))
 
 
 def _attention(
@@ -307,7 +290,7 @@ def _attention(
     grouped = fits and query.shape[1] != key.shape[1]
     fits = fits and _heads_fit(query, key, value, enable_gqa=enable_gqa)
     if grouped and kind == "cpu" and not _GROUPS_ON_CPU:
-        _note("attention with grouped heads: torch chooses between kernels")
+        _note("grouped_heads")
         fits = False
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
     mask = attn_mask
@@ -321,7 +304,7 @@ def _attention(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )[0]
     if kind == "cuda":
-        _note("attention: which kernel runs, and what it keeps, is the device's choice")
+        _note("attention")
         flash = flash or torch.backends.cuda.cudnn_sdp_enabled()
         half = query.dtype in _HALVES
         narrow = alike and query.shape[-1] <= _WIDEST_HEAD
@@ -358,7 +341,7 @@ def note_fast_paths(layer: nn.Module, notes: set[str]) -> None:
     if torch.backends.mha.get_fastpath_enabled() and any(
         isinstance(part, _FAST) and not part.training for part in layer.modules()
     ):
-        notes.add("fast path of evaluation mode: attention without a graph keeps less")
+        notes.add(str(REASONS["fast_path"]))
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Any:
@@ -375,7 +358,7 @@ def _mish_backward(grad_output: Tensor, input: Tensor) -> Tensor:
 
 def _rms_norm(*args: Any, **kwargs: Any) -> Any:
     if _acting.device_type == "cuda":
-        _note("RMSNorm: CUDA has one kernel for it, which keeps less")
+        _note("rms_norm")
     return _taken_apart(_aten.rms_norm.default, *args, **kwargs)
 
 
@@ -384,7 +367,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
     operation = getattr(getattr(_aten, packet), overload)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        _note("recurrent layers: devices run all steps in one kernel, with workspaces of its own")
+        _note("recurrent")
         return _taken_apart(operation, *args, **kwargs)
 
     return run

@@ -21,7 +21,7 @@ from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.value import Value, roots_of
-from gpipebal.profiler.estimate.backends import KEEP_MORE
+from gpipebal.profiler.estimate.approximate import BY_OPERATION
 from gpipebal.rates import DeviceRates
 
 __all__ = ["Costs", "OperationCosts", "find_costs"]
@@ -187,7 +187,7 @@ def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
     for parameter in chain.layers[0].parameters():
         parameter.grad = None
     operations = forward.operations | backward.operations | without_graph.operations
-    reasons = KEEP_MORE[rates.device_type]
+    reasons = BY_OPERATION[rates.device_type]
     return Costs(
         forward_time=forward.seconds,
         backward_time=backward.seconds,
@@ -195,7 +195,7 @@ def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
         forward_host_time=forward.host_seconds,
         backward_host_time=backward.host_seconds,
         flops=forward.flops,
-        approximate=tuple(sorted({reasons[name] for name in operations & reasons.keys()})),
+        approximate=tuple(sorted({str(reasons[name]) for name in operations & reasons.keys()})),
     )
 
 

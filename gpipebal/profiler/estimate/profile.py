@@ -61,10 +61,11 @@ def estimate_profile(
 
     The layers run on meta tensors, identical layers only once. Bytes are counted as a measurement
     counts them, and with ``rates="CPU core"`` equal those of a measurement on a CPU, to the byte.
-    The exceptions are layers that run a recurrent network, and on CUDA those with convolutions,
-    batch normalisation, attention or RMSNorm, whose libraries have workspaces and kernels of
-    their own: they are named in ``provenance["approximate"]``. Times are a lower bound, from the
-    device's peak rates: they tell how layers compare, not how long they take.
+    The exceptions, above all layers that run a recurrent network, and on CUDA those with
+    convolutions, batch normalisation or attention, are named with the reason in
+    ``provenance["approximate"]``; `gpipebal.profiler.estimate.approximate` has all reasons. Times
+    are a lower bound, from the device's peak rates: they tell how layers compare, not how long
+    they take.
 
     Args:
         module: An `nn.Sequential`; its children are the layers. It is not changed: its parameters
@@ -186,6 +187,7 @@ def estimate_training(
             "memory_bytes": device.memory_bytes,
             "launch_time": device.launch_time,
             "host_time": device.host_time,
+            "has_flash": device.has_flash,
             "source": device.source or "given by the user",
         },
         "approximate": {name: list(why) for name, why in sorted(reasons.items())},

@@ -245,9 +245,7 @@ class Walk:
 @contextmanager
 def acting_as_device(rates: DeviceRates) -> Iterator[set[str]]:
     """Run layers as a device would: its kernels, and new tensors without memory too."""
-    # A device without units for bfloat16 is older than flash attention.
-    has_flash = "bfloat16" in rates.flops
-    with acting_as(rates.device_type, has_flash=has_flash) as notes, META:
+    with acting_as(rates.device_type, has_flash=bool(rates.has_flash)) as notes, META:
         yield notes
 
 
