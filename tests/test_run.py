@@ -312,7 +312,7 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         (
             {"model": "resnet18"},
             UsageError,
-            r"model='resnet18' \(expected amoebanetd, gpt, resnet101, unet, or .*\n?.*Fix: resnet1",
+            rf"model='resnet18' \(expected {', '.join(sorted(MODELS))}, or .*\n?.*Fix: resnet1",
         ),
         ({"model": "no_such_module_at_all:f"}, UsageError, "no module named 'no_such_module_at"),
         ({"model": "workloads.sub:f"}, UsageError, "no module named 'workloads.sub'"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import SIZES
 from torch import Tensor, nn
 
 import gpipebal
@@ -30,14 +31,6 @@ from gpipebal.verification.tolerance import largest
 pytestmark = pytest.mark.timeout(120)
 
 FULL = Path("/dev/full")
-
-#: The smallest of each built-in model.
-SMALL: dict[str, dict[str, int]] = {
-    "resnet101": {},
-    "amoebanetd": {"L": 3, "D": 8},
-    "unet": {"B": 1, "C": 2},
-    "gpt": {"layers": 1, "width": 8, "heads": 2, "vocabulary": 50, "context": 6},
-}
 
 
 def frozen() -> tuple[nn.Sequential, Tensor]:
@@ -81,7 +74,7 @@ def test_a_model_with_nothing_to_train_can_be_profiled() -> None:
 def test_data_without_values_is_like_data_with_them(name: str) -> None:
     """Shape, type and strides are the same, and no random number is drawn."""
     state = torch.get_rng_state()
-    entry = MODELS[name].configure(**SMALL[name])
+    entry = MODELS[name].configure(**SIZES[name][0])
     for make in (entry.make_sample, entry.make_target):
         real, shape = make(4, 64, 0), make(4, 64, None)
         assert shape.is_meta
@@ -93,8 +86,8 @@ def test_data_without_values_is_like_data_with_them(name: str) -> None:
 @pytest.mark.parametrize("name", ["unet", "gpt"])
 def test_an_estimate_is_the_same_without_values(name: str) -> None:
     """An estimate looks at nothing but shapes."""
-    full = load_workload(name, rows=4, arguments=SMALL[name])
-    bare = load_workload(name, rows=4, arguments=SMALL[name], with_values=False)
+    full = load_workload(name, rows=4, arguments=SIZES[name][0])
+    bare = load_workload(name, rows=4, arguments=SIZES[name][0], with_values=False)
 
     def estimate(sample: Any, target: Any) -> Profile:
         return profile_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -34,7 +34,8 @@ class Description:
         about: The model in one line.
         arguments: What it is built from, by name, in the order of the function that builds it.
         image_size: Pixels of the side of its images by default; None: it takes no images.
-        smallest_image: The smallest image that it can be trained on.
+        smallest_image: Takes the values of its arguments, and returns the smallest image that it
+            can be trained on.
         image_size_of_one_row: The smallest image that it can be trained on in a micro-batch of
             one row: a batch normalisation needs more than one value per channel.
     """
@@ -42,7 +43,7 @@ class Description:
     about: str
     arguments: Mapping[str, Argument]
     image_size: int | None = None
-    smallest_image: int = 1
+    smallest_image: Callable[[Mapping[str, int]], int] = lambda values: 1
     image_size_of_one_row: int = 1
 
 
@@ -81,7 +82,8 @@ CATALOGUE: Mapping[str, Description] = MappingProxyType(
                 }
             ),
             image_size=64,
-            smallest_image=64,
+            # Below two pixels at the bottom there is nothing to normalise.
+            smallest_image=lambda values: 2 ** (values["depth"] + 1),
         ),
         "gpt": Description(
             "GPT: language model, two layers a block, and 3 more",

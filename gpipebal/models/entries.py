@@ -56,10 +56,7 @@ class ModelEntry:
     @property
     def smallest_image(self) -> int:
         """The smallest image that the model can be trained on."""
-        if self.name == "unet":
-            # Below two pixels at the bottom there is nothing to normalise.
-            return int(2 ** (self.values["depth"] + 1))
-        return self.description.smallest_image
+        return self.description.smallest_image(self.values)
 
     @property
     def image_size_of_one_row(self) -> int:
