@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gpipebal.pipeline import GPipe, is_recomputing
 from gpipebal.pipeline.minibatch import minibatch
 from gpipebal.pipeline.values.lane import Lane
+from gpipebal.pipeline.workers import tasks
 from gpipebal.schedule import CHECKPOINT_MODES
 
 pytestmark = pytest.mark.timeout(60)
@@ -287,7 +288,7 @@ def test_ctrl_c_ends_a_mini_batch(where: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_ctrl_c_waits_for_a_cell_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that uses the processor is not given up, though no action ends for long."""
-    monkeypatch.setattr(minibatch, "GRACE", 0.1)
+    monkeypatch.setattr(tasks, "GRACE", 0.1)
     model, faults = make(2)
     pipe = GPipe(model, [1, 1], chunks=2)
     step(pipe)

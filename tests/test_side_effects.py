@@ -354,8 +354,8 @@ def test_an_interrupt_of_a_layer_that_hangs_ends_the_call_and_the_process() -> N
     """One Ctrl-C is enough, after a while of patience; the interpreter exits, the worker stays."""
     code = (
         "import os, signal, threading, torch, gpipebal as gb\n"
-        "from gpipebal.pipeline.minibatch import minibatch\n"
-        "minibatch.GRACE = 0.2\n"
+        "from gpipebal.pipeline.workers import tasks\n"
+        "tasks.GRACE = 0.2\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Hang(torch.nn.Module):\n"
         "    def forward(self, x):\n"

@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import PipelineError
-from gpipebal.pipeline.layers import chain
+from gpipebal.pipeline.layers import chain, planned
 from gpipebal.pipeline.layers.collectives import check_order_of_talk
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
@@ -24,7 +23,7 @@ from gpipebal.pipeline.layers.devices import (
     share_of_cores,
 )
 from gpipebal.pipeline.layers.own import warn_of_lazy_norms, warn_of_what_stays_behind
-from gpipebal.pipeline.minibatch.bridge import attach_outputs
+from gpipebal.pipeline.minibatch.bridge import attach_outputs, give_back, gradients_of_inputs
 from gpipebal.pipeline.minibatch.inputs import (
     Inputs,
     charge_inputs,
@@ -34,7 +33,6 @@ from gpipebal.pipeline.minibatch.inputs import (
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch, Watchers
 from gpipebal.pipeline.process.caller import whole_call
-from gpipebal.pipeline.values.parting import join_gradients
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
 from gpipebal.schedule import Checkpoint, make_schedule, modes_of
@@ -208,10 +206,10 @@ class GPipe(Container):
             BalanceError: the plan's layers are not the module's, or the module has other runs.
             GpipebalError: as for `GPipe`.
         """
-        chain.check_plan_schedule(plan)
-        chain.check_plan_names(plan, list(chain.layers_of(module)))
+        planned.check_plan_schedule(plan)
+        planned.check_plan_names(plan, list(chain.layers_of(module)))
         pipe = cls(
-            chain.with_runs_of(plan, module),
+            planned.with_runs_of(plan, module),
             plan.balance,
             devices=in_order(devices, plan.devices),
             chunks=plan.chunks,
@@ -224,7 +222,7 @@ class GPipe(Container):
             timeout=timeout,
         )
         pipe.schedule = plan.schedule
-        for warning in chain.plan_warnings(
+        for warning in planned.plan_warnings(
             plan, chain.layers_of(module), pipe.threads_per_partition, in_dims, keyword_dims
         ):
             warnings.warn(warning, stacklevel=2)
@@ -333,18 +331,9 @@ class GPipe(Container):
         received = mini_batch.step()
         if mini_batch.grad:
             loss.check()
-        gradients = join_gradients(received, mini_batch.rows, mini_batch.dims) if received else []
-        found = [
-            (leaf, gradient.to(leaf.device))
-            for leaf, gradient in zip(leaves, gradients, strict=False)
-            if gradient is not None
-        ]
         # In one go: what the input and the target were computed from may be one graph.
-        found += loss.target_gradients(mini_batch.lanes[-1])
-        if found:
-            torch.autograd.backward(
-                [leaf for leaf, _ in found], [gradient for _, gradient in found]
-            )
+        of_target = loss.target_gradients(mini_batch.lanes[-1])
+        give_back([*gradients_of_inputs(mini_batch, leaves, received), *of_target])
         return loss.total(mini_batch.losses)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The chain: which modules a pipeline takes, and whether a balance or a plan fits them."""
+"""The chain: which modules a pipeline takes, and whether a balance fits them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 from torch import nn
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.kinds import check_kind
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.own import own_forward
-from gpipebal.pipeline.layers.recomputed import Recomputed, with_recompute
+from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.plan import Plan
-from gpipebal.profile.fingerprint import is_same_layer
-from gpipebal.schedule import check_count, check_schedule
-from gpipebal.units import count
+from gpipebal.schedule import check_count
 
 __all__ = [
     "NO_INPUT",
@@ -27,14 +24,10 @@ __all__ = [
     "check_keywords",
     "check_number",
     "check_one_input",
-    "check_plan_names",
-    "check_plan_schedule",
     "check_runs",
     "check_step_input",
     "layers_of",
     "name_at",
-    "plan_warnings",
-    "with_runs_of",
 ]
 
 
@@ -295,104 +288,3 @@ def _keywords_of(layer: nn.Module) -> list[str] | None:
 def name_at(names: Sequence[str], index: int) -> str:
     """Return the name of a layer for an error, or words for none."""
     return repr(names[index]) if index < len(names) else "missing"
-
-
-def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
-    """Make sure that a plan is for layers of these names.
-
-    Raises:
-        BalanceError: it is for others; the error names the first that differs.
-    """
-    planned = [name for partition in plan.partitions for name in partition.layers]
-    if planned == list(names):
-        return
-    k = 0
-    while k < min(len(planned), len(names)) and planned[k] == names[k]:
-        k += 1
-    raise BalanceError(
-        f"the plan is for another model: it has {count(len(planned), 'layer')}, the module has "
-        f"{len(names)}; layer {k} is {name_at(planned, k)} in the plan and "
-        f"{name_at(names, k)} in the module.\n"
-        "Fix: profile this module and solve again."
-    )
-
-
-def check_plan_schedule(plan: Plan) -> None:
-    """Make sure that the executor can run a plan's schedule.
-
-    Raises:
-        KindError: it is not a plan.
-        UnsupportedPlanError: it cannot; the error names the schedules that can be run.
-    """
-    check_kind("plan", plan, Plan)
-    check_schedule(plan.schedule)
-
-
-def with_runs_of(plan: Plan, module: nn.Module) -> nn.Module:
-    """Return the chain with the runs of a plan recomputed; the same chain if nothing is to add.
-
-    Raises:
-        BalanceError: it has other runs.
-    """
-    if not plan.runs:
-        return module
-    own = tuple(
-        range(k, k + layer.n_layers)
-        for k, layer in enumerate(layers_of(module).values())
-        if isinstance(layer, Recomputed) and not layer.is_inside
-    )
-    if not own:
-        assert isinstance(module, nn.Sequential)
-        return with_recompute(module, plan.runs)
-    if own != plan.runs:
-        raise BalanceError(
-            f"the module recomputes other layers than the plan: runs of {list(own)} (expected "
-            f"{list(plan.runs)}).\n"
-            "Fix: give the model without runs, from_plan adds those of the plan."
-        )
-    return module
-
-
-def plan_warnings(
-    plan: Plan,
-    layers: Mapping[str, nn.Module],
-    threads_per_partition: int,
-    in_dims: Any = 0,
-    keyword_dims: Mapping[str, Any] | None = None,
-) -> Iterator[str]:
-    """Say what makes the predictions of a plan doubtful for these layers, threads and rows."""
-    planned = [found for partition in plan.partitions for found in partition.fingerprints]
-    changed = [
-        name
-        for (name, layer), found in zip(layers.items(), planned, strict=False)
-        if is_same_layer(found, layer) is False
-    ]
-    if changed:
-        yield (
-            f"{count(len(changed), 'layer')} changed since the profile (the first is "
-            f"{changed[0]!r}): the plan's times and memory may be wrong. Fix: profile the model "
-            "again."
-        )
-    profiled = plan.provenance.get("threads")
-    if profiled is not None and profiled != threads_per_partition:
-        yield (
-            f"partitions have {count(threads_per_partition, 'thread')} each, but their layers were "
-            f"profiled with {profiled}: the plan's times may be wrong. Fix: "
-            f"threads_per_partition={profiled}, or profile_model(..., "
-            f"threads={threads_per_partition})."
-        )
-    dims = plan.provenance.get("in_dims")
-    if dims and in_dims == 0:
-        yield (
-            f"the mini-batch is divided along dim 0, but the model was profiled with in_dims of "
-            f"{dims}: other micro-batches than the plan's. Fix: "
-            "GPipe.from_plan(model, plan, in_dims=..., out_dims=...), as for profile_model."
-        )
-    of_keywords = plan.provenance.get("keyword_dims")
-    for name, dims in of_keywords.items() if isinstance(of_keywords, Mapping) else ():
-        if (keyword_dims or {}).get(name, 0) == 0:
-            yield (
-                f"keyword argument {name!r} is divided along dim 0, but was profiled with dims of "
-                f"{dims}: other micro-batches than the plan's. Fix: GPipe.from_plan(model, plan, "
-                "keyword_dims=...), as for profile_model."
-            )

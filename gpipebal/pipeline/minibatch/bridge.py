@@ -44,7 +44,7 @@ from gpipebal.pipeline.values.parting import (
 )
 from gpipebal.units import count
 
-__all__ = ["attach_outputs"]
+__all__ = ["attach_outputs", "give_back", "gradients_of_inputs"]
 
 
 def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) -> Any:
@@ -108,6 +108,35 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     for k, leaf in zip(wanted, attached, strict=True):
         outputs[k] = leaf
     return unflatten(outputs, structure)
+
+
+def gradients_of_inputs(
+    mini_batch: MiniBatch, inputs: Sequence[Any], received: Sequence[Sequence[Tensor | None]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Join the gradients of a step's inputs.
+
+    Args:
+        mini_batch: A mini-batch whose step has run.
+        inputs: Leaves of the pipeline's input, as the caller gave them.
+        received: For each micro-batch, the gradient of each leaf; empty: there are none.
+
+    Returns:
+        Leaves with their gradients, each where the leaf is.
+    """
+    if not received:
+        return []
+    gradients = join_gradients(received, mini_batch.rows, mini_batch.dims)
+    return [
+        (leaf, gradient.to(leaf.device))
+        for leaf, gradient in zip(inputs, gradients, strict=False)
+        if gradient is not None
+    ]
+
+
+def give_back(found: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give gradients to what a step was given, and to the caller's graph before it."""
+    if found:
+        torch.autograd.backward([leaf for leaf, _ in found], [gradient for _, gradient in found])
 
 
 def _gradient_device(leaf: Any) -> torch.device | None:

@@ -23,8 +23,9 @@ then raises the failure that comes first in schedule order, with its own type an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +44,11 @@ from gpipebal.pipeline.randomness.randomness import new_seed
 from gpipebal.pipeline.values.lane import caller_events
 from gpipebal.pipeline.values.microbatch import Packet, find_overlaps
 from gpipebal.pipeline.workers.failures import Failures
-from gpipebal.pipeline.workers.inbox import Flag, InboxClosedError, Stop
+from gpipebal.pipeline.workers.inbox import InboxClosedError, Stop
 from gpipebal.pipeline.workers.runtime import Runtime
+from gpipebal.pipeline.workers.tasks import run_tasks
 from gpipebal.pipeline.workers.tied import drop_gradients
-from gpipebal.pipeline.workers.worker import GRACE, given_up_error
+from gpipebal.pipeline.workers.worker import given_up_error
 from gpipebal.schedule import Action, Schedule
 
 __all__ = ["MiniBatch", "Watchers"]
@@ -252,44 +254,24 @@ class MiniBatch:
         """Let every worker run its row; return when all have, raise when one failed."""
         pool = self.runtime.pool
         self._done: list[Any] = [None] * len(rows)
-        begun, finished = [False] * len(rows), [Flag() for _ in rows]
-
-        def task_of(j: int) -> Callable[[], None]:
-            variables = self.state.variables.copy()
-
-            def task() -> None:
-                try:
-                    begun[j] = True
-                    variables.run(self._run_row, j, rows[j])
-                finally:
-                    # Woken while the interpreter ends, a caller would be killed inside torch.
-                    if not self._stop.is_exit:
-                        finished[j].set()
-
-            return task
-
+        tasks = [
+            partial(self.state.variables.copy().run, self._run_row, j, row)
+            for j, row in enumerate(rows)
+        ]
         try:
-            with pool.running(self._stop):
-                pool.submit([task_of(j) for j in range(len(rows))])
-                pool.wait_for(finished, self._watchers.timeout)
+            run_tasks(
+                pool,
+                tasks,
+                self._stop,
+                self._watchers.timeout,
+                close=self._close,
+                release=self._release_cells,
+            )
         except BaseException:
-            # Interrupted, or no action ends: let the cells in progress end, unless they hang.
-            # A second interrupt ends this wait: workers are given up, and their cells with them.
             try:
-                self._close()
-                if not pool.is_given_up:
-                    # A worker that has not begun by now finds it stopped, and does nothing.
-                    running = [flag for flag, it in zip(finished, begun, strict=True) if it]
-                    pool.wait_for(running, GRACE, spare_computing=True)
-                    self._release_cells()
-            except PipelineError:
-                pass  # the interrupt is what the caller gets to see
-            except BaseException:
-                pool.give_up()
-                raise
-            finally:
                 if pool.is_given_up:
                     self._give_up()
+            finally:
                 self.runtime.follow_workers()
             raise
         if self._failures:
@@ -333,11 +315,11 @@ class MiniBatch:
         loss = self._loss if j == len(self.lanes) - 1 else None
         if kind == "F":
             packet = self._routes.take_input(j, i)
-            started = self._clock_in(action)
+            started = self._begin(action)
             tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
             output = cell.forward(packet, self.state, tail)
             del packet  # memory that it shares with the output is the receiver's to free
-            self._clock_out(action, started)
+            self._watchers.ended(action, started, lane)
             if loss is None:
                 self._routes.put_output(j, i, output._replace(ready=lane.mark(output.leaves)))
             else:
@@ -345,9 +327,9 @@ class MiniBatch:
         elif kind == "R":
             # A recompute waits for nothing, so a failed mini-batch has to be noticed here.
             self._stop.check()
-            started = self._clock_in(action)
+            started = self._begin(action)
             cell.recompute(self.state)
-            self._clock_out(action, started)
+            self._watchers.ended(action, started, lane)
         else:
             if loss is None:
                 gradients = self._routes.take_gradients(j, i)
@@ -357,15 +339,20 @@ class MiniBatch:
             new = self._new[j] if self._new else None
             if new is not None and not new.has_begun:
                 new.begin(self.runtime.partitions[j].modules.parameters())
-            started = self._clock_in(action)
+            started = self._begin(action)
             received = cell.backward(gradients, self.state)
             of_target = () if loss is None else loss.keep_gradients(i)
             if new is not None:
                 new.part_from([*gradients, *received, *of_target])
             # They may share memory with what was received, which is the receiver's from now on.
             del gradients
-            self._clock_out(action, started)
+            self._watchers.ended(action, started, lane)
             self._routes.put_gradients(j, i, received, lane.mark())
+
+    def _begin(self, action: Action) -> Any:
+        j = action.partition
+        self.runtime.pool.activities[j].run(self.runtime.partitions[j])
+        return self._watchers.started(self.lanes[j])
 
     def _meet(self, leaves: Sequence[Tensor]) -> None:
         """Take in the parameters, or the like, that the loss of a micro-batch uses by itself."""
@@ -373,15 +360,6 @@ class MiniBatch:
         self.runtime.tied.tie(len(self.lanes) - 1, parameters)
         if self._new:
             self._new[-1].add(leaves)
-
-    def _clock_in(self, action: Action) -> Any:
-        j = action.partition
-        self.runtime.pool.activities[j].run(self.runtime.partitions[j])
-        return self.lanes[j].clock() if self._watchers.record is not None else None
-
-    def _clock_out(self, action: Action, started: Any) -> None:
-        if self._watchers.record is not None:
-            self._watchers.record.add(*action, started, self.lanes[action.partition].clock())
 
     def _close(self) -> None:
         self._spent = True

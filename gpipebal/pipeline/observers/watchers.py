@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.observers.recorder import MiniBatchRecord
+from gpipebal.pipeline.values.lane import Lane
+from gpipebal.schedule import Action
 
 __all__ = ["Watchers"]
 
@@ -24,3 +27,12 @@ class Watchers:
     record: MiniBatchRecord | None = None
     ledger: Ledger | None = None
     timeout: float | None = None
+
+    def started(self, lane: Lane) -> Any:
+        """Note the time at which an action begins; for `ended`."""
+        return lane.clock() if self.record is not None else None
+
+    def ended(self, action: Action, started: Any, lane: Lane) -> None:
+        """Keep the times of an action that has ended."""
+        if self.record is not None:
+            self.record.add(*action, started, lane.clock())
