@@ -216,6 +216,14 @@ def test_every_error_is_explained() -> None:
     assert sorted([*rows, "GpipebalError"]) == sorted(errors.__all__)
 
 
+def test_tests_that_contributors_are_told_of_exist() -> None:
+    """Each test that CONTRIBUTING names for a part of the package matches some file."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[^`]+)`", text)
+    assert len(named) > 20
+    assert [pattern for pattern in named if not list(ROOT.glob(pattern))] == []
+
+
 def test_every_reason_of_approximate_estimates_is_listed() -> None:
     """The table of layers whose estimated memory is approximate has all reasons, and no other."""
     names = {("cpu",): "CPU", ("cuda",): "CUDA", ("cpu", "cuda"): "both"}
