@@ -4,10 +4,11 @@
 """
 
 from gpipebal.problem.bounds import to_balance, to_bounds
-from gpipebal.problem.link import Link, links_of
+from gpipebal.problem.device import Device
+from gpipebal.problem.link import Link, Links, links_of
 from gpipebal.problem.memory import Memory, layer_memory
-from gpipebal.problem.parts import Device, Links, Rules
 from gpipebal.problem.problem import Problem
+from gpipebal.problem.rules import Rules
 
 __all__ = [
     "Device",

@@ -1,18 +1,18 @@
-"""A link between devices, as a user describes it, and how long a profile's sizes take over it."""
+"""A link between devices as a user describes it, and what handing over takes at each cut."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
-from gpipebal.problem.checks import plain_number
-from gpipebal.problem.parts import Links
+from gpipebal.problem.checks import check_times, plain_number
 from gpipebal.profile import Profile
 
-__all__ = ["Link", "check_link", "links_of"]
+__all__ = ["Link", "Links", "check_link", "links_of"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,38 @@ class Link:
     def seconds(self, n_bytes: int) -> float:
         """Return the seconds of a copy; a copy of nothing takes none."""
         return self.latency + n_bytes / self.bandwidth if n_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """What it takes to hand one micro-batch from one partition to the next.
+
+    Entry ``p - 1`` belongs to the cut before layer ``p``: there is one entry fewer than there are
+    layers. What skip connections carry across a cut is included.
+
+    Attributes:
+        forward: Time to pass on what crosses each cut.
+        backward: Time to pass its gradient back.
+        overlaps: Whether copies run at the same time as the computation. If they do, every cut is a
+            machine of its own: it makes one copy at a time, and micro-batches queue for it as they
+            do for a device. If they do not, each copy keeps the sender busy, and then the receiver:
+            it is added to the times of both, as where data passes through the host's memory.
+
+    Raises:
+        BalanceError: a time that is negative, infinite, or no number.
+
+    Example:
+        >>> Links([1.5, 3.5], [1.5, 3.5]).forward
+        (1.5, 3.5)
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            object.__setattr__(self, name, check_times(name, getattr(self, name), "cut"))
 
 
 def check_link(name: str, link: object) -> Link | None:

@@ -25,9 +25,11 @@ from typing import Literal
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_times, scaled
 from gpipebal.problem.costs import Costs, denominators
+from gpipebal.problem.device import Device
 from gpipebal.problem.fits import check_lengths, check_parts, check_total
+from gpipebal.problem.link import Links
 from gpipebal.problem.memory import Memory
-from gpipebal.problem.parts import Device, Links, Rules
+from gpipebal.problem.rules import Rules
 from gpipebal.schedule import Checkpoint, CheckpointMode, check_checkpoint, check_count, modes_of
 
 __all__ = ["Problem"]

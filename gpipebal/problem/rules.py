@@ -1,117 +1,17 @@
-"""The parts of a problem other than the layers' times: devices, links, and rules about cuts."""
+"""Rules about a split: where cuts may not be, which layers belong where, how many there may be."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import whole_number
-from gpipebal.problem.checks import check_bytes, check_times, plain_number
+from gpipebal.problem.checks import plain_number
 
-__all__ = ["Device", "Links", "Rules"]
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device that runs one partition.
-
-    Devices with equal `slowness` and times are of one type. The more types there are, the longer
-    solvers take.
-
-    Attributes:
-        slowness: How many times longer than in the problem every layer takes here: 2 on a device
-            of half the speed. More than 0. Kept as it is given, so that costs stay exact: a float
-            such as 1 / 3 is taken as that float.
-        memory_limit: Bytes that the partition may need, from which the reserve has already been
-            subtracted; None for no limit.
-        forward: Forward time of each layer on this device, before `slowness`; None: the problem's.
-        backward: The same for the backward.
-        recompute: The same for the recompute.
-
-    Raises:
-        BalanceError: a slowness or a limit that is not one, or times of some kinds only.
-
-    Example:
-        >>> Device(slowness=1.5, memory_limit=16 * 2**30).slowness
-        1.5
-    """
-
-    slowness: float = 1
-    memory_limit: int | None = None
-    forward: Sequence[float] | None = None
-    backward: Sequence[float] | None = None
-    recompute: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        slowness = plain_number(self.slowness)
-        if not 0 < slowness < math.inf:
-            raise BalanceError(
-                f"slowness of a device is not a factor: slowness={self.slowness!r} (expected a "
-                "finite number above 0).\nFix: slowness=1 for a device as fast as the profile's."
-            )
-        object.__setattr__(self, "slowness", slowness)
-        if self.memory_limit is not None:
-            object.__setattr__(self, "memory_limit", check_bytes("memory_limit", self.memory_limit))
-        columns = [name for name in _COLUMNS if getattr(self, name) is not None]
-        if columns and len(columns) < len(_COLUMNS):
-            missing = next(name for name in _COLUMNS if name not in columns)
-            raise BalanceError(
-                f"times of a device are incomplete: {missing}=None (expected forward, backward and "
-                "recompute, or none of them).\nFix: give all three, or use slowness."
-            )
-        for name in columns:
-            object.__setattr__(self, name, check_times(name, getattr(self, name)))
-
-    @property
-    def times(self) -> tuple[Sequence[float], Sequence[float], Sequence[float]] | None:
-        """Forward, backward and recompute times of its own; None: the problem's."""
-        if self.forward is None or self.backward is None or self.recompute is None:
-            return None
-        return self.forward, self.backward, self.recompute
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether every layer takes the same time here as in the problem."""
-        return self.slowness == 1 and self.times is None
-
-
-_COLUMNS = ("forward", "backward", "recompute")
-
-
-@dataclass(frozen=True)
-class Links:
-    """What it takes to hand one micro-batch from one partition to the next.
-
-    Entry ``p - 1`` belongs to the cut before layer ``p``: there is one entry fewer than there are
-    layers. What skip connections carry across a cut is included.
-
-    Attributes:
-        forward: Time to pass on what crosses each cut.
-        backward: Time to pass its gradient back.
-        overlaps: Whether copies run at the same time as the computation. If they do, every cut is a
-            machine of its own: it makes one copy at a time, and micro-batches queue for it as they
-            do for a device. If they do not, each copy keeps the sender busy, and then the receiver:
-            it is added to the times of both, as where data passes through the host's memory.
-
-    Raises:
-        BalanceError: a time that is negative, infinite, or no number.
-
-    Example:
-        >>> Links([1.5, 3.5], [1.5, 3.5]).forward
-        (1.5, 3.5)
-    """
-
-    forward: Sequence[float]
-    backward: Sequence[float]
-    overlaps: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            object.__setattr__(self, name, check_times(name, getattr(self, name), "cut"))
+__all__ = ["Rules"]
 
 
 @dataclass(frozen=True)
