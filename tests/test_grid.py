@@ -17,7 +17,6 @@ from solvers.whole_cases import whole_problems
 import gpipebal as gb
 from gpipebal.errors import BalanceError, UsageError
 from gpipebal.planner import equal_split, evaluate, solve
-from gpipebal.planner.all_ways import keeps_rules
 from gpipebal.planner.grid.grid import GridRow, solve_grid
 from gpipebal.planner.grid.replicated import all_reduce_time, last_ends
 from gpipebal.problem import Link, Problem, Rules, to_bounds
@@ -120,7 +119,7 @@ def test_each_row_is_the_best_of_all_balances(
         least = min(
             time_of(plan, sizes, row.replicas, ring)
             for balance in balances(n_layers, row.partitions)
-            if keeps_rules(Rules(**rules), to_bounds(balance))
+            if Rules(**rules).keeps(to_bounds(balance))
             for mode in modes
             for plan in [evaluate(sized, balance, checkpoint=mode, **options)]
             if all(part.memory.total <= (limit or 1e9) for part in plan.partitions)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from solvers.whole_cases import whole_problems
-from solvers.whole_oracle import candidates
+from hypothesis import strategies as st
+from oracles import all_bounds
+from solvers.whole_cases import rules_of, whole_problems
+from solvers.whole_oracle import candidates, keeps_rules
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError
-from gpipebal.problem import Device, Link, Links, Memory, Problem, Rules, layer_memory
-from gpipebal.solvers import split
+from gpipebal.problem import RULE_NAMES, Device, Link, Links, Memory, Problem, Rules, layer_memory
+from gpipebal.solvers import find, split
+from gpipebal.solvers.levels import Levels
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -189,3 +193,57 @@ def test_a_partition_is_allowed_if_every_rule_is_kept() -> None:
     assert (0, 2, 0) in kept and (2, 6, 1) in kept
     for refused in [(1, 2, 0), (4, 6, 0), (5, 6, 0), (0, 3, 0), (0, 2, 1), (2, 7, 1)]:
         assert refused not in kept
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_all_forms_of_the_rules_agree(data: st.DataObject) -> None:
+    """What one run may hold, and what solvers look up for all runs at once, allow the same splits.
+
+    An oracle says which splits these are. What has no split at all has none for solvers either.
+    """
+    n_layers = data.draw(st.integers(1, 7))
+    n_partitions = data.draw(st.integers(1, min(n_layers, 4)))
+    rules = data.draw(rules_of(n_layers, n_partitions))
+    problem = Problem(*[[1] * n_layers] * 3, n_partitions, rules=rules)
+    levels = Levels(problem)
+    every = list(all_bounds(n_layers, n_partitions))
+    by_sets = [
+        bounds
+        for bounds in every
+        if all(levels.places[j] >> bound & 1 for j, bound in enumerate(bounds))
+        and all(
+            levels.kinds[step.kind][0].fits[start] >> end & 1
+            for (start, end), (step,) in zip(pairwise(bounds), levels.steps, strict=True)
+        )
+    ]
+    assert by_sets == [bounds for bounds in every if rules.keeps(bounds)]
+    assert by_sets == [bounds for bounds in every if keeps_rules(problem, bounds)]
+    assert (find(problem, "bottleneck") is None) == (not by_sets)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_loosened_rules_are_the_closest_that_work(data: st.DataObject) -> None:
+    """Each rule is dropped, or its limit changed by as little as possible."""
+    n_layers = data.draw(st.integers(1, 7))
+    n_partitions = data.draw(st.integers(1, min(n_layers, 4)))
+    rules = data.draw(rules_of(n_layers, n_partitions))
+    every = list(all_bounds(n_layers, n_partitions))
+
+    def works(rules: Rules) -> bool:
+        return any(map(rules.keeps, every))
+
+    if works(rules):
+        return
+    found = {words: other for _, words, other in rules.loosened(n_layers, works)}
+    none: Any = {name: getattr(Rules(), name) for name in RULE_NAMES}
+    expected = {
+        f"without {name}": replace(rules, **{name: none[name]})
+        for name in RULE_NAMES
+        if getattr(rules, name) != none[name]
+    }
+    if rules.max_layers is not None:
+        working = [m for m in range(1, n_layers) if works(replace(rules, max_layers=m))]
+        expected |= {f"max_layers={m}": replace(rules, max_layers=m) for m in working[:1]}
+    assert found == expected

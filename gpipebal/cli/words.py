@@ -45,9 +45,6 @@ WIDTH = 80
 #: Options by the names that errors use for them, where these differ from the options' own.
 _OTHER_NAMES = {"n_partitions": "partitions", "n_devices": "partitions", "rates": "estimate"}
 
-#: Rules about layers, which errors name without a value too.
-_RULES = ("no_cut", "keep_together", "pin", "max_layers")
-
 #: What errors advise that only Python can do, and its equivalent on the command line.
 _ONLY_IN_PYTHON = {
     "profile.names lists all layers": "gpipebal show lists the layers",
@@ -158,12 +155,19 @@ def with_flags(text: str, flags: Mapping[str, str], typed: Typed = NOTHING) -> s
         text,
     )
     text = re.sub(rf"{alone}=({value})", lambda m: _as_words(m[1], flags[m[1]], m[2], typed), text)
-    rules = "|".join(name for name in _RULES if name in flags)
+    rules = "|".join(name for name in _rule_names() if name in flags)
     if rules:
         left_out = rf"(?:(?<=\bwithout )|(?<=\band ))(?:{rules})\b"
         subject = rf"(?<![\w.\-])(?:{rules})(?= has )"
         text = re.sub(f"{left_out}|{subject}", lambda m: flags[m[0]], text)
     return _in_passing(text, flags, typed)
+
+
+def _rule_names() -> tuple[str, ...]:
+    """Name the rules about layers, which errors name without a value too."""
+    from gpipebal.problem import RULE_NAMES  # imports numpy, which --help does not need
+
+    return RULE_NAMES
 
 
 def _in_passing(text: str, flags: Mapping[str, str], typed: Typed) -> str:
@@ -212,7 +216,7 @@ def _as_words(name: str, flag: str, value: str, typed: Typed) -> str:
         return f"no {flag}"
     if value == "True":
         return flag
-    if name in _RULES and value[0] in "[({":
+    if name in _rule_names() and value[0] in "[({":
         return _rule_as_words(flag, value, typed)
     if value[0] in "[(":
         # A list is written without spaces, so that it is one word.

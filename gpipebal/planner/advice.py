@@ -14,7 +14,7 @@ from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.times import order_for
-from gpipebal.problem import Device, Problem
+from gpipebal.problem import Device, Problem, Rules
 from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
@@ -178,8 +178,7 @@ def _without_rules(posed: Posed, question: Question) -> str:
     """Say what helps where no rule is the only obstacle."""
     rules = question.rules
     assert rules is not None
-    names = ("no_cut", "keep_together", "pin", "max_layers")
-    text = "without " + " and ".join(name for name in names if getattr(rules, name))
+    text = "without " + " and ".join(name for name, _ in rules.looser())
     free = replace(question, rules=None)
     if _has_plan(free):
         return text
@@ -243,29 +242,15 @@ def _loss_by_micro_batch(question: Question) -> Iterator[tuple[str, Question]]:
 
 def _looser(question: Question) -> Iterator[tuple[str, Question]]:
     """Drop one rule, or loosen it as little as possible."""
-    rules = question.rules
-    if rules is None:
+    if question.rules is None:
         return
-    without = {
-        "no_cut": replace(rules, no_cut=()),
-        "keep_together": replace(rules, keep_together=()),
-        "pin": replace(rules, pin=()),
-        "max_layers": replace(rules, max_layers=None),
-    }
-    for name, fewer in without.items():
-        if fewer != rules:
-            tied = name == "keep_together" and bool(question.profile.ties)
-            yield f"without {name}{_TIED * tied}", replace(question, rules=fewer)
-    if rules.max_layers is None or not _has_plan(replace(question, rules=without["max_layers"])):
-        return
-    # More layers never hurt: the fewest that do lie between those that do not and all of them.
-    low, high = rules.max_layers, question.profile.n_layers
-    while high - low > 1:
-        middle = (low + high) // 2
-        looser = replace(question, rules=replace(rules, max_layers=middle))
-        low, high = (low, middle) if _has_plan(looser) else (middle, high)
-    if high < question.profile.n_layers:
-        yield f"max_layers={high}", replace(question, rules=replace(rules, max_layers=high))
+
+    def works(rules: Rules) -> bool:
+        return _has_plan(replace(question, rules=rules))
+
+    for name, words, rules in question.rules.loosened(question.profile.n_layers, works):
+        tied = name == "keep_together" and bool(question.profile.ties)
+        yield f"{words}{_TIED * tied}", replace(question, rules=rules)
 
 
 def _fewer_partitions(question: Question) -> Iterator[tuple[str, Question]]:

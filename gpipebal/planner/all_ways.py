@@ -6,8 +6,8 @@ from its own timeline. Where there are few ways to cut and run a chain, all are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, pairwise, product
+from collections.abc import Iterable, Iterator
+from itertools import combinations, product
 from math import comb, factorial, prod
 from typing import Literal
 
@@ -16,7 +16,7 @@ from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
 from gpipebal.solvers import Split
 
-__all__ = ["all_ways", "device_orders", "keeps_rules"]
+__all__ = ["all_ways", "device_orders"]
 
 
 def all_ways(posed: Posed, most: int) -> list[Split] | None:
@@ -54,22 +54,11 @@ def _modes(
 
 def _bounds(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield all splits that keep the rules, leftmost cuts first."""
+    rules = problem.rules or Rules()
     for cuts in combinations(range(1, problem.n_layers), problem.n_partitions - 1):
         bounds = (0, *cuts, problem.n_layers)
-        if keeps_rules(problem.rules, bounds):
+        if rules.keeps(bounds):
             yield bounds
-
-
-def keeps_rules(rules: Rules | None, bounds: Sequence[int]) -> bool:
-    """Whether a split has only cuts that are allowed, and all layers where they belong.
-
-    Example:
-        >>> keeps_rules(Rules(no_cut=[2]), (0, 1, 3)), keeps_rules(Rules(max_layers=1), (0, 1, 3))
-        (True, False)
-    """
-    return rules is None or all(
-        rules.allows(start, end, j) for j, (start, end) in enumerate(pairwise(bounds))
-    )
 
 
 def device_orders(posed: Posed, most: int) -> list[tuple[int, ...]] | None:

@@ -50,8 +50,6 @@ def join_rules(
     if max_layers is not None:
         max_layers = check_count("max_layers", max_layers)
     pins = pin or {}
-    if given is None and not pins and not together and not uncut and max_layers is None:
-        return None
     pinned = [(_layer(profile, "pin", one), j) for one, j in pins.items()]
     for pair in together:
         if not pair:
@@ -66,7 +64,8 @@ def join_rules(
         pinned += list(given.pinned)
         if given.max_layers is not None:
             max_layers = min(given.max_layers, max_layers or given.max_layers)
-    return Rules(no_cut=uncut, keep_together=spans, pin=pinned, max_layers=max_layers)
+    joined = Rules(no_cut=uncut, keep_together=spans, pin=pinned, max_layers=max_layers)
+    return None if given is None and joined == Rules() else joined
 
 
 def _groups(profile: Profile, given: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.runs.memory import KnownMemory
 from gpipebal.planner.times import runnable
-from gpipebal.problem import Device, Link, Rules
+from gpipebal.problem import RULE_NAMES, Device, Link, Rules
 from gpipebal.problem.checks import check_bytes, check_flag, plain_number
 from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.problem.fits import check_any_order, check_enough_layers
@@ -165,6 +165,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     check_options(options, Options.__annotations__, "solve")
     n_partitions = check_count("partitions", partitions)
     check_enough_layers("partitions", n_partitions, profile.n_layers)
+    given: Mapping[str, Any] = options
     notes: list[str] = []
     quantile = options.get("quantile")
     if quantile is not None:
@@ -227,12 +228,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         reserve=None if reserve is None else _size("reserve", reserve),
         link=check_link("link", options.get("link")),
         rules=join_rules(
-            profile,
-            options.get("rules"),
-            pin=options.get("pin"),
-            keep_together=options.get("keep_together"),
-            no_cut=options.get("no_cut"),
-            max_layers=options.get("max_layers"),
+            profile, options.get("rules"), **{name: given.get(name) for name in RULE_NAMES}
         ),
         cost=cost,
         method=options.get("method", "auto"),

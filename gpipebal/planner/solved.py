@@ -67,13 +67,10 @@ def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | No
 
 
 def _any_cost(posed: Posed, problem: Problem) -> Split | None:
-    question, rules = posed.question, problem.rules
-    cost, modes = question.cost, problem.costs.modes(None)
+    cost, modes = posed.question.cost, problem.costs.modes(None)
     assert cost is not None
 
     def allowed(start: int, end: int, j: int) -> float | None:
-        if rules is not None and not rules.allows(start, end, j):
-            return None
         memory = problem.memory
         if memory is not None and not memory.fits(start, end, j, modes[j], problem.limits[j]):
             return None
@@ -95,9 +92,8 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
         return number
 
     n_layers, n_partitions = problem.n_layers, problem.n_partitions
-    longest = None if rules is None else rules.max_layers
     try:
-        value, bounds = split_any_cost(allowed, n_layers, n_partitions, max_layers=longest)
+        value, bounds = split_any_cost(allowed, n_layers, n_partitions, rules=problem.rules)
     except InfeasibleError:
         return None
     return Split(bounds, value, value, "optimal", "dense table", modes, tuple(range(n_partitions)))

@@ -8,9 +8,10 @@ from gpipebal.problem.device import Device
 from gpipebal.problem.link import Link, Links, links_of
 from gpipebal.problem.memory import Memory, layer_memory
 from gpipebal.problem.problem import Problem
-from gpipebal.problem.rules import Rules
+from gpipebal.problem.rules import RULE_NAMES, Rules
 
 __all__ = [
+    "RULE_NAMES",
     "Device",
     "Link",
     "Links",

@@ -1,17 +1,24 @@
-"""Rules about a split: where cuts may not be, which layers belong where, how many there may be."""
+"""Rules about a split: where cuts may not be, which layers belong where, how many there may be.
+
+All that a rule means is in this file: `Rules.allows` for one run of layers, `Rules.places` and
+`Rules.lengths` the same for all runs at once, and `Rules.loosened` for advice. Everything else
+takes the names of rules from `RULE_NAMES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import whole_number
 from gpipebal.problem.checks import plain_number
 
-__all__ = ["Rules"]
+__all__ = ["RULE_NAMES", "Rules"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class Rules:
         between = (range(first + 1, last + 1) for first, last in self.keep_together)
         return frozenset(self.no_cut).union(*between) - {0}
 
+    @cached_property
+    def longest(self) -> int:
+        """Most layers of a partition; more than any chain has if there is no limit."""
+        return sys.maxsize if self.max_layers is None else self.max_layers
+
     def allows(self, start: int, end: int, partition: int) -> bool:
         """Whether a partition may hold the layers `start` to ``end - 1``.
 
@@ -83,9 +95,109 @@ class Rules:
         """
         return (
             start not in self.uncut
-            and (self.max_layers is None or end - start <= self.max_layers)
+            and end - start <= self.longest
             and all((start <= layer < end) == (j == partition) for layer, j in self.pinned)
         )
+
+    def keeps(self, bounds: Sequence[int]) -> bool:
+        """Whether a split has only cuts that are allowed, and all layers where they belong.
+
+        Example:
+            >>> Rules(no_cut=[2]).keeps((0, 1, 3)), Rules(max_layers=1).keeps((0, 1, 3))
+            (True, False)
+        """
+        return all(self.allows(start, end, j) for j, (start, end) in enumerate(pairwise(bounds)))
+
+    def lengths(self, n_layers: int) -> range:
+        """Return the numbers of layers that a partition of a chain may have.
+
+        Example:
+            >>> Rules(max_layers=3).lengths(9)
+            range(1, 4)
+        """
+        return range(1, min(self.longest, n_layers) + 1)
+
+    def places(self, n_layers: int, n_partitions: int) -> list[int]:
+        """Return the set of places of each bound; bit ``p`` stands for the place before layer `p`.
+
+        A split keeps the rules if its bounds are in these sets, in ascending order, and its
+        partitions have allowed lengths.
+
+        Example:
+            >>> [bin(places) for places in Rules(no_cut=[1], pin={2: 1}).places(4, 2)]
+            ['0b1', '0b100', '0b10000']
+        """
+        inside = (1 << n_layers) - 2
+        for place in self.uncut:
+            inside &= ~(1 << place)
+        places = [1, *[inside] * (n_partitions - 1), 1 << n_layers]
+        for layer, partition in self.pinned:
+            # The partition begins at the layer or before, and ends after it. The limits on the
+            # bounds before and after these two follow from their order.
+            places[partition] &= (1 << (layer + 1)) - 1
+            places[partition + 1] &= -1 << (layer + 1)
+        return places
+
+    def looser(self) -> Iterator[tuple[str, Rules]]:
+        """Yield the name of each rule there is, and the others.
+
+        Example:
+            >>> [name for name, _ in Rules(no_cut=[2], max_layers=3).looser()]
+            ['no_cut', 'max_layers']
+        """
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                yield field.name, self._with(field.name, field.default)
+
+    def loosened(
+        self, n_layers: int, works: Callable[[Rules], bool]
+    ) -> Iterator[tuple[str, str, Rules]]:
+        """Yield rules that may work: one dropped, or a limit only as far as needed.
+
+        Args:
+            n_layers: Number of layers of the chain.
+            works: Tells whether rules work; called only to find limits.
+
+        Yields:
+            The name of a rule, the words that change it, and the changed rules. Dropped ones are
+            not known to work; changed limits are.
+
+        Example:
+            >>> rules = Rules(no_cut=[2], max_layers=3)
+            >>> for _, words, _ in rules.loosened(9, lambda rules: rules.longest >= 5):
+            ...     print(words)
+            without no_cut
+            without max_layers
+            max_layers=5
+        """
+        for name, others in self.looser():
+            yield name, f"without {name}", others
+            if name not in _LOOSEST or not works(others):
+                continue
+            # A looser limit never hurts: the closest one that works lies between the given one,
+            # which does not, and one that every partition keeps.
+            fails, good = getattr(self, name), _LOOSEST[name](n_layers)
+            while abs(good - fails) > 1:
+                middle = (fails + good) // 2
+                works_too = works(self._with(name, middle))
+                fails, good = (fails, middle) if works_too else (middle, good)
+            if good != _LOOSEST[name](n_layers):
+                yield name, f"{name}={good}", self._with(name, good)
+
+    def _with(self, name: str, value: Any) -> Rules:
+        return replace(self, **{name: value})
+
+    def stated(self) -> list[str]:
+        """Say in short what the rules demand, for an error.
+
+        Example:
+            >>> Rules(no_cut=[2], keep_together=[(4, 6)], max_layers=3).stated()
+            ['3 places without a cut', 'max_layers=3']
+        """
+        said = [f"{len(self.uncut)} places without a cut"] if self.uncut else []
+        said += [f"pin={dict(self.pinned)}"] if self.pinned else []
+        limits = [(name, getattr(self, name)) for name in _LOOSEST]
+        return said + [f"{name}={limit}" for name, limit in limits if limit is not None]
 
     def check(self, n_layers: int, n_partitions: int) -> None:
         """Refuse rules about layers or partitions that do not exist.
@@ -115,6 +227,14 @@ class Rules:
                 f"max_layers is too small: max_layers={most!r} (expected 1 or more, whole).\n"
                 f"Fix: max_layers={-(-n_layers // n_partitions)}, which an equal split keeps."
             )
+
+
+#: The rules, by the names of arguments of `gpipebal.solve`.
+RULE_NAMES = tuple(field.name for field in fields(Rules))
+
+#: Rules that are limits of the number of layers; and the limit, for a chain of so many layers, that
+#: every partition keeps.
+_LOOSEST: Mapping[str, Callable[[int], int]] = {"max_layers": lambda n_layers: n_layers}
 
 
 def _pairs(name: str, given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

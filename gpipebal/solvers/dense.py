@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.problem import Rules
 from gpipebal.schedule import check_count
 
 __all__ = ["AnyCost", "split_any_cost"]
@@ -20,7 +21,7 @@ AnyCost = Callable[[int, int, int], "float | None"]
 
 
 def split_any_cost(
-    cost: AnyCost, n_layers: int, n_partitions: int, *, max_layers: int | None = None
+    cost: AnyCost, n_layers: int, n_partitions: int, *, rules: Rules | None = None
 ) -> tuple[float, tuple[int, ...]]:
     """Split a chain in the best way under any cost of a partition.
 
@@ -33,17 +34,19 @@ def split_any_cost(
             infinity: not allowed.
         n_layers: Number of layers.
         n_partitions: Number of partitions, 1 to number of layers.
-        max_layers: Most layers of a partition; None for no limit.
+        rules: Where cuts may not be, and which layers belong where; `cost` is not asked about runs
+            that they forbid. None: no rules.
 
     Returns:
         The least value, and bounds that attain it.
 
     Raises:
-        BalanceError: counts that make no sense, a cost of NaN.
+        BalanceError: counts or rules that make no sense, a cost of NaN.
         InfeasibleError: every split has a partition that is not allowed.
 
     Complexity:
-        O(N^2 K) calls of `cost`, for N layers and K partitions; O(N L K) with `max_layers` L.
+        O(N^2 K) calls of `cost`, for N layers and K partitions; O(N L K) where rules allow L
+        lengths.
 
     Source:
         Bokhari, "Partitioning problems in parallel, pipeline, and distributed computing", IEEE
@@ -55,13 +58,15 @@ def split_any_cost(
     """
     n_layers = check_count("n_layers", n_layers)
     n_partitions = check_count("n_partitions", n_partitions)
-    longest = n_layers if max_layers is None else check_count("max_layers", max_layers)
     if n_partitions > n_layers:
         raise BalanceError(
             f"chain has fewer layers than partitions: n_partitions={n_partitions} "
             f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
             f"Fix: n_partitions={n_layers}."
         )
+    lengths = (rules or Rules()).lengths(n_layers)
+    if rules is not None:
+        rules.check(n_layers, n_partitions)
     # From the right: the value from each place on.
     after: dict[int, float] = {n_layers: -math.inf}
     choices: list[dict[int, int]] = []
@@ -69,8 +74,8 @@ def split_any_cost(
         here: dict[int, float] = {}
         chosen: dict[int, int] = {}
         for start in range(j, n_layers - (n_partitions - j) + 1) if j else (0,):
-            for end in range(start + 1, min(start + longest, n_layers) + 1):
-                if end not in after:
+            for end in range(start + lengths.start, min(start + lengths.stop, n_layers + 1)):
+                if end not in after or not (rules is None or rules.allows(start, end, j)):
                     continue
                 own = cost(start, end, j)
                 if own is None or own == math.inf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipebal.errors import InfeasibleError
-from gpipebal.problem import Problem
+from gpipebal.problem import Problem, Rules
 from gpipebal.solvers.levels import Levels, in_order_if_large
 from gpipebal.solvers.peak import least_shortage, worst_lack
 from gpipebal.solvers.reachability import Search
@@ -60,14 +60,9 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
 
 def no_split_by_rules(problem: Problem) -> str:
     """Say that rules leave no split, and which rules."""
-    rules = problem.rules
-    what = [] if rules is None else [f"{len(rules.uncut)} places without a cut"] * bool(rules.uncut)
-    if rules is not None and rules.pinned:
-        what.append(f"pin={dict(rules.pinned)}")
-    if rules is not None and rules.max_layers is not None:
-        what.append(f"max_layers={rules.max_layers}")
+    what = ", ".join((problem.rules or Rules()).stated())
     return (
-        f"rules leave no split into {count(problem.n_partitions, 'partition')}: {', '.join(what)} "
+        f"rules leave no split into {count(problem.n_partitions, 'partition')}: {what} "
         f"(expected a split of {problem.n_layers} layers that keeps them)."
     )
 
@@ -93,33 +88,12 @@ def _changes(problem: Problem) -> list[tuple[str, Problem]]:
                 if n > 4 * problem.n_partitions:
                     break
     if problem.rules is not None:
-        changes += _without_a_rule(problem)
-    return changes
-
-
-def _without_a_rule(problem: Problem) -> list[tuple[str, Problem]]:
-    """Drop one rule at a time, or loosen it as little as possible."""
-    rules = problem.rules
-    assert rules is not None
-    changes = []
-    if rules.max_layers is not None:
-        # More layers never hurt: the fewest that do lie between those that do not and all of them.
-        low, high = rules.max_layers, problem.n_layers + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            looser = replace(problem, rules=replace(rules, max_layers=middle))
-            low, high = (low, middle) if _has_split(looser) else (middle, high)
-        if high <= problem.n_layers:
-            looser = replace(problem, rules=replace(rules, max_layers=high))
-            changes.append((f"max_layers={high}", looser))
-    without = {
-        "no_cut": replace(rules, no_cut=()),
-        "keep_together": replace(rules, keep_together=()),
-        "pin": replace(rules, pin=()),
-    }
-    for name, fewer in without.items():
-        if getattr(rules, name):
-            changes.append((f"rules without {name}", replace(problem, rules=fewer)))
+        changes += [
+            (words, replace(problem, rules=rules))
+            for _, words, rules in problem.rules.loosened(
+                problem.n_layers, lambda rules: _has_split(replace(problem, rules=rules))
+            )
+        ]
     return changes
 
 

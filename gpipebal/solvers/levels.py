@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpipebal.problem import Problem
+from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.runs import Option, behind, modes_to_try, options_of, set_of
 
@@ -73,7 +73,8 @@ class Levels:
         self.problem = problem
         self.n_layers, self.n_partitions = problem.n_layers, problem.n_partitions
         self.limits = problem.limits if limits is None else tuple(limits)
-        self.places = _places(problem)
+        rules = problem.rules or Rules()
+        self.places = rules.places(self.n_layers, self.n_partitions)
         self.kinds: list[list[Option]] = []
         partitions = range(self.n_partitions)
         self.modes = modes or [modes_to_try(problem, j) for j in partitions]
@@ -81,9 +82,7 @@ class Levels:
         self._found: dict[object, int] = {}
         self._fitting: dict[object, list[int]] = {}
         self._rows: dict[object, list[np.ndarray]] = {} if known is None else known._rows
-        self._anywhere = behind(
-            self.n_layers, None if problem.rules is None else problem.rules.max_layers
-        )
+        self._anywhere = behind(self.n_layers, rules.lengths(self.n_layers))
         self.groups = _groups(problem, self.limits)
         if not problem.any_order:
             self.steps = self._in_order()
@@ -213,20 +212,3 @@ def _groups(problem: Problem, limits: Sequence[int | None]) -> list[list[int]]:
     for device, (kind, limit) in enumerate(zip(problem.costs.type_of, limits, strict=True)):
         groups.setdefault((kind, limit), []).append(device)
     return list(groups.values())
-
-
-def _places(problem: Problem) -> list[int]:
-    """Return the set of places of each bound, under the rules."""
-    n_layers, n_partitions = problem.n_layers, problem.n_partitions
-    inside = (1 << n_layers) - 2
-    rules = problem.rules
-    if rules is not None:
-        for place in rules.uncut:
-            inside &= ~(1 << place)
-    places = [1, *[inside] * (n_partitions - 1), 1 << n_layers]
-    for layer, partition in () if rules is None else rules.pinned:
-        # The partition begins at the layer or before, and ends after it. The limits on the bounds
-        # before and after these two follow from their order.
-        places[partition] &= (1 << (layer + 1)) - 1
-        places[partition + 1] &= -1 << (layer + 1)
-    return places

@@ -179,18 +179,16 @@ def options_of(
     return options
 
 
-def behind(n_layers: int, longest: int | None = None) -> list[int]:
-    """Return, for every start, the set of places after it, or of the next few.
+def behind(n_layers: int, lengths: range) -> list[int]:
+    """Return, for every start, the set of places that are one of these numbers of layers after it.
 
     Example:
-        >>> [bin(ends) for ends in behind(3, longest=2)]
+        >>> [bin(ends) for ends in behind(3, lengths=range(1, 3))]
         ['0b110', '0b1100', '0b1000']
     """
     all_places = (1 << (n_layers + 1)) - 1
-    if longest is None or longest >= n_layers:
-        return [all_places >> (start + 1) << (start + 1) for start in range(n_layers)]
-    few = (1 << longest) - 1
-    return [(few << (start + 1)) & all_places for start in range(n_layers)]
+    from_start = (1 << lengths.stop) - (1 << lengths.start) if lengths else 0
+    return [(from_start << start) & all_places for start in range(n_layers)]
 
 
 def set_of(flags: np.ndarray) -> int:

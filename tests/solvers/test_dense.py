@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles import all_bounds
 
 from gpipebal.errors import BalanceError, InfeasibleError
-from gpipebal.problem import Problem
+from gpipebal.problem import Problem, Rules
 from gpipebal.solvers import split, split_any_cost
 
 
@@ -62,7 +62,7 @@ def test_table_agrees_with_bisection(costs: list[int], data: st.DataObject) -> N
     [
         ({"n_partitions": 4}, r"fewer layers than partitions: n_partitions=4"),
         ({"cost": lambda first, end, partition: math.nan}, r"not a number: cost\(1, 3, 1\)=nan"),
-        ({"max_layers": 0}, r"max_layers is too small: max_layers=0"),
+        ({"rules": Rules(max_layers=0)}, r"max_layers is too small: max_layers=0"),
     ],
 )
 def test_table_refuses_what_makes_no_sense(change: dict[str, object], message: str) -> None:
@@ -76,7 +76,16 @@ def test_table_refuses_what_makes_no_sense(change: dict[str, object], message: s
         split_any_cost(**{**arguments, **change})  # type: ignore[arg-type]
 
 
-def test_max_layers_is_kept() -> None:
-    """No partition is longer than allowed, whatever it costs."""
-    value, bounds = split_any_cost(lambda first, end, _: first, 6, 3, max_layers=2)
+def test_rules_are_kept() -> None:
+    """No partition is longer than allowed, or begins where it may not, whatever it costs."""
+    asked = []
+
+    def cost(first: int, end: int, partition: int) -> int:
+        asked.append((first, end, partition))
+        return first
+
+    value, bounds = split_any_cost(cost, 6, 3, rules=Rules(max_layers=2))
     assert (value, bounds) == (4, (0, 2, 4, 6))
+    assert max(end - first for first, end, _ in asked) == 2
+    value, bounds = split_any_cost(cost, 6, 3, rules=Rules(no_cut=[2], pin={3: 1}))
+    assert (value, bounds) == (4, (0, 1, 4, 6))

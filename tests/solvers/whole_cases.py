@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
 
-__all__ = ["whole_problems"]
+__all__ = ["rules_of", "whole_problems"]
 
 MODES = ("never", "except_last", "always")
 
@@ -41,6 +41,19 @@ def _memory(draw: st.DrawFn, n_layers: int, n_partitions: int, chunks: int) -> M
         return table[mode][first][end - first - 1] + at_end
 
     return Memory.from_peaks(peak, n_layers)
+
+
+@st.composite
+def rules_of(draw: st.DrawFn, n_layers: int, n_partitions: int) -> Rules:
+    """Draw rules of all kinds, which may leave no split."""
+    layer = st.integers(0, n_layers - 1)
+    one, two = sorted((draw(layer), draw(layer)))
+    return Rules(
+        no_cut=draw(st.lists(layer, max_size=2)),
+        keep_together=[(one, two)] if draw(st.booleans()) else [],
+        pin=draw(st.dictionaries(layer, st.integers(0, n_partitions - 1), max_size=1)),
+        max_layers=draw(st.one_of(st.none(), st.integers(1, n_layers))),
+    )
 
 
 @st.composite
@@ -77,14 +90,7 @@ def whole_problems(
         links = Links(there, back, overlaps=draw(st.booleans()))
     rules = None
     if draw(st.integers(0, 3)) == 0:
-        layer = st.integers(0, n_layers - 1)
-        one, two = sorted((draw(layer), draw(layer)))
-        rules = Rules(
-            no_cut=draw(st.lists(layer, max_size=2)),
-            keep_together=[(one, two)] if draw(st.booleans()) else [],
-            pin=draw(st.dictionaries(layer, st.integers(0, n_partitions - 1), max_size=1)),
-            max_layers=draw(st.one_of(st.none(), st.integers(1, n_layers))),
-        )
+        rules = draw(rules_of(n_layers, n_partitions))
     return Problem(
         *(_column(draw, n_layers, floats) for _ in range(3)),
         n_partitions,

@@ -16,7 +16,7 @@ from oracles import all_bounds
 
 from gpipebal.problem import Problem
 
-__all__ = ["Candidate", "candidates", "makespan_of"]
+__all__ = ["Candidate", "candidates", "keeps_rules", "makespan_of"]
 
 
 class Candidate(NamedTuple):
@@ -44,7 +44,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     else:
         modes = [tuple(problem.checkpoint)]
     for bounds in all_bounds(problem.n_layers, n):
-        if not _keeps_rules(problem, bounds):
+        if not keeps_rules(problem, bounds):
             continue
         for order, mode in product(orders, modes):
             peaks = _peaks(problem, bounds, mode)
@@ -55,7 +55,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             yield _candidate(problem, bounds, mode, order, max((p or 0 for p in peaks), default=0))
 
 
-def _keeps_rules(problem: Problem, bounds: tuple[int, ...]) -> bool:
+def keeps_rules(problem: Problem, bounds: tuple[int, ...]) -> bool:
+    """Whether a split keeps the rules of a problem."""
     rules = problem.rules
     if rules is None:
         return True

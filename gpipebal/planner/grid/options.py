@@ -8,6 +8,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_options
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.question import Options, ask
+from gpipebal.problem import RULE_NAMES
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_known_schedule
@@ -75,12 +76,6 @@ def checked_options(profile: Profile, options: Options) -> Options:
     question = ask(profile, 1, {**options, "chunks": None if first == "auto" else first})
     if isinstance(chunks, (list, tuple, range)):
         chunks = tuple(map(check_chunks, chunks))
-    return {
-        **options,
-        "chunks": chunks,
-        # Those that are given as iterators can be gone through only once.
-        "rules": question.rules,
-        "keep_together": (),
-        "no_cut": (),
-        "max_layers": None,
-    }
+    # Rules that are given as iterators can be gone through only once.
+    others: Any = {name: value for name, value in options.items() if name not in RULE_NAMES}
+    return {**others, "chunks": chunks, "rules": question.rules}

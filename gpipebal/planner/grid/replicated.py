@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
-from gpipebal.planner.all_ways import all_ways, keeps_rules
+from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.best import roomier
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
@@ -211,14 +211,14 @@ class _BestReplica:
 
     def _descend(self) -> None:
         """Move cuts of the best plan, each time to the best split around it."""
-        rules = self._posed.problem.rules
+        rules = self._posed.problem.rules or Rules()
         while True:
             bounds, modes = to_bounds(self._plan.balance), self._plan.modes
             around = [
                 (self._time_of(moved, modes), moved)
                 for j in range(1, len(bounds) - 1)
                 for cut in range(bounds[j - 1] + 1, bounds[j + 1])
-                if keeps_rules(rules, moved := (*bounds[:j], cut, *bounds[j + 1 :]))
+                if rules.keeps(moved := (*bounds[:j], cut, *bounds[j + 1 :]))
             ]
             before = self._time
             time, moved = min(around, default=(before, bounds))
@@ -274,12 +274,10 @@ class _BestReplica:
         ends = [[earliest(j, start) for start in range(n_layers)] for j in range(n)]
         rules = problem.rules or Rules()
 
-        def cost(start: int, end: int, j: int) -> float | None:
-            if not rules.allows(start, end, j):
-                return None
+        def cost(start: int, end: int, j: int) -> float:
             return ends[j][start] + self._additions.of_run(start, end)
 
-        bound, bounds = split_any_cost(cost, n_layers, n, max_layers=rules.max_layers)
+        bound, bounds = split_any_cost(cost, n_layers, n, rules=rules)
         self._try(self._split_of(bounds, self._plan.modes), math.inf)
         self._descend()
         return bound
