@@ -77,6 +77,7 @@ def test_solve_takes_a_balance(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--pin", "1=1", "--pin", "0=0"], {"pin": {1: 1, 0: 0}}),
         (["--keep-together", "0,2", "--no-cut", "4"], {"keep_together": [(0, 2)], "no_cut": [4]}),
         (["--max-layers", "4", "--time-limit", "9"], {"max_layers": 4, "time_limit": 9.0}),
+        (["--min-layers", "2"], {"min_layers": 2}),
         (["--objective", "peak_memory"], {"objective": "peak_memory"}),
         (["--method", "bisection", "--objective", "bottleneck"], {"objective": "bottleneck"}),
         (["--schedule", "1f1b", "--checkpoint", "never"], {"schedule": "1f1b"}),

@@ -90,6 +90,8 @@ def test_each_row_is_the_best_of_all_balances(
         rules["no_cut"] = [data.draw(st.integers(0, n_layers - 1))]
     if data.draw(st.booleans()):
         rules["max_layers"] = data.draw(st.integers(1, n_layers))
+    if data.draw(st.booleans()):
+        rules["min_layers"] = data.draw(st.integers(1, 3))
     given = {"replica_link": ring, "checkpoint": checkpoint, **rules, **options}
     try:
         table = solve_grid(profile, n_devices, **given)

@@ -121,6 +121,7 @@ BASE: dict[str, Any] = {
         ({"rules": Rules(no_cut=[3])}, r"no_cut has layer=3 \(expected 0 <= layer < 3\)"),
         ({"rules": Rules(pin={0: 2})}, r"pinned to a partition that does not exist: partition=2"),
         ({"rules": Rules(max_layers=0)}, r"max_layers is too small: max_layers=0"),
+        ({"rules": Rules(min_layers=0)}, r"min_layers is too small: min_layers=0"),
         (
             {"memory": Memory(lambda first, partition, mode: [0], (1, 2, 3))},
             r"another number of partitions: len\(alike\)=3",
@@ -246,4 +247,7 @@ def test_loosened_rules_are_the_closest_that_work(data: st.DataObject) -> None:
     if rules.max_layers is not None:
         working = [m for m in range(1, n_layers) if works(replace(rules, max_layers=m))]
         expected |= {f"max_layers={m}": replace(rules, max_layers=m) for m in working[:1]}
+    if rules.min_layers is not None:
+        working = [m for m in range(2, n_layers + 1) if works(replace(rules, min_layers=m))]
+        expected |= {f"min_layers={m}": replace(rules, min_layers=m) for m in working[-1:]}
     assert found == expected

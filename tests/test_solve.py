@@ -224,6 +224,7 @@ rules = st.fixed_dictionaries(
         "keep_together": st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=1),
         "no_cut": st.lists(st.integers(0, 4), max_size=2),
         "max_layers": st.integers(1, 5),
+        "min_layers": st.integers(1, 3),
     },
 )
 
@@ -231,7 +232,7 @@ rules = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(rules, st.lists(st.integers(0, 9), min_size=5, max_size=5), st.booleans())
 def test_rules_equal_brute_force(given_rules: Any, costs: list[int], by_name: bool) -> None:
-    """Pinned layers, runs and places without cuts, and the longest partition, by index or name."""
+    """Pinned layers, runs and places without cuts, and lengths of partitions, by index or name."""
     names = list("abcde")
     profile = gb.Profile.from_costs([float(c) for c in costs], names=names, chunks=2)
     found = []
@@ -244,8 +245,9 @@ def test_rules_equal_brute_force(given_rules: Any, costs: list[int], by_name: bo
         kept &= not any(cuts & set(span) for span in together)
         pins = given_rules.get("pin", {})
         kept &= all(bounds[j] <= layer < bounds[j + 1] for layer, j in pins.items())
-        longest = max(b - a for a, b in pairwise(bounds))
-        kept &= longest <= given_rules.get("max_layers", 5)
+        lengths = [b - a for a, b in pairwise(bounds)]
+        kept &= max(lengths) <= given_rules.get("max_layers", 5)
+        kept &= min(lengths) >= given_rules.get("min_layers", 1)
         if kept:
             found.append(one)
     options = dict(given_rules)
@@ -258,6 +260,8 @@ def test_rules_equal_brute_force(given_rules: Any, costs: list[int], by_name: bo
         return
     plan = solve(profile, 3, checkpoint="never", **options)
     assert plan.value == plan.lower_bound == float(least(found, "makespan"))
+    plans = top_plans(profile, len(found) + 1, 3, checkpoint="never", **options)
+    assert {to_bounds(plan.balance) for plan in plans} == {one.bounds for one in found}
 
 
 def test_rules_as_a_noun_add_to_the_others() -> None:
@@ -402,6 +406,7 @@ def test_an_upper_quantile_moves_layers_away_from_shaky_ones() -> None:
         ({"pin": {"head": 1}}, "pin has 'head'"),
         ({"no_cut": [9]}, "no_cut has 9"),
         ({"max_layers": 0}, "max_layers is too small"),
+        ({"min_layers": 0}, "min_layers is too small"),
         ({"chunks": []}, "chunks leave no choice"),
         ({"chunks": "auto"}, None),
         ({"chunks": [1, 2], "objective": "bottleneck"}, None),

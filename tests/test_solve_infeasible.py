@@ -144,6 +144,10 @@ def test_rules_that_stand_in_the_way_are_named() -> None:
     [
         ({"partitions": 3, "no_cut": [1, 2]}, ["without no_cut", "partitions=2"]),
         ({"partitions": 2, "max_layers": 1}, ["without max_layers", "max_layers=2"]),
+        (
+            {"partitions": 2, "min_layers": 3},
+            ["without min_layers", "min_layers=2", "partitions=1"],
+        ),
         ({"partitions": 3, "pin": {0: 0, 1: 2}}, ["without pin"]),
     ],
 )

@@ -25,7 +25,7 @@ _Item = TypeVar("_Item")
 #: Words of a question that are arguments of `gpipebal.solve` as they are.
 _PLAIN = (
     *("chunks", "checkpoint", "objective", "memory_limit", "reserve", "devices"),
-    *("max_layers", "quantile", "method", "time_limit"),
+    *("max_layers", "min_layers", "quantile", "method", "time_limit"),
 )
 #: Words from which other arguments of it are made.
 _OTHERS = ("partitions", "balance", "no_cut", "keep_together", "pin", "bandwidth", "latency")
@@ -138,6 +138,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
         help="this layer stays with the one before it",
     )
     rules.add_argument("--max-layers", type=int, metavar="N", help="most layers of a partition")
+    rules.add_argument("--min-layers", type=int, metavar="N", help="fewest layers of a partition")
     search = command.add_argument_group("search")
     search.add_argument(
         "--quantile",

@@ -25,6 +25,7 @@ def join_rules(
     keep_together: Iterable[tuple[LayerKey, LayerKey]] | None = None,
     no_cut: Iterable[LayerKey] | None = None,
     max_layers: int | None = None,
+    min_layers: int | None = None,
 ) -> Rules | None:
     """Join the rules that were given, with layers by their index; None if there are none.
 
@@ -49,6 +50,8 @@ def join_rules(
         raise _wrong_form("pin", pin, "mapping from layers to partitions", {profile.names[0]: 0})
     if max_layers is not None:
         max_layers = check_count("max_layers", max_layers)
+    if min_layers is not None:
+        min_layers = check_count("min_layers", min_layers)
     pins = pin or {}
     pinned = [(_layer(profile, "pin", one), j) for one, j in pins.items()]
     for pair in together:
@@ -64,7 +67,9 @@ def join_rules(
         pinned += list(given.pinned)
         if given.max_layers is not None:
             max_layers = min(given.max_layers, max_layers or given.max_layers)
-    joined = Rules(no_cut=uncut, keep_together=spans, pin=pinned, max_layers=max_layers)
+        if given.min_layers is not None:
+            min_layers = max(given.min_layers, min_layers or 1)
+    joined = Rules(uncut, spans, pinned, max_layers, min_layers)
     return None if given is None and joined == Rules() else joined
 
 

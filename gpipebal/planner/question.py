@@ -65,6 +65,7 @@ class Options(TypedDict, total=False):
     keep_together: Iterable[tuple[LayerKey, LayerKey]]
     no_cut: Iterable[LayerKey]
     max_layers: int | None
+    min_layers: int | None
     rules: Rules | None
     quantile: float | None
     cost: AnyCost | None

@@ -46,6 +46,7 @@ def solve(
     keep_together: Iterable[tuple[LayerKey, LayerKey]] = (),
     no_cut: Iterable[LayerKey] = (),
     max_layers: int | None = None,
+    min_layers: int | None = None,
     rules: Rules | None = None,
     quantile: float | None = None,
     cost: AnyCost | None = None,
@@ -99,8 +100,9 @@ def solve(
         keep_together: First and last layer of runs; each run is held by one partition.
         no_cut: Layers that stay with the layer before them.
         max_layers: Most layers of a partition.
+        min_layers: Fewest layers of a partition.
         rules: Rules of the same kinds as one `Rules`, with layers by index; they are added to the
-            four arguments above.
+            five arguments above.
         quantile: Plan with this upper quantile of the measured times, such as 0.9; None: medians.
         cost: Called as ``cost(first, end, partition)``, with `end` one past the last layer: the
             largest of these is minimised instead of `objective`. None or infinity: not allowed.
@@ -162,6 +164,7 @@ def solve(
         keep_together=keep_together,
         no_cut=no_cut,
         max_layers=max_layers,
+        min_layers=min_layers,
         rules=rules,
         quantile=quantile,
         cost=cost,

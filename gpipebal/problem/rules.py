@@ -31,6 +31,7 @@ class Rules:
             and all layers between them; for example, layers that share a parameter.
         pin: The partition of each pinned layer.
         max_layers: Most layers of a partition; None for no limit.
+        min_layers: Fewest layers of a partition; None for no limit.
 
     Raises:
         BalanceError: a layer where a list is expected, or single layers where pairs are expected.
@@ -44,6 +45,7 @@ class Rules:
     keep_together: Iterable[tuple[int, int]] = ()
     pin: Mapping[int, int] | Iterable[tuple[int, int]] = ()
     max_layers: int | None = None
+    min_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("no_cut", "keep_together", "pin"):
@@ -64,7 +66,8 @@ class Rules:
         pairs = tuple(sorted((min(pair), max(pair)) for pair in pairs))
         object.__setattr__(self, "keep_together", pairs)
         object.__setattr__(self, "pin", _pairs("pin", pins))
-        object.__setattr__(self, "max_layers", _whole(self.max_layers))
+        for name in _LOOSEST:
+            object.__setattr__(self, name, _whole(getattr(self, name)))
 
     @cached_property
     def pinned(self) -> tuple[tuple[int, int], ...]:
@@ -82,6 +85,11 @@ class Rules:
         """Most layers of a partition; more than any chain has if there is no limit."""
         return sys.maxsize if self.max_layers is None else self.max_layers
 
+    @cached_property
+    def shortest(self) -> int:
+        """Fewest layers of a partition."""
+        return 1 if self.min_layers is None else self.min_layers
+
     def allows(self, start: int, end: int, partition: int) -> bool:
         """Whether a partition may hold the layers `start` to ``end - 1``.
 
@@ -95,7 +103,7 @@ class Rules:
         """
         return (
             start not in self.uncut
-            and end - start <= self.longest
+            and self.shortest <= end - start <= self.longest
             and all((start <= layer < end) == (j == partition) for layer, j in self.pinned)
         )
 
@@ -115,7 +123,7 @@ class Rules:
             >>> Rules(max_layers=3).lengths(9)
             range(1, 4)
         """
-        return range(1, min(self.longest, n_layers) + 1)
+        return range(self.shortest, min(self.longest, n_layers) + 1)
 
     def places(self, n_layers: int, n_partitions: int) -> list[int]:
         """Return the set of places of each bound; bit ``p`` stands for the place before layer `p`.
@@ -221,12 +229,14 @@ class Rules:
                     f"partition={partition!r} (expected 0 <= partition < {n_partitions}).\n"
                     "Fix: count partitions from 0."
                 )
-        most = self.max_layers
-        if most is not None and not (plain_number(most) >= 1 and isinstance(most, int)):
-            raise BalanceError(
-                f"max_layers is too small: max_layers={most!r} (expected 1 or more, whole).\n"
-                f"Fix: max_layers={-(-n_layers // n_partitions)}, which an equal split keeps."
-            )
+        equal = {"max_layers": -(-n_layers // n_partitions), "min_layers": n_layers // n_partitions}
+        for name, kept in equal.items():
+            limit = getattr(self, name)
+            if limit is not None and not (plain_number(limit) >= 1 and isinstance(limit, int)):
+                raise BalanceError(
+                    f"{name} is too small: {name}={limit!r} (expected 1 or more, whole).\n"
+                    f"Fix: {name}={kept}, which an equal split keeps."
+                )
 
 
 #: The rules, by the names of arguments of `gpipebal.solve`.
@@ -234,7 +244,10 @@ RULE_NAMES = tuple(field.name for field in fields(Rules))
 
 #: Rules that are limits of the number of layers; and the limit, for a chain of so many layers, that
 #: every partition keeps.
-_LOOSEST: Mapping[str, Callable[[int], int]] = {"max_layers": lambda n_layers: n_layers}
+_LOOSEST: Mapping[str, Callable[[int], int]] = {
+    "max_layers": lambda n_layers: n_layers,
+    "min_layers": lambda n_layers: 1,
+}
 
 
 def _pairs(name: str, given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -53,6 +53,7 @@ def rules_of(draw: st.DrawFn, n_layers: int, n_partitions: int) -> Rules:
         keep_together=[(one, two)] if draw(st.booleans()) else [],
         pin=draw(st.dictionaries(layer, st.integers(0, n_partitions - 1), max_size=1)),
         max_layers=draw(st.one_of(st.none(), st.integers(1, n_layers))),
+        min_layers=draw(st.one_of(st.none(), st.none(), st.integers(1, n_layers))),
     )
 
 

@@ -63,8 +63,9 @@ def keeps_rules(problem: Problem, bounds: tuple[int, ...]) -> bool:
     cuts = set(bounds[1:-1])
     together = all(not cuts & set(range(one + 1, two + 1)) for one, two in rules.keep_together)
     pinned = all(bounds[j] <= layer < bounds[j + 1] for layer, j in rules.pinned)
-    longest = max(end - start for start, end in pairwise(bounds))
-    short = rules.max_layers is None or longest <= rules.max_layers
+    lengths = [end - start for start, end in pairwise(bounds)]
+    short = rules.max_layers is None or max(lengths) <= rules.max_layers
+    short = short and (rules.min_layers is None or min(lengths) >= rules.min_layers)
     return not cuts & set(rules.no_cut) and together and pinned and short
 
 
