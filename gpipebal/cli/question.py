@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from gpipebal.cli.layer_words import read_layer, read_pins
 from gpipebal.cli.typed import LEAST_BYTES
 from gpipebal.errors import UsageError
+from gpipebal.objectives import OBJECTIVES
 from gpipebal.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--objective",
         metavar="WHAT",
-        help="what to minimise: makespan, bottleneck or peak_memory (default: makespan)",
+        help=f"what to minimise: {', '.join(OBJECTIVES)} (default: {OBJECTIVES[0]})",
     )
     what.add_argument(
         "--balance",

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.objectives import MINIMISED
 from gpipebal.plan.parts import PeakMemory
 from gpipebal.schedule import ALL_SCHEDULES, check_count, modes_of
 
@@ -34,8 +35,6 @@ _COUNTS = ("chunks", "rows", "mini_batch_rows")
 _OF_ANY_UNIT = ("value", "lower_bound", "equal_split_value")
 #: Fields that contain numbers but are not a number.
 _OTHERS = ("sensitivity",)
-#: What can have been minimised.
-_OBJECTIVES = ("makespan", "bottleneck", "peak_memory", "cost")
 _STATUSES = ("optimal", "feasible")
 #: Texts of errors that say what a value can be.
 _COUNT = "a whole number, 1 or more"
@@ -126,7 +125,7 @@ def check_schedule_known(plan: Plan) -> None:
 
 def _check_words(plan: Plan) -> None:
     """Refuse invalid texts, unknown names, and flags that are neither True nor False."""
-    for name, known in (("objective", _OBJECTIVES), ("status", _STATUSES)):
+    for name, known in (("objective", MINIMISED), ("status", _STATUSES)):
         value = getattr(plan, name)
         if not isinstance(value, str) or value not in known:
             raise _bad_value("plan", name, value, f"one of {', '.join(map(repr, known))}")

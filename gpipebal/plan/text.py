@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from gpipebal.objectives import MINIMISED
 from gpipebal.text import aligned, one_line
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
@@ -21,9 +22,7 @@ def plan_text(plan: Plan) -> str:
 
 def format_value(plan: Plan, value: float) -> str:
     """Write a value of the plan's objective, in its unit."""
-    if plan.objective == "peak_memory":
-        return format_bytes(value)
-    return f"{value:.6g}" if plan.objective == "cost" else format_seconds(value)
+    return MINIMISED[plan.objective].text_of(value)
 
 
 def _headline(plan: Plan) -> str:
@@ -161,16 +160,8 @@ def _what(plan: Plan) -> str:
     )
 
 
-_OBJECTIVES = {
-    "makespan": "the time from the first forward to the last backward of a mini-batch",
-    "bottleneck": "the time of the slowest partition for one micro-batch",
-    "peak_memory": "the largest peak memory of a partition",
-    "cost": "the largest cost of a partition",
-}
-
-
 def _proof(plan: Plan) -> str:
-    what = _OBJECTIVES.get(plan.objective, plan.objective)
+    what = MINIMISED[plan.objective].meaning
     value = format_value(plan, plan.value)
     if plan.method == "given":
         return f"The balance was given; {what} is {value}."

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from gpipebal.errors import BalanceError
-from gpipebal.solvers import OBJECTIVES
+from gpipebal.objectives import OBJECTIVES
 from gpipebal.solvers.dense import AnyCost
 
 __all__ = ["AnyCost", "check_cost"]

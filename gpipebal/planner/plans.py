@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import assert_never
 
 from gpipebal.plan import PartitionPlan, Plan
 from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
@@ -65,7 +66,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
     value, lower_bound, status = float(found.value), float(found.lower_bound), found.status
     # As `select_method` names it: the status tells whether all splits were gone through.
     method = "schedule search" if found.method == "schedule enumeration" else found.method
-    objective = "cost" if question.cost is not None else question.objective
+    objective = question.minimised
     if objective == "peak_memory":
         # With what waits in the plan's own timeline, which solvers do not know.
         value = max(part.memory.total for part in partitions)
@@ -147,7 +148,9 @@ def value_of(
         return float(max(_peaks_of(posed, bounds, modes, order)))
     if question.objective == "makespan":
         return _makespan_of(posed, bounds, modes, order)
-    return _bottleneck_of(posed, bounds, modes, order)
+    if question.objective == "bottleneck":
+        return _bottleneck_of(posed, bounds, modes, order)
+    assert_never(question.objective)
 
 
 def _peaks_of(
@@ -190,7 +193,7 @@ def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
     n_moves, n_actions = 2 * (plan.n_partitions - 1), 3 * plan.n_partitions * plan.chunks
     if question.is_searched and n_moves * n_actions > _MOST_ACTIONS:
         return plan
-    objective = "cost" if question.cost is not None else question.objective
+    objective = question.minimised
     is_peak = objective == "peak_memory"
     work = n_moves * (problem.n_layers + n_actions)
     if is_peak and work > _MOST_FOR_PEAKS:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.kinds import check_kind, check_options
+from gpipebal.objectives import MINIMISED, Objective, Quantity, check_objective
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.devices import DeviceCosts, check_interleaved, devices_asked
 from gpipebal.planner.layer_rules import LayerKey, join_rules
@@ -29,8 +30,6 @@ from gpipebal.schedule import (
     check_known_schedule,
     modes_of,
 )
-from gpipebal.solvers import Objective
-from gpipebal.solvers.dispatch import check_objective
 from gpipebal.units import parse_bytes
 
 __all__ = [
@@ -86,7 +85,7 @@ class Question:
         chunks: Numbers of micro-batches to choose from; None: the profile's.
         checkpoint: One mode, one for each partition, or ``'auto'``.
         schedule: Name of the schedule.
-        objective: What is minimised.
+        objective: What is minimised, unless there is a `cost`.
         devices: The device of each partition; None: all like the profile's.
         any_order: Whether they may change places.
         limits: Memory limit of each device, before the reserve; None: none at all. A single one
@@ -129,9 +128,14 @@ class Question:
     until: float | None = None
 
     @property
+    def minimised(self) -> Quantity:
+        """What is minimised: the objective, or the cost that takes its place."""
+        return self.objective if self.cost is None else "cost"
+
+    @property
     def is_searched(self) -> bool:
         """Whether splits have to be simulated: for the makespan, but not GPipe's."""
-        return self.schedule != "gpipe" and self.objective == "makespan" and self.cost is None
+        return self.schedule != "gpipe" and self.minimised == "makespan"
 
     def reserve_of(self, limit: int) -> int:
         """Return what is kept free on a device of this memory."""
@@ -288,7 +292,7 @@ def _check_memory_known(schedule: str, *, limited: bool) -> None:
         )
 
 
-def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | None:
+def _chunks(chunks: Any, profile: Profile, minimised: Quantity) -> tuple[int, ...] | None:
     if chunks is None:
         return None
     if hasattr(chunks, "tolist"):  # an array, or one of its elements
@@ -306,9 +310,9 @@ def _chunks(chunks: Any, profile: Profile, objective: str) -> tuple[int, ...] | 
             chunk_candidates(profile)  # raises where the profile cannot compare them
     else:
         return (check_chunks(chunks),)
-    if len(found) > 1 and objective in ("bottleneck", "cost"):
+    if len(found) > 1 and not MINIMISED[minimised].compares_chunks:
         raise BalanceError(
-            f"numbers of micro-batches cannot be compared by the {objective}: chunks={chunks!r} "
+            f"numbers of micro-batches cannot be compared by the {minimised}: chunks={chunks!r} "
             "(expected one number: that of one micro-batch is smaller the more there are).\n"
             "Fix: objective='makespan', or one number of chunks."
         )

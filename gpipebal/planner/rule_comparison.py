@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.kinds import check_kind, check_options, no_such_row
+from gpipebal.objectives import Objective
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.plans import plan_of_balance
@@ -223,6 +224,15 @@ def compare_rules(
     return RuleTable(tuple(rows), plan.objective, plan.lower_bound, plan.chunks, plan.schedule)
 
 
+#: The objective to ask for, by that of the plan: what `_row` needs of others, every plan tells.
+_ASKED: dict[str, Objective] = {
+    "makespan": "makespan",
+    "bottleneck": "bottleneck",
+    "peak_memory": "makespan",
+    "cost": "makespan",
+}
+
+
 def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
     """Pose the question what balances cost under a plan's settings."""
     quantile = options.get("quantile")
@@ -236,7 +246,7 @@ def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
     asked: Options = {
         "checkpoint": plan.checkpoint,
         "schedule": plan.schedule,
-        "objective": "bottleneck" if plan.objective == "bottleneck" else "makespan",
+        "objective": _ASKED[plan.objective],
         "devices": devices,
         "link": options.get("link"),
         "loss_inside": plan.loss_inside,
@@ -251,8 +261,9 @@ def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:
         "makespan": costs.makespan,
         "bottleneck": costs.bottleneck,
         "peak_memory": costs.peak_bytes,
+        "cost": None,
     }
-    value = plan.value if costs is plan else values.get(plan.objective)
+    value = plan.value if costs is plan else values[plan.objective]
     gap = above = None
     if value is not None:
         above = value / plan.value - 1 if plan.value else None

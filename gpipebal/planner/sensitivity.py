@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import assert_never
 
 import numpy as np
 
+from gpipebal.objectives import Quantity, TimeObjective
 from gpipebal.planner.question import AnyCost
 from gpipebal.problem import Problem, Rules
 from gpipebal.problem.checks import plain_number
@@ -33,7 +35,7 @@ def sensitivity(
     bounds: Sequence[int],
     modes: Sequence[CheckpointMode],
     order: Sequence[int],
-    objective: str,
+    objective: Quantity,
     cost: AnyCost | None = None,
     *,
     peaks: Peaks | None = None,
@@ -155,7 +157,7 @@ def _change(
     bounds: Sequence[int],
     modes: Sequence[CheckpointMode],
     order: Sequence[int],
-    objective: str,
+    objective: Quantity,
     cost: AnyCost | None,
     needs: Peaks | None,
 ) -> Callable[[int, int], float] | None:
@@ -169,7 +171,9 @@ def _change(
         return lambda j, cut: max(needs(_moved(bounds, j, cut))) - now
     if objective == "makespan" and "always" in modes:
         return _of_paths(problem, bounds, modes, order)
-    return _of_times(problem, bounds, modes, order, objective)
+    if objective == "makespan" or objective == "bottleneck":
+        return _of_times(problem, bounds, modes, order, objective)
+    assert_never(objective)
 
 
 def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float]:
@@ -238,7 +242,7 @@ def _of_times(
     bounds: Sequence[int],
     modes: Sequence[CheckpointMode],
     order: Sequence[int],
-    objective: str,
+    objective: TimeObjective,
 ) -> Callable[[int, int], float]:
     """Return the growth of makespan or bottleneck, from the two partitions that change."""
     of, repeats = _Part(problem, modes, order), problem.chunks - 1

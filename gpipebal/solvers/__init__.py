@@ -38,11 +38,10 @@ through a chain under a limit of bytes, for `gpipebal.planner.recompute_layers`)
 
 from __future__ import annotations
 
+from gpipebal.objectives import OBJECTIVES, Objective
 from gpipebal.solvers.dense import split_any_cost
 from gpipebal.solvers.dispatch import (
     METHODS,
-    OBJECTIVES,
-    Objective,
     Split,
     find,
     select_method,

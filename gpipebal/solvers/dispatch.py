@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, assert_never
 
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
+from gpipebal.objectives import Objective, TimeObjective, check_objective
 from gpipebal.problem import Problem, to_balance
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.always import solve_makespan_always
@@ -24,18 +25,12 @@ from gpipebal.solvers.staircase import least_bottleneck, least_sum
 
 __all__ = [
     "METHODS",
-    "OBJECTIVES",
-    "Objective",
     "Split",
     "check_method",
-    "check_objective",
     "find",
     "select_method",
     "split",
 ]
-
-Objective = Literal["makespan", "bottleneck", "peak_memory"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 #: Names of the algorithms; ``'auto'`` stands for the one that `select_method` names.
 METHODS = (
@@ -161,14 +156,14 @@ def find(
 ) -> Split | None:
     """Do what `split` does, and return None if no split fits the devices and keeps the rules."""
     used = check_method(problem, objective, method)
-    if used in ("bisection", "two-threshold sweep", "pareto program"):
-        return _plain(problem, objective, used)
-    if used == "peak bisection":
+    if objective == "peak_memory":
         peak = least_peak(problem)
         if peak is None:
             return None
         value, path, levels = peak
         return split_of(levels, path, value, value, used)
+    if used in ("bisection", "two-threshold sweep", "pareto program"):
+        return _plain(problem, objective, used)
     levels = Levels(problem, stateless=used == "integer program")
     until = None if time_limit is None else time.monotonic() + time_limit
     best: AnyMode | BestPath | None
@@ -185,8 +180,10 @@ def find(
         if best is not None:
             best = _closed(problem, best, until) if method == "auto" else best
             levels = best.levels
-    else:
+    elif objective == "makespan" or objective == "bottleneck":
         best = solve_levels(problem, used, levels, until)
+    else:
+        assert_never(objective)
     if best is None:
         return None
     numbers = (problem.to_time(best.value), problem.to_time(best.lower_bound))
@@ -213,20 +210,6 @@ def _closed(problem: Problem, best: AnyMode, until: float | None) -> AnyMode:
     if other.value < best.value:
         best = AnyMode(other.value, bound, other.path, Levels(problem, stateless=True))
     return best._replace(lower_bound=min(bound, best.value))
-
-
-def check_objective(objective: object) -> None:
-    """Refuse an objective that does not exist.
-
-    Raises:
-        BalanceError: it does not exist.
-    """
-    if objective not in OBJECTIVES:
-        raise BalanceError(
-            f"objective does not exist: objective={objective!r} "
-            f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
-            f"Fix: objective={OBJECTIVES[0]!r}."
-        )
 
 
 def check_method(problem: Problem, objective: Objective, method: str) -> str:
@@ -285,6 +268,8 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
                 "objective='peak_memory').\nFix: any_order=False, or equal limits and speeds."
             )
         return "peak bisection"
+    if objective != "makespan" and objective != "bottleneck":
+        assert_never(objective)
     if problem.is_plain:
         if objective == "bottleneck" or problem.chunks == 1:
             return "bisection"
@@ -312,19 +297,23 @@ def applicable(problem: Problem, objective: Objective, selected: str) -> list[st
     if count_states(problem) <= MOST_STATES:
         if objective == "bottleneck":
             names.append("set bisection")
-        else:
+        elif objective == "makespan":
             if _passes_the_same(problem) and "always" not in (problem.modes or ()):
                 names.append("set sweep")
             names.append("box search")
+        else:
+            assert_never(objective)
     names.append("integer program")
     return list(dict.fromkeys(names))
 
 
-def _plain(problem: Problem, objective: Objective, method: str) -> Split:
+def _plain(problem: Problem, objective: TimeObjective, method: str) -> Split:
     if objective == "bottleneck":
         solve = solve_bottleneck
-    else:
+    elif objective == "makespan":
         solve = solve_makespan_always if problem.checkpoint == "always" else solve_makespan
+    else:
+        assert_never(objective)
     bounds, value, lower_bound = solve(problem)
     return Split(
         bounds=bounds,

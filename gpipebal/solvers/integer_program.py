@@ -13,11 +13,12 @@ import time
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 import numpy as np
 
 from gpipebal.errors import BalanceError
+from gpipebal.objectives import TimeObjective
 from gpipebal.problem import Problem
 from gpipebal.solvers.levels import Levels, Step
 from gpipebal.solvers.reachability import BestPath, Path, Search
@@ -54,7 +55,7 @@ class _Run(NamedTuple):
 
 
 def solve_integer_program(
-    problem: Problem, objective: str, time_limit: float | None = None
+    problem: Problem, objective: TimeObjective, time_limit: float | None = None
 ) -> BestPath | None:
     """Find the best split with HiGHS; None if there is no split.
 
@@ -144,8 +145,13 @@ def _nothing_found(time_limit: float | None, *, failed: bool) -> BalanceError:
     )
 
 
-def _exact(problem: Problem, levels: Levels, path: Path, objective: str) -> int:
-    of = problem.costs.makespan if objective == "makespan" else problem.costs.bottleneck
+def _exact(problem: Problem, levels: Levels, path: Path, objective: TimeObjective) -> int:
+    if objective == "makespan":
+        of = problem.costs.makespan
+    elif objective == "bottleneck":
+        of = problem.costs.bottleneck
+    else:
+        assert_never(objective)
     return of(path.bounds, path.modes, levels.devices_of(path.groups))
 
 
@@ -190,7 +196,7 @@ def _solve(
     problem: Problem,
     levels: Levels,
     runs: list[_Run],
-    objective: str,
+    objective: TimeObjective,
     unit: int,
     time_limit: float | None,
 ) -> tuple[Path | None, Fraction, bool] | None:
@@ -221,7 +227,7 @@ class _Program:
         problem: Problem,
         levels: Levels,
         runs: list[_Run],
-        objective: str,
+        objective: TimeObjective,
         unit: int,
         scale: int,
     ) -> None:
@@ -245,8 +251,10 @@ class _Program:
         for k in range(n_partitions):
             if objective == "bottleneck":
                 self._add_at_least(self._value, self._costs(k, "load"))
-            else:
+            elif objective == "makespan":
                 self._add_makespan(k)
+            else:
+                assert_never(objective)
 
     def solve(self, time_limit: float | None) -> tuple[Path | None, Fraction, bool] | None:
         """Hand the program to HiGHS; see `_solve`. None if HiGHS failed."""

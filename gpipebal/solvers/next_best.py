@@ -9,10 +9,10 @@ from functools import partial
 from itertools import chain, count
 
 from gpipebal.errors import BalanceError
+from gpipebal.objectives import Objective
 from gpipebal.problem import Problem
 from gpipebal.solvers.dispatch import (
     GENERAL,
-    Objective,
     Split,
     applicable,
     select_method,
