@@ -19,6 +19,7 @@ from gpipebal.planner.runs.sizes import sizes_of
 from gpipebal.problem import Problem
 from gpipebal.problem.checks import plain_number
 from gpipebal.problem.fits import check_enough_layers
+from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
 from gpipebal.schedule import check_count
 from gpipebal.solvers import split
@@ -75,19 +76,8 @@ def balance_by_time(
         (3, 2)
     """
     count = _partitions_for(partitions, module)
-    profile = profile_model(
-        module,
-        sample,
-        device=device,
-        chunks=chunks,
-        rows=(),
-        partitions=count,
-        timeout=timeout,
-        as_pipeline=False,  # a factor for all layers hardly changes how they compare
-        keywords=keywords,
-        in_dims=in_dims,
-        keyword_dims=keyword_dims,
-    )
+    values = {"keywords": keywords, "in_dims": in_dims, "keyword_dims": keyword_dims}
+    profile = _profile_of(module, sample, count, device, chunks, timeout, values)
     # For one micro-batch, without recompute, the bottleneck is forward plus backward.
     plan = solve(profile, count, checkpoint="never", objective="bottleneck")
     return list(plan.balance)
@@ -142,18 +132,8 @@ def balance_by_size(
             "finite).\nFix: param_scale=2.0 for plain SGD."
         )
     count = _partitions_for(partitions, module)
-    profile = profile_model(
-        module,
-        sample,
-        device=device,
-        chunks=chunks,
-        rows=(),
-        timeout=0.0,
-        as_pipeline=False,
-        keywords=keywords,
-        in_dims=in_dims,
-        keyword_dims=keyword_dims,
-    )
+    values = {"keywords": keywords, "in_dims": in_dims, "keyword_dims": keyword_dims}
+    profile = _profile_of(module, sample, count, device, chunks, 0.0, values)
     sizes = sizes_of(profile, param_scale)
     # Of equally good splits the one whose layers' own sizes are spread most evenly.
     alone = [int(sizes.rows(k, 0, "never")[0]) for k in range(profile.n_layers)]
@@ -203,6 +183,29 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     problem = Problem.from_costs(given, 1)
     count = _checked(partitions, problem.n_layers)
     return list(split(replace(problem, n_partitions=count), "bottleneck").balance)
+
+
+def _profile_of(
+    module: nn.Module,
+    sample: Any,
+    partitions: int,
+    device: torch.device | str | int | None,
+    chunks: int,
+    timeout: float,
+    values: Mapping[str, Any],
+) -> Profile:
+    """Measure what decides a balance: the layers, at the size of one micro-batch."""
+    return profile_model(
+        module,
+        sample,
+        device=device,
+        chunks=chunks,
+        rows=(),
+        partitions=partitions,
+        timeout=timeout,
+        as_pipeline=False,  # a factor for all layers hardly changes how they compare
+        **values,
+    )
 
 
 def _partitions_for(partitions: int | None, module: nn.Module) -> int:

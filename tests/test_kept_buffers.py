@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_memory_counts import count, squares
+from test_memory_counts import count, least_and_most, squares
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -80,20 +80,8 @@ def test_copies_are_counted_for_every_recomputed_micro_batch(checkpoint: str) ->
         timeout=0,
         progress=False,
     )
-    for way, schedule in (("loss(pipe(x))", "gpipe"), ("gpipe", "gpipe"), ("1f1b", "1f1b")):
-        least, most = (
-            partition_memory(
-                profile,
-                (0, 4, 6),
-                chunks=CHUNKS,
-                checkpoint=checkpoint,
-                schedule=schedule,
-                loss_inside=way != "loss(pipe(x))",
-                shared_memory=True,
-                latest=latest,
-            )
-            for latest in (False, True)
-        )
+    for way in ("loss(pipe(x))", "gpipe", "1f1b"):
+        least, most = least_and_most(profile, [4, 2], checkpoint, way)
         pipe = GPipe(layers, [4, 2], chunks=CHUNKS, checkpoint=checkpoint)
         counted = count(pipe, inputs, way, make(layers.parameters(), lr=0.0))
         for low, n_bytes, high in zip(least, counted, most, strict=True):

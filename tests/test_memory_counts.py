@@ -18,6 +18,7 @@ import gpipebal as gb
 from gpipebal.files import read_record
 from gpipebal.memory import partition_memory
 from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.plan import PeakMemory
 from gpipebal.problem import to_bounds
 from gpipebal.timeline import Event, Timeline
 
@@ -313,19 +314,7 @@ def test_skips_count_where_the_formula_says(balance: list[int]) -> None:
     wrong = []
     for way, mode in WAYS:
         checkpoint = ["always", "never", "always"][: len(balance)] if mode == "mixed" else mode
-        least, most = (
-            partition_memory(
-                profile,
-                to_bounds(balance),
-                chunks=CHUNKS,
-                checkpoint=checkpoint,
-                schedule="1f1b" if way == "1f1b" else "gpipe",
-                loss_inside=way != "loss(pipe(x))",
-                shared_memory=True,
-                latest=latest,
-            )
-            for latest in (False, True)
-        )
+        least, most = least_and_most(profile, balance, checkpoint, way)
         pipe = GPipe(layers, balance, chunks=CHUNKS, checkpoint=checkpoint)
         make = torch.optim.SGD(layers.parameters(), lr=0.0)
         for j, n_bytes in enumerate(count(pipe, inputs, way, make)):
@@ -333,6 +322,26 @@ def test_skips_count_where_the_formula_says(balance: list[int]) -> None:
             if not (least[j].total - freed_early) / 1.03 <= n_bytes <= most[j].total * 1.03:
                 wrong.append((way, mode, j, least[j].total, n_bytes, most[j].total))
     assert not wrong
+
+
+def least_and_most(
+    profile: gb.Profile, balance: list[int], checkpoint: Any, way: str
+) -> tuple[list[PeakMemory], list[PeakMemory]]:
+    """Return predicted peaks of partitions of one memory, without and with all that can wait."""
+    least, most = (
+        partition_memory(
+            profile,
+            to_bounds(balance),
+            chunks=profile.chunks,
+            checkpoint=checkpoint,
+            schedule="1f1b" if way == "1f1b" else "gpipe",
+            loss_inside=way != "loss(pipe(x))",
+            shared_memory=True,
+            latest=latest,
+        )
+        for latest in (False, True)
+    )
+    return least, most
 
 
 def count(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_memory_counts import CHUNKS, WAYS, count, squares
+from test_memory_counts import CHUNKS, WAYS, count, least_and_most, squares
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -19,7 +19,7 @@ from gpipebal.memory.cell import Cell
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.planner import evaluate
-from gpipebal.problem import Link, to_bounds
+from gpipebal.problem import Link
 from gpipebal.profile import TieProfile
 from gpipebal.profiler.estimate import estimate_profile
 
@@ -171,19 +171,7 @@ def test_counts_are_what_was_predicted(case: str) -> None:
         for way, mode in WAYS:
             modes = [("always", "never", "except_last")[j] for j in range(len(balance))]
             checkpoint = modes if mode == "mixed" else mode
-            least, most = (
-                partition_memory(
-                    profile,
-                    to_bounds(balance),
-                    chunks=CHUNKS,
-                    checkpoint=checkpoint,
-                    schedule="1f1b" if way == "1f1b" else "gpipe",
-                    loss_inside=way != "loss(pipe(x))",
-                    shared_memory=True,
-                    latest=latest,
-                )
-                for latest in (False, True)
-            )
+            least, most = least_and_most(profile, balance, checkpoint, way)
             pipe = GPipe(layers, balance, chunks=CHUNKS, checkpoint=checkpoint)
             counted = count(pipe, inputs, way, torch.optim.Adam(parameters, lr=0.0))
             for j, n_bytes in enumerate(counted):

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gpipebal.errors import BalanceError
+from gpipebal.plan import Plan
 from gpipebal.planner.execution import Execution
-from gpipebal.planner.question import DeviceCosts, Question
+from gpipebal.planner.question import DeviceCosts, Options, Question, ask
 from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
-from gpipebal.problem.chunking import at_chunks
+from gpipebal.problem.chunking import as_planned, at_chunks
 from gpipebal.profile import Profile
 from gpipebal.schedule import SCHEDULES, CheckpointMode, counted_modes, modes_of
 from gpipebal.units import count, format_bytes
 
-__all__ = ["Posed", "pose"]
+__all__ = ["Posed", "pose", "posed_as"]
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,25 @@ def _device_of(j: int, profile: Profile, rows: int) -> Device:
         )
     sized = profile if profile.rows == rows else profile.at_rows(rows)
     return Device(**sized.layer_times)
+
+
+def posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
+    """Pose the question what balances cost under a plan's settings.
+
+    Args:
+        plan: The plan.
+        profile: What it was made of.
+        options: What a plan does not contain, such as devices and links.
+    """
+    asked: Options = {
+        "checkpoint": plan.checkpoint,
+        "schedule": plan.schedule,
+        "loss_inside": plan.loss_inside,
+        "shared_memory": plan.shared_memory,
+        "gradients_exist": plan.gradients_exist,
+        **options,
+    }
+    return pose(ask(as_planned(profile, plan), plan.n_partitions, asked), plan.chunks)
 
 
 def _less_reserve(question: Question, j: int, limit: int) -> int:

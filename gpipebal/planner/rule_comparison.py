@@ -13,13 +13,12 @@ from gpipebal.objectives import Objective
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.plans import plan_of_balance
-from gpipebal.planner.posing import Posed, pose
+from gpipebal.planner.posing import Posed, posed_as
 from gpipebal.planner.quantiles import at_quantile
-from gpipebal.planner.question import Options, ask
+from gpipebal.planner.question import Options
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
 from gpipebal.problem import Problem, to_balance, to_bounds
 from gpipebal.problem.checks import plain_number
-from gpipebal.problem.chunking import as_planned
 from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split
@@ -185,7 +184,7 @@ def compare_rules(
             "Fix: compare the plan that the runs were chosen for, `before` of what "
             "recompute_layers gave."
         )
-    posed = _posed_as(plan, profile, options)
+    posed = _posed_at_quantile(plan, profile, options)
     profile = posed.question.profile
 
     def costs_of(balance: Sequence[int]) -> Plan:
@@ -233,8 +232,8 @@ _ASKED: dict[str, Objective] = {
 }
 
 
-def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
-    """Pose the question what balances cost under a plan's settings."""
+def _posed_at_quantile(plan: Plan, profile: Profile, options: Options) -> Posed:
+    """Pose the question what balances cost, at the quantile that the plan was made with."""
     quantile = options.get("quantile")
     devices = options.get("devices")
     if quantile is not None:
@@ -243,17 +242,8 @@ def _posed_as(plan: Plan, profile: Profile, options: Options) -> Posed:
             devices = [
                 at_quantile(one, quantile) if isinstance(one, Profile) else one for one in devices
             ]
-    asked: Options = {
-        "checkpoint": plan.checkpoint,
-        "schedule": plan.schedule,
-        "objective": _ASKED[plan.objective],
-        "devices": devices,
-        "link": options.get("link"),
-        "loss_inside": plan.loss_inside,
-        "shared_memory": plan.shared_memory,
-        "gradients_exist": plan.gradients_exist,
-    }
-    return pose(ask(as_planned(profile, plan), plan.n_partitions, asked), plan.chunks)
+    given = Options(objective=_ASKED[plan.objective], devices=devices, link=options.get("link"))
+    return posed_as(plan, profile, given)
 
 
 def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:

@@ -43,34 +43,13 @@ class Memory:
             partition.
 
     Example:
-        >>> memory = Memory.from_peaks(lambda first, end, partition, mode: 10 * (end - first), 3)
+        >>> memory = Memory(lambda first, partition, mode: range(10, 10 * (4 - first), 10))
         >>> list(memory.rows(1, 0, "never"))
         [10, 20]
     """
 
     rows: Rows
     alike: tuple[int, ...] | Literal["all", "between"] = "between"
-
-    @classmethod
-    def from_peaks(
-        cls,
-        peak: Callable[[int, int, int, CheckpointMode], int],
-        n_layers: int,
-        alike: tuple[int, ...] | Literal["all", "between"] = "between",
-    ) -> Memory:
-        """Make one from a function that is asked about one run at a time.
-
-        Args:
-            peak: Called as ``peak(first, end, partition, mode)``, with `end` one past the last
-                layer. It is called for all runs: N (N + 1) / 2 times for each mode and label.
-            n_layers: Number of layers.
-            alike: See `Memory`.
-        """
-
-        def rows(first: int, partition: int, mode: CheckpointMode) -> list[int]:
-            return [peak(first, end, partition, mode) for end in range(first + 1, n_layers + 1)]
-
-        return cls(rows, alike)
 
     def fits(
         self, start: int, end: int, partition: int, mode: CheckpointMode, limit: float | None

@@ -342,7 +342,13 @@ class Profile:
         return read_noun(path, FORMAT, VERSION, cls.from_dict)
 
     def with_step(self, step: StepTerms) -> Profile:
-        """Return the same profile with other step terms."""
+        """Return the same profile with other step terms, for steps whose costs are only given.
+
+        Example:
+            >>> profile = Profile.from_costs([1.0, 2.0]).with_step(StepTerms(optimizer_time=0.5))
+            >>> profile.step.optimizer_time
+            0.5
+        """
         return replace(self, step=step)
 
     def _repr_html_(self) -> str:

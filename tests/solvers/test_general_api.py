@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from oracles import brute_force
 from scipy.optimize import milp
 from solvers.test_pareto import problems
+from solvers.whole_cases import memory_of
 
 from gpipebal.errors import BalanceError, InfeasibleError
-from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
+from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
 from gpipebal.solvers import iter_best_splits, paths, select_method, split
 from gpipebal.solvers.always import solve_makespan_always
 
@@ -231,7 +232,7 @@ def test_modes_are_chosen_only_where_memory_demands_it() -> None:
 def test_recomputing_all_is_chosen_only_where_nothing_else_fits() -> None:
     """A partition whose last graph does not fit beside the rest recomputes that one too."""
     need = {"never": 9, "except_last": 8, "always": 5}
-    memory = Memory.from_peaks(lambda first, end, j, mode: need[mode] * (end - first), 4, "all")
+    memory = memory_of(lambda first, end, j, mode: need[mode] * (end - first), 4, "all")
     for limit, mode in ((18, "never"), (16, "except_last"), (10, "always")):
         devices = [Device(memory_limit=limit)] * 2
         problem = Problem([4] * 4, [8] * 4, [4] * 4, 2, 4, "auto", devices=devices, memory=memory)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
 from gpipebal.problem import Device, Links, Memory, Problem, Rules, layer_memory
+from gpipebal.schedule import CheckpointMode
 
-__all__ = ["rules_of", "whole_problems"]
+__all__ = ["memory_of", "rules_of", "whole_problems"]
 
 MODES = ("never", "except_last", "always")
 
@@ -40,7 +42,20 @@ def _memory(draw: st.DrawFn, n_layers: int, n_partitions: int, chunks: int) -> M
         at_end = ends if partition in (0, n_partitions - 1) else 0
         return table[mode][first][end - first - 1] + at_end
 
-    return Memory.from_peaks(peak, n_layers)
+    return memory_of(peak, n_layers)
+
+
+def memory_of(
+    peak: Callable[[int, int, int, CheckpointMode], int],
+    n_layers: int,
+    alike: Literal["all", "between"] = "between",
+) -> Memory:
+    """Make a memory from a function that is asked about one run at a time."""
+
+    def rows(first: int, partition: int, mode: CheckpointMode) -> list[int]:
+        return [peak(first, end, partition, mode) for end in range(first + 1, n_layers + 1)]
+
+    return Memory(rows, alike)
 
 
 @st.composite

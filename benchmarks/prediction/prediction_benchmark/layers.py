@@ -1,4 +1,4 @@
-"""Layers of the models: skip connections, attention, and what a recurrent layer hands on."""
+"""Layers of the models: skip connections, and what a recurrent layer hands on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gpipebal.skip import Namespace, pop, skippable, stash
 
-__all__ = ["Block", "TakeOutput", "TakeState", "convolution", "down", "residual", "up"]
+__all__ = ["TakeOutput", "TakeState", "convolution", "down", "residual", "up"]
 
 
 @skippable(stash=["kept"])
@@ -41,26 +40,6 @@ class Beside(nn.Module):
         """Return both."""
         kept = yield pop("kept")
         return torch.cat([x, kept], dim=1)
-
-
-class Block(nn.Module):
-    """A transformer block with causal attention: one layer with many parameters."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend and transform, each beside a shortcut."""
-        rows, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        q, k, v = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class TakeOutput(nn.Module):

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from benchmark_tools.layers import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipebal.models import resnet
 from gpipebal.skip import Namespace
 from prediction_benchmark.layers import (
-    Block,
     TakeOutput,
     TakeState,
     convolution,

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from gpipebal.errors import BalanceError
 from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
-from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.question import DeviceCosts, Options, Size, ask
+from gpipebal.planner.posing import Posed, posed_as
+from gpipebal.planner.question import DeviceCosts, Options, Size
 from gpipebal.problem import Link
-from gpipebal.problem.chunking import as_planned, check_planned
+from gpipebal.problem.chunking import check_planned
 from gpipebal.profile import Profile
 from gpipebal.units import count
 
@@ -59,18 +59,13 @@ def posed_again(
         if len(devices) == plan.n_partitions:
             devices = [devices[k] for k in plan.places]
     options = Options(
-        checkpoint=plan.modes,
-        schedule=plan.schedule,
-        loss_inside=plan.loss_inside,
-        shared_memory=plan.shared_memory,
-        gradients_exist=plan.gradients_exist,
         devices=devices,
         link=link,
         memory_limit=memory_limit,
         reserve=reserve,
         time_limit=time_limit,
     )
-    posed = pose(ask(as_planned(profile, plan), plan.n_partitions, options), plan.chunks)
+    posed = posed_as(plan, profile, options)
     if not posed.problem.is_limited:
         raise BalanceError(
             "nothing limits the memory: memory_limit=None, and the plan has no limits (expected "

@@ -126,7 +126,7 @@ class RunEnds:
     def _own(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
         last = self._last(end)
         if self._goes_on(end):
-            yield from self._through(end, last, exist)
+            yield from self._through(end, exist)
         if end < self._n and self._chain.shared_memory:
             for storage, handing in self._chain.handed_at[end].items():
                 if handing == end - 1:
@@ -159,7 +159,7 @@ class RunEnds:
             n_bytes = self._row([-freed(self._profile.layers[source], exist)])
             yield ("source", source), _Lasting(source, _padded(source, n_bytes))
 
-    def _through(self, end: int, last: int, exist: bool) -> Iterator[Less]:
+    def _through(self, end: int, exist: bool) -> Iterator[Less]:
         """Yield gradients of what is handed through to the end: they are not made a second time."""
         profile, sources = self._profile, self._skip_sources(end)
         through = set(profile.layers[end - 1].outputs)
