@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpipebal import Profile, evaluate, plots, simulate, solve
-from gpipebal.cli import _parser, main
+from gpipebal.cli import _parser, main, words
 from gpipebal.cli.words import BAD_INPUT, NO_PLAN, with_flags, within_reach
 from gpipebal.models.arguments import read_word
 from gpipebal.plan import Plan
@@ -417,3 +417,68 @@ def test_the_title_of_a_run_stays_in_the_picture(n: int) -> None:
     assert title.get_text().endswith("checkpoint by partition")
     figure.draw_without_rendering()
     assert title.get_window_extent().x1 < figure.bbox.width
+
+
+# What only Python can do.
+
+_PLANNED = ["solve", "profile.json", "-n", "2"]
+
+#: Words that make an error with each text that the command line says in another way.
+ONLY_IN_PYTHON = {
+    "profile.names lists all layers": [*_PLANNED, "--no-cut", "nowhere"],
+    "a Device, a Profile, or its speed as a number above 0": [*_PLANNED, "--speeds", "0,1"],
+    "one limit per device, None for no limit; or": [*_PLANNED, "--memory-limit", "1GB,1GB,1GB"],
+    "devices=[...] * 2, the": [
+        *("solve", "profile.json", "-n", "4", "--schedule", "interleaved_1f1b"),
+        *("--speeds", "1,2,3,4"),
+    ],
+    "or give devices.": [*_PLANNED, "--any-order"],
+    "Fix: 1 for one as fast as": [*_PLANNED, "--speeds", "0,1"],
+    "profile_model(model, sample, method='estimate') needs": [
+        "profile",
+        "workloads:without_values",
+    ],
+    "simulated by gpipebal.simulate": [
+        "solve",
+        "profile.json",
+        "--balance",
+        "2,4",
+        "--schedule",
+        "zb_h1",
+    ],
+    "no meaning with method='estimate':": [
+        *("profile", "workloads:tiny", "--estimate", "A100", "--device", "cpu"),
+    ],
+    "; rates= names the device": [
+        *("profile", "workloads:tiny", "--estimate", "A100", "--device", "cpu"),
+    ],
+    ", or DeviceRates(name, {'float32': 1e13}, bandwidth=1e12) with your own figures.": [
+        *("profile", "workloads:tiny", "--estimate", "abacus"),
+    ],
+    "profile_model(model, sample, chunks=..., rows=None), which": [*_PLANNED, "--chunks", "2,4"],
+}
+
+
+def test_no_text_that_is_said_in_another_way_is_missing() -> None:
+    """Each has words above that make it."""
+    assert words._ONLY_IN_PYTHON.keys() == ONLY_IN_PYTHON.keys()
+
+
+@pytest.mark.parametrize("text", ONLY_IN_PYTHON)
+def test_texts_that_are_said_in_another_way_exist(
+    text: str,
+    profile_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command raises an error with the text, and prints it without: no key is out of date."""
+    raised = []
+
+    def recorded(error: str, *rest: Any) -> str:
+        raised.append(error)
+        return with_flags(error, *rest)
+
+    monkeypatch.setattr("gpipebal.cli.with_flags", recorded)
+    err = said(ONLY_IN_PYTHON[text], capsys, BAD_INPUT)
+    assert text in raised[0] and text not in err
+    assert words._ONLY_IN_PYTHON[text] in err

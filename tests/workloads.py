@@ -21,6 +21,12 @@ def tiny() -> tuple[nn.Sequential, Tensor]:
     return model, torch.randn(ROWS, 6)
 
 
+def without_values() -> tuple[nn.Sequential, Tensor]:
+    """Return the same on the meta device."""
+    model, sample = tiny()
+    return model.to("meta"), sample.to("meta")
+
+
 def printing() -> tuple[nn.Sequential, Tensor]:
     """Print on standard output, as Python does and as a library in C does, and return a chain."""
     print("from Python")
