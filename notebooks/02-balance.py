@@ -91,7 +91,7 @@ for objective in ("makespan", "bottleneck", "peak_memory"):
 # pipelines never filled and drained. The table compares them with the plan:
 
 # %%
-from gpipebal.planner.rule_comparison import compare_rules
+from gpipebal.planner.thumb_comparison import compare_rules
 
 print(compare_rules(profile, gb.solve(profile, 8)))
 

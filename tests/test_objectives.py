@@ -17,8 +17,8 @@ from gpipebal.plan.text import explanation, format_value
 from gpipebal.planner.plans import value_of
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import ask
-from gpipebal.planner.rule_comparison import compare_rules
 from gpipebal.planner.sensitivity import sensitivity
+from gpipebal.planner.thumb_comparison import compare_rules
 from gpipebal.problem import Problem
 from gpipebal.solvers import find, select_method
 from gpipebal.solvers.dispatch import applicable

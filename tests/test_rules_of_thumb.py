@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import gpipebal as gb
 from gpipebal.errors import BalanceError, ProfileError, UsageError
 from gpipebal.planner import evaluate, solve
-from gpipebal.planner.rule_comparison import RuleTable, compare_rules
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
+from gpipebal.planner.thumb_comparison import RuleTable, compare_rules
 from gpipebal.problem import Link, to_balance
 from gpipebal.schedule import CHECKPOINT_MODES
 

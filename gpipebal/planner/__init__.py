@@ -9,8 +9,8 @@ split is run), `times` (how long partitions and steps take, from the layers' tim
 (a plan's step, as its profile predicts it).
 
 Besides these: `schedules` (the search under schedules without a closed form), `grid` (several
-pipelines that share the rows), `rule_comparison` (a plan next to `rules_of_thumb`), and `recompute`
-(single layers recomputed inside the partitions of a plan).
+pipelines that share the rows), `thumb_comparison` (a plan next to `rules_of_thumb`), and
+`recompute` (single layers recomputed inside the partitions of a plan).
 """
 
 from gpipebal.planner.assemble import equal_split
@@ -20,8 +20,8 @@ from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import default_reserve
 from gpipebal.planner.recompute.choice import LayerRecompute
 from gpipebal.planner.recompute.recompute import recompute_layers
-from gpipebal.planner.rule_comparison import compare_rules
 from gpipebal.planner.solve import select_method, solve, top_plans
+from gpipebal.planner.thumb_comparison import compare_rules
 from gpipebal.planner.training_step import training_step
 
 __all__ = [

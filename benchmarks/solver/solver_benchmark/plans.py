@@ -11,8 +11,8 @@ from typing import Any
 
 from gpipebal.planner import solve
 from gpipebal.planner.question import Options
-from gpipebal.planner.rule_comparison import compare_rules
 from gpipebal.planner.schedules.search import search_schedule
+from gpipebal.planner.thumb_comparison import compare_rules
 from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.simulator import weight_shares
