@@ -113,6 +113,7 @@ _MODULES = (
     "kinds",
     "memory",
     "models",
+    "objectives",
     "pipeline",
     "plan",
     "planner",

@@ -27,8 +27,9 @@ __all__ = [
 #: Objectives that are times of partitions.
 TimeObjective = Literal["makespan", "bottleneck"]
 
-#: Objectives that solvers know by name.
+#: An objective of `gpipebal.solve`.
 Objective = Literal[TimeObjective, "peak_memory"]
+#: All of them, the default first.
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 #: What a plan may have minimised: an objective, or costs that a function of the caller's gave.
