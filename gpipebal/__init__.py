@@ -104,13 +104,13 @@ _HOMES = {
 }
 
 _MODULES = (
+    "argument_kinds",
     "balance",
     "cli",
     "compat",
     "errors",
     "files",
     "html",
-    "kinds",
     "memory",
     "models",
     "objectives",

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
 from gpipebal.planner import solve
 from gpipebal.planner.runs.sizes import sizes_of
 from gpipebal.problem import Problem

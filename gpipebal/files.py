@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from gpipebal.argument_kinds import check_path
 from gpipebal.errors import FileFormatError
-from gpipebal.kinds import check_path
 
 __all__ = [
     "atomic_path",

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpipebal.argument_kinds import check_kind, check_list
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind, check_list
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.times import with_turns
 from gpipebal.problem import Link, Problem, links_of

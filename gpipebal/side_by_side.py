@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.argument_kinds import check_kind, check_mapping
 from gpipebal.errors import BalanceError, UsageError
-from gpipebal.kinds import check_kind, check_mapping
 from gpipebal.plan import Plan
 from gpipebal.planner import training_step
 from gpipebal.profile import Profile

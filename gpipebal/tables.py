@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipebal.kinds import check_kind, check_whole
+from gpipebal.argument_kinds import check_kind, check_whole
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.text import aligned, one_line
 from gpipebal.units import format_bytes, format_percent, format_seconds, not_shown

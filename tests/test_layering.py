@@ -17,10 +17,10 @@ HEAVY = ("torch", "pandas", "scipy", "matplotlib")
 
 #: Rank of every module or package directly below gpipebal: arrows point to lower ranks only.
 RANKS = {
+    "argument_kinds": 0,
     "errors": 0,
     "units": 0,
     "files": 0,
-    "kinds": 0,
     "objectives": 0,
     "records": 0,
     "html": 0,
@@ -56,8 +56,8 @@ RANKS = {
 #: The arrows that are allowed inside one rank.
 WITHIN_RANK = {
     ("files", "errors"),
-    ("files", "kinds"),
-    ("kinds", "errors"),
+    ("files", "argument_kinds"),
+    ("argument_kinds", "errors"),
     ("objectives", "errors"),
     ("objectives", "units"),
     ("records", "errors"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpipebal.kinds import check_kind, check_list
+from gpipebal.argument_kinds import check_kind, check_list
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.loss import AroundLoss, around_loss, loss_of_micro_batch

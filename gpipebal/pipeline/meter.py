@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from gpipebal.kinds import check_kind
+from gpipebal.argument_kinds import check_kind
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.observers.ledger import Ledger

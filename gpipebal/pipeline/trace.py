@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpipebal.kinds import check_kind
+from gpipebal.argument_kinds import check_kind
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.observers.recorder import Recorder
 

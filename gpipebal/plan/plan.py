@@ -9,10 +9,10 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.argument_kinds import check_index, check_kind
 from gpipebal.errors import KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
-from gpipebal.kinds import check_index, check_kind
 from gpipebal.plan.checks import check_plan, check_schedule_known
 from gpipebal.plan.parts import PartitionPlan, PeakMemory
 from gpipebal.plan.text import explanation, plan_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gpipebal.argument_kinds import check_kind, whole_number
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind, whole_number
 from gpipebal.problem import Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count

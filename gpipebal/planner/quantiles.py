@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import NormalDist
 from types import MappingProxyType
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
 from gpipebal.problem.checks import plain_number
 from gpipebal.profile import LayerProfile, Profile
 

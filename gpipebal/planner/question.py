@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+from gpipebal.argument_kinds import check_kind, check_options
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
-from gpipebal.kinds import check_kind, check_options
 from gpipebal.objectives import MINIMISED, Objective, Quantity, check_objective
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.devices import DeviceCosts, check_interleaved, devices_asked

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from gpipebal.argument_kinds import check_kind, check_options, no_such_row
 from gpipebal.errors import BalanceError, ProfileError
-from gpipebal.kinds import check_kind, check_options, no_such_row
 from gpipebal.objectives import Objective
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
 from gpipebal.memory.layer_runs import with_runs
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import step_time

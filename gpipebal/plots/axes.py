@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.kinds import check_kind
+from gpipebal.argument_kinds import check_kind
 from gpipebal.plots.glyphs import families, font_settings, pieces
 
 if TYPE_CHECKING:

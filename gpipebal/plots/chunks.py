@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import UsageError
-from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.plots.axes import (
     CAPTION_SIZE,

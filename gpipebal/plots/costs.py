@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import ProfileError, UsageError
-from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.plots.axes import (
     FONT_SIZE,

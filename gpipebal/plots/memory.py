@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import UsageError
-from gpipebal.kinds import check_kind
 from gpipebal.plots.axes import (
     FONT_SIZE,
     LINE_HEIGHT,

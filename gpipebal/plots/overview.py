@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from gpipebal.argument_kinds import check_kind, check_path
 from gpipebal.errors import UsageError
 from gpipebal.files import atomic_path
-from gpipebal.kinds import check_kind, check_path
 from gpipebal.plan import Plan
 from gpipebal.plots.costs import plot_balance, plot_partitions
 from gpipebal.plots.timelines import plot_pair, timeline_height

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpipebal.kinds import check_kind
+from gpipebal.argument_kinds import check_kind
 from gpipebal.plots.axes import (
     FONT_SIZE,
     add_headline,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.kinds import check_whole
+from gpipebal.argument_kinds import check_whole
 from gpipebal.units import bytes_unit, seconds_unit
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import UsageError
-from gpipebal.kinds import check_kind
 from gpipebal.plots.axes import (
     CAPTION_SIZE,
     FONT_SIZE,

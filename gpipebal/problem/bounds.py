@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
+from gpipebal.argument_kinds import check_list, check_whole, whole_number
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_list, check_whole, whole_number
 
 __all__ = ["check_bounds", "to_balance", "to_bounds"]
 

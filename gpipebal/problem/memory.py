@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
+from gpipebal.argument_kinds import check_list
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_list
 from gpipebal.problem.checks import check_bytes
 from gpipebal.schedule import CheckpointMode, check_count
 

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import whole_number
 from gpipebal.problem.checks import plain_number
 
 __all__ = ["RULE_NAMES", "Rules"]

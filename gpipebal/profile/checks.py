@@ -8,8 +8,8 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.argument_kinds import check_kind, check_list, check_mapping
 from gpipebal.errors import ProfileError
-from gpipebal.kinds import check_kind, check_list, check_mapping
 from gpipebal.profile.layer import (
     LayerProfile,
     SideBySide,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import ModelError
-from gpipebal.kinds import check_kind
 from gpipebal.profile.fingerprint import is_same_layer, is_uninitialized
 from gpipebal.profile.layer import TieProfile
 from gpipebal.profile.ties import find_ties

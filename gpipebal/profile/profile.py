@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from gpipebal.argument_kinds import check_list, check_whole
 from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
-from gpipebal.kinds import check_list, check_whole
 from gpipebal.profile.checks import STORAGE_FIELDS, check_profile, read_columns
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile

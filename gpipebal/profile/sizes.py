@@ -29,8 +29,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import ProfileError
-from gpipebal.kinds import whole_number
 from gpipebal.profile.fit import count_at, time_at
 from gpipebal.profile.layer import LayerProfile, StepTerms
 

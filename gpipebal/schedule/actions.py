@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import whole_number
 
 __all__ = ["IN", "KINDS", "Action", "B", "F", "Kind", "R", "Schedule", "W", "check_count"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from gpipebal.argument_kinds import check_kind, check_whole
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind, check_whole
 from gpipebal.schedule.actions import Action, Schedule
 
 __all__ = [

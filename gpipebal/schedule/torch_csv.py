@@ -16,9 +16,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
+from gpipebal.argument_kinds import check_kind, check_path
 from gpipebal.errors import FileFormatError, UnsupportedPlanError
 from gpipebal.files import atomic_path
-from gpipebal.kinds import check_kind, check_path
 from gpipebal.schedule.actions import Action, Kind, Schedule
 
 __all__ = ["read_torch_csv", "write_torch_csv"]

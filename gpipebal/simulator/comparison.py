@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from gpipebal.argument_kinds import check_kind, check_list, check_mapping, no_such_row
 from gpipebal.errors import BalanceError, KindError
-from gpipebal.kinds import check_kind, check_list, check_mapping, no_such_row
 from gpipebal.schedule import (
     ALL_SCHEDULES,
     RUN_BY_TORCH,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
+from gpipebal.argument_kinds import check_list
 from gpipebal.errors import ProfileError
-from gpipebal.kinds import check_list
 from gpipebal.plan import Plan
 from gpipebal.problem.checks import plain_number
 

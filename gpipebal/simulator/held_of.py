@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpipebal.kinds import check_kind
+from gpipebal.argument_kinds import check_kind
 from gpipebal.memory.cell import Cell, Moment
 from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.layer_runs import with_runs

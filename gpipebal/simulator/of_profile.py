@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import mul
 
+from gpipebal.argument_kinds import check_kind, check_list
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind, check_list
 from gpipebal.problem import Device, Links
 from gpipebal.problem.bounds import check_bounds
 from gpipebal.profile import LayerProfile, Profile

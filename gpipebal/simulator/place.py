@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpipebal.argument_kinds import check_kind, check_mapping
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind, check_mapping
 from gpipebal.problem.checks import plain_number
 from gpipebal.schedule import Order, Schedule
 from gpipebal.schedule.actions import F

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.problem.checks import check_flag
 from gpipebal.schedule import (

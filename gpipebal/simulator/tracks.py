@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpipebal.argument_kinds import check_kind, check_list
 from gpipebal.errors import ProfileError
-from gpipebal.kinds import check_kind, check_list
 from gpipebal.memory.loss import AroundLoss
 from gpipebal.memory.waiting import AT_ONCE, Stream
 from gpipebal.simulator.held import HeldBytes

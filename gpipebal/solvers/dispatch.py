@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
 from gpipebal.objectives import Objective, TimeObjective, check_objective
 from gpipebal.problem import Problem, to_balance
 from gpipebal.schedule import CheckpointMode

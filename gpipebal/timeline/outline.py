@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpipebal.kinds import check_kind
+from gpipebal.argument_kinds import check_kind
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.timeline import Timeline
 

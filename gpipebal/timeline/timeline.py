@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gpipebal.argument_kinds import check_index, check_list, check_mapping, check_whole
 from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import timeline_html
-from gpipebal.kinds import check_index, check_list, check_mapping, check_whole
 from gpipebal.records import (
     check_missing,
     damaged,

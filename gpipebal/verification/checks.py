@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gpipebal.argument_kinds import check_mapping, whole_number
 from gpipebal.errors import BalanceError, KindError, ModelError, VerificationError
-from gpipebal.kinds import check_mapping, whole_number
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.minibatch.inputs import part_inputs
 from gpipebal.pipeline.minibatch.loss import Reduction

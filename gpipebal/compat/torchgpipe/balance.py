@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import gpipebal.balance
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import ProfileError
-from gpipebal.kinds import check_kind
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
 

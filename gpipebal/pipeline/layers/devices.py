@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from gpipebal.argument_kinds import check_list
 from gpipebal.errors import BalanceError, DeviceError
-from gpipebal.kinds import check_list
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.schedule import check_count
 from gpipebal.units import count

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
 from gpipebal.pipeline.layers.chain import layers_of, name_at
 from gpipebal.pipeline.layers.recomputed import Recomputed, with_recompute
 from gpipebal.plan import Plan

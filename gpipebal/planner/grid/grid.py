@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.argument_kinds import check_kind, no_such_row
 from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
-from gpipebal.kinds import check_kind, no_such_row
 from gpipebal.plan import Plan
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.grid.options import check_applies, checked_options

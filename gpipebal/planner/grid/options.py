@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpipebal.argument_kinds import check_options
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_options
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.question import Options, ask
 from gpipebal.problem import RULE_NAMES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.kinds import check_kind
 from gpipebal.plan import Plan
 from gpipebal.planner.posing import Posed, posed_as
 from gpipebal.planner.question import DeviceCosts, Options, Size

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import gpipebal as gb
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import KindError
-from gpipebal.kinds import check_kind
 from gpipebal.memory import partition_memory
 from gpipebal.pipeline import measure_memory
 from gpipebal.planner import at_quantile
