@@ -29,10 +29,10 @@ TimeObjective = Literal["makespan", "bottleneck"]
 
 #: An objective of `gpipebal.solve`.
 Objective = Literal[TimeObjective, "peak_memory"]
-#: All of them, the default first.
+#: All objectives, the default first.
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
-#: What a plan may have minimised: an objective, or costs that a function of the caller's gave.
+#: What a plan may have minimised, an objective or costs that a function of the caller's gave.
 Quantity = Literal[Objective, "cost"]
 
 
