@@ -20,6 +20,7 @@ from gpipebal.schedule import (
     CheckpointMode,
     check_count,
     check_known_schedule,
+    shares_devices,
 )
 from gpipebal.simulator import (
     Durations,
@@ -116,11 +117,12 @@ def compare_schedules(
     held: dict[int, list[HeldBytes]] = {}
     too_many = []
     asked = [check_count("partitions_per_device", one) for one in _several(partitions_per_device)]
-    if max(asked, default=1) < 2 and set(schedules) == {"interleaved_1f1b"}:
+    if max(asked, default=1) < 2 and all(map(shares_devices, schedules)):
         raise BalanceError(
             "partitions leave nothing to interleave: "
             f"partitions_per_device={asked} (expected 2 or more, for schedule "
-            "'interleaved_1f1b').\nFix: partitions_per_device=2, or other schedules."
+            f"{', '.join(map(repr, schedules))}).\n"
+            "Fix: partitions_per_device=2, or other schedules."
         )
     for each in dict.fromkeys((1, *asked)):
         if each * n_devices > profile.n_layers:
@@ -148,20 +150,21 @@ def compare_schedules(
     )
     refused = [
         ScheduleRow(
-            schedule="interleaved_1f1b",
+            schedule=name,
             partitions_per_device=each,
             makespan=None,
             bubble_fraction=None,
             imbalance=None,
             peak_bytes=None,
-            run_by=run_by("interleaved_1f1b"),
+            run_by=run_by(name),
             refusal=(
                 f"the chain has {count(profile.n_layers, 'layer')} for "
                 f"{count(each * n_devices, 'partition')}."
             ),
         )
         for each in too_many
-        if "interleaved_1f1b" in schedules
+        for name in dict.fromkeys(schedules)
+        if shares_devices(name)
     ]
     return replace(table, rows=(*table.rows, *refused), notes=notes)
 

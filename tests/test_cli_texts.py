@@ -19,7 +19,7 @@ from gpipebal.plan import Plan
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.problem import Link
 from gpipebal.profile import LayerProfile, StepTerms
-from gpipebal.schedule.studied import interleaved_schedule
+from gpipebal.schedule import ALL_SCHEDULES, interleaved_schedule
 from gpipebal.tables import profile_table
 from gpipebal.timeline import Timeline
 
@@ -78,7 +78,7 @@ def test_simulate_plans_for_the_schedule(
     assert main([*words, "--memory-limit", "1000B"]) == 0
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe_in_order", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_simulate_takes_a_balance_under_every_schedule(
     schedule: str, profile_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,13 @@ from gpipebal.planner.schedules import search as schedules
 from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.planner.schedules.search import bound_of, search_schedule
 from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
-from gpipebal.schedule import ALL_SCHEDULES, CHECKPOINT_MODES, CheckpointMode, order_of
+from gpipebal.schedule import (
+    ALL_SCHEDULES,
+    CHECKPOINT_MODES,
+    KNOWN_SCHEDULES,
+    CheckpointMode,
+    order_of,
+)
 from gpipebal.simulator import Durations, place, weight_shares
 
 Bounds = tuple[int, ...]
@@ -66,7 +72,7 @@ def all_makespans(problem: Problem, name: str, each: int = 1) -> dict[Bounds, fl
 def questions(draw: st.DrawFn) -> tuple[Problem, str, int]:
     """Draw a problem, a schedule, and partitions per device."""
     name = draw(st.sampled_from(ALL_SCHEDULES))
-    each = 2 if name == "interleaved_1f1b" else 1
+    each = KNOWN_SCHEDULES[name].partitions_per_device
     n_devices = draw(st.integers(1, 3))
     n_layers = draw(st.integers(each * n_devices, 8))
     times = draw(
@@ -302,7 +308,7 @@ def test_impossible_requests() -> None:
     problem = Problem([1] * 4, [2] * 4, [0] * 4, 3, 4, "never")
     with pytest.raises(UnsupportedPlanError, match=r"schedule='zigzag'.*\n?.*Fix: "):
         search_schedule(problem, "zigzag")
-    with pytest.raises(BalanceError, match=r"3 partitions, two on each device") as error:
+    with pytest.raises(BalanceError, match=r"3 partitions, 2 on each device") as error:
         search_schedule(problem, "interleaved_1f1b")
     assert str(error.value).endswith("Fix: 4 partitions, or schedule='1f1b'.")
 

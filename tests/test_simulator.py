@@ -282,7 +282,7 @@ def test_missing_action_is_the_reason_even_if_others_wait_first() -> None:
 def test_an_odd_number_of_partitions_is_not_interleaved() -> None:
     """Three partitions are two on each of no number of devices; one on each they run."""
     plan = make_plan(uniform(3, 1, 0, 2), chunks=3)
-    with pytest.raises(BalanceError, match="3 partitions, two on each device"):
+    with pytest.raises(BalanceError, match="3 partitions, 2 on each device"):
         simulate(plan, schedule="interleaved_1f1b")
     assert simulate(plan, schedule="interleaved_1f1b", devices=3).n_devices == 3
 

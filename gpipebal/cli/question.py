@@ -11,6 +11,7 @@ from gpipebal.cli.layer_words import read_layer, read_pins
 from gpipebal.cli.typed import LEAST_BYTES
 from gpipebal.errors import UsageError
 from gpipebal.objectives import OBJECTIVES
+from gpipebal.schedule.known import KNOWN_SCHEDULES, shares_devices
 from gpipebal.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -52,7 +53,12 @@ def add_question(command: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help="how many partitions: one for each device; two with interleaved_1f1b",
+        help="how many partitions: one for each device; "
+        + ", ".join(
+            f"{known.partitions_per_device} with {name}"
+            for name, known in KNOWN_SCHEDULES.items()
+            if shares_devices(name)
+        ),
     )
     what.add_argument(
         "--chunks",

@@ -11,6 +11,7 @@ from gpipebal.cli.question import add_question, plan_of, question_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
+from gpipebal.schedule.known import listed_schedules
 
 if TYPE_CHECKING:
     from gpipebal.planner import LayerRecompute
@@ -45,8 +46,8 @@ def add_solve(commands: Commands) -> None:
     solve.add_argument(
         "--schedule",
         metavar="NAME",
-        help="schedule to plan for: gpipe, gpipe_in_order, 1f1b, interleaved_1f1b (with "
-        "two partitions on each device) or zb_h1 (default: gpipe)",
+        help=f"schedule to plan for: {listed_schedules('with {} partitions on each device')} "
+        "(default: gpipe)",
     )
     solve.add_argument(
         "--recompute-layers",

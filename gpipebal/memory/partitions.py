@@ -47,10 +47,10 @@ def partition_memory(
         bounds: First layer of each partition, then the number of layers.
         chunks: Micro-batches per mini-batch.
         checkpoint: Which micro-batches are recomputed: one mode, or one for each partition.
-        schedule: ``'gpipe'`` or ``'1f1b'``.
+        schedule: One of those that `GPipe` runs, `gpipebal.schedule.SCHEDULES`.
         loss_inside: Whether the last partition computes the loss, micro-batch by micro-batch, as
             in `GPipe.step`, or the caller does; None: the caller with ``'gpipe'``, and the last
-            partition with schedules whose backwards begin before the last forward.
+            partition with all others.
         shared_memory: Whether all partitions live in one memory.
         timeline: When the actions of the schedule start and end, which tells what waits for busy
             neighbours; None: everything is taken at once.
@@ -87,7 +87,8 @@ def partition_memory(
     bounds = check_list("bounds", bounds)
     if timeline is not None:
         check_kind("timeline", timeline, Timeline)
-    order = order_of(check_schedule(schedule), len(bounds) - 1, chunks, checkpoint)
+    schedule = check_schedule(schedule)
+    order = order_of(schedule, len(bounds) - 1, chunks, checkpoint)
     inside = schedule != "gpipe" if loss_inside is None else loss_inside
     cells = cells_of(profile, bounds, inside, shared_memory)
     waiting = None

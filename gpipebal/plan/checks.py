@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.objectives import MINIMISED
 from gpipebal.plan.parts import PeakMemory
-from gpipebal.schedule import ALL_SCHEDULES, check_count, modes_of
+from gpipebal.schedule import KNOWN_SCHEDULES, check_count, modes_of
 
 if TYPE_CHECKING:
     from gpipebal.plan.plan import Plan
@@ -117,8 +117,8 @@ def check_schedule_known(plan: Plan) -> None:
         BalanceError: the plan's partitions cannot have this schedule.
         ProfileError: there is no schedule with this name.
     """
-    if plan.schedule not in ALL_SCHEDULES:
-        expected = f"one of {', '.join(map(repr, ALL_SCHEDULES))}"
+    if plan.schedule not in KNOWN_SCHEDULES:
+        expected = f"one of {', '.join(map(repr, KNOWN_SCHEDULES))}"
         raise _bad_value("plan", "schedule", plan.schedule, expected)
     plan.micro_batch_time(0)  # counts the recomputes, for which it has to be made
 

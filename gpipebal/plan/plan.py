@@ -26,7 +26,7 @@ from gpipebal.records import (
     without_header,
 )
 from gpipebal.schedule import (
-    ALL_SCHEDULES,
+    KNOWN_SCHEDULES,
     SCHEDULES,
     Checkpoint,
     CheckpointMode,
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def n_devices(self) -> int:
-        """Number of devices: half as many as partitions where these are interleaved."""
+        """Number of devices: fewer than partitions where devices have several of them."""
         return self.n_partitions // partitions_on_each(self.schedule, self.n_partitions)
 
     @property
@@ -199,7 +199,7 @@ class Plan:
 
         It is the schedule that says so: ``'1f1b'`` leaves some recomputes out.
         """
-        if self.schedule in ALL_SCHEDULES:
+        if self.schedule in KNOWN_SCHEDULES:
             return recomputes_of(
                 self.schedule,
                 self.n_devices,
@@ -244,7 +244,7 @@ class Plan:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Which device runs each partition, as an index; interleaved ones go round the devices."""
+        """Which device runs each partition, as an index; several on each go round the devices."""
         return self.device_order or tuple(j % self.n_devices for j in range(self.n_partitions))
 
     @property

@@ -11,9 +11,10 @@ from gpipebal.errors import BalanceError
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.problem import Device
 from gpipebal.profile import Profile
+from gpipebal.schedule import KNOWN_SCHEDULES
 from gpipebal.units import count
 
-__all__ = ["DeviceCosts", "check_interleaved", "devices_asked"]
+__all__ = ["DeviceCosts", "check_shared_devices", "devices_asked"]
 
 #: A device: a `Device`, its speed relative to the profile's device, or its own profile.
 DeviceCosts = Device | float | Profile
@@ -75,21 +76,32 @@ def devices_asked(
     return tuple(found)
 
 
-def check_interleaved(devices: Sequence[DeviceCosts], *, any_order: bool) -> None:
-    """Refuse two partitions that one device runs, but that are given different devices."""
-    half = len(devices) // 2
+def check_shared_devices(schedule: str, devices: Sequence[DeviceCosts], *, any_order: bool) -> None:
+    """Refuse partitions that one device runs, but that are given different devices.
+
+    Args:
+        schedule: Name of the schedule, which says how many partitions every device has.
+        devices: The device of each partition.
+        any_order: Whether they may change places.
+
+    Raises:
+        BalanceError: partitions of one device have different ones, or devices may change places.
+    """
+    each = KNOWN_SCHEDULES[schedule].partitions_per_device
     if any_order:
         raise BalanceError(
-            "devices cannot change places where each runs two partitions: any_order=True with "
-            "schedule='interleaved_1f1b' (expected False).\n"
+            f"devices cannot change places where each runs {each} partitions: any_order=True with "
+            f"schedule={schedule!r} (expected False).\n"
             "Fix: any_order=False, with devices in the order in which they are connected."
         )
-    pairs = list(zip(devices, devices[half:], strict=False))
-    for j, (one, other) in enumerate(pairs):
-        if len(devices) % 2 == 0 and one is not other and one != other:
+    n_devices, rest = divmod(len(devices), each)
+    if rest:
+        return  # refused with the number of partitions
+    for k in range(n_devices, len(devices)):
+        j = k % n_devices
+        if devices[j] is not devices[k] and devices[j] != devices[k]:
             raise BalanceError(
-                f"one device is two: devices[{j}] and devices[{j + half}] differ (expected one "
-                f"device twice: with schedule='interleaved_1f1b' partitions {j} and {j + half} run "
-                "on it).\n"
-                f"Fix: devices=[...] * 2, the {half} devices in order, twice."
+                f"one device is two: devices[{j}] and devices[{k}] differ (expected one device "
+                f"{each} times: with schedule={schedule!r} partitions {j} and {k} run on it).\n"
+                f"Fix: devices=[...] * {each}, the {n_devices} devices in order, {each} times."
             )

@@ -52,7 +52,7 @@ def evaluate(
         chunks: Micro-batches per mini-batch; they have as many rows as in `solve`. None: the
             profile's.
         checkpoint: Which micro-batches are recomputed: one mode, or one for each partition.
-        schedule: ``'gpipe'`` or ``'1f1b'``.
+        schedule: One of those that `GPipe` runs: ``'gpipe'`` or ``'1f1b'``.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller computes that of the mini-batch, as in
             ``loss(pipe(x)).backward()``; None: the caller with ``'gpipe'``, the last partition with

@@ -14,7 +14,13 @@ from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
 from gpipebal.problem.chunking import as_planned, at_chunks
 from gpipebal.profile import Profile
-from gpipebal.schedule import SCHEDULES, CheckpointMode, counted_modes, modes_of
+from gpipebal.schedule import (
+    KNOWN_SCHEDULES,
+    SCHEDULES,
+    CheckpointMode,
+    counted_modes,
+    modes_of,
+)
 from gpipebal.units import count, format_bytes
 
 __all__ = ["Posed", "pose", "posed_as"]
@@ -148,7 +154,7 @@ def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: boo
             f"The mini-batch of {rows} rows has micro-batches of {profile.rows} and of "
             f"{count(rows // chunks, 'row')}; times and memory are those of {profile.rows} for all."
         )
-    if question.schedule == "zb_h1":
+    if KNOWN_SCHEDULES[question.schedule].is_in_parts:
         notes.append(
             "Gradients of weights are taken to be half of the backward of layers that train "
             "parameters: they are not measured by themselves."

@@ -10,7 +10,7 @@ from gpipebal.argument_kinds import check_kind, check_options
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.objectives import MINIMISED, Objective, Quantity, check_objective
 from gpipebal.plan.checks import check_chunks
-from gpipebal.planner.devices import DeviceCosts, check_interleaved, devices_asked
+from gpipebal.planner.devices import DeviceCosts, check_shared_devices, devices_asked
 from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
 from gpipebal.planner.quantiles import at_quantile
@@ -29,6 +29,7 @@ from gpipebal.schedule import (
     check_count,
     check_known_schedule,
     modes_of,
+    shares_devices,
 )
 from gpipebal.units import parse_bytes
 
@@ -199,8 +200,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     _check_memory_known(schedule, limited=limited or objective == "peak_memory")
     any_order = check_flag("any_order", options.get("any_order") or False)
     check_any_order(any_order, devices)
-    if schedule == "interleaved_1f1b" and devices is not None:
-        check_interleaved(devices, any_order=any_order)
+    if shares_devices(schedule) and devices is not None:
+        check_shared_devices(schedule, devices, any_order=any_order)
     cost = check_cost(options.get("cost"))
     asked = options.get("chunks")
     chunks = _chunks(asked, profile, "cost" if cost is not None else objective)
@@ -276,8 +277,8 @@ def _schedule(options: Options) -> str:
     if options.get("loss_inside") is False and schedule != "gpipe":
         raise BalanceError(
             f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
-            "loss_inside=False (expected loss_inside=True: a micro-batch goes back before the last "
-            "one has come out).\nFix: loss_inside=None."
+            "loss_inside=False (expected loss_inside=True: only 'gpipe' runs all forwards, then "
+            "the caller's loss, then all backwards).\nFix: loss_inside=None."
         )
     return schedule
 

@@ -105,7 +105,7 @@ def with_turns(profile: Profile, durations: Durations) -> Durations:
 
 
 def order_for(schedule: str, n_partitions: int, chunks: int, checkpoint: Checkpoint) -> Order:
-    """Return the order of a schedule; two partitions on each device where it is interleaved.
+    """Return the order of a schedule; several partitions on each device where it shares them.
 
     Raises:
         UnsupportedPlanError: an unknown schedule.

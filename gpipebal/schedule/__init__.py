@@ -11,9 +11,14 @@ durations on it, the executor's workers run it, and tests compare it with a draw
 
 There are schedules that `GPipe` runs (`executed`: one partition per device, whole backwards), and
 schedules that can only be studied here and are run by torch.distributed.pipelining (`studied`, and
-any that its files contain, `torch_csv`). `SCHEDULES` and `make_schedule` know only the first,
-`ALL_SCHEDULES` and `order_of` know both.
+any that its files contain, `torch_csv`). `KNOWN_SCHEDULES` has a record of each. `SCHEDULES` and
+`make_schedule` know only the first, `ALL_SCHEDULES` and `order_of` know both.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from gpipebal.schedule.actions import Action, Kind, Schedule, check_count
 from gpipebal.schedule.checkpoint import (
@@ -25,35 +30,36 @@ from gpipebal.schedule.checkpoint import (
     modes_of,
     with_recomputes,
 )
-from gpipebal.schedule.executed import (
-    SCHEDULES,
-    check_schedule,
-    gpipe_schedule,
-    make_schedule,
-    one_f_one_b_schedule,
-)
-from gpipebal.schedule.order import Order
-from gpipebal.schedule.orders import (
+from gpipebal.schedule.executed import gpipe_schedule, one_f_one_b_schedule
+from gpipebal.schedule.known import (
     ALL_SCHEDULES,
+    KNOWN_SCHEDULES,
+    RUN_BY_TORCH,
+    SCHEDULES,
+    STUDIED,
+    KnownSchedule,
     check_known_schedule,
-    counted_modes,
-    order_of,
+    check_schedule,
+    make_schedule,
     partitions_on_each,
-    recomputes_of,
+    shares_devices,
+    study_schedule,
 )
 from gpipebal.schedule.studied import (
-    RUN_BY_TORCH,
-    STUDIED,
     gpipe_in_order_schedule,
     interleaved_schedule,
-    study_schedule,
     zero_bubble_schedule,
 )
-from gpipebal.schedule.torch_csv import read_torch_csv, write_torch_csv
+
+if TYPE_CHECKING:
+    from gpipebal.schedule.order import Order
+    from gpipebal.schedule.orders import counted_modes, order_of, recomputes_of
+    from gpipebal.schedule.torch_csv import read_torch_csv, write_torch_csv
 
 __all__ = [
     "ALL_SCHEDULES",
     "CHECKPOINT_MODES",
+    "KNOWN_SCHEDULES",
     "RUN_BY_TORCH",
     "SCHEDULES",
     "STUDIED",
@@ -61,6 +67,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointMode",
     "Kind",
+    "KnownSchedule",
     "Order",
     "Schedule",
     "check_checkpoint",
@@ -79,8 +86,32 @@ __all__ = [
     "partitions_on_each",
     "read_torch_csv",
     "recomputes_of",
+    "shares_devices",
     "study_schedule",
     "with_recomputes",
     "write_torch_csv",
     "zero_bubble_schedule",
 ]
+
+#: What needs numpy, or is rarely needed, by where it is: the names of schedules need neither.
+_LATER = {
+    "Order": "order",
+    "counted_modes": "orders",
+    "order_of": "orders",
+    "read_torch_csv": "torch_csv",
+    "recomputes_of": "orders",
+    "write_torch_csv": "torch_csv",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        value = getattr(import_module(f"gpipebal.schedule.{_LATER[name]}"), name)
+        # Kept, so that the next use does not call this function again.
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'gpipebal.schedule' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from gpipebal.errors import UnsupportedPlanError
 from gpipebal.schedule.actions import Action, Schedule, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of
-from gpipebal.schedule.names import spelled
-from gpipebal.schedule.studied import RUN_BY_TORCH
 
-__all__ = [
-    "SCHEDULES",
-    "check_schedule",
-    "gpipe_schedule",
-    "make_schedule",
-    "one_f_one_b_schedule",
-]
+__all__ = ["gpipe_schedule", "one_f_one_b_schedule"]
 
 
 def gpipe_schedule(
@@ -97,45 +88,3 @@ def one_f_one_b_schedule(
             row.append(Action(j, "B", i))
         rows.append(tuple(row))
     return Schedule("1f1b", tuple(rows))
-
-
-#: The schedules that `GPipe` runs, by name.
-SCHEDULES = {"gpipe": gpipe_schedule, "1f1b": one_f_one_b_schedule}
-
-
-def check_schedule(name: object) -> str:
-    """Return the name of a schedule that `GPipe` runs, as `SCHEDULES` has it.
-
-    Raises:
-        UnsupportedPlanError: there is none of this name; if other software runs it, the text says
-            which.
-    """
-    known = spelled(name)
-    if not isinstance(known, str) or known not in SCHEDULES:
-        fix = "schedule='gpipe'."
-        if isinstance(known, str) and known in RUN_BY_TORCH:
-            fix = (
-                f"schedule='gpipe' or '1f1b'; {known!r} is run by torch.distributed.pipelining, as "
-                f"{RUN_BY_TORCH[known]}, and simulated by gpipebal.simulate."
-            )
-        raise UnsupportedPlanError(
-            f"schedule cannot be built: schedule={name!r} (expected one of "
-            f"{', '.join(map(repr, SCHEDULES))}).\nFix: {fix}"
-        )
-    return known
-
-
-def make_schedule(
-    name: str, n_partitions: int, chunks: int, checkpoint: Checkpoint = "except_last"
-) -> Schedule:
-    """Order a mini-batch by the schedule of this name.
-
-    Raises:
-        UnsupportedPlanError: there is none of this name.
-        BalanceError: a count below 1, or an unknown checkpoint mode.
-
-    Example:
-        >>> print(make_schedule("1f1b", 1, 2, "always"))
-        0F0 0B0 0F1 0B1
-    """
-    return SCHEDULES[check_schedule(name)](n_partitions, chunks, checkpoint)

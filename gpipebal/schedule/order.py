@@ -27,11 +27,11 @@ class Order:
         name: Name of the schedule.
         offsets: Where the row of each device begins, then the number of actions.
         partitions: Partition of each action.
-        kinds: Kind of each action, as its place in ``'FRBIW'``.
+        kinds: Kind of each action, as its place in `KINDS`.
         micro_batches: Micro-batch of each action.
         devices: Device of each partition.
-        modes: Checkpoint mode of each partition, if `order_of` made the order by GPipe's rule (in
-            either order of backwards) or 1F1B's; else None.
+        modes: Checkpoint mode of each partition, if `order_of` made the columns without rows, as it
+            can for GPipe (in either order of backwards) and 1F1B; else None.
     """
 
     name: str
@@ -91,5 +91,5 @@ class Order:
             column[first:last].tolist()
             for column in (self.partitions, self.kinds, self.micro_batches)
         ]
-        kinds: dict[int, Kind] = {k: kind for k, kind in enumerate("FRBIW")}  # type: ignore[misc]  # the letters are kinds
+        kinds: dict[int, Kind] = {k: kind for k, kind in enumerate(KINDS)}  # type: ignore[misc]  # the letters are kinds
         return tuple(Action(j, kinds[k], i) for j, k, i in zip(*columns, strict=True))

@@ -1,80 +1,33 @@
-"""Any known schedule as columns; with one partition per device no actions are made."""
+"""Any known schedule as columns.
+
+A schedule is defined by its rows, which its maker in the table of known schedules makes. For a few,
+whose rows follow a simple rule, the columns are made without them (`COLUMNS`), and recomputes are
+counted without either (`RECOMPUTES`): these are shortcuts only, and every other schedule is read
+from its rows. A test compares the two for all schedules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.schedule.actions import B, F, R, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, CheckpointMode, modes_of
-from gpipebal.schedule.executed import SCHEDULES
-from gpipebal.schedule.names import spelled
+from gpipebal.schedule.known import KNOWN_SCHEDULES, check_known_schedule
 from gpipebal.schedule.order import Order
-from gpipebal.schedule.studied import STUDIED, check_single, study_schedule
-from gpipebal.units import count
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.integer]
 
-__all__ = [
-    "ALL_SCHEDULES",
-    "check_known_schedule",
-    "counted_modes",
-    "order_of",
-    "partitions_on_each",
-    "recomputes_of",
-]
+__all__ = ["counted_modes", "order_of", "recomputes_of"]
 
-#: Every schedule that can be simulated: those that `GPipe` runs, then the others.
-ALL_SCHEDULES = (*SCHEDULES, *STUDIED)
-
-
-def check_known_schedule(name: object) -> str:
-    """Return the name of a schedule that can be simulated, as `ALL_SCHEDULES` has it.
-
-    Capitals, dashes and underscores do not matter; ``'interleaved'`` and ``'zero_bubble'`` mean the
-    only known schedule of that family.
-
-    Raises:
-        UnsupportedPlanError: there is none of this name.
-
-    Example:
-        >>> check_known_schedule("1F1B"), check_known_schedule("zero_bubble")
-        ('1f1b', 'zb_h1')
-    """
-    known = spelled(name)
-    if not isinstance(known, str) or known not in ALL_SCHEDULES:
-        raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={name!r} (expected one of "
-            f"{', '.join(map(repr, ALL_SCHEDULES))}).\nFix: schedule='gpipe'."
-        )
-    return known
-
-
-def partitions_on_each(schedule: str, n_partitions: int) -> int:
-    """Tell how many of a plan's partitions every device has: 2 if interleaved, else 1.
-
-    Raises:
-        BalanceError: interleaved partitions that cannot be dealt out evenly.
-
-    Example:
-        >>> partitions_on_each("interleaved_1f1b", 8), partitions_on_each("1f1b", 8)
-        (2, 1)
-    """
-    if schedule != "interleaved_1f1b":
-        return 1
-    if n_partitions % 2:
-        raise BalanceError(
-            f"partitions cannot be dealt out evenly: {count(n_partitions, 'partition')}, two on "
-            "each device with schedule='interleaved_1f1b' (expected an even number).\n"
-            f"Fix: {n_partitions + 1} partitions, or schedule='1f1b'."
-        )
-    return 2
+#: Makes kinds and micro-batches of the rows of partitions with these modes.
+RowsMaker = Callable[[int, tuple[CheckpointMode, ...]], "list[tuple[Ints, Ints]]"]
 
 
 def order_of(
@@ -92,15 +45,15 @@ def order_of(
         n_devices: Number of devices.
         chunks: Number of micro-batches.
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
-        partitions_per_device: How many partitions every device has; None: 2 with
-            ``'interleaved_1f1b'``, else 1.
+        partitions_per_device: How many partitions every device has; None: as many as the schedule
+            is meant for, 2 with ``'interleaved_1f1b'``, for example.
 
     Raises:
         UnsupportedPlanError: there is none of this name.
         BalanceError: counts or a mode that the schedule cannot have.
 
     Complexity:
-        O(n) for n actions; with one partition per device and whole backwards in numpy.
+        O(n) for n actions; in numpy for those of `COLUMNS`.
 
     Example:
         >>> print(order_of("1f1b", 2, 3).schedule())
@@ -108,30 +61,15 @@ def order_of(
         1F0 1B0 1F1 1B1 1F2 1B2
     """
     name = check_known_schedule(name)
-    if name in STUDIED and name != "gpipe_in_order":
-        return Order.of(
-            study_schedule(
-                name, n_devices, chunks, checkpoint, partitions_per_device=partitions_per_device
-            )
-        )
+    known = KNOWN_SCHEDULES[name]
+    if name not in COLUMNS:
+        return Order.of(known.schedule(n_devices, chunks, checkpoint, partitions_per_device))
     if partitions_per_device is not None:
-        check_single(name, partitions_per_device)
-    n_devices = check_count("partitions" if name in SCHEDULES else "devices", n_devices)
+        known.check_single(partitions_per_device)
+    n_devices = check_count("partitions" if known.is_ours else "devices", n_devices)
     chunks = check_count("chunks", chunks)
     modes = modes_of(checkpoint, n_devices)
-    # Equal rows are made once: with GPipe those of one mode, with 1F1B those of one mode that run
-    # equally many forwards ahead.
-    made: dict[tuple[CheckpointMode, int], tuple[Ints, Ints]] = {}
-    keys = []
-    for j, mode in enumerate(modes):  # j: partition
-        ahead = min(chunks, n_devices - 1 - j) if name == "1f1b" else 0
-        keys.append((mode, ahead))
-        if keys[-1] not in made:
-            if name == "1f1b":
-                made[keys[-1]] = _one_f_one_b_row(chunks, mode, ahead)
-            else:
-                made[keys[-1]] = _gpipe_row(chunks, mode, last_first=name == "gpipe")
-    rows = [made[key] for key in keys]
+    rows = COLUMNS[name](chunks, modes)
     lengths = [len(kinds) for kinds, _ in rows]
     return Order(
         name=name,
@@ -168,21 +106,18 @@ def recomputes_of(
         BalanceError: counts or a mode that the schedule cannot have.
 
     Complexity:
-        O(n_devices) for schedules that `GPipe` runs, else that of `order_of`.
+        O(n_devices) for those of `RECOMPUTES`, else that of `order_of`.
 
     Example:
         >>> recomputes_of("gpipe", 2, 3, "except_last"), recomputes_of("1f1b", 2, 3, "always")
         ((2, 2), (3, 0))
     """
     name = check_known_schedule(name)
-    if name in SCHEDULES and partitions_per_device in (None, 1):
+    if name in RECOMPUTES and partitions_per_device in (None, 1):
         chunks = check_count("chunks", chunks)
         of_mode = {"never": 0, "except_last": chunks - 1, "always": chunks}
         found = [of_mode[mode] for mode in modes_of(checkpoint, n_devices)]
-        if name == "1f1b":
-            # Its last partition runs each backward at once; with one micro-batch all of them do.
-            found = [n * (chunks > 1) for n in found[:-1]] + [0]
-        return tuple(found)
+        return RECOMPUTES[name](found, chunks)
     order = order_of(
         name, n_devices, chunks, checkpoint, partitions_per_device=partitions_per_device
     )
@@ -204,6 +139,24 @@ def counted_modes(
         ('always', 'never')
     """
     return tuple(mode if count else "never" for mode, count in zip(modes, recomputes, strict=True))
+
+
+def _gpipe_rows(
+    chunks: int, modes: tuple[CheckpointMode, ...], *, last_first: bool
+) -> list[tuple[Ints, Ints]]:
+    """Return kinds and micro-batches of the rows of GPipe; rows of one mode are equal."""
+    made = {mode: _gpipe_row(chunks, mode, last_first=last_first) for mode in set(modes)}
+    return [made[mode] for mode in modes]
+
+
+def _one_f_one_b_rows(chunks: int, modes: tuple[CheckpointMode, ...]) -> list[tuple[Ints, Ints]]:
+    """Return kinds and micro-batches of the rows of 1F1B.
+
+    Equal rows are made once: those of one mode that run equally many forwards ahead.
+    """
+    keys = [(mode, min(chunks, len(modes) - 1 - j)) for j, mode in enumerate(modes)]
+    made = {(mode, ahead): _one_f_one_b_row(chunks, mode, ahead) for mode, ahead in set(keys)}
+    return [made[key] for key in keys]
 
 
 def _gpipe_row(chunks: int, mode: CheckpointMode, *, last_first: bool) -> tuple[Ints, Ints]:
@@ -252,3 +205,20 @@ def _recomputed(chunks: int, mode: CheckpointMode) -> NDArray[np.int64]:
     if mode == "except_last":
         marks[-1] = 0
     return marks
+
+
+#: The schedules whose columns can be made without rows. An order of these has `modes`.
+COLUMNS: dict[str, RowsMaker] = {
+    "gpipe": partial(_gpipe_rows, last_first=True),
+    "gpipe_in_order": partial(_gpipe_rows, last_first=False),
+    "1f1b": _one_f_one_b_rows,
+}
+
+#: The schedules whose recomputes can be counted without an order: from those that the mode of each
+#: partition asks for, and the number of micro-batches. The last partition of 1F1B runs each
+#: backward right after its forward, and with one micro-batch all of them do.
+RECOMPUTES: dict[str, Callable[[Sequence[int], int], tuple[int, ...]]] = {
+    "gpipe": lambda asked, chunks: tuple(asked),
+    "gpipe_in_order": lambda asked, chunks: tuple(asked),
+    "1f1b": lambda asked, chunks: (*(n * (chunks > 1) for n in asked[:-1]), 0),
+}

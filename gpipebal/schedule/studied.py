@@ -13,27 +13,11 @@ gradients of the weights, for which no partition waits, are moved into time that
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.errors import BalanceError
 from gpipebal.schedule.actions import Action, Schedule, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of, with_recomputes
 
-__all__ = [
-    "RUN_BY_TORCH",
-    "STUDIED",
-    "gpipe_in_order_schedule",
-    "interleaved_schedule",
-    "study_schedule",
-    "zero_bubble_schedule",
-]
-
-#: What torch.distributed.pipelining calls the schedules that `GPipe` does not run.
-RUN_BY_TORCH = {
-    "gpipe_in_order": "ScheduleGPipe",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zb_h1": "ScheduleInterleavedZeroBubble",
-}
+__all__ = ["gpipe_in_order_schedule", "interleaved_schedule", "zero_bubble_schedule"]
 
 
 def gpipe_in_order_schedule(
@@ -62,7 +46,12 @@ def gpipe_in_order_schedule(
         0F0 0F1 0R0 0B0 0R1 0B1
         1F0 1F1 1R0 1B0 1R1 1B1
     """
-    check_single("gpipe_in_order", partitions_per_device)
+    if partitions_per_device != 1:
+        raise BalanceError(
+            "schedule has one partition per device: "
+            f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
+            "Fix: partitions_per_device=1."
+        )
     n_devices = check_count("devices", n_devices)
     chunks = check_count("chunks", chunks)
     rows = []
@@ -209,60 +198,3 @@ def _looped(
 def _weight(cell: tuple[int, int]) -> Action:
     partition, micro_batch = cell
     return Action(partition, "W", micro_batch)
-
-
-def check_single(name: str, partitions_per_device: int) -> None:
-    """Refuse several partitions per device.
-
-    Raises:
-        BalanceError: there are several.
-    """
-    if partitions_per_device != 1:
-        raise BalanceError(
-            f"schedule has one partition per device: schedule={name!r}, "
-            f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
-            "Fix: schedule='interleaved_1f1b', or one partition per device."
-        )
-
-
-#: The schedules that can be simulated but are not run by `GPipe`, by name.
-STUDIED: dict[str, Callable[..., Schedule]] = {
-    "gpipe_in_order": gpipe_in_order_schedule,
-    "interleaved_1f1b": interleaved_schedule,
-    "zb_h1": zero_bubble_schedule,
-}
-
-
-def study_schedule(
-    name: str,
-    n_devices: int,
-    chunks: int,
-    checkpoint: Checkpoint = "never",
-    *,
-    partitions_per_device: int | None = None,
-) -> Schedule:
-    """Order a mini-batch by one of the schedules of `STUDIED`.
-
-    Args:
-        name: One of `STUDIED`.
-        n_devices: Number of devices.
-        chunks: Number of micro-batches.
-        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
-        partitions_per_device: How many partitions every device has; None: the smallest number
-            that the schedule is meant for: 2 with ``'interleaved_1f1b'``, else 1.
-
-    Raises:
-        UnsupportedPlanError: there is none of this name.
-        BalanceError: counts or a mode that the schedule cannot have.
-
-    Example:
-        >>> study_schedule("interleaved_1f1b", 4, 8).n_partitions
-        8
-    """
-    if not isinstance(name, str) or name not in STUDIED:
-        raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={name!r} (expected one of "
-            f"{', '.join(map(repr, STUDIED))}).\nFix: schedule='zb_h1'."
-        )
-    more = {} if partitions_per_device is None else {"partitions_per_device": partitions_per_device}
-    return STUDIED[name](n_devices, chunks, checkpoint, **more)

@@ -10,12 +10,13 @@ from gpipebal.argument_kinds import check_kind, check_list, check_mapping, no_su
 from gpipebal.errors import BalanceError, KindError
 from gpipebal.schedule import (
     ALL_SCHEDULES,
-    RUN_BY_TORCH,
+    KNOWN_SCHEDULES,
     CheckpointMode,
     check_checkpoint,
     check_count,
     check_known_schedule,
     order_of,
+    shares_devices,
 )
 from gpipebal.simulator.durations import Durations
 from gpipebal.simulator.held import HeldBytes
@@ -140,9 +141,9 @@ def compare_durations(
 
     Args:
         durations: Seconds of the partitions, by the number of partitions on every device: 1, and
-            others for schedules that interleave. A single `Durations` is for one per device.
-            Launches by the host count only for schedules that `GPipe` runs, in one process; torch
-            has one process for every device.
+            others for schedules whose devices run several. A single `Durations` is for one per
+            device. Launches by the host count only for schedules that `GPipe` runs, in one process;
+            torch has one process for every device.
         chunks: Number of micro-batches.
         checkpoint: Which micro-batches are recomputed, also under schedules that torch runs.
         schedules: Names of the schedules to compare.
@@ -188,9 +189,8 @@ def compare_durations(
     chunks = check_count("chunks", chunks)
     rows = []
     for name in map(check_known_schedule, schedules):
-        interleaves = name == "interleaved_1f1b"
         for each, times in durations.items():
-            if (each > 1) != interleaves:
+            if (each > 1) != shares_devices(name):
                 continue
             sizes = None if held is None else held.get(each)
             try:
@@ -199,7 +199,7 @@ def compare_durations(
                 reason = str(error).replace("\n", " ")
                 rows.append(ScheduleRow(name, each, None, None, None, None, run_by(name), reason))
                 continue
-            if name in RUN_BY_TORCH:
+            if not KNOWN_SCHEDULES[name].is_ours:
                 times = times.without_launches
             timeline = place(order, times, overlap=overlap)
             peak = None
@@ -227,5 +227,4 @@ def run_by(schedule: str) -> str:
         >>> run_by("1f1b"), run_by("zb_h1")
         ('GPipe', 'torch.distributed.pipelining ScheduleInterleavedZeroBubble')
     """
-    theirs = RUN_BY_TORCH.get(schedule)
-    return "GPipe" if theirs is None else f"torch.distributed.pipelining {theirs}"
+    return KNOWN_SCHEDULES[schedule].run_by

@@ -54,7 +54,8 @@ def simulate(
         durations: Seconds of each partition, with transfers, launches or the optimizer; None:
             those of the plan, which may have transfers.
         devices: Number of devices, over which a schedule with several partitions on each deals
-            them out; None: half as many as partitions with ``'interleaved_1f1b'``, else as many.
+            them out; None: as many as the schedule is meant for, half as many as partitions with
+            ``'interleaved_1f1b'``, for example.
         overlap: Whether transfers overlap with the devices' work; see `place`. None: what the plan
             says.
         late_recompute: Whether a recompute waits for the gradient too; see `place`.

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["can_sweep", "sweep"]
 
+#: Orders of all forwards, then all backwards, and which backward is that of the last micro-batch.
+_SPARED = {"gpipe": "first", "gpipe_in_order": "last"}
+
 
 def can_sweep(order: Order, durations: Durations, pause: float | None) -> bool:
     """Whether the order is GPipe's or 1F1B's, and nothing but the devices takes time.
@@ -50,8 +53,9 @@ def can_sweep(order: Order, durations: Durations, pause: float | None) -> bool:
     """
     more = durations.has_transfers or durations.has_launches or durations.optimizer is not None
     more = more or durations.has_turns
+    known = order.modes is not None and order.name in ("1f1b", *_SPARED)
     mixed = order.name == "1f1b" and pause is not None
-    return order.modes is not None and not more and not mixed
+    return known and not more and not mixed
 
 
 def sweep(order: Order, durations: Durations, pause: float | None) -> tuple[Floats, Floats]:
@@ -176,7 +180,7 @@ def _sweep_gpipe(
         clock[:] = clock.max() + pause
 
     # k counts the backwards of a partition; the spared one is the first or the last of them.
-    spared = 0 if order.name == "gpipe" else m - 1
+    spared = 0 if _SPARED[order.name] == "first" else m - 1
     done = np.zeros(n)
     for diagonal in range(m + n - 1):
         # Partition n - 1 is at k = diagonal, the one before it at one less, and so on.

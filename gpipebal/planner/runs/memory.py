@@ -25,7 +25,13 @@ from gpipebal.planner.runs.peaks import RunPeaks
 from gpipebal.planner.runs.storage_tables import LayerChain, StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile
-from gpipebal.schedule import CheckpointMode, make_schedule
+from gpipebal.schedule import (
+    CHECKPOINT_MODES,
+    CheckpointMode,
+    Schedule,
+    check_schedule,
+    make_schedule,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,13 +67,14 @@ def memory_of(
         shared_memory: Whether all partitions live in one memory.
         waiting: ``'none'``: no micro-batch is counted as waiting for a neighbour; ``'most'``: as
             many as any timing allows.
-        schedule: ``'gpipe'`` or ``'1f1b'``.
+        schedule: One of those that `GPipe` runs, `gpipebal.schedule.SCHEDULES`.
         n_partitions: Number of partitions; under ``'gpipe'`` it does not matter.
         gradients_exist: Whether the parameters have gradients before the step.
 
     Returns:
-        The peak of a run depends on its first and last layer. It depends on which partition the run
-        is only under ``'1f1b'``, where earlier ones have more micro-batches in flight.
+        The peak of a run depends on its first and last layer, and on the row of the schedule that
+        its partition has. Under ``'gpipe'`` all rows are alike; under ``'1f1b'`` earlier partitions
+        have more micro-batches in flight.
 
     Raises:
         UnsupportedPlanError: another schedule.
@@ -77,7 +84,8 @@ def memory_of(
         that goes past l layers, O(N^2) for every use of a tied parameter, and O(N l) for every cut
         where values are passed on that l layers have handed through. Where partitions share a
         memory, O(N^2) for every cut where a storage is passed on that a layer before the last one
-        saves. Under ``'1f1b'`` all of this for every partition.
+        saves. All of this for every row that is unlike the others: under ``'gpipe'`` one, under
+        ``'1f1b'`` every partition's.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 10], output_bytes=[8, 2])
@@ -149,13 +157,11 @@ class RunMemory:
         n_partitions: int = 1,
         gradients_exist: bool = False,
     ) -> None:
-        make_schedule(schedule, 1, 1, "never")  # refuses what GPipe does not run
         self._profile, self._chunks = profile, chunks
         self._waiting = waiting == "most"
-        # How many forwards each partition runs before it alternates; None: all.
-        self._ahead: tuple[int, ...] | None = None
-        if schedule == "1f1b":
-            self._ahead = tuple(min(chunks, n_partitions - 1 - j) for j in range(n_partitions))
+        self._schedule, self._n_partitions = check_schedule(schedule), n_partitions
+        #: A label for the row of each partition: equal ones have equal peaks.
+        self._labels = self._find_labels()
         self._gradients_exist = gradients_exist
         loss = loss_of_micro_batch(profile) if loss_inside else None
         self._chain = LayerChain(profile, loss, shared_memory)
@@ -165,7 +171,7 @@ class RunMemory:
 
     def as_memory(self) -> Memory:
         """Return the peaks in the form that solvers use."""
-        return Memory(self.rows, alike="all" if self._ahead is None else self._ahead)
+        return Memory(self.rows, alike="all" if self._labels is None else self._labels)
 
     @property
     def n_bytes(self) -> int:
@@ -178,20 +184,47 @@ class RunMemory:
 
     def rows(self, first: int, partition: int, mode: CheckpointMode) -> Any:
         """Return the peaks of the runs from a layer on; see `gpipebal.problem.Memory`."""
-        ahead = self._chunks if self._ahead is None else self._ahead[partition]
-        key = (mode, ahead)
+        label = 0 if self._labels is None else self._labels[partition]
+        key = (mode, label)
         if key not in self._peaks:
-            self._peaks[key] = self._all_rows(mode, ahead)
+            self._peaks[key] = self._all_rows(mode, label)
         return self._peaks[key][first]
 
-    def _moments(self, mode: CheckpointMode, ahead: int) -> list[RowMoment]:
-        schedule = "gpipe" if self._ahead is None else "1f1b"
-        n, before = (1, None) if self._ahead is None else (ahead + 1, ahead + 1)
-        if before is not None and self._profile.skips:
+    def _find_labels(self) -> tuple[int, ...] | None:
+        """Label the partitions by their rows; None: all rows are alike.
+
+        Under 1F1B a label is the number of forwards before the first backward; under a schedule
+        without such a rule, it is the first partition with that row, whatever the mode.
+        """
+        n, chunks = self._n_partitions, self._chunks
+        if self._schedule == "gpipe":
+            return None
+        if self._schedule == "1f1b":
+            return tuple(min(chunks, n - 1 - j) for j in range(n))
+        rows = [self._whole(mode).rows for mode in CHECKPOINT_MODES]
+        first: dict[tuple[tuple[tuple[str, int], ...], ...], int] = {}
+        return tuple(
+            first.setdefault(tuple(tuple(action[1:] for action in row[j]) for row in rows), j)
+            for j in range(n)
+        )
+
+    def _whole(self, mode: CheckpointMode) -> Schedule:
+        return make_schedule(self._schedule, self._n_partitions, self._chunks, mode)
+
+    def _moments(self, mode: CheckpointMode, label: int) -> list[RowMoment]:
+        # With this many forwards ahead, all may wait that the row by itself allows: the outputs of
+        # micro-batches that have not come back, and all gradients.
+        before: int | None = self._chunks
+        if self._schedule == "gpipe":
+            row, before = make_schedule("gpipe", 1, self._chunks, mode).rows[0], None
+        elif self._schedule == "1f1b":
+            row = make_schedule("1f1b", label + 1, self._chunks, mode).rows[0]
             # The gradient of a skip connection may wait for a much earlier partition.
-            before = self._chunks
+            before = self._chunks if self._profile.skips else label + 1
+        else:
+            row = self._whole(mode).rows[label]
         return moments_of(
-            make_schedule(schedule, n, self._chunks, mode).rows[0],
+            row,
             loss_inside=self._chain.loss is not None,
             waiting=self._waiting,
             ahead=before,
@@ -214,8 +247,8 @@ class RunMemory:
             one += whole.forward_peak_bytes + whole.backward_peak_bytes + whole.buffer_bytes
         return np.int64 if one * (3 * self._chunks + 8) < 2**60 else object
 
-    def _all_rows(self, mode: CheckpointMode, ahead: int) -> list[Table]:
-        moments = self._moments(mode, ahead)
+    def _all_rows(self, mode: CheckpointMode, label: int) -> list[Table]:
+        moments = self._moments(mode, label)
         rows: list[list[Table]] = [[] for _ in range(self._profile.n_layers)]
         for piece in self._pieces():
             peaks = piece.peaks(moments)

@@ -64,8 +64,8 @@ def search_schedule(
             for each partition), links, memory limits and rules are kept. With checkpoint ``'auto'``
             or devices in any order, modes and order are those of the split with the least
             bottleneck.
-        schedule: One of `gpipebal.schedule.ALL_SCHEDULES`. Every device has 2 partitions with
-            ``'interleaved_1f1b'``, else 1.
+        schedule: One of `gpipebal.schedule.ALL_SCHEDULES`. Every device has as many
+            partitions as the schedule is meant for: 2 with ``'interleaved_1f1b'``, say, else 1.
         weight_share: Which share of each layer's backward is the gradient of its weights, where a
             schedule does backwards in two parts; None: half.
         most_trials: How many splits are simulated at most; None: 20,000, or as many as have 200
