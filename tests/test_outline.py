@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import gpipebal as gb
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.profile import Profile
+from gpipebal.schedule import ALL_SCHEDULES
 from gpipebal.simulator import HeldBytes, memory_over_time
 from gpipebal.timeline import Event, Timeline, outline
 from gpipebal.timeline.chrome import trace_events
@@ -22,7 +23,7 @@ times = st.floats(0.1, 10)
 @given(
     costs=st.lists(times, min_size=4, max_size=9),
     pairs=st.integers(1, 4),
-    schedule=st.sampled_from(("gpipe", "1f1b", "zb_h1", "interleaved_1f1b")),
+    schedule=st.sampled_from(ALL_SCHEDULES),
     checkpoint=st.sampled_from(("never", "except_last")),
 )
 def test_outline_has_the_same_figures(

@@ -19,7 +19,14 @@ from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
 from gpipebal.planner import compare_rules, equal_split, evaluate, select_method, solve, top_plans
 from gpipebal.problem import Device, Link, Rules
 from gpipebal.profile import LayerProfile
-from gpipebal.schedule import ALL_SCHEDULES, counted_modes, order_of, recomputes_of
+from gpipebal.schedule import (
+    ALL_SCHEDULES,
+    KNOWN_SCHEDULES,
+    counted_modes,
+    order_of,
+    recomputes_of,
+    shares_devices,
+)
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 #: What `evaluate` is asked too.
@@ -266,7 +273,7 @@ def test_recomputes_are_counted_as_the_order_has_them(
     name: str, n_devices: int, chunks: int, modes: list[Any]
 ) -> None:
     """For every schedule, as many as there are R in the row of each partition."""
-    each = 2 if name == "interleaved_1f1b" else 1
+    each = KNOWN_SCHEDULES[name].partitions_per_device
     own = modes[: each * n_devices]
     try:
         schedule = order_of(name, n_devices, chunks, own, partitions_per_device=each).schedule()
@@ -381,7 +388,7 @@ def test_the_named_method_of_a_search_is_taken() -> None:
 def test_rules_of_thumb_keep_schedule_devices_and_link(schedule: str) -> None:
     """Under every schedule, the plan's own row costs what the plan does."""
     profile = gb.Profile.from_costs([1.0, 2.0, 3.0, 4.0], output_bytes=[10] * 4, chunks=4)
-    devices = [2, 2] if schedule == "interleaved_1f1b" else [1, 2]
+    devices = [2, 2] if shares_devices(schedule) else [1, 2]
     around: dict[str, Any] = {"devices": devices, "link": Link(bandwidth=10.0, overlaps=False)}
     plan = solve(profile, 2, checkpoint="never", schedule=schedule, **around)
     table = compare_rules(profile, plan, **around)

@@ -17,6 +17,7 @@ from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.schedule import (
     ALL_SCHEDULES,
     CHECKPOINT_MODES,
+    KNOWN_SCHEDULES,
     RUN_BY_TORCH,
     SCHEDULES,
     STUDIED,
@@ -103,13 +104,14 @@ def test_every_action_once_and_behind_what_it_needs(
     name: str, n: int, m: int, each: int, mode: CheckpointMode
 ) -> None:
     """Each partition runs each micro-batch once in each direction, all gradients included."""
-    each = 1 if name == "gpipe_in_order" else each
+    known = KNOWN_SCHEDULES[name]
+    each = each if known.takes_several else 1
     m *= n  # such numbers always part into groups
     schedule = study_schedule(name, n, m, mode, partitions_per_device=each)
     assert (schedule.n_devices, schedule.n_partitions, schedule.chunks) == (n, n * each, m)
     cells = [tuple(action) for row in schedule.rows for action in row]
     assert len(cells) == len(set(cells))
-    backward = ["I", "W"] if name == "zb_h1" else ["B"]
+    backward = ["I", "W"] if known.is_in_parts else ["B"]
     expected = {(j, k, i) for j in range(n * each) for i in range(m) for k in ["F", *backward]}
     assert {cell for cell in cells if cell[1] != "R"} == expected
     for d, row in enumerate(schedule.rows):
@@ -128,7 +130,7 @@ def test_every_action_once_and_behind_what_it_needs(
 def test_columns_are_the_rows(data: st.DataObject, n: int, m: int, name: str) -> None:
     """`order_of` makes, as columns, exactly the rows that the schedule's own function makes."""
     m = m if name not in STUDIED else m * n
-    each = 2 if name == "interleaved_1f1b" else 1
+    each = KNOWN_SCHEDULES[name].partitions_per_device
     checkpoint = data.draw(modes | st.lists(modes, min_size=n * each, max_size=n * each))
     rows = (study_schedule if name in STUDIED else make_schedule)(name, n, m, checkpoint)
     order = order_of(name, n, m, checkpoint)
@@ -213,7 +215,10 @@ def test_unknown_names_are_refused() -> None:
             make("2f2b", 2, 2)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "gpipe_in_order"])
+SINGLE = [name for name in ALL_SCHEDULES if not KNOWN_SCHEDULES[name].takes_several]
+
+
+@pytest.mark.parametrize("name", SINGLE)
 def test_several_partitions_per_device_need_a_schedule_for_them(name: str) -> None:
     """What goes round once has one partition per device; the fix names what goes round more."""
     with pytest.raises(BalanceError, match="interleaved_1f1b"):

@@ -23,6 +23,7 @@ from gpipebal.problem import Link, Problem, links_of
 from gpipebal.profile import TurnTimes
 from gpipebal.run.workload import mean_of_squares
 from gpipebal.schedule import (
+    ALL_SCHEDULES,
     Action,
     Schedule,
     gpipe_schedule,
@@ -159,7 +160,7 @@ def test_whole_floats_are_counts_everywhere() -> None:
     two, four = 2.0, 4.0
     assert gpipe_schedule(two, four) == gpipe_schedule(2, 4)  # type: ignore[arg-type]
     assert one_f_one_b_schedule(two, four) == one_f_one_b_schedule(2, 4)  # type: ignore[arg-type]
-    for name in ("gpipe", "1f1b", "gpipe_in_order", "zb_h1", "interleaved_1f1b"):
+    for name in ALL_SCHEDULES:
         found = order_of(name, two, four)  # type: ignore[arg-type]
         assert found.schedule() == order_of(name, 2, 4).schedule()
         assert recomputes_of(name, 2, four, "never") == recomputes_of(name, 2, 4, "never")  # type: ignore[arg-type]

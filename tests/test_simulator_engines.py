@@ -32,6 +32,7 @@ from gpipebal.schedule import (
     order_of,
     with_recomputes,
 )
+from gpipebal.schedule.orders import COLUMNS
 from gpipebal.simulator import Durations, engines, place, wavefront
 from gpipebal.timeline import Event, Timeline
 
@@ -79,7 +80,7 @@ def test_named_schedules_are_longest_paths(
     assert spans(place(order, durations)) == expected
 
 
-@pytest.mark.parametrize("name", ["gpipe", "gpipe_in_order", "1f1b"])
+@pytest.mark.parametrize("name", list(COLUMNS))
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
