@@ -7,7 +7,7 @@ escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -177,15 +177,24 @@ def plan_html(plan: Any) -> str:
     )
 
 
-def timeline_html(timeline: Any) -> str:
-    """Write a timeline: how much of the makespan each device spends on what, as bars."""
+def timeline_html(timeline: Any, kind_of: Callable[[str], Any]) -> str:
+    """Write a timeline: how much of the makespan each device spends on what, as bars.
+
+    Args:
+        timeline: A Timeline.
+        kind_of: Returns what is known about a kind of event: its `name`, and the `column` that it
+            counts to, if any.
+    """
     n, makespan = timeline.n_devices, timeline.makespan or 1.0
-    spent = [[0.0, 0.0, 0.0, 0.0] for _ in range(n)]
-    column = {"F": 0, "R": 1, "B": 2, "I": 2, "W": 2, "O": 3}
+    spent = [[0.0] * len(_COLOURS) for _ in range(n)]
+    places = {name: place for place, name in enumerate(_COLOURS)}
+    beside: dict[str, float] = {}
     for event in timeline.events:
-        if event.kind in column:
-            device = timeline.placement[event.partition]
-            spent[device][column[event.kind]] += event.end - event.start
+        kind, time = kind_of(event.kind), event.end - event.start
+        if kind.column is None:
+            beside[kind.name] = beside.get(kind.name, 0.0) + time
+        else:
+            spent[timeline.placement[event.partition]][places[kind.column]] += time
     shown = range(min(n, _MOST_ROWS))
     rows: list[list[str | Bar]] = [
         [
@@ -196,18 +205,22 @@ def timeline_html(timeline: Any) -> str:
         ]
         for d in shown
     ]
+    word = "partition" if timeline.devices is None else "device"
+    footer = [f"{count(n - len(shown), word)} more"] if len(shown) < n else []
+    if beside:
+        times = (f"{name} {format_seconds(time)}" for name, time in beside.items())
+        footer.append(f"beside the work of the devices: {', '.join(times)}")
     title = (
         f"{timeline.source}: {count(timeline.chunks, 'micro-batch')}, makespan "
         f"{format_seconds(timeline.makespan)}, bubble {format_percent(timeline.bubble_fraction)}"
     )
-    optimizer = any(times[3] for times in spent)
-    word = "partition" if timeline.devices is None else "device"
+    named = [name for name, place in places.items() if place < 3 or any(d[place] for d in spent)]
     return table(
         title,
         [word, "share of the makespan", "forward", "recompute", "backward", "idle"],
         rows,
-        legend=("forward", "recompute", "backward", *(("optimizer",) if optimizer else ())),
-        footer=[f"{count(n - len(shown), word)} more"] if len(shown) < n else (),
+        legend=named,
+        footer=footer,
     )
 
 

@@ -34,6 +34,7 @@ from gpipebal.plots.style import (
     scale_seconds,
 )
 from gpipebal.profile import Profile
+from gpipebal.timeline import KIND_NAMES
 from gpipebal.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ Quantity = Literal["time", "memory"]
 #: Points between a number and the line of the mean.
 _CLEAR = 3.0
 
-_TIME_LABELS = {"F": "forward", "R": "recompute", "B": "backward", "C": "transfer"}
+_TIME_LABELS = {**{kind: KIND_NAMES[kind] for kind in "FRB"}, "C": "transfer"}
 _MEMORY_LABELS = {"F": "parameters and state", "B": "saved for backward"}
 _EMPTY = {"time": "all times are 0", "memory": "no parameters and nothing saved in this profile"}
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import check_whole
+from gpipebal.errors import UsageError
 from gpipebal.units import bytes_unit, seconds_unit
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ NEUTRAL: Colour = (0.35, 0.38, 0.42)
 
 #: Style of time without work.
 IDLE: dict[str, Any] = {"facecolor": (0.5, 0.5, 0.5), "alpha": 0.17, "linewidth": 0.0}
+
+#: How far kinds of work are from their partition's colour to white; others have colours.
+_TINTS = {"F": 0.0, "R": 0.165, "I": 0.335, "B": 0.5, "W": 0.72}
 
 #: Points below which bars, cells and rows are fine: no gaps between them, and no hatch.
 FINE = 7.0
@@ -80,6 +84,9 @@ def kind_style(
         kind: A kind of event; ``C`` and ``H``, copies and launches, have no hue.
         fine: Leave the hatch out, because patches are too small to show it.
         ink: Colour of text beside it: copies have nearly that colour.
+
+    Raises:
+        UsageError: there is no style for this kind.
     """
     from matplotlib.colors import to_rgb
 
@@ -87,10 +94,15 @@ def kind_style(
         # A hatch has the colour of the edge, which itself has no width.
         light = _tint(colour, 0.78)
         return {"facecolor": light, "edgecolor": colour, "linewidth": 0.0, "hatch": "/////"}
-    tints = {"F": 0.0, "R": 0.165, "I": 0.335, "B": 0.5, "W": 0.72}
     # Light shades next to the grey of idle time would look idle.
     beside = {"C": _tint(to_rgb(ink), 0.1), "H": NEUTRAL, "O": _shade(colour, 0.5)}
-    face = beside[kind] if kind in beside else _tint(colour, tints[kind])
+    if kind not in beside and kind not in _TINTS:
+        raise UsageError(
+            f"kind of event has no style: kind={kind!r} (expected one of "
+            f"{', '.join((*_TINTS, *beside))}).\n"
+            "Fix: give it a tint or a colour in gpipebal/plots/style.py."
+        )
+    face = beside[kind] if kind in beside else _tint(colour, _TINTS[kind])
     return {"facecolor": face, "edgecolor": face, "linewidth": 0.0}
 
 

@@ -33,7 +33,7 @@ from gpipebal.plots.style import (
     readable_on,
     scale_seconds,
 )
-from gpipebal.timeline import COPY_KIND, KIND_NAMES, LAUNCH_KIND, Event, Timeline
+from gpipebal.timeline import EVENT_KINDS, KIND_NAMES, Event, Timeline, kind_of
 from gpipebal.units import format_change, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ __all__ = ["plot_pair", "plot_timeline", "plot_timelines", "timeline_height"]
 
 _NAMES = {"simulated": "Predicted", "measured": "Measured"}
 
-#: Where in a row the strips of events lie that overlap with the device's work.
-_BESIDE = {LAUNCH_KIND: 0.06, COPY_KIND: 0.8}
+#: Where in a row the strips of events lie that overlap with the device's work, by their track.
+_BESIDE = {"host": 0.06, "copies": 0.8}
 
 #: Start and duration of each cell, in the unit of the time axis.
 Spans = list[tuple[float, float]]
@@ -187,7 +187,7 @@ def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
         {kind: name for kind, name in KIND_NAMES.items() if kind in kinds},
         fine=row < FINE,
         ink=ink_of(ax),
-        strips=_BESIDE,
+        strips=[kind.letter for kind in EVENT_KINDS if not kind.computes],
     )
     title = "Timeline of one mini-batch" if len(shown) == 1 else "Timelines of one mini-batch"
     add_headline(ax, title, [*entries, idle_patch()])
@@ -264,9 +264,10 @@ def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: flo
         # here and be a pixel wide there.
         style["snap"] = False
         bars = _joined(spans, ax.get_xlim()[1] / points(ax)[0])
-        if kind in _BESIDE:
+        if not kind_of(kind).computes:
             # A strip at the edge: these run during the device's work, not instead of it.
-            ax.broken_barh(bars, (top + j + _BESIDE[kind], 0.14), zorder=3, **style)
+            strip = top + j + _BESIDE[kind_of(kind).track]
+            ax.broken_barh(bars, (strip, 0.14), zorder=3, **style)
             continue
         ax.broken_barh(bars, (top + j + gap, 1 - 2 * gap), **style)
         if not fine:
@@ -304,11 +305,12 @@ def _draw_numbers(
 ) -> None:
     """Write micro-batches into the cells that have room.
 
-    Not into those of the optimizer, which belong to none, nor where a hatch would make them
+    Not into those that belong to none, as the optimizer's, nor where a hatch would make them
     unreadable.
     """
     size = min(FONT_SIZE, 0.7 * row)
-    if size < _SMALLEST or events[0].kind in "RO":
+    kind = kind_of(events[0].kind)
+    if size < _SMALLEST or kind.letter == "R" or not kind.has_micro_batch:
         return
     per_unit = points(ax)[0] / ax.get_xlim()[1]
     # Smaller numbers, if the longest then fits, and none if it does not: numbers that stop at 9

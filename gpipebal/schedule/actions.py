@@ -8,12 +8,33 @@ from typing import Literal, NamedTuple
 from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
 
-__all__ = ["IN", "KINDS", "Action", "B", "F", "Kind", "R", "Schedule", "W", "check_count"]
+__all__ = [
+    "ACTION_NAMES",
+    "IN",
+    "KINDS",
+    "Action",
+    "B",
+    "F",
+    "Kind",
+    "R",
+    "Schedule",
+    "W",
+    "check_count",
+]
 
 Kind = Literal["F", "R", "B", "I", "W"]
 
+#: What each kind is called.
+ACTION_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "R": "recompute",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
+
 #: All kinds; in a table of actions a kind is its place in this text, and these are the places.
-KINDS = "FRBIW"
+KINDS = "".join(ACTION_NAMES)
 F, R, B, IN, W = range(len(KINDS))
 
 

@@ -28,6 +28,7 @@ from gpipebal.argument_kinds import check_kind, check_list
 from gpipebal.errors import ProfileError
 from gpipebal.memory.loss import AroundLoss
 from gpipebal.memory.waiting import AT_ONCE, Stream
+from gpipebal.schedule.actions import KINDS
 from gpipebal.simulator.held import HeldBytes
 from gpipebal.timeline import EventTable, Timeline
 from gpipebal.units import format_bytes
@@ -161,7 +162,7 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
             "every action as an event of its own).\nFix: simulate(plan, detail=True)."
         )
     table = timeline.table
-    shown = table.of_kind("FRBIW")
+    shown = table.of_kind(KINDS)
     table = table if shown.all() else table.pick(shown)
     cells = _Cells(table, n, timeline.chunks)
     placement = np.array(timeline.placement)

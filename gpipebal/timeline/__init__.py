@@ -11,9 +11,12 @@ from gpipebal.timeline.events import (
     ALL_KINDS,
     COMPUTE_KINDS,
     COPY_KIND,
+    EVENT_KINDS,
     KIND_NAMES,
     LAUNCH_KIND,
     Event,
+    EventKind,
+    kind_of,
 )
 from gpipebal.timeline.outline import outline
 from gpipebal.timeline.table import EventTable
@@ -23,11 +26,14 @@ __all__ = [
     "ALL_KINDS",
     "COMPUTE_KINDS",
     "COPY_KIND",
+    "EVENT_KINDS",
     "KIND_NAMES",
     "LAUNCH_KIND",
     "Event",
+    "EventKind",
     "EventTable",
     "Source",
     "Timeline",
+    "kind_of",
     "outline",
 ]

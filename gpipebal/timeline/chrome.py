@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from gpipebal.timeline.events import COMPUTE_KINDS, COPY_KIND, KIND_NAMES, LAUNCH_KIND, Event
+from gpipebal.timeline.events import COPY_KIND, KIND_NAMES, Event, kind_of
 
 __all__ = ["Held", "trace_events"]
 
@@ -112,16 +112,17 @@ def _tracks(
     copied: list[list[list[Event]]] = [[] for _ in range(n_partitions)]
     launched: list[Event] = []
     for event in sorted(events, key=lambda event: event[3:]):
-        if event.kind in COMPUTE_KINDS:
+        track = kind_of(event.kind).track
+        if track == "partition":
             computed[event.partition].append(event)
-        elif event.kind == COPY_KIND:
+        elif track == "host":
+            launched.append(event)
+        else:
             lanes = copied[event.partition]
             free = next((lane for lane in lanes if lane[-1].end <= event.start), None)
             if free is None:
                 lanes.append(free := [])
             free.append(event)
-        elif event.kind == LAUNCH_KIND:
-            launched.append(event)
     tracks = [("host: launches", launched)] if launched else []
     for j in range(n_partitions):  # j: partition
         where = "" if devices is None else f" (device {devices[j]})"

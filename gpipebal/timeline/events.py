@@ -4,23 +4,96 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from gpipebal.errors import ProfileError
+from gpipebal.schedule.actions import ACTION_NAMES
 
 __all__ = [
     "ALL_KINDS",
     "COMPUTE_KINDS",
     "COPY_KIND",
+    "EVENT_KINDS",
     "KIND_NAMES",
     "LAUNCH_KIND",
     "Event",
+    "EventKind",
     "check_events",
+    "kind_of",
 ]
 
-#: What a device computes, one action at a time: forward, recompute, backward; the two parts of a
-#: backward, where they are done separately; and the optimizer's step.
-COMPUTE_KINDS = ("F", "R", "B", "I", "W", "O")
+_DIGITS, _UPPER, _LOWER = "0123456789", "ABCDEFGHIJ", "abcdefghij"
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """What is known about one kind of event.
+
+    Attributes:
+        letter: How it is written in an event.
+        name: What it is called.
+        symbols: How a drawing in text shows it, by the last digit of its micro-batch; empty: it is
+            not drawn there, or has a line of its own.
+        of_several: The same where an event stands for several micro-batches.
+        column: Which part of a bar of the HTML report it counts to; None: to none, as it runs
+            beside the device's work, and is told below the table.
+        track: Where a Chrome trace has it: on the track of its partition, on one beside that for
+            what may overlap, or on that of the host.
+        has_micro_batch: Whether it belongs to a micro-batch.
+
+    Raises:
+        ValueError: what a device computes has no symbols or no column; or the other way round.
+    """
+
+    letter: str
+    name: str
+    symbols: str = ""
+    of_several: str = ""
+    column: Literal["forward", "recompute", "backward", "optimizer"] | None = None
+    track: Literal["partition", "copies", "host"] = "partition"
+    has_micro_batch: bool = True
+
+    def __post_init__(self) -> None:
+        drawn = len(self.symbols) == 10 and len(self.of_several) == 1
+        if (drawn, self.column is not None) != (self.computes, self.computes):
+            raise ValueError(
+                f"kind of event {self.letter!r} is half known: track={self.track!r}, "
+                f"symbols={self.symbols!r}, of_several={self.of_several!r}, "
+                f"column={self.column!r} (expected ten symbols, one for several micro-batches, and "
+                "a column on track 'partition', and none of them on others).\n"
+                "Fix: give all three, or another track."
+            )
+
+    @property
+    def computes(self) -> bool:
+        """Whether it keeps its device busy, one action at a time."""
+        return self.track == "partition"
+
+
+def _action(letter: Literal["F", "R", "B", "I", "W"], *more: Any) -> EventKind:
+    return EventKind(letter, ACTION_NAMES[letter], *more)
+
+
+#: Every kind of event: first the actions of a schedule, in their order there; then the optimizer's
+#: step; then what runs beside the device's work: a tensor on its way into a partition, and the host
+#: launching an action on a device that works asynchronously. How pictures show each of them is in
+#: `gpipebal.plots`.
+EVENT_KINDS: tuple[EventKind, ...] = (
+    _action("F", _DIGITS, "f", "forward"),
+    _action("R", "r" * 10, "r", "recompute"),
+    _action("B", _UPPER, "B", "backward"),
+    _action("I", _UPPER, "B", "backward"),
+    _action("W", _LOWER, "w", "backward"),
+    EventKind("O", "optimizer", "#" * 10, "#", "optimizer", has_micro_batch=False),
+    EventKind("C", "copy", track="copies"),
+    EventKind("H", "launch", track="host"),
+)
+
+_KIND_OF = {kind.letter: kind for kind in EVENT_KINDS}
+
+#: What a device computes, one action at a time.
+COMPUTE_KINDS = tuple(kind.letter for kind in EVENT_KINDS if kind.computes)
 
 #: A tensor on its way into a partition; copies may run at the same time as the compute kinds.
 COPY_KIND = "C"
@@ -28,16 +101,8 @@ COPY_KIND = "C"
 #: The host launching an action on a device that works asynchronously.
 LAUNCH_KIND = "H"
 
-KIND_NAMES = {
-    "F": "forward",
-    "R": "recompute",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "O": "optimizer",
-    "C": "copy",
-    "H": "launch",
-}
+#: What each kind is called.
+KIND_NAMES = {kind.letter: kind.name for kind in EVENT_KINDS}
 
 #: All kinds; in a table of events a kind is its place in this text.
 ALL_KINDS = "".join(KIND_NAMES)
@@ -70,6 +135,24 @@ class Event(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.partition}{self.kind}{self.micro_batch}"
+
+
+def kind_of(letter: str) -> EventKind:
+    """Return what is known about a kind of event.
+
+    Raises:
+        ProfileError: there is no such kind.
+
+    Example:
+        >>> kind_of("O").name, kind_of("C").computes
+        ('optimizer', False)
+    """
+    if letter not in _KIND_OF:
+        raise ProfileError(
+            f"kind of event does not exist: kind={letter!r} (expected one of "
+            f"{', '.join(KIND_NAMES)}).\nFix: record the mini-batch again."
+        )
+    return _KIND_OF[letter]
 
 
 def check_events(events: Sequence[Event], devices: Sequence[int]) -> None:

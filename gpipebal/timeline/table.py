@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from gpipebal.timeline.events import ALL_KINDS, COMPUTE_KINDS, Event
+from gpipebal.timeline.events import ALL_KINDS, COMPUTE_KINDS, Event, kind_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,12 +47,17 @@ class EventTable(Sequence[Event]):
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> EventTable:
-        """Write events, which must have been checked, as columns."""
+        """Write events, which must have been checked, as columns.
+
+        Raises:
+            ProfileError: an event of an unknown kind.
+        """
         if isinstance(events, EventTable):
             return events
+        kinds = [ALL_KINDS.index(kind_of(event[1]).letter) for event in events]
         return cls(
             np.array([event[0] for event in events], dtype=np.int32),
-            np.array([ALL_KINDS.index(event[1]) for event in events], dtype=np.uint8),
+            np.array(kinds, dtype=np.uint8),
             np.array([event[2] for event in events], dtype=np.int32),
             np.array([event[3] for event in events], dtype=np.float64),
             np.array([event[4] for event in events], dtype=np.float64),

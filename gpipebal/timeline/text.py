@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpipebal.timeline.events import ALL_KINDS, LAUNCH_KIND, Event
+from gpipebal.timeline.events import ALL_KINDS, EVENT_KINDS, LAUNCH_KIND, Event, kind_of
 from gpipebal.timeline.table import EventTable
 
 if TYPE_CHECKING:
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_rows", "legend"]
 
-_DIGITS, _UPPER, _LOWER = "0123456789", "ABCDEFGHIJ", "abcdefghij"
-_SYMBOLS = {"F": _DIGITS, "R": "r" * 10, "B": _UPPER, "I": _UPPER, "W": _LOWER, "O": "#" * 10}
-#: Characters where an event stands for several micro-batches.
-_OF_SEVERAL = {"F": "f", "R": "r", "B": "B", "I": "B", "W": "w", "O": "#"}
+#: Kinds that a legend explains also where they do not occur.
+_ALWAYS = "FRB"
 
 
 def draw_rows(
@@ -65,8 +63,8 @@ def draw_rows(
         for k in np.flatnonzero(lasts > firsts).tolist():
             event, first, last = shown[k], int(firsts[k]), int(lasts[k])
             row = event.partition if devices is None else devices[event.partition]
-            of_one = _SYMBOLS[event.kind][event.micro_batch % 10]
-            symbol = of_one if numbered else _OF_SEVERAL[event.kind]
+            kind = kind_of(event.kind)
+            symbol = kind.symbols[event.micro_batch % 10] if numbered else kind.of_several
             rows[row][first:last] = symbol * (last - first)
     return ["".join(row) for row in rows]
 
@@ -93,17 +91,14 @@ def draw_launches(events: Sequence[Event], columns: int) -> str | None:
 def legend(events: Sequence[Event], *, numbered: bool = True) -> str:
     """Say what the characters mean: forward, recompute and backward, and what else occurs."""
     table = EventTable.of(events)
-    parts = ["0-9 forward", "r recompute", "A-J backward"]
-    if not numbered:
-        parts = ["f forward", "r recompute", "B backward"]
-    found = np.bincount(table.kinds, minlength=len(ALL_KINDS))
-    if found[ALL_KINDS.index("I")]:
-        parts[2] += " or input gradient"
-    if found[ALL_KINDS.index("W")]:
-        parts.append("a-j weight gradient" if numbered else "w weight gradient")
-    if found[ALL_KINDS.index("O")]:
-        parts.append("# optimizer")
-    return ", ".join(parts)
+    found = np.bincount(table.kinds, minlength=len(EVENT_KINDS))
+    names: dict[str, list[str]] = {}
+    for kind, n_events in zip(EVENT_KINDS, found.tolist(), strict=True):
+        if kind.computes and (n_events or kind.letter in _ALWAYS):
+            first, last = kind.symbols[0], kind.symbols[-1]
+            symbols = kind.of_several if not numbered or first == last else f"{first}-{last}"
+            names.setdefault(symbols, []).append(kind.name)
+    return ", ".join(f"{symbols} {' or '.join(several)}" for symbols, several in names.items())
 
 
 def _count_columns(table: EventTable, origin: float, makespan: float, width: int) -> int:

@@ -24,7 +24,7 @@ from gpipebal.records import (
     without_header,
 )
 from gpipebal.timeline.chrome import Held, trace_events
-from gpipebal.timeline.events import Event, check_events
+from gpipebal.timeline.events import Event, check_events, kind_of
 from gpipebal.timeline.table import EventTable
 from gpipebal.timeline.text import draw_launches, draw_rows, legend
 from gpipebal.units import count, format_percent, format_seconds
@@ -325,7 +325,7 @@ class Timeline:
         return "\n".join([self._headline(), *lines])
 
     def _repr_html_(self) -> str:
-        return timeline_html(self)
+        return timeline_html(self, kind_of)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))

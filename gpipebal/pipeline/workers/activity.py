@@ -13,10 +13,9 @@ from types import FrameType
 from gpipebal.errors import PipelineTimeoutError
 from gpipebal.pipeline.workers.partition import Partition
 from gpipebal.schedule import Action
+from gpipebal.schedule.actions import ACTION_NAMES
 
 __all__ = ["Activity", "timeout_error", "where"]
-
-_PHASES = {"F": "forward", "R": "recompute", "B": "backward"}
 
 #: Held while a thread looks at the stacks of all threads.
 _looking = threading.Lock()
@@ -28,7 +27,7 @@ _FRAMES = 4
 def where(action: Action) -> str:
     """Say in words which cell an action works on, and in which phase."""
     return (
-        f"in partition {action.partition}, {_PHASES[action.kind]} of "
+        f"in partition {action.partition}, {ACTION_NAMES[action.kind]} of "
         f"micro-batch {action.micro_batch}"
     )
 
@@ -72,7 +71,7 @@ class Activity:
         action, partition = self._action, self._partition
         if action is None:
             return f"partition {j} has nothing to do, for {seconds:.1f} s"
-        cell = f"{_PHASES[action.kind]} of micro-batch {action.micro_batch}"
+        cell = f"{ACTION_NAMES[action.kind]} of micro-batch {action.micro_batch}"
         if self._waiting:
             return f"partition {j} waits to start the {cell}, for {seconds:.1f} s"
         layer = ""

@@ -12,7 +12,7 @@ from gpipebal.profile import Profile
 from gpipebal.profiler.trial.sharing import TracedCell, overlaps, pressure
 from gpipebal.schedule import CheckpointMode
 from gpipebal.simulator import durations_of
-from gpipebal.timeline import Event, Timeline
+from gpipebal.timeline import KIND_NAMES, Event, Timeline
 
 __all__ = [
     "KINDS",
@@ -283,10 +283,10 @@ def within_reason(factor: float) -> float:
 
 def kind_of(kind: str, mode: CheckpointMode) -> str | None:
     """Return the field of `Durations` that an event's time belongs to; None: it has none."""
-    names = {"F": "forward", "R": "recompute", "B": "backward"}
     if kind == "F" and mode == "always":
         return "no_grad_forward"
-    return names.get(kind)
+    # The fields are called what the kinds are.
+    return KIND_NAMES[kind] if kind in WORK else None
 
 
 def sums_of_layers(profile: Profile, balance: Sequence[int]) -> dict[str, tuple[float, ...]]:
