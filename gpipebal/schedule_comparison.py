@@ -89,8 +89,8 @@ def compare_schedules(
     Example:
         >>> profile = Profile.from_costs([1.0] * 8, chunks=8)
         >>> table = compare_schedules(profile, 4)
-        >>> [(row.schedule, row.makespan) for row in table.rows[:3]]
-        [('zb_h1', 54.0), ('interleaved_1f1b', 57.0), ('gpipe', 66.0)]
+        >>> [table.row(name).makespan for name in ("zb_h1", "interleaved_1f1b", "gpipe")]
+        [54.0, 57.0, 66.0]
     """
     check_kind("profile", profile, Profile)
     n_devices = check_count("n_devices", n_devices)

@@ -15,6 +15,7 @@ from torch import nn
 from two_processes import run_two
 
 import gpipebal as gb
+from gpipebal.schedule import KNOWN_SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "guide" / "elsewhere.md").read_text(encoding="utf-8")
@@ -35,6 +36,15 @@ def block_with(text: str) -> str:
     """Return the one block of the page's code that has a text in it."""
     (block,) = [block for block in BLOCKS if text in block]
     return block
+
+
+def test_the_table_of_schedules_is_the_known_ones() -> None:
+    """Every schedule that torch runs is in the page's table, with partitions of each device."""
+    rows = re.findall(r"^\| `(Schedule\w+)` \| `\"(\w+)\"` \| (\d+) \|$", PAGE, re.MULTILINE)
+    known = [one for one in KNOWN_SCHEDULES.values() if one.torch is not None]
+    assert sorted(rows) == sorted(
+        (str(one.torch), one.name, str(one.partitions_per_device)) for one in known
+    )
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo")

@@ -23,11 +23,14 @@ from gpipebal.schedule import (
     STUDIED,
     Action,
     CheckpointMode,
+    KnownSchedule,
     Order,
     Schedule,
     check_schedule,
     gpipe_in_order_schedule,
+    gpipe_schedule,
     interleaved_schedule,
+    looped_bfs_schedule,
     make_schedule,
     one_f_one_b_schedule,
     order_of,
@@ -82,6 +85,29 @@ def test_interleaved_and_zero_bubble_are_torchs(n_devices: int, chunks: int, eac
     assert rows_of(mine) == torch_rows("ScheduleInterleaved1F1B", n_devices, chunks, each)
     mine = zero_bubble_schedule(n_devices, chunks, partitions_per_device=each)
     assert rows_of(mine) == torch_rows("ScheduleInterleavedZeroBubble", n_devices, chunks, each)
+
+
+#: What torch's classes run under each name; 1F1B has a test of its own, as torch draws it wrongly.
+OF_TORCH = [known for known in KNOWN_SCHEDULES.values() if known.torch and known.name != "1f1b"]
+
+
+@pytest.mark.parametrize("known", OF_TORCH, ids=lambda known: known.name)
+def test_records_name_the_class_of_torch_that_runs_them(known: KnownSchedule) -> None:
+    """The rows of every schedule with a class of torch are those of that class."""
+    each = known.partitions_per_device
+    mine = study_schedule(known.name, 4, 8)
+    assert rows_of(mine) == torch_rows(str(known.torch), 4, 8, each)
+    assert mine.n_partitions == 4 * each
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize(("n_devices", "chunks"), SHAPES)
+def test_looped_bfs_is_torchs(n_devices: int, chunks: int, each: int) -> None:
+    """Breadth first is torch's, for any number of micro-batches; with one partition each, GPipe."""
+    mine = looped_bfs_schedule(n_devices, chunks, partitions_per_device=each)
+    assert rows_of(mine) == torch_rows("ScheduleLoopedBFS", n_devices, chunks, each)
+    if each == 1:
+        assert mine.rows == gpipe_schedule(n_devices, chunks, "never").rows
 
 
 @pytest.mark.parametrize(("n_devices", "chunks"), [(2, 5), (3, 7), (4, 9)])
@@ -166,6 +192,16 @@ def test_interleaved_is_its_drawing() -> None:
     assert draw(interleaved_schedule(2, 4), 1, 1) == INTERLEAVED
 
 
+BREADTH_FIRST = """\
+0101..BABA
+.0101BABA."""
+
+
+def test_looped_bfs_is_its_drawing() -> None:
+    """Both micro-batches go through a device's first partition before they go through its next."""
+    assert draw(looped_bfs_schedule(2, 2), 1, 1) == BREADTH_FIRST
+
+
 def test_module_drawing_is_what_the_simulator_draws() -> None:
     """The drawing at the top of the module is the drawing of this test, so it cannot rot."""
     drawing = draw(zero_bubble_schedule(3, 4), 1, 2)
@@ -186,8 +222,11 @@ def test_bubbles_of_equal_partitions(n: int, groups: int, f: int, b: int) -> Non
     m, w = groups * n, b
     times = Durations((f,) * n, (f,) * n, (b + w,) * n)
     assert place(one_f_one_b_schedule(n, m), times).makespan == (m + n - 1) * (f + b + w)
+    # Breadth first goes round the devices in smaller steps too.
     halves = Durations((f / 2,) * 2 * n, (f / 2,) * 2 * n, ((b + w) / 2,) * 2 * n)
     made = place(interleaved_schedule(n, m), halves).makespan
+    assert made == pytest.approx(m * (f + b + w) + (n - 1) * (f + b + w) / 2)
+    made = place(looped_bfs_schedule(n, m), halves).makespan
     assert made == pytest.approx(m * (f + b + w) + (n - 1) * (f + b + w) / 2)
     if f == b:
         made = place(zero_bubble_schedule(n, m), times).makespan

@@ -11,7 +11,7 @@ from gpipebal.cli.layer_words import read_layer, read_pins
 from gpipebal.cli.typed import LEAST_BYTES
 from gpipebal.errors import UsageError
 from gpipebal.objectives import OBJECTIVES
-from gpipebal.schedule.known import KNOWN_SCHEDULES, shares_devices
+from gpipebal.schedule.known import KNOWN_SCHEDULES, either
 from gpipebal.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +45,14 @@ _OF_BALANCE = (
 )
 
 
+def _several_on_each() -> str:
+    """Say how many partitions each device has under schedules where it is not one."""
+    named: dict[int, list[str]] = {}
+    for known in KNOWN_SCHEDULES.values():
+        named.setdefault(known.partitions_per_device, []).append(known.name)
+    return ", ".join(f"{each} with {either(names)}" for each, names in named.items() if each > 1)
+
+
 def add_question(command: argparse.ArgumentParser) -> None:
     """Add the words that say what the best plan is."""
     what = command.add_argument_group("plan")
@@ -53,12 +61,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help="how many partitions: one for each device; "
-        + ", ".join(
-            f"{known.partitions_per_device} with {name}"
-            for name, known in KNOWN_SCHEDULES.items()
-            if shares_devices(name)
-        ),
+        help=f"how many partitions: one for each device; {_several_on_each()}",
     )
     what.add_argument(
         "--chunks",

@@ -12,7 +12,7 @@ from gpipebal.cli.question import add_question, asked, plan_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import BalanceError, UsageError
-from gpipebal.schedule.known import listed_schedules
+from gpipebal.schedule.known import KNOWN_SCHEDULES, either
 from gpipebal.units import format_seconds
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--schedule",
         metavar="NAME",
-        help=f"schedule: {listed_schedules()}; a profile is planned for it (default: the plan's; "
-        "of a profile gpipe)",
+        help=f"schedule: {either(KNOWN_SCHEDULES)}; a profile is planned for it (default: the "
+        "plan's; of a profile gpipe)",
     )
     simulate.add_argument(
         "--no-loss",

@@ -11,7 +11,7 @@ from gpipebal.cli.question import add_question, plan_of, question_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
-from gpipebal.schedule.known import listed_schedules
+from gpipebal.schedule.known import KNOWN_SCHEDULES, either
 
 if TYPE_CHECKING:
     from gpipebal.planner import LayerRecompute
@@ -46,8 +46,7 @@ def add_solve(commands: Commands) -> None:
     solve.add_argument(
         "--schedule",
         metavar="NAME",
-        help=f"schedule to plan for: {listed_schedules('with {} partitions on each device')} "
-        "(default: gpipe)",
+        help=f"schedule to plan for: {either(KNOWN_SCHEDULES)} (default: gpipe)",
     )
     solve.add_argument(
         "--recompute-layers",

@@ -48,6 +48,7 @@ from gpipebal.schedule.known import (
 from gpipebal.schedule.studied import (
     gpipe_in_order_schedule,
     interleaved_schedule,
+    looped_bfs_schedule,
     zero_bubble_schedule,
 )
 
@@ -79,6 +80,7 @@ __all__ = [
     "gpipe_schedule",
     "interleaved_schedule",
     "is_checkpointed",
+    "looped_bfs_schedule",
     "make_schedule",
     "modes_of",
     "one_f_one_b_schedule",

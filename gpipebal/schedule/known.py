@@ -8,7 +8,7 @@ the help of the command line needs the names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError
@@ -18,6 +18,7 @@ from gpipebal.schedule.executed import gpipe_schedule, one_f_one_b_schedule
 from gpipebal.schedule.studied import (
     gpipe_in_order_schedule,
     interleaved_schedule,
+    looped_bfs_schedule,
     zero_bubble_schedule,
 )
 from gpipebal.units import count
@@ -31,7 +32,7 @@ __all__ = [
     "KnownSchedule",
     "check_known_schedule",
     "check_schedule",
-    "listed_schedules",
+    "either",
     "make_schedule",
     "partitions_on_each",
     "shares_devices",
@@ -126,7 +127,7 @@ class KnownSchedule:
             raise BalanceError(
                 f"schedule has one partition per device: schedule={self.name!r}, "
                 f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
-                f"Fix: schedule={' or '.join(map(repr, others))}, or one partition per device."
+                f"Fix: schedule={either(map(repr, others))}, or one partition per device."
             )
 
 
@@ -142,6 +143,14 @@ KNOWN_SCHEDULES: dict[str, KnownSchedule] = {
             interleaved_schedule,
             torch="ScheduleInterleaved1F1B",
             also=("interleaved",),
+            partitions_per_device=2,
+            takes_several=True,
+        ),
+        KnownSchedule(
+            "looped_bfs",
+            looped_bfs_schedule,
+            torch="ScheduleLoopedBFS",
+            also=("breadthfirst",),
             partitions_per_device=2,
             takes_several=True,
         ),
@@ -253,7 +262,7 @@ def check_schedule(name: object) -> str:
             theirs = KNOWN_SCHEDULES[known].torch
             runs = f"torch.distributed.pipelining, as {theirs}" if theirs else "nothing known here"
             fix = (
-                f"schedule={' or '.join(map(repr, SCHEDULES))}; {known!r} is run by {runs}, and "
+                f"schedule={either(map(repr, SCHEDULES))}; {known!r} is run by {runs}, and "
                 "simulated by gpipebal.simulate."
             )
         raise UnsupportedPlanError(
@@ -313,23 +322,15 @@ def study_schedule(
     return KNOWN_SCHEDULES[name].schedule(n_devices, chunks, checkpoint, partitions_per_device)
 
 
-def listed_schedules(several: str = "") -> str:
-    """List the names of all schedules for people.
-
-    Args:
-        several: What to say, in brackets, after those with several partitions on each device, with
-            ``{}`` for how many.
+def either(names: Iterable[str]) -> str:
+    """List names for people.
 
     Example:
-        >>> listed_schedules("{} a device")
-        'gpipe, 1f1b, gpipe_in_order, interleaved_1f1b (2 a device) or zb_h1'
+        >>> either(["gpipe", "1f1b", "zb_h1"])
+        'gpipe, 1f1b or zb_h1'
     """
-    *names, last = (
-        name + (f" ({several.format(known.partitions_per_device)})" if shared and several else "")
-        for name, known in KNOWN_SCHEDULES.items()
-        for shared in [shares_devices(name)]
-    )
-    return f"{', '.join(names)} or {last}"
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shares_devices(schedule: str) -> bool:

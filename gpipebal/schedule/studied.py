@@ -17,7 +17,12 @@ from gpipebal.errors import BalanceError
 from gpipebal.schedule.actions import Action, Schedule, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of, with_recomputes
 
-__all__ = ["gpipe_in_order_schedule", "interleaved_schedule", "zero_bubble_schedule"]
+__all__ = [
+    "gpipe_in_order_schedule",
+    "interleaved_schedule",
+    "looped_bfs_schedule",
+    "zero_bubble_schedule",
+]
 
 
 def gpipe_in_order_schedule(
@@ -102,6 +107,52 @@ def interleaved_schedule(
     """
     schedule = _looped("interleaved_1f1b", n_devices, chunks, partitions_per_device, hop=2)
     return with_recomputes(schedule, checkpoint)
+
+
+def looped_bfs_schedule(
+    n_devices: int,
+    chunks: int,
+    checkpoint: Checkpoint = "never",
+    *,
+    partitions_per_device: int = 2,
+) -> Schedule:
+    """Order a mini-batch so that each device does all of a partition before its next partition.
+
+    All micro-batches go through a device's first partition, then through its second, and so on;
+    the backwards go the same way back, the last micro-batch first. With one partition per device
+    it is GPipe. It keeps all micro-batches in flight, and lets the devices communicate about all
+    micro-batches of a partition, or fetch its parameters, once in each direction.
+
+    Args:
+        n_devices: Number of devices, 1 or more.
+        chunks: Number of micro-batches, 1 or more.
+        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
+        partitions_per_device: How many partitions every device has, 1 or more.
+
+    Raises:
+        BalanceError: a count below 1, or an unknown mode.
+
+    Source:
+        Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, section 4; in the form of
+        torch.distributed.pipelining's ``ScheduleLoopedBFS``. Differs: recomputes are actions of
+        their own.
+
+    Example:
+        >>> print(looped_bfs_schedule(2, 2))
+        0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+        1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    """
+    n_devices = check_count("devices", n_devices)
+    chunks = check_count("chunks", chunks)
+    loops = check_count("partitions_per_device", partitions_per_device)
+    rows = []
+    for d in range(n_devices):  # d: device
+        own = range(d, n_devices * loops, n_devices)
+        forwards = [Action(j, "F", i) for j in own for i in range(chunks)]  # j: partition
+        backwards = [Action(j, "B", i) for j in reversed(own) for i in reversed(range(chunks))]
+        rows.append((*forwards, *backwards))
+    devices = tuple(range(n_devices)) * loops if loops > 1 else None
+    return with_recomputes(Schedule("looped_bfs", tuple(rows), devices), checkpoint)
 
 
 def zero_bubble_schedule(
