@@ -114,6 +114,8 @@ for mode in ("never", "except_last", "always"):
 # * **1F1B** starts a backward as soon as it can. With equal partitions it is exactly as long as GPipe, but
 #   the first device never holds more than $n$ micro-batches, however many there are.
 # * **Interleaved 1F1B** gives every device two partitions, so that filling and emptying take half as long.
+# * **Breadth first** (`looped_bfs`) goes round such devices too, but does all micro-batches of one partition before those of
+#   the device's next one: as fast here, with all micro-batches in flight.
 # * **Zero-bubble (ZB-H1)** divides a backward in two: the gradient of the input, for which others wait, and the gradient
 #   of the weights, which fills the gaps.
 

@@ -125,7 +125,7 @@ def test_chunks_that_torch_refuses_are_refused_and_the_fix_works(
 
 
 @settings(max_examples=200, deadline=None)
-@given(name=st.sampled_from(list(STUDIED)), n=counts, m=counts, each=st.integers(1, 3), mode=modes)
+@given(name=st.sampled_from(ALL_SCHEDULES), n=counts, m=counts, each=st.integers(1, 3), mode=modes)
 def test_every_action_once_and_behind_what_it_needs(
     name: str, n: int, m: int, each: int, mode: CheckpointMode
 ) -> None:
@@ -133,7 +133,8 @@ def test_every_action_once_and_behind_what_it_needs(
     known = KNOWN_SCHEDULES[name]
     each = each if known.takes_several else 1
     m *= n  # such numbers always part into groups
-    schedule = study_schedule(name, n, m, mode, partitions_per_device=each)
+    schedule = known.schedule(n, m, mode, partitions_per_device=each)
+    assert schedule.name == name
     assert (schedule.n_devices, schedule.n_partitions, schedule.chunks) == (n, n * each, m)
     cells = [tuple(action) for row in schedule.rows for action in row]
     assert len(cells) == len(set(cells))

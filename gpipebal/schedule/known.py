@@ -105,13 +105,12 @@ class KnownSchedule:
         Raises:
             BalanceError: counts or a mode that it cannot have.
         """
-        if partitions_per_device is None:
-            return self.make(n_devices, chunks, checkpoint)
+        each = (
+            self.partitions_per_device if partitions_per_device is None else partitions_per_device
+        )
         if self.takes_several:
-            return self.make(
-                n_devices, chunks, checkpoint, partitions_per_device=partitions_per_device
-            )
-        self.check_single(partitions_per_device)
+            return self.make(n_devices, chunks, checkpoint, partitions_per_device=each)
+        self.check_single(each)
         return self.make(n_devices, chunks, checkpoint)
 
     def check_single(self, partitions_per_device: int) -> None:
