@@ -78,6 +78,16 @@ def test_simulate_plans_for_the_schedule(
     assert main([*words, "--memory-limit", "1000B"]) == 0
 
 
+@pytest.mark.parametrize("command", ["solve", "simulate"])
+def test_help_names_every_schedule(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each known schedule, and how many partitions a device has where it is not one."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(ALL_SCHEDULES[:-1])} or {ALL_SCHEDULES[-1]}" in text
+    assert "one for each device; 2 with interleaved_1f1b or looped_bfs" in text
+
+
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_simulate_takes_a_balance_under_every_schedule(
     schedule: str, profile_file: str, capsys: pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import gpipebal as gb
-from gpipebal.errors import UnsupportedPlanError
+from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.memory import partition_memory
 from gpipebal.planner.runs.memory import memory_of
 from gpipebal.schedule import (
@@ -31,6 +31,7 @@ from gpipebal.schedule import (
     Order,
     Schedule,
     check_known_schedule,
+    looped_bfs_schedule,
     make_schedule,
     order_of,
     recomputes_of,
@@ -199,3 +200,28 @@ def test_records_that_contradict_themselves_are_refused(wrong: dict[str, Any]) -
     """GPipe cannot run backwards in parts or several partitions per device."""
     with pytest.raises(ValueError, match="Fix:"):
         KnownSchedule("rounds", rounds_of(2), **wrong)
+
+
+def test_three_partitions_on_each_device_follow_from_the_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans, devices, comparison and messages take the number from the record."""
+    record = KnownSchedule(
+        "threes", looped_bfs_schedule, partitions_per_device=3, takes_several=True
+    )
+    monkeypatch.setitem(KNOWN_SCHEDULES, "threes", record)
+    profile = gb.Profile.from_costs([1.0] * 7, chunks=2)
+    asked: dict[str, Any] = {"schedule": "threes", "checkpoint": "never"}
+    plan = gb.solve(profile, 6, devices=[1, 2] * 3, **asked)
+    assert (plan.n_devices, plan.devices) == (2, (0, 1) * 3)
+    assert gb.simulate(plan).makespan == plan.makespan
+    with pytest.raises(BalanceError, match=r"3 on each device .*multiple of 3\)\.\nFix: 9 part"):
+        gb.solve(profile, 7, **asked)
+    with pytest.raises(BalanceError, match=r"devices\[1\] and devices\[5\] differ .* 3 times"):
+        gb.solve(profile, 6, devices=[1, 2, 1, 2, 1, 1], **asked)
+    with pytest.raises(BalanceError, match="where each runs 3 partitions"):
+        gb.solve(profile, 6, devices=[1, 2] * 3, any_order=True, **asked)
+    table = gb.compare_schedules(
+        profile, 2, schedules=["threes"], partitions_per_device=3, checkpoint="never"
+    )
+    assert [(row.partitions_per_device, row.run_by) for row in table.rows] == [(3, "nothing")]
