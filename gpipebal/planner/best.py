@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
+from gpipebal.planner.lower_limits import under_lower_limits
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.schedules.search import bound_of
@@ -87,9 +88,9 @@ def best_of(posed: Posed) -> Best:
 
     Limits are first checked without what waits for busy neighbours. If the plan that is found
     exceeds one of them in its own timeline, all ways are tried if they are few. If they are many,
-    more is recomputed, where modes are open; the search is done again with the most that can wait;
-    and the next best splits are tried, and those that lack least. The gap tells between which
-    values the best plan is.
+    more is recomputed, where modes are open; the search is done again under lower and lower limits
+    for the partitions that exceed theirs, and with the most that can wait; and the next best splits
+    are tried, and those that lack least. The gap tells between which values the best plan is.
     """
     question = posed.question
     clock = _Clock(question.time_limit)
@@ -111,10 +112,12 @@ def best_of(posed: Posed) -> Best:
     if ways is not None:
         return _best_way(posed, ways, found.method, clock)
     bound = found.lower_bound
-    careful = _solved_again(posed, posed.cautious, clock)
-    tried = [roomier(posed, found, plan)]
-    tried += [] if careful is None else [plan_of_split(posed, careful)]
-    best = _least([one for one in tried if fits(one)])
+    best = _with_less(posed, found, plan, clock)
+    if best is None or best.value > bound:
+        careful = _solved_again(posed, posed.cautious, clock)
+        tried = [] if careful is None else [plan_of_split(posed, careful)]
+        tried += [] if best is None else [best]
+        best = _least([one for one in tried if fits(one)])
     n_places = posed.problem.n_layers * posed.problem.n_partitions
     if best is None or (best.value > bound and n_places <= _FEW):
         best, bound = _among_next(posed, best, bound, clock)
@@ -142,6 +145,22 @@ class _Clock:
     def left(self) -> float | None:
         """Seconds that are left, 0 if none are; None: no limit."""
         return None if self._until is None else max(self._until - time.monotonic(), 0.0)
+
+
+def _with_less(posed: Posed, found: Split, plan: Plan, clock: _Clock) -> Plan | None:
+    """Return the best plan that fits of a split, and of those under lower limits."""
+    best: Plan | None = None
+
+    def solve(problem: Problem) -> Split | None:
+        return None if clock.left == 0 else _solved_again(posed, problem, clock)
+
+    for split, one in chain([(found, plan)], under_lower_limits(posed, found, plan, solve)):
+        if best is not None and split.value >= best.value:
+            break  # no later one is better
+        other = roomier(posed, split, one)
+        if fits(other):
+            best = _least([other, *([] if best is None else [best])])
+    return best
 
 
 def _solved_again(posed: Posed, problem: Problem, clock: _Clock) -> Split | None:
