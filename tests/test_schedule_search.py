@@ -292,6 +292,19 @@ def test_open_modes_and_orders_are_those_of_the_start() -> None:
     assert sorted(found.order) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("name", "limit"), [("1f1b", None), ("1f1b", 10**9), ("zb_h1", None)])
+def test_open_modes_are_no_slower_than_the_fastest(name: str, limit: int | None) -> None:
+    """Where everything fits without a recompute, the plan is that of 'never', with its proof."""
+    times = [6.0, 5.0, 4.0, 6.0, 2.0, 9.0, 3.0, 1.0, 9.0, 5.0]
+    profile = gb.Profile.from_costs(times, saved_bytes=[5] * 10, chunks=4)
+    options: Any = {"schedule": name, "devices": [1, 0.5, 2, 2], "memory_limit": limit}
+    fixed = gb.solve(profile, 4, checkpoint="never", **options)
+    free = gb.solve(profile, 4, checkpoint="auto", **options)
+    assert (free.balance, free.modes) == (fixed.balance, fixed.modes)
+    assert (free.value, free.lower_bound) == (fixed.value, fixed.lower_bound)
+    assert free.status == "optimal"
+
+
 def test_weight_shares_go_by_parameters() -> None:
     """Layers without parameters have no gradient of weights; given costs alone have half."""
     assert weight_shares(gb.Profile.from_costs([1.0, 2.0])) == [0.5, 0.5]

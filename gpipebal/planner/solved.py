@@ -15,6 +15,7 @@ from gpipebal.planner.schedules.search import search_schedule
 from gpipebal.problem import Problem
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, split_any_cost
+from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 
 __all__ = ["solved"]
 
@@ -41,6 +42,9 @@ def solved(posed: Posed, problem: Problem, time_limit: float | None) -> Split | 
 def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | None:
     """Search under the schedule, in each order of the devices that is open, if they are few."""
     question, n = posed.question, problem.n_partitions
+    if problem.checkpoint == "auto" and _nothing_recomputed(problem):
+        # Where modes are not open, the search can rule out more splits, or try all that are left.
+        problem = replace(problem, checkpoint="never")
     orders = device_orders(posed, _MOST_ORDERS)
     # If there are many: the order with the least bottleneck, and the one that was given.
     ways = [None, tuple(range(n))] if orders is None else orders
@@ -64,6 +68,14 @@ def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | No
     # The bound for an open order holds for all orders.
     bound = found[0].lower_bound if orders is None else min(one.lower_bound for one in found)
     return best.with_bound(bound)
+
+
+def _nothing_recomputed(problem: Problem) -> bool:
+    """Whether every run of layers that fits in some mode fits in the fastest one."""
+    if not problem.is_limited:
+        return True
+    levels = Levels(problem, stateless=count_states(problem) > MOST_STATES)
+    return all(len(options) == 1 for options in levels.kinds)
 
 
 def _any_cost(posed: Posed, problem: Problem) -> Split | None:
