@@ -77,7 +77,8 @@ def balance_by_time(
     """
     count = _partitions_for(partitions, module)
     values = {"keywords": keywords, "in_dims": in_dims, "keyword_dims": keyword_dims}
-    profile = _profile_of(module, sample, count, device, chunks, timeout, values)
+    # As many copies of the layers work side by side as there will be partitions.
+    profile = _profile_of(module, sample, device, chunks, timeout, partitions=count, **values)
     # For one micro-batch, without recompute, the bottleneck is forward plus backward.
     plan = solve(profile, count, checkpoint="never", objective="bottleneck")
     return list(plan.balance)
@@ -133,7 +134,7 @@ def balance_by_size(
         )
     count = _partitions_for(partitions, module)
     values = {"keywords": keywords, "in_dims": in_dims, "keyword_dims": keyword_dims}
-    profile = _profile_of(module, sample, count, device, chunks, 0.0, values)
+    profile = _profile_of(module, sample, device, chunks, 0.0, **values)
     sizes = sizes_of(profile, param_scale)
     # Of equally good splits the one whose layers' own sizes are spread most evenly.
     alone = [int(sizes.rows(k, 0, "never")[0]) for k in range(profile.n_layers)]
@@ -188,11 +189,10 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
 def _profile_of(
     module: nn.Module,
     sample: Any,
-    partitions: int,
     device: torch.device | str | int | None,
     chunks: int,
     timeout: float,
-    values: Mapping[str, Any],
+    **more: Any,
 ) -> Profile:
     """Measure what decides a balance: the layers, at the size of one micro-batch."""
     return profile_model(
@@ -201,10 +201,9 @@ def _profile_of(
         device=device,
         chunks=chunks,
         rows=(),
-        partitions=partitions,
         timeout=timeout,
         as_pipeline=False,  # a factor for all layers hardly changes how they compare
-        **values,
+        **more,
     )
 
 

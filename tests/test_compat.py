@@ -128,6 +128,21 @@ def test_arguments_in_the_other_order_are_told() -> None:
                 balance_by(*wrong)
 
 
+def test_sizes_are_measured_on_no_more_copies_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes need no partitions side by side: the number of them costs no memory."""
+    asked: list[dict[str, Any]] = []
+
+    def profiled(*args: Any, **options: Any) -> gb.Profile:
+        asked.append(options)
+        return gb.profile_model(*args, **options)
+
+    monkeypatch.setattr("gpipebal.balance.profile_model", profiled)
+    model, x = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), torch.ones(2, 2)
+    gb.balance_by_size(model, x, 4)
+    gb.balance_by_time(model, x, 4, timeout=0.0)
+    assert [options.get("partitions") for options in asked] == [None, 4]
+
+
 def test_two_inputs_are_a_type_error() -> None:
     """The pipeline takes one positional argument, as torchgpipe's."""
     with pytest.raises(TypeError, match="takes one input"):

@@ -225,6 +225,24 @@ def test_all_forms_of_the_rules_agree(data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
+def test_there_are_no_more_partitions_than_rules_allow(data: st.DataObject) -> None:
+    """The bound is met where no rule says what partitions may not have too much of."""
+    n_layers = data.draw(st.integers(1, 7))
+    rules = data.draw(rules_of(n_layers, 1))
+    free = replace(rules, pin=(), max_layers=None)
+    most = {
+        one: max(
+            [n for n in range(1, n_layers + 1) if any(map(one.keeps, all_bounds(n_layers, n)))]
+            or [1]
+        )
+        for one in (rules, free)
+    }
+    assert most[free] == free.most_partitions(n_layers)
+    assert most[rules] <= rules.most_partitions(n_layers)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
 def test_loosened_rules_are_the_closest_that_work(data: st.DataObject) -> None:
     """Each rule is dropped, or its limit changed by as little as possible."""
     n_layers = data.draw(st.integers(1, 7))

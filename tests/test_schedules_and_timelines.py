@@ -163,7 +163,9 @@ def test_whole_floats_are_counts_everywhere() -> None:
     for name in ALL_SCHEDULES:
         found = order_of(name, two, four)  # type: ignore[arg-type]
         assert found.schedule() == order_of(name, 2, 4).schedule()
-        assert recomputes_of(name, 2, four, "never") == recomputes_of(name, 2, 4, "never")  # type: ignore[arg-type]
+        assert recomputes_of(name, two, four, "never") == recomputes_of(name, 2, 4, "never")  # type: ignore[arg-type]
+        with pytest.raises(BalanceError, match="=0"):
+            recomputes_of(name, 0, 4, "never")
     assert study_schedule("zb_h1", two, four) == study_schedule("zb_h1", 2, 4)  # type: ignore[arg-type]
 
 

@@ -269,6 +269,11 @@ def test_rules_as_a_noun_add_to_the_others() -> None:
     profile = gb.Profile.from_costs([1.0] * 4)
     plan = solve(profile, 2, rules=Rules(no_cut=[2]), no_cut=[1])
     assert plan.balance == (3, 1)
+    assert solve(profile, 2, rules=Rules(min_layers=1), min_layers=2).balance == (2, 2)
+    for name in ("max_layers", "min_layers"):
+        for more in ({}, {name: 2}):
+            with pytest.raises(BalanceError, match=f"{name}='3'"):
+                solve(profile, 2, rules=Rules(**{name: "3"}), **more)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)

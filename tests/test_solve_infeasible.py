@@ -157,6 +157,16 @@ def test_rules_alone_are_loosened_or_dropped(options: Any, expected: list[str]) 
     assert follow_all(profile, options) == expected
 
 
+@pytest.mark.parametrize("rules", [{"min_layers": 2}, {"no_cut": [1]}])
+def test_more_partitions_are_advised_where_rules_bound_their_number(rules: Any) -> None:
+    """As many partitions as there are layers do not keep these rules, but fewer do, and help."""
+    profile = gb.Profile.from_costs(
+        [1.0] * 8, saved_bytes=[100] * 8, output_bytes=[1] * 8, chunks=4
+    )
+    options = {"partitions": 2, "checkpoint": "never", "memory_limit": 1000, "reserve": 0, **rules}
+    assert "partitions=4" in follow_all(profile, options)
+
+
 def test_advice_keeps_to_the_method() -> None:
     """A mode that the method cannot solve is not advised."""
     profile = sized([1.0] * 6, [1.0] * 6)

@@ -283,12 +283,12 @@ def _more_chunks(question: Question) -> Iterator[tuple[str, Question]]:
 
 def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
     """Find the fewest partitions with which something fits, on devices like those there are."""
-    pinned = question.rules is not None and question.rules.pin
+    rules = question.rules or Rules()
     alike = question.devices is None and not isinstance(question.limits, tuple)
-    if pinned or not alike:
+    if rules.pinned or not alike:
         return
     n = question.n_partitions
-    last = min(question.profile.n_layers, _MOST_TIMES * n)
+    last = min(rules.most_partitions(question.profile.n_layers), _MOST_TIMES * n)
     checkpoints: Sequence[object] = ("auto",)
     if isinstance(question.checkpoint, str):
         checkpoints = dict.fromkeys((question.checkpoint, "auto"))  # type: ignore[assignment]

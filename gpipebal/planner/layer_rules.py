@@ -66,9 +66,11 @@ def join_rules(
         uncut += list(given.no_cut)
         pinned += list(given.pinned)
         if given.max_layers is not None:
-            max_layers = min(given.max_layers, max_layers or given.max_layers)
+            own = check_count("max_layers", given.max_layers)
+            max_layers = own if max_layers is None else min(own, max_layers)
         if given.min_layers is not None:
-            min_layers = max(given.min_layers, min_layers or 1)
+            own = check_count("min_layers", given.min_layers)
+            min_layers = own if min_layers is None else max(own, min_layers)
     joined = Rules(uncut, spans, pinned, max_layers, min_layers)
     return None if given is None and joined == Rules() else joined
 

@@ -1,8 +1,8 @@
 """Rules about a split: where cuts may not be, which layers belong where, how many there may be.
 
 All that a rule means is in this file: `Rules.allows` for one run of layers, `Rules.places` and
-`Rules.lengths` the same for all runs at once, and `Rules.loosened` for advice. Everything else
-takes the names of rules from `RULE_NAMES`.
+`Rules.lengths` the same for all runs at once, `Rules.loosened` and `Rules.most_partitions` for
+advice. Everything else takes the names of rules from `RULE_NAMES`.
 """
 
 from __future__ import annotations
@@ -145,6 +145,20 @@ class Rules:
             places[partition] &= (1 << (layer + 1)) - 1
             places[partition + 1] &= -1 << (layer + 1)
         return places
+
+    def most_partitions(self, n_layers: int) -> int:
+        """Bound the number of partitions of a chain: there are no more, whatever is pinned.
+
+        Example:
+            >>> Rules(no_cut=[1]).most_partitions(4), Rules(min_layers=2).most_partitions(7)
+            (3, 3)
+        """
+        found, start = 1, 0
+        # A partition that ends as early as it may leaves the most to the others.
+        for place in range(self.shortest, n_layers - self.shortest + 1):
+            if place not in self.uncut and place - start >= self.shortest:
+                found, start = found + 1, place
+        return found
 
     def looser(self) -> Iterator[tuple[str, Rules]]:
         """Yield the name of each rule there is, and the others.

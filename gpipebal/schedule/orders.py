@@ -114,7 +114,8 @@ def recomputes_of(
     """
     name = check_known_schedule(name)
     if name in RECOMPUTES and partitions_per_device in (None, 1):
-        chunks = check_count("chunks", chunks)
+        of_what = "partitions" if KNOWN_SCHEDULES[name].is_ours else "devices"
+        n_devices, chunks = check_count(of_what, n_devices), check_count("chunks", chunks)
         of_mode = {"never": 0, "except_last": chunks - 1, "always": chunks}
         found = [of_mode[mode] for mode in modes_of(checkpoint, n_devices)]
         return RECOMPUTES[name](found, chunks)

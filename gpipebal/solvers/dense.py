@@ -64,9 +64,9 @@ def split_any_cost(
             f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
             f"Fix: n_partitions={n_layers}."
         )
-    lengths = (rules or Rules()).lengths(n_layers)
     if rules is not None:
         rules.check(n_layers, n_partitions)
+    lengths = (rules or Rules()).lengths(n_layers)
     # From the right: the value from each place on.
     after: dict[int, float] = {n_layers: -math.inf}
     choices: list[dict[int, int]] = []

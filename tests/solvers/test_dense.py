@@ -63,6 +63,8 @@ def test_table_agrees_with_bisection(costs: list[int], data: st.DataObject) -> N
         ({"n_partitions": 4}, r"fewer layers than partitions: n_partitions=4"),
         ({"cost": lambda first, end, partition: math.nan}, r"not a number: cost\(1, 3, 1\)=nan"),
         ({"rules": Rules(max_layers=0)}, r"max_layers is too small: max_layers=0"),
+        ({"rules": Rules(max_layers="3")}, r"max_layers is too small: max_layers='3'"),
+        ({"rules": Rules(min_layers=1.5)}, r"min_layers is too small: min_layers=1.5"),
     ],
 )
 def test_table_refuses_what_makes_no_sense(change: dict[str, object], message: str) -> None:
