@@ -38,9 +38,10 @@ class DeviceRates:
         launch_time: Seconds that the device needs for an operation, however small.
         host_time: Seconds that the host needs to launch an operation; None: the device is the
             host, and `launch_time` has it all.
-        has_flash: Whether a CUDA device runs flash attention in half precision (Ampere or later);
-            None: it does if `flops` has a rate for ``"bfloat16"``, which older devices lack.
         source: Where the figures come from.
+        has_flash: Whether a CUDA device runs flash attention in half precision (Ampere or later);
+            None: yes if `flops` has a rate for ``"bfloat16"``, which older devices lack. Decided
+            once, when the object is made.
 
     Raises:
         DeviceError: a rate is not a positive number.
@@ -58,8 +59,8 @@ class DeviceRates:
     device_type: str = "cuda"
     launch_time: float = 2e-6
     host_time: float | None = 6e-6
-    has_flash: bool | None = None
     source: str = field(default="", repr=False)
+    has_flash: bool | None = None
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
@@ -90,7 +91,7 @@ class DeviceRates:
         positive["bandwidth"] = self.bandwidth
         if self.memory_bytes is not None:
             positive["memory_bytes"] = self.memory_bytes
-        if self.has_flash not in (None, False, True):
+        if not isinstance(self.has_flash, bool | None):
             raise DeviceError(
                 f"rates of {self.name!r} do not say whether: has_flash={self.has_flash!r} "
                 "(expected True, False or None).\nFix: has_flash=True for Ampere or later."
@@ -107,8 +108,7 @@ class DeviceRates:
         numbers = {name: float(value) for name, value in times.items()}
         memory = None if self.memory_bytes is None else int(self.memory_bytes)
         own = {**plain, **numbers, "bandwidth": float(self.bandwidth), "memory_bytes": memory}
-        known = "bfloat16" in self.flops if self.has_flash is None else bool(self.has_flash)
-        own["has_flash"] = known
+        own["has_flash"] = "bfloat16" in self.flops if self.has_flash is None else self.has_flash
         for name, value in own.items():
             object.__setattr__(self, name, value)
 

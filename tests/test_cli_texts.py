@@ -438,7 +438,7 @@ ONLY_IN_PYTHON = {
     "profile.names lists all layers": [*_PLANNED, "--no-cut", "nowhere"],
     "a Device, a Profile, or its speed as a number above 0": [*_PLANNED, "--speeds", "0,1"],
     "one limit per device, None for no limit; or": [*_PLANNED, "--memory-limit", "1GB,1GB,1GB"],
-    "devices=[...] * 2, the": [
+    "Fix: in devices=, the": [
         *("solve", "profile.json", "-n", "4", "--schedule", "interleaved_1f1b"),
         *("--speeds", "1,2,3,4"),
     ],

@@ -229,3 +229,12 @@ def test_a_plan_with_runs_is_kept_and_run() -> None:
     for bad in ((range(1, 1),), (range(1, 3),), (range(0, 1), range(0, 1)), (range(3, 5),)):
         with pytest.raises(gb.GpipebalError, match="runs"):
             replace(plan, runs=bad)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_limits_that_forbid_nothing_change_nothing(checkpoint: gb.CheckpointMode) -> None:
+    """A plan is the same with the loosest limits on layers as with none, ties too."""
+    profile = gb.Profile.from_costs([1.0, 1.0, 2.0, 1.0, 1.0, 2.0], chunks=3)
+    bare = gb.solve(profile, 3, checkpoint=checkpoint)
+    loose = gb.solve(profile, 3, checkpoint=checkpoint, min_layers=1, max_layers=6)
+    assert loose == bare and loose.method == bare.method

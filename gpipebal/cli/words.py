@@ -50,7 +50,7 @@ _ONLY_IN_PYTHON = {
     "profile.names lists all layers": "gpipebal show lists the layers",
     "a Device, a Profile, or its speed as a number above 0": "its speed, a number above 0",
     "one limit per device, None for no limit; or": "one limit per device, or",
-    "devices=[...] * 2, the": "--speeds with the",
+    "Fix: in devices=, the": "Fix: --speeds with the",
     "or give devices.": "or --speeds with one number for each partition.",
     "Fix: 1 for one as fast as": "Fix: in --speeds, 1 for one as fast as",
     "profile_model(model, sample, method='estimate') needs": "gpipebal profile MODEL --estimate "

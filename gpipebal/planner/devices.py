@@ -103,5 +103,5 @@ def check_shared_devices(schedule: str, devices: Sequence[DeviceCosts], *, any_o
             raise BalanceError(
                 f"one device is two: devices[{j}] and devices[{k}] differ (expected one device "
                 f"{each} times: with schedule={schedule!r} partitions {j} and {k} run on it).\n"
-                f"Fix: devices=[...] * {each}, the {n_devices} devices in order, {each} times."
+                f"Fix: in devices=, the {n_devices} devices in order, {each} times."
             )

@@ -71,6 +71,9 @@ def join_rules(
         if given.min_layers is not None:
             own = check_count("min_layers", given.min_layers)
             min_layers = own if min_layers is None else max(own, min_layers)
+    # A limit that forbids nothing would only leave the choice to other solvers.
+    max_layers = None if max_layers is not None and max_layers >= profile.n_layers else max_layers
+    min_layers = None if min_layers == 1 else min_layers
     joined = Rules(uncut, spans, pinned, max_layers, min_layers)
     return None if given is None and joined == Rules() else joined
 

@@ -277,8 +277,8 @@ def _schedule(options: Options) -> str:
     if options.get("loss_inside") is False and schedule != "gpipe":
         raise BalanceError(
             f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
-            "loss_inside=False (expected loss_inside=True: only 'gpipe' runs all forwards, then "
-            "the caller's loss, then all backwards).\nFix: loss_inside=None."
+            "loss_inside=False (expected loss_inside=True: with 'gpipe' alone does the caller "
+            "compute the loss, after all forwards).\nFix: loss_inside=None."
         )
     return schedule
 

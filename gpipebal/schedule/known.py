@@ -2,8 +2,9 @@
 
 One record says everything about a schedule that is not in its rows. To add one, add its record to
 `KNOWN_SCHEDULES`: the planner, the simulator, the executor, the comparison of schedules and the
-command line read the table, and know no other list of names. This module loads no numpy, because
-the help of the command line needs the names.
+command line take its name from here, and whatever else they need from its rows. (Some schedules
+also have shortcuts, in `gpipebal.schedule.orders` and elsewhere, which only save time.) This module
+loads no numpy, because the help of the command line needs the names.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ def solve_integer_program(
         raise BalanceError(
             f"integer program is too large: {len(runs)} runs (expected {MOST_RUNS} or fewer).\n"
             f"Fix: {'any_order=False' if problem.any_order else _BY_ITSELF}; or fewer layers "
-            "(open fewer nested ones), devices of fewer kinds, or a smaller max_layers."
+            "(open fewer nested ones), devices of fewer kinds, a smaller max_layers or a larger "
+            "min_layers."
         )
     # Without a split, any scale will do: that of all layers on the slowest device.
     most = [
