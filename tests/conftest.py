@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
 import pytest
 import torch
+from brief_profiles import make_brief
 from hypothesis import settings
 
 # No test asserts a time, and so examples have no deadline: the watchdog of each test is enough.
@@ -16,6 +18,8 @@ settings.load_profile("tests")
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+make_brief()
 
 
 def pytest_report_header() -> str:
@@ -34,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(reason)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector thousands of tests and all modules: they stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from brief_profiles import make_brief
 from small_models import SIZES
 from torch import Tensor, nn
 
@@ -44,7 +45,8 @@ def without_parameters() -> tuple[nn.Sequential, Tensor]:
 
 
 def small() -> tuple[nn.Sequential, Tensor]:
-    """Return a chain that can be trained."""
+    """Return a chain that can be trained, in a moment."""
+    make_brief()
     return nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.ones(8, 3)
 
 

@@ -8,7 +8,11 @@ import time
 from typing import Any
 
 import torch
+from brief_profiles import make_brief
 from torch import Tensor, nn
+
+# In processes of their own, too.
+make_brief()
 
 ROWS = 8
 
