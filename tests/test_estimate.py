@@ -52,7 +52,9 @@ ON_CPU = {"rates": "CPU core", "progress": False}
 
 def measured(model: nn.Sequential, sample: Any, **settings: Any) -> Profile:
     """Measure as briefly as possible: only what is counted matters here."""
-    return profile_model(model, sample, timeout=0.0, partitions=1, progress=False, **settings)
+    return profile_model(
+        model, sample, timeout=0.0, as_pipeline=False, partitions=1, progress=False, **settings
+    )
 
 
 def parts(profile: Profile) -> list[LayerProfile | None]:

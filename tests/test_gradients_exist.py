@@ -60,7 +60,9 @@ def test_tied_parameters_are_bounded(balance: list[int]) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     model[3].weight = model[1].weight = model[0].weight
     inputs = torch.randn(8, 64)
-    profile = gb.profile_model(model, inputs, chunks=4, rows=(), timeout=0, progress=False)
+    profile = gb.profile_model(
+        model, inputs, chunks=4, rows=(), timeout=0, as_pipeline=False, progress=False
+    )
     predicted = partition_memory(
         profile,
         (0, balance[0], 4),

@@ -46,7 +46,9 @@ def statistics() -> nn.Sequential:
 def test_the_profiler_finds_what_the_executor_keeps() -> None:
     """Small buffers, and large ones that are written to; an estimate sees that too."""
     layers, inputs = statistics(), torch.randn(4 * CHUNKS, 4)
-    found = gb.profile_model(layers, inputs, chunks=CHUNKS, rows=(), timeout=0, progress=False)
+    found = gb.profile_model(
+        layers, inputs, chunks=CHUNKS, rows=(), timeout=0, as_pipeline=False, progress=False
+    )
     of_norm, of_counter = 2 * 2000 * 4 + 8, 4 * MANY
     kept = [layer.kept_buffer_bytes for layer in found.layers]
     assert kept == [0, of_norm, 0, 0, of_counter, 0]
@@ -78,6 +80,7 @@ def test_copies_are_counted_for_every_recomputed_micro_batch(checkpoint: str) ->
         optimizer=lambda parameters: make(parameters, lr=0.0),
         rows=(),
         timeout=0,
+        as_pipeline=False,
         progress=False,
     )
     for way in ("loss(pipe(x))", "gpipe", "1f1b"):

@@ -213,6 +213,12 @@ def test_a_chain_may_write_to_what_it_was_handed(first: nn.Module) -> None:
     chain.whole(grad=False)
     assert torch.equal(inputs, before)
     profile = gb.profile_model(
-        nn.Sequential(*layers), inputs, chunks=2, timeout=0, progress=False, loss_fn=squares
+        nn.Sequential(*layers),
+        inputs,
+        chunks=2,
+        timeout=0,
+        as_pipeline=False,
+        progress=False,
+        loss_fn=squares,
     )
     assert profile.n_layers == 4

@@ -86,6 +86,7 @@ def test_the_formula_is_the_count(model: Any, balances: tuple[list[int], ...], e
         optimizer=make,
         rows=(),
         timeout=0,
+        as_pipeline=False,
         progress=False,
     )
     wrong = []
@@ -125,6 +126,7 @@ def test_the_callers_output_outlives_its_graph(make: Any, chunks: int) -> None:
         optimizer=make,
         rows=(),
         timeout=0,
+        as_pipeline=False,
         progress=False,
     )
     for balance in ([5, 4], [7, 2], [9]):
@@ -141,7 +143,13 @@ def test_the_callers_output_is_there_while_the_optimizer_steps(chunks: int) -> N
     """Where Adam's step is the highest moment, what the caller has given a name counts in it."""
     layers = nn.Sequential(nn.Linear(16, 2000), nn.Linear(2000, 512))
     inputs = torch.randn(192 * chunks, 16)
-    given: Any = {"chunks": chunks, "rows": (), "timeout": 0, "progress": False}
+    given: Any = {
+        "chunks": chunks,
+        "rows": (),
+        "timeout": 0,
+        "as_pipeline": False,
+        "progress": False,
+    }
     profile = gb.profile_model(layers, inputs, loss_fn=squares, optimizer=torch.optim.Adam, **given)
     predicted = partition_memory(
         profile, (0, 2), chunks=chunks, checkpoint="never", shared_memory=True
@@ -219,7 +227,7 @@ def test_two_gradients_of_one_tensor_are_there_at_once(
     """Inside a partition, behind a cut and before it, and where layers only hand them on."""
     layers, inputs = make(), torch.randn(512, 16)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    given: Any = {"rows": (), "timeout": 0, "progress": False}
+    given: Any = {"rows": (), "timeout": 0, "as_pipeline": False, "progress": False}
     profile = gb.profile_model(layers, inputs, loss_fn=squares, optimizer=optimizer, **given)
     predicted = partition_memory(
         profile, to_bounds(balance), chunks=1, checkpoint=checkpoint, shared_memory=True
@@ -249,7 +257,7 @@ def test_what_comes_back_to_a_residual_block_may_be_a_view(rest: list[nn.Module]
     """Then the sum of its gradients needs new memory; else it is made in place."""
     layers = nn.Sequential(nn.Conv2d(2, 16, 3, padding=1), Residual(nn.GELU()), *rest)
     inputs = torch.randn(64, 2, 16, 16)
-    given: Any = {"rows": (), "timeout": 0, "progress": False, "chunks": 2}
+    given: Any = {"rows": (), "timeout": 0, "as_pipeline": False, "progress": False, "chunks": 2}
     profile = gb.profile_model(layers, inputs, loss_fn=squares, **given)
     balance = [1, len(layers) - 1]
     predicted = partition_memory(
@@ -263,7 +271,7 @@ def test_what_comes_back_to_a_residual_block_may_be_a_view(rest: list[nn.Module]
 def test_the_callers_own_input_is_counted_once() -> None:
     """A chain that hands its input on to the end, and an optimizer whose step needs most."""
     layers, inputs = nn.Sequential(Along(nn.Linear(512, 256))), torch.randn(512, 512)
-    given: Any = {"rows": (), "timeout": 0, "progress": False}
+    given: Any = {"rows": (), "timeout": 0, "as_pipeline": False, "progress": False}
     optimizer = torch.optim.Adam
 
     def of_first(output: tuple[Tensor, Tensor]) -> Tensor:
@@ -308,7 +316,14 @@ def test_skips_count_where_the_formula_says(balance: list[int]) -> None:
     torch.manual_seed(0)
     layers, inputs = over_the_cut(), torch.randn(96 * CHUNKS, 16)
     profile = gb.profile_model(
-        layers, inputs, chunks=CHUNKS, rows=(), loss_fn=squares, timeout=0, progress=False
+        layers,
+        inputs,
+        chunks=CHUNKS,
+        rows=(),
+        loss_fn=squares,
+        timeout=0,
+        as_pipeline=False,
+        progress=False,
     )
     assert [(skip.source, skip.destination) for skip in profile.skips] == [(1, 6)]
     wrong = []

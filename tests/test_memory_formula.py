@@ -300,7 +300,9 @@ def test_memory_parts() -> None:
 def test_a_cut_in_one_memory_counts_once() -> None:
     """Partitions that share a memory do not both hold the tensor at their cut."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
-    profile = gb.profile_model(model, torch.ones(400, 8), chunks=2, rows=(), timeout=0)
+    profile = gb.profile_model(
+        model, torch.ones(400, 8), chunks=2, rows=(), timeout=0, as_pipeline=False
+    )
     apart, together = (
         partition_memory(profile, (0, 2, 4), chunks=2, checkpoint="never", shared_memory=shared)
         for shared in (False, True)

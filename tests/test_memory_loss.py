@@ -43,7 +43,7 @@ def data() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "way",
     [
-        {"timeout": 0},
+        {"timeout": 0, "as_pipeline": False},
         {"timeout": 0, "one_at_a_time": True},
         {"method": "estimate", "rates": "CPU core"},
     ],

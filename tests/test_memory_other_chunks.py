@@ -100,7 +100,13 @@ def test_peaks_do_not_depend_on_the_profiles_own_number_of_micro_batches(
     peaks = []
     for chunks in (1, 2, 4):
         profile = gb.profile_model(
-            make(), torch.randn(16, 8), chunks=chunks, loss_fn=squares, timeout=0, progress=False
+            make(),
+            torch.randn(16, 8),
+            chunks=chunks,
+            loss_fn=squares,
+            timeout=0,
+            as_pipeline=False,
+            progress=False,
         )
         plans = [
             gb.evaluate(profile, [len(profile.layers)], chunks=m, checkpoint=checkpoint)

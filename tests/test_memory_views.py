@@ -54,7 +54,12 @@ def squares(output: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "way",
-    [{"timeout": 0}, {"one_at_a_time": True}, {"share_identical": True}, {"method": "estimate"}],
+    [
+        {"timeout": 0, "as_pipeline": False},
+        {"one_at_a_time": True},
+        {"share_identical": True},
+        {"method": "estimate"},
+    ],
     ids=["measured", "alone", "shared", "estimated"],
 )
 @pytest.mark.parametrize(
@@ -107,7 +112,14 @@ def test_the_copy_at_a_cut_is_counted(layer: nn.Module, checkpoint: CheckpointMo
     convolutions = [nn.Conv2d(16, 16, 3, padding=1) for _ in range(2)]
     model = nn.Sequential(convolutions[0], layer, convolutions[1])
     profile = gb.profile_model(
-        model, inputs, chunks=4, loss_fn=squares, rows=(), timeout=0, progress=False
+        model,
+        inputs,
+        chunks=4,
+        loss_fn=squares,
+        rows=(),
+        timeout=0,
+        as_pipeline=False,
+        progress=False,
     )
     given: dict[str, Any] = {"checkpoint": checkpoint, "loss_inside": True, "shared_memory": True}
     most = partition_memory(profile, (0, 1, 2, 3), chunks=4, latest=True, **given)
@@ -130,7 +142,9 @@ def test_a_forward_at_a_cut_makes_its_output(
 ) -> None:
     """Beside its input a partition has its output, in place or not, and what it saves."""
     model = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
-    profile = gb.profile_model(model, torch.ones(4, 8), rows=(), timeout=0, progress=False)
+    profile = gb.profile_model(
+        model, torch.ones(4, 8), rows=(), timeout=0, as_pipeline=False, progress=False
+    )
     cell = Cell(profile, 1, 2, None, True)
     for records, tensors in ((True, recorded), (False, unrecorded)):
         (moment,) = cell.forward(records=records, gradients_exist=False)

@@ -43,7 +43,9 @@ class _Leaves(nn.Module):
 def test_what_a_forward_leaves_behind_is_there_once(where: str, method: str) -> None:
     """It is not saved by every micro-batch; one stays, as a buffer does that it may replace."""
     model = nn.Sequential(nn.Linear(8, 8), _Leaves(where))
-    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
     found = gb.profile_model(
         model, torch.ones(16, 8), chunks=4, rows=(), method=method, progress=False, **options
     )
@@ -78,7 +80,9 @@ def test_tables_that_are_made_once_count(method: str, registered: bool, has_run:
     model = nn.Sequential(nn.Linear(8, 8), _OnlyOnce(registered=registered))
     if has_run:
         model(torch.ones(16, 8))
-    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
     found = gb.profile_model(
         model, torch.ones(16, 8), chunks=4, rows=(), method=method, progress=False, **options
     )
@@ -124,7 +128,9 @@ class _Writes(nn.Module):
 @pytest.mark.parametrize("how", ["in place", "replaced", "read"])
 def test_large_buffers_are_kept_for_recomputes_if_they_change(how: str, method: str) -> None:
     """Estimates see it too, by the count of writes."""
-    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
     found = gb.profile_model(
         nn.Sequential(_Writes(how)), torch.ones(4, 8), rows=(), method=method, **options
     )
@@ -155,7 +161,9 @@ class _Swish(nn.Module):
 @pytest.mark.parametrize("method", ["measure", "estimate"])
 def test_inputs_on_the_context_of_a_function_are_saved(method: str) -> None:
     """Though no hook sees them; the layer's input is one storage with what came before."""
-    options: dict[str, Any] = {"timeout": 0} if method == "measure" else {"rates": "A100"}
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
     found = gb.profile_model(
         nn.Sequential(nn.Linear(8, 8), _Swish(), nn.Linear(8, 2)),
         torch.ones(4, 8),

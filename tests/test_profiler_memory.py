@@ -21,7 +21,7 @@ F, I = 4, 8  # noqa: E741
 
 def profile(model: nn.Module, sample: Any, **options: Any) -> gb.Profile:
     """Measure as little as possible, at one size, without a bar."""
-    options = {"rows": (), "timeout": 0, "progress": False, **options}
+    options = {"rows": (), "timeout": 0, "as_pipeline": False, "progress": False, **options}
     return gb.profile_model(model, sample, **options)
 
 

@@ -232,7 +232,9 @@ def test_a_mask_that_goes_along_is_in_no_way() -> None:
     """Layers that hand on what has no gradient can be in runs; the pipeline then needs as said."""
     model = nn.Sequential(*(Masked() for _ in range(6)))
     sample = (torch.randn(512, 32), torch.ones(512, dtype=torch.long))
-    profile = gb.profile_model(model, sample, chunks=4, rows=(), timeout=0, progress=False)
+    profile = gb.profile_model(
+        model, sample, chunks=4, rows=(), timeout=0, as_pipeline=False, progress=False
+    )
     plan = gb.evaluate(profile, [3, 3], checkpoint="never")
     limit = int(0.8 * max(part.memory.total for part in plan.partitions))
     chosen = recompute_layers(profile, plan, memory_limit=limit)

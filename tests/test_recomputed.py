@@ -297,6 +297,7 @@ def test_the_memory_is_the_one_predicted(early_stop: bool) -> None:
         optimizer=make,
         rows=(),
         timeout=0,
+        as_pipeline=False,
         progress=False,
     )
     seen = set()

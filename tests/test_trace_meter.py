@@ -184,7 +184,7 @@ def test_predicted_memory_is_the_measured_one(checkpoint: CheckpointMode) -> Non
     )
     inputs = torch.randn(16, 3, 16, 16)
     profile = gb.profile_model(
-        model, inputs, chunks=4, loss_fn=lambda y: y.square().mean(), timeout=0
+        model, inputs, chunks=4, loss_fn=lambda y: y.square().mean(), timeout=0, as_pipeline=False
     )
     plan = gb.solve(profile, 2, checkpoint=checkpoint)
     pipe = GPipe.from_plan(model, plan)
