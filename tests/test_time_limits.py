@@ -94,7 +94,7 @@ def test_what_is_lacking_is_told_without_time() -> None:
 def test_too_many_kinds_of_devices(checkpoint: str) -> None:
     """The advice that is given works, whatever was asked for."""
     rng = random.Random(1)
-    profile = gb.Profile.from_costs([rng.randint(1, 9) for _ in range(100)], chunks=8)
+    profile = gb.Profile.from_costs([rng.randint(1, 9) for _ in range(75)], chunks=8)
     options = {"devices": [1 + j / 10 for j in range(14)], "checkpoint": checkpoint}
     with pytest.raises(BalanceError, match="integer program is too large") as caught:
         gb.solve(profile, 14, any_order=True, time_limit=0.3, **options)
