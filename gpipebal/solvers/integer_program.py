@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
@@ -88,14 +89,15 @@ def solve_integer_program(
         return None
     value = None if known is None else _exact(problem, levels, known, objective)
     # A run that alone takes longer than a whole split is of no use.
-    runs = [
+    useful = (
         run
         for run in _runs(levels)
         if value is None or run.option.load.of(run.start, run.end) <= value
-    ]
+    )
+    runs = list(islice(useful, MOST_RUNS + 1))
     if len(runs) > MOST_RUNS:
         raise BalanceError(
-            f"integer program is too large: {len(runs)} runs (expected {MOST_RUNS} or fewer).\n"
+            f"integer program is too large: more than {MOST_RUNS} runs (expected no more).\n"
             f"Fix: {'any_order=False' if problem.any_order else _BY_ITSELF}; or fewer layers "
             "(open fewer nested ones), devices of fewer kinds, a smaller max_layers or a larger "
             "min_layers."

@@ -145,7 +145,7 @@ def test_an_integer_program_that_is_too_large_is_refused() -> None:
     times = [1] * 400
     problem = Problem(times, times, times, 6, 4, ["always", *["never"] * 5])
     assert select_method(problem) == "box search"
-    with pytest.raises(BalanceError, match=r"integer program is too large: \d+ runs") as raised:
+    with pytest.raises(BalanceError, match=r"is too large: more than \d+ runs") as raised:
         split(problem, method="integer program")
     assert "\nFix: method='auto'; or fewer layers" in str(raised.value)
     assert split(problem).method == "box search"
