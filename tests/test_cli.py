@@ -363,3 +363,9 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert told.startswith("gpipebal: ending after the work in progress; ")
     assert process.returncode == 130
     assert "gpipebal: stopped at once." in err
+
+
+@pytest.mark.parametrize("words", [["run", "resnet101"], ["solve", "p"], ["compare", "p"]])
+def test_the_number_of_partitions_has_one_short_name(words: list[str]) -> None:
+    """Every command that takes it takes ``-n``."""
+    assert _parser().parse_args([*words, "-n", "3"]).partitions == 3

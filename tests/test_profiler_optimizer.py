@@ -197,6 +197,41 @@ def test_the_state_of_an_optimizer_that_is_wrapped_counts(method: Any, kind: typ
     assert sizes == [layer.optimizer_bytes for layer in plain.layers] and any(sizes)
 
 
+class Joined(torch.optim.Optimizer):
+    """Muon for matrices and Adam for the rest; it refuses to be made of only one kind."""
+
+    def __init__(self, parameters: Any) -> None:
+        every = list(parameters)
+        self.muon = torch.optim.Muon([one for one in every if one.dim() == 2])
+        self.adam = torch.optim.Adam([one for one in every if one.dim() != 2])
+        super().__init__(every, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Let both step."""
+        self.muon.step(closure)
+        self.adam.step(closure)
+
+
+@pytest.mark.parametrize("estimate", [False, True])
+@pytest.mark.parametrize("instance", [False, True])
+def test_an_optimizer_that_joins_two_is_stepped_for_each_parameter(
+    estimate: bool, instance: bool
+) -> None:
+    """What makes it may fail for a part of the parameters; the state is that of a real step."""
+    model = chain()
+    parameters = list(model.parameters())
+    found = profiled(model, Joined(parameters) if instance else Joined, estimate=estimate)
+    real = Joined(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    expected = [state_of(real.muon, layer) + state_of(real.adam, layer) for layer in model]
+    assert [layer.optimizer_bytes for layer in found.layers] == expected
+    assert None not in [layer.optimizer_peak_bytes for layer in found.layers]
+    assert found.step.optimizer_time is not None
+    assert not any("cannot step" in flag for flag in found.provenance["flags"])
+
+
 def test_a_meter_counts_the_state_of_an_optimizer_that_is_wrapped() -> None:
     """With the partition that has the parameter, as for the inner one by itself."""
     pipe = gb.GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), [1, 1])

@@ -37,7 +37,7 @@ def add_run(commands: Commands) -> None:
     add_model(run)
 
     number = partial(run.add_argument, type=int, metavar="N")
-    number("--partitions", help="how many (default: one for each device; on a CPU 2)")
+    number("--partitions", "-n", help="how many (default: one for each device; on a CPU 2)")
     run.add_argument(
         "--checkpoint",
         metavar="MODE",

@@ -59,6 +59,8 @@ class Maker:
             if not callable(optimizer):
                 raise _no_optimizer(f"type(optimizer)={type(optimizer).__name__}")
             known, made = _made_of(optimizer, self.parameters)
+        self._whole: Any = made
+        self._known = known
         is_known = isinstance(made, Optimizer)
         if is_known:
             places = {id(p): place for place, p in enumerate(known)}
@@ -81,14 +83,20 @@ class Maker:
         groups: dict[int, list[nn.Parameter]] = {}
         for place, stand_in in zip(places, stand_ins, strict=True):
             groups.setdefault(self._group_of.get(place, 0), []).append(stand_in)
-        theirs = self._optimizer
-        if not isinstance(theirs, Optimizer):
-            made = theirs(list(stand_ins))
-            if self._options:
-                # From some parameters it may make other groups than from all.
-                made.param_groups = self._groups(groups)
-            return made
+        if not isinstance(self._optimizer, Optimizer):
+            try:
+                made = self._optimizer(list(stand_ins))
+            except Exception:
+                if not isinstance(self._whole, Optimizer):
+                    raise
+                # It needs others too, as one that joins two optimizers for different parameters.
+            else:
+                if self._options:
+                    # From some parameters it may make other groups than from all.
+                    made.param_groups = self._groups(groups)
+                return made
         # As if it were read from a file: the constructor's arguments are not always the options.
+        theirs: Optimizer = self._whole
         made = type(theirs).__new__(type(theirs))
         given = {
             "defaults": dict(theirs.defaults),
@@ -108,22 +116,22 @@ class Maker:
         places: Sequence[int],
         stand_ins: Sequence[nn.Parameter],
     ) -> dict[str, Any]:
-        """Copy the attributes of the caller's optimizer that its own class has set.
+        """Copy the attributes of an optimizer of all parameters that its own class has set.
 
         Args:
             made: The optimizer that gets them.
-            given: What it has in place of those of the caller's optimizer.
+            given: What it has in place of those of that optimizer.
             places: Places of the parameters that it steps.
             stand_ins: Stand-ins for these parameters; those for the rest have no values.
         """
-        theirs: Any = self._optimizer
+        theirs: Any = self._whole
         memo: dict[int, Any] = {id(theirs): made}
         for name, value in given.items():
             memo[id(getattr(theirs, name))] = value
-        for parameter in self.parameters:
+        for parameter in self._known:
             memo[id(parameter)] = _without_memory(parameter)
         for place, stand_in in zip(places, stand_ins, strict=True):
-            memo[id(self.parameters[place])] = stand_in
+            memo[id(self._known[place])] = stand_in
         copied: dict[str, Any] = {}
         for name, value in vars(theirs).items():
             if name in _ITS_OWN or name.endswith("_hooks"):
