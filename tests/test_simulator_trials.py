@@ -48,6 +48,40 @@ def test_makespans_are_those_of_place(
         assert makespan == place(order, durations, overlap=overlap).makespan
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    name=st.sampled_from(ALL_SCHEDULES),
+    transfers=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_other_modes_are_recomputes_that_take_no_time(
+    data: st.DataObject, name: str, transfers: bool, overlap: bool
+) -> None:
+    """In the order of `'always'` every mode of every partition has the makespans of its own."""
+    n_devices = data.draw(st.integers(1, 4))
+    chunks = data.draw(st.sampled_from([1, n_devices, 3 * n_devices]))
+    always = order_of(name, n_devices, chunks, "always")
+    n = always.n_partitions
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    forward, recompute, backward, into, back = random.integers(0, 20, (5, 1, n)) / 4
+    links = {"forward_transfer": into, "backward_transfer": back} if transfers else {}
+    modes = data.draw(st.tuples(*[st.sampled_from(CHECKPOINT_MODES)] * n))
+    own = Trials(order_of(name, n_devices, chunks, modes))
+    none = np.zeros_like(recompute)
+    given_modes = np.array([modes])
+    other = Candidates(
+        forward,
+        np.where(given_modes == "never", none, recompute),
+        backward,
+        last_recompute=np.where(given_modes == "always", recompute, none),
+        **links,
+    )
+    found = Trials(always).makespans(other, overlap=overlap)
+    expected = own.makespans(Candidates(forward, recompute, backward, **links), overlap=overlap)
+    assert found.tolist() == expected.tolist()
+
+
 def test_candidates_go_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few numbers may be held at a time, the makespans are the same."""
     trials_of = Trials(order_of("zb_h1", 3, 6))

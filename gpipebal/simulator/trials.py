@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidates", "Trials"]
 
+#: The recompute of the last micro-batch, as one more kind after those in `KINDS`.
+LAST_R = len(KINDS)
 #: Numbers that are held at a time, 8 bytes each.
 MOST_NUMBERS = 2**22
 
@@ -46,6 +48,8 @@ class Candidates:
             the first column is ignored. None: no time.
         backward_transfer: Seconds to bring a gradient into each partition from the one after; the
             last column is ignored. None: no time.
+        last_recompute: Seconds of each partition's recompute of the last micro-batch; None: as of
+            the others.
     """
 
     forward: Floats
@@ -54,6 +58,7 @@ class Candidates:
     weight_gradient: Floats | None = None
     forward_transfer: Floats | None = None
     backward_transfer: Floats | None = None
+    last_recompute: Floats | None = None
 
     def pick(self, which: slice) -> Candidates:
         """Return some of the candidates."""
@@ -105,7 +110,9 @@ class Trials:
         self._need = place[work.need[:n][sequence]]
         counts = np.bincount(levels)[1:]
         self._groups = list(pairwise(np.concatenate(([0], np.cumsum(counts))).tolist()))
-        cell = order.kinds.astype(np.int64) * n_partitions + order.partitions
+        kinds = order.kinds.astype(np.int64)
+        kinds[(kinds == R) & (order.micro_batches == order.micro_batches.max())] = LAST_R
+        cell = kinds * n_partitions + order.partitions
         self._cells = cell[sequence]
         # The transfer before on the same link: same partition, same direction.
         self._sent_before = place[_last_alike(order)[sequence]]
@@ -178,14 +185,16 @@ def _table(candidates: Candidates) -> Floats:
     """Return the seconds of every kind and partition, one column per candidate."""
     backward = candidates.backward
     weights = backward / 2 if candidates.weight_gradient is None else candidates.weight_gradient
+    recompute, last = candidates.recompute, candidates.last_recompute
     columns = {
         F: candidates.forward,
-        R: candidates.recompute,
+        R: recompute,
+        LAST_R: recompute if last is None else last,
         B: backward,
         IN: np.maximum(0.0, backward - weights),
         W: weights,
     }
-    return np.concatenate([columns[kind].T for kind in range(len(KINDS))])
+    return np.concatenate([columns[kind].T for kind in range(len(columns))])
 
 
 def _transfers(order: Order, candidates: Candidates) -> tuple[Floats | None, Floats | None]:
@@ -193,7 +202,7 @@ def _transfers(order: Order, candidates: Candidates) -> tuple[Floats | None, Flo
     forward, backward = candidates.forward_transfer, candidates.backward_transfer
     if forward is None and backward is None:
         return None, None
-    into = np.zeros((len(KINDS), order.n_partitions, len(candidates.forward)))
+    into = np.zeros((len(KINDS) + 1, order.n_partitions, len(candidates.forward)))
     out = np.zeros_like(into)
     elsewhere = (order.devices[1:] != order.devices[:-1])[:, None]
     if forward is not None:
