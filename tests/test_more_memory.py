@@ -47,7 +47,23 @@ def test_one_byte_more_of_a_stored_profile_is_no_slower() -> None:
     assert [plan.status for plan in plans] == ["optimal", "optimal"]
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "auto"}, {"schedule": "1f1b"}])
+def test_modes_that_the_bottleneck_would_not_choose_are_found() -> None:
+    """Under 1F1B a limit that allows more is no slower, whichever modes slow the slowest least."""
+    name = "amoebanetd-L18-D256-224px-rows16-v100-estimate.json"
+    profile = gb.Profile.load(PROFILES / name)
+    options: Any = {"schedule": "1f1b", "checkpoint": "auto", "reserve": 0}
+    limits = (6718971321, 7838799875, 8958628428, 10078456982)
+    plans = [solve(profile, 4, memory_limit=limit, **options) for limit in limits]
+    assert all(more.value <= less.value for less, more in pairwise(plans))
+    for mode in ("always", "except_last", ("except_last", "never", "never", "never")):
+        fixed = solve(profile, 4, memory_limit=limits[-1], **{**options, "checkpoint": mode})
+        assert plans[-1].value <= fixed.value
+
+
+FALLING = [{}, {"checkpoint": "auto"}, {"schedule": "1f1b"}]
+
+
+@pytest.mark.parametrize("options", [*FALLING, {"schedule": "1f1b", "checkpoint": "auto"}])
 @pytest.mark.parametrize("seed", range(3))
 def test_falling_limits_never_help(seed: int, options: Any) -> None:
     """Each limit is one byte below what the plan under the limit before it needs."""

@@ -43,7 +43,7 @@ def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | No
     """Search under the schedule, in each order of the devices that is open, if they are few."""
     question, n = posed.question, problem.n_partitions
     if problem.checkpoint == "auto" and _nothing_recomputed(problem):
-        # Where modes are not open, the search can rule out more splits, or try all that are left.
+        # Then 'never' is the only mode of use, and searches for one mode are faster.
         problem = replace(problem, checkpoint="never")
     orders = device_orders(posed, _MOST_ORDERS)
     # If there are many: the order with the least bottleneck, and the one that was given.

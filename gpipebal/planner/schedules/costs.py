@@ -11,7 +11,7 @@ import numpy as np
 
 from gpipebal.planner.schedules.bounds import Columns, Relaxed, rows_of
 from gpipebal.problem import Problem
-from gpipebal.schedule import Order
+from gpipebal.schedule import CheckpointMode, Order
 from gpipebal.schedule.actions import W
 from gpipebal.simulator.trials import Candidates, Trials
 
@@ -32,7 +32,6 @@ class ScheduleCosts:
     Attributes:
         relaxed: The bound that no split can beat, for all modes and orders of devices that the
             problem leaves open.
-        open_ends: Whether the problem leaves any open.
 
     Args:
         problem: Times of the layers, devices and links.
@@ -50,7 +49,6 @@ class ScheduleCosts:
         weight_share: Sequence[float] | None = None,
     ) -> None:
         self._problem = problem
-        self.open_ends = problem.any_order or problem.checkpoint == "auto"
         costs = problem.costs
         in_parts = bool((order.kinds == W).any())
         finer = _FINER if in_parts else 1
@@ -96,8 +94,18 @@ class ScheduleCosts:
         """Number of actions of a mini-batch."""
         return self._order.n_actions
 
-    def makespans(self, splits: Sequence[Sequence[int]]) -> list[float]:
-        """Simulate splits; return the makespan of each, in the unit of the problem's times."""
+    def makespans(
+        self,
+        splits: Sequence[Sequence[int]],
+        modes: Sequence[Sequence[CheckpointMode]] | None = None,
+    ) -> list[float]:
+        """Simulate splits; return the makespan of each, in the unit of the problem's times.
+
+        Args:
+            splits: The bounds of each.
+            modes: For each, the modes of its partitions, if they differ from the order's: what they
+                do not recompute takes no time there. None: those of the order.
+        """
         bounds = np.array(splits, dtype=np.int64)
         starts, ends = bounds[:, :-1], bounds[:, 1:]
         forward, recompute, first, weight = (
@@ -106,12 +114,19 @@ class ScheduleCosts:
             )
             for table in self._tables
         )
-        links = {}
+        others = {}
+        if modes is not None:
+            of_splits = np.array(modes)
+            others["last_recompute"] = np.where(of_splits == "always", recompute, 0.0)
+            recompute = np.where(of_splits == "never", 0.0, recompute)
         if self._links is not None:
             # Copies into a partition cross its first cut forwards, its last one backwards.
             send, give_back = self._links
-            links = {"forward_transfer": send[starts], "backward_transfer": give_back[ends]}
-        candidates = Candidates(forward, recompute, first + weight, weight_gradient=weight, **links)
+            others["forward_transfer"] = send[starts]
+            others["backward_transfer"] = give_back[ends]
+        candidates = Candidates(
+            forward, recompute, first + weight, weight_gradient=weight, **others
+        )
         overlap = self._problem.costs.overlaps
         return [float(time) for time in self._trials.makespans(candidates, overlap=overlap)]
 

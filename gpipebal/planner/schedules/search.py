@@ -19,17 +19,11 @@ from dataclasses import replace
 from random import Random
 
 from gpipebal.planner.schedules.costs import ScheduleCosts
-from gpipebal.planner.times import order_for, recomputes_for
+from gpipebal.planner.schedules.ways import Ways
+from gpipebal.planner.times import order_for
 from gpipebal.problem import Problem
-from gpipebal.schedule import (
-    Checkpoint,
-    CheckpointMode,
-    check_known_schedule,
-    counted_modes,
-    partitions_on_each,
-)
+from gpipebal.schedule import Checkpoint, check_known_schedule, partitions_on_each
 from gpipebal.solvers import Split, find, select_method, split
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
 
 __all__ = ["bound_of", "search_schedule"]
 
@@ -62,8 +56,8 @@ def search_schedule(
     Args:
         problem: Times of the layers, number of partitions, chunks, checkpoint modes; devices (one
             for each partition), links, memory limits and rules are kept. With checkpoint ``'auto'``
-            or devices in any order, modes and order are those of the split with the least
-            bottleneck.
+            every split has the fastest modes that it fits in. Devices in any order have the one of
+            the split with the least bottleneck.
         schedule: One of `gpipebal.schedule.ALL_SCHEDULES`. Every device has as many
             partitions as the schedule is meant for: 2 with ``'interleaved_1f1b'``, say, else 1.
         weight_share: Which share of each layer's backward is the gradient of its weights, where a
@@ -102,13 +96,12 @@ def search_schedule(
     start = find(problem, "bottleneck", time_limit=time_limit)
     if start is None:
         return None
-    order = order_for(schedule, problem.n_partitions, problem.chunks, start.modes)
-    again = recomputes_for(schedule, problem.n_partitions, problem.chunks, start.modes)
-    costs = ScheduleCosts(problem, order, start.order, weight_share)
+    ways = Ways(problem, schedule, start, weight_share)
+    costs = ways.costs
     if most_trials is None:
-        most_trials = max(200, min(MOST_TRIALS, MOST_ACTIONS // order.n_actions))
+        most_trials = max(200, min(MOST_TRIALS, MOST_ACTIONS // costs.n_actions))
     until = None if time_limit is None else time.monotonic() + time_limit
-    tried = _Tried(problem, start, counted_modes(start.modes, again), costs, most_trials, until)
+    tried = _Tried(ways, start.bounds, most_trials, until)
     least, at_bound = costs.relaxed.smallest()
     tried.add([start.bounds, at_bound])
     # Moving cuts is what mostly helps, so it has most of the time.
@@ -116,15 +109,20 @@ def search_schedule(
     lower_bound = costs.to_time(least)
     enough = lower_bound * (1 + _ROUNDING)
     _descend(tried, tried.bounds)
-    exhausted = tried.value > enough and _try_all_that_remain(tried, costs)
+    # Where the order of the devices is open, only one order was tried.
+    can_all = not problem.any_order
+    exhausted = can_all and tried.value > enough and _try_all_that_remain(tried, costs)
     if tried.value > enough and not exhausted:
         _look_around(tried, enough)
-        exhausted = _try_all_that_remain(tried, costs)
+        exhausted = can_all and _try_all_that_remain(tried, costs)
     value = tried.value
+    modes = ways.modes_of(tried.bounds)
+    assert modes is not None
     proven = exhausted or value <= enough
     return replace(
         start,
         bounds=tried.bounds,
+        modes=modes,
         value=value,
         lower_bound=value if proven else min(lower_bound, value),
         status="optimal" if proven else "feasible",
@@ -208,23 +206,16 @@ class _Tried:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        start: Split,
-        modes: Sequence[CheckpointMode],
-        costs: ScheduleCosts,
-        most_trials: int,
-        until: float | None,
+        self, ways: Ways, start: tuple[int, ...], most_trials: int, until: float | None
     ) -> None:
-        self._problem, self._start, self._costs = problem, start, costs
-        self._modes = modes
+        self._ways = ways
         self._until = until
         self._left = most_trials
         # All at once is fastest, but time may be up in between.
-        self._at_once = most_trials if until is None else max(1, _AT_ONCE // costs.n_actions)
+        at_once = max(1, _AT_ONCE // ways.costs.n_actions)
+        self._at_once = most_trials if until is None else at_once
         self.values: dict[tuple[int, ...], float] = {}
-        self._allowed = None if problem.is_plain else _Allowed(problem, start)
-        self.bounds, self.value = start.bounds, float("inf")
+        self.bounds, self.value = start, float("inf")
         self._bottleneck = 0
 
     @property
@@ -240,7 +231,7 @@ class _Tried:
         for bounds in splits:
             if len(new) == left:
                 break
-            if bounds not in self.values and (self._allowed is None or self._allowed(bounds)):
+            if bounds not in self.values and self._ways.modes_of(bounds) is not None:
                 new.append(bounds)
         new = list(dict.fromkeys(new))
         for first in range(0, len(new), self._at_once):
@@ -249,45 +240,22 @@ class _Tried:
 
     def _simulate(self, new: Sequence[tuple[int, ...]]) -> None:
         self._left -= len(new)
-        values = self._costs.makespans(new)
+        values = self._ways.makespans(new)
         self.values.update(zip(new, values, strict=True))
         least = min(values)
         if least > self.value:
             return
         rank = min(
-            (self._bottleneck_of(bounds), bounds)
+            (self._ways.bottleneck_of(bounds), bounds)
             for value, bounds in zip(values, new, strict=True)
             if value == least
         )
         if least < self.value or rank < (self._bottleneck, self.bounds):
             self.value, (self._bottleneck, self.bounds) = least, rank
 
-    def _bottleneck_of(self, bounds: tuple[int, ...]) -> int:
-        return self._problem.exact_bottleneck(bounds, self._modes, self._start.order)
-
     def is_done(self, bounds: tuple[int, ...]) -> bool:
         """Whether a split was tried, or need not be: it is not allowed."""
-        return bounds in self.values or not (self._allowed is None or self._allowed(bounds))
-
-
-class _Allowed:
-    """Whether a split fits the devices and keeps the rules, with given modes and devices."""
-
-    def __init__(self, problem: Problem, start: Split) -> None:
-        levels = Levels(problem, stateless=count_states(problem) > MOST_STATES)
-        self._places = levels.places
-        self._fits = []
-        for j, (mode, device) in enumerate(zip(start.modes, start.order, strict=True)):
-            kind = next(
-                step.kind for step in levels.steps[j] if device in levels.groups[step.group]
-            )
-            option = next(option for option in levels.kinds[kind] if option.mode == mode)
-            self._fits.append(option.fits)
-
-    def __call__(self, bounds: tuple[int, ...]) -> bool:
-        return all(self._places[j] >> place & 1 for j, place in enumerate(bounds)) and all(
-            fits[bounds[j]] >> bounds[j + 1] & 1 for j, fits in enumerate(self._fits)
-        )
+        return bounds in self.values or self._ways.modes_of(bounds) is None
 
 
 def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -313,8 +281,6 @@ def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _try_all_that_remain(tried: _Tried, costs: ScheduleCosts) -> bool:
     """Try every split that the bound does not exclude, if they are few; return whether it did."""
-    if costs.open_ends:
-        return False
     better = costs.to_units(tried.value * (1 - _ROUNDING))
     if costs.relaxed.count_within(better, tried.left) > tried.left:
         return False
