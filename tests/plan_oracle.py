@@ -189,6 +189,10 @@ def _found(
         for name in ("forward_time", "backward_time", "recompute_time")
     ]
     forward, backward, recompute = columns
+    recompute = [
+        time if _needs_gradient(profile, end) else Fraction(0)
+        for time, end in zip(recompute, bounds[1:], strict=True)
+    ]
     there = [Fraction(0)] * (len(runs) - 1)
     back = list(there)
     if link is not None:
@@ -208,6 +212,15 @@ def _found(
     ]
     makespan = makespan_of(forward, backward, recompute, there, back, chunks, modes)
     return Found(makespan, max(loads + of_links), peaks, bounds, tuple(modes), order)
+
+
+def _needs_gradient(profile: gb.Profile, end: int) -> bool:
+    """Whether any layer before this place hands on a value with a gradient, or one not known."""
+    if end == profile.n_layers:
+        return True
+    skips = [skip for skip in profile.skips if skip.source < end]
+    handed = [one.outputs for one in profile.layers[:end]] + [one.storages for one in skips]
+    return any(not value or set(value) - {*profile.without_gradient} for value in handed)
 
 
 def _crossing(profile: gb.Profile, cut: int) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def lower_bound_of(problem: Problem, objective: str) -> float:
         layers = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
         least.append(layers)
     if modes is not None and "never" not in modes and problem.chunks > 1:
-        sums = [one.recompute for one in costs.types]
+        sums = [costs.least_recompute(kind) for kind in range(len(costs.types))]
         again = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
         least.append([b + r for b, r in zip(least[1], again, strict=True)])
     n, repeats = problem.n_partitions, problem.chunks - 1

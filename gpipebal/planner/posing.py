@@ -113,6 +113,7 @@ def pose(question: Question, chunks: int | None = None) -> Posed:
         links=None if question.link is None else links_of(profile, question.link),
         memory=memory,
         rules=question.rules,
+        n_frozen=profile.n_frozen,
     )
     own = (*question.notes, *notes, *_notes_of(question, profile, chunks, limited=limited))
     return Posed(question, profile, chunks, problem, own)

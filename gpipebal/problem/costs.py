@@ -109,6 +109,15 @@ class Costs:
             )
         return problem.modes
 
+    def least_recompute(self, device_type: int) -> list[int]:
+        """Return prefix sums of recompute that a partition with these layers has at the least.
+
+        Nothing for frozen layers at the beginning: a partition that ends among them has none.
+        """
+        sums = self.types[device_type].recompute
+        before = sums[self._problem.n_frozen]
+        return [max(total - before, 0) for total in sums]
+
     def parts(
         self,
         bounds: Sequence[int],
@@ -132,6 +141,7 @@ class Costs:
         """Add up the times of a run of layers on a device, under a mode."""
         sums = self.types[self.type_of[device]]
         forward, backward, recompute = (column[end] - column[start] for column in sums)
+        recompute = recompute if end > self._problem.n_frozen else 0
         if not self.overlaps:
             forward += self.send[start] + self.send[end]
             backward += self.give_back[start] + self.give_back[end]

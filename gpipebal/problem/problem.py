@@ -63,6 +63,8 @@ class Problem:
         links: What handing over costs; None: nothing.
         memory: What runs of layers need; None: not known, and no device limits it.
         rules: Where cuts may not be, and which layers belong where; None: no rules.
+        n_frozen: How many layers at the beginning hand on nothing that needs a gradient. A
+            partition that ends among them recomputes nothing, whatever its mode.
 
     Raises:
         BalanceError: no layer; times that are missing, negative, infinite or NaN; a count that is
@@ -86,6 +88,7 @@ class Problem:
     links: Links | None = None
     memory: Memory | None = None
     rules: Rules | None = None
+    n_frozen: int = 0
 
     def __post_init__(self) -> None:
         known: dict[int, tuple[float, ...]] = {}
@@ -99,6 +102,9 @@ class Problem:
         for name in ("n_partitions", "chunks"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         check_lengths(self)
+        if self.n_frozen:
+            frozen = check_count("n_frozen", self.n_frozen)
+            object.__setattr__(self, "n_frozen", min(frozen, self.n_layers))
         self._check_parts()
         if not self._whole:
             check_total(self)
@@ -150,7 +156,8 @@ class Problem:
         """Whether partitions differ only in their layers, and every split is allowed."""
         extras = (self.devices, self.links, self.memory, self.rules)
         one_mode = isinstance(self.checkpoint, str) and self.checkpoint != "auto"
-        return one_mode and all(extra is None for extra in extras)
+        alike = not (self.n_frozen and self.recomputes and self.n_partitions > 1)
+        return one_mode and alike and all(extra is None for extra in extras)
 
     @cached_property
     def modes(self) -> tuple[CheckpointMode, ...] | None:

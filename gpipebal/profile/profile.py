@@ -250,6 +250,20 @@ class Profile:
         return frozenset(storages) - self._without_gradient
 
     @cached_property
+    def n_frozen(self) -> int:
+        """How many layers at the beginning hand on nothing that needs a gradient.
+
+        A partition that ends among them does no backward and recomputes nothing. The last layer
+        never counts: what comes after the chain is not known.
+        """
+        for k, layer in enumerate(self.layers[:-1]):
+            handed = [frozenset(layer.outputs)]
+            handed += [frozenset(skip.storages) for skip in self.skips if skip.source == k]
+            if not all(storages and not self.with_gradient(storages) for storages in handed):
+                return k
+        return self.n_layers - 1
+
+    @cached_property
     def _without_gradient(self) -> frozenset[int]:
         return frozenset(self.without_gradient)
 

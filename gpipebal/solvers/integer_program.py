@@ -352,5 +352,4 @@ class _Program:
 def _early(problem: Problem, levels: Levels, run: _Run) -> int:
     """Return the recompute of the last micro-batch of a run that recomputes all."""
     device = levels.groups[run.step.group][0]
-    sums = problem.costs.types[problem.costs.type_of[device]].recompute
-    return sums[run.end] - sums[run.start]
+    return problem.costs.part(run.start, run.end, device, "always").early

@@ -141,6 +141,9 @@ def options_of(
         fits: For each mode, the ends that are allowed from each start.
         early: Whether `once` includes the recompute of the last micro-batch, which no backward
             hides in the last partition.
+
+    Returns:
+        One for each mode; two where a mode recomputes nothing in runs of frozen layers.
     """
     costs = problem.costs
     sums = costs.types[device_type]
@@ -165,17 +168,28 @@ def options_of(
     layers = added(sums.forward, sums.backward)
     forward = cost(sums.forward, send, link)
     options = []
+    frozen = (2 << problem.n_frozen) - 1 if problem.n_frozen else 0
+    ways: list[tuple[CheckpointMode, bool, Sequence[int]]] = []
     for mode, allowed in zip(modes, fits, strict=True):
         repeated = mode == "always" or (mode == "except_last" and problem.chunks > 1)
+        if repeated and frozen:
+            # Runs that end among frozen layers recompute nothing.
+            ways.append((mode, False, [places & frozen for places in allowed]))
+            ways.append((mode, True, [places & ~frozen for places in allowed]))
+        else:
+            ways.append((mode, repeated, allowed))
+    for mode, repeated, ends in ways:
         recompute = sums.recompute if repeated else nothing
         again = cost(added(sums.backward, recompute), give_back, link_back)
         load = cost(added(layers, recompute), copies, both_links)
-        passed = added(layers, recompute) if early and mode == "always" else layers
+        # The last partition ends behind frozen layers, if not all are: one `once` for both ways.
+        is_early = early and mode == "always" and problem.n_frozen < problem.n_layers
+        passed = added(layers, sums.recompute) if is_early else layers
         once = Cost(
             added(passed, copies),
             [t - c - w for t, c, w in zip(passed, copies, both_links, strict=True)],
         )
-        options.append(Option(mode, forward, again, load, once, allowed))
+        options.append(Option(mode, forward, again, load, once, ends))
     return options
 
 

@@ -117,4 +117,5 @@ def whole_problems(
         links=links,
         memory=memory,
         rules=rules,
+        n_frozen=draw(st.one_of(st.just(0), st.integers(1, n_layers))),
     )

@@ -92,6 +92,8 @@ def _candidate(
             times = device.times or times
         for column, layers in zip(columns, times, strict=True):
             column.append(slowness * sum(map(Fraction, layers[start:end]), Fraction(0)))
+        if end <= problem.n_frozen:
+            columns[2][-1] = Fraction(0)
     forward, backward, recompute = columns
     cuts = bounds[1:-1]
     links = problem.links

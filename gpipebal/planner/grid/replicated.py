@@ -260,7 +260,8 @@ class _BestReplica:
         (sums, *_) = problem.costs.types
         again = list(sums.backward)
         if repeats and not posed.is_open and "never" not in problem.costs.modes(None):
-            again = [b + r for b, r in zip(again, sums.recompute, strict=True)]
+            least = problem.costs.least_recompute(0)
+            again = [b + r for b, r in zip(again, least, strict=True)]
         largest_forward = max(b - a for a, b in pairwise(sums.forward))
         largest = list(accumulate((b - a for a, b in pairwise(again[::-1])), min))[::-1]
         once = sums.forward[-1] + repeats * max(largest_forward, -(-sums.forward[-1] // n))

@@ -64,10 +64,14 @@ class ScheduleCosts:
             for sums in costs.types
         ]
         type_of = [costs.type_of[device] for device in devices]
-        path = types[0] if len(types) == 1 else _least(types)
+        bounded = [
+            columns._replace(recompute=[finer * time for time in costs.least_recompute(kind)])
+            for kind, columns in enumerate(types)
+        ]
+        path = bounded[0] if len(types) == 1 else _least(bounded)
         self.relaxed = Relaxed(
             path=path,
-            own=[path if problem.any_order else types[kind] for kind in type_of],
+            own=[path if problem.any_order else bounded[kind] for kind in type_of],
             rows=rows_of(order, recomputes=problem.checkpoint != "auto"),
             n_devices=order.n_devices,
         )
@@ -114,6 +118,7 @@ class ScheduleCosts:
             )
             for table in self._tables
         )
+        recompute = np.where(ends > self._problem.n_frozen, recompute, 0.0)
         others = {}
         if modes is not None:
             of_splits = np.array(modes)

@@ -54,7 +54,9 @@ class Ways:
                 kind = next(step.kind for step in steps if device in levels.groups[step.group])
                 options = levels.kinds[kind]
                 self._options.append([(option.mode, option.fits) for option in options])
-        self._has_open_modes = any(len(options) > 1 for options in self._options)
+        self._has_open_modes = any(
+            len({mode for mode, _ in options}) > 1 for options in self._options
+        )
         # In the order of the slowest modes all others can be simulated.
         slowest = tuple(options[-1][0] for options in self._options) or start.modes
         order = order_for(*self._question, slowest)

@@ -1,0 +1,114 @@
+"""Frozen layers at the beginning: a partition that has no others recomputes nothing."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import gpipebal as gb
+from gpipebal.problem import Problem
+from gpipebal.schedule import CHECKPOINT_MODES
+
+N_FROZEN, N_LAYERS, CHUNKS = 3, 7, 4
+
+
+def chain() -> nn.Sequential:
+    """Return layers of different sizes, of which the first are frozen."""
+    sizes = [16, 64, 200, 16, 120, 32, 200, 16]
+    layers = [nn.Linear(one, two) for one, two in pairwise(sizes)]
+    for layer in layers[:N_FROZEN]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*layers)
+
+
+def profile_of(model: nn.Sequential) -> gb.Profile:
+    """Estimate the chain."""
+    sample = torch.empty(64, 16)
+    return gb.profile_model(
+        model, sample, chunks=CHUNKS, method="estimate", rates="CPU core", rows=()
+    )
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("cut", range(1, N_LAYERS))
+def test_the_executor_recomputes_behind_the_frozen_layers_only(
+    mode: gb.CheckpointMode, cut: int
+) -> None:
+    """All layers of a partition are recomputed, or none: what plans count is what runs."""
+    model = chain()
+    again: set[int] = set()
+
+    def look(layer: nn.Module, *_: object) -> None:
+        if gb.is_recomputing():
+            again.add([*model].index(layer))
+
+    for layer in model:
+        layer.register_forward_hook(look)
+    pipe = gb.GPipe(model, [cut, N_LAYERS - cut], chunks=CHUNKS, checkpoint=mode)
+    pipe(torch.ones(64, 16)).sum().backward()
+    plan = gb.evaluate(profile_of(chain()), [cut, N_LAYERS - cut], checkpoint=mode)
+    counted = {
+        k
+        for j, part in enumerate(plan.partitions)
+        if part.recompute_time
+        for k in range(cut * j, cut if j == 0 else N_LAYERS)
+    }
+    assert again == counted == set(range(0 if cut > N_FROZEN else cut, N_LAYERS))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("mode", [*CHECKPOINT_MODES, "auto"])
+def test_plans_are_the_best_of_all(schedule: str, mode: gb.CheckpointMode) -> None:
+    """What the solver promises is what the simulator gives, and no split is better."""
+    profile = profile_of(chain())
+    assert profile.n_frozen == N_FROZEN
+    for n_partitions in (2, 3):
+        plan = gb.solve(profile, n_partitions, checkpoint=mode, schedule=schedule)
+        every = [
+            gb.evaluate(
+                profile,
+                [end - start for start, end in pairwise((0, *cuts, N_LAYERS))],
+                checkpoint="never" if mode == "auto" else mode,
+                schedule=schedule,
+            ).makespan
+            for cuts in combinations(range(1, N_LAYERS), n_partitions - 1)
+        ]
+        assert plan.status == "optimal"
+        assert plan.makespan == pytest.approx(min(every), rel=1e-12)
+        assert gb.simulate(plan).makespan == pytest.approx(plan.makespan, rel=1e-12)
+
+
+def test_a_skip_with_a_gradient_ends_the_frozen_layers() -> None:
+    """What a trained layer stashes needs a gradient, though its output does not."""
+
+    @gb.skip.skippable(stash=["kept"])
+    class Stash(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> object:
+            yield gb.skip.stash("kept", self.linear(x))
+            return x
+
+    @gb.skip.skippable(pop=["kept"])
+    class Pop(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            kept = yield gb.skip.pop("kept")
+            return x + kept
+
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    model = nn.Sequential(frozen, Stash(), nn.ReLU(), Pop())
+    found = gb.profile_model(model, torch.empty(8, 4), chunks=2, method="estimate", rows=())
+    assert found.n_frozen == 1
+    assert gb.Profile.from_costs([1.0, 2.0]).n_frozen == 0
+
+
+def test_more_frozen_layers_than_there_are_are_all() -> None:
+    """Then nothing is recomputed at all."""
+    problem = Problem([1, 2], [0, 0], [1, 2], 2, chunks=3, n_frozen=9)
+    assert problem.n_frozen == 2
+    assert problem.makespan((0, 1, 2)) == 3 + 2 * 2
