@@ -345,7 +345,7 @@ def test_profiles_of_devices_are_of_as_many_rows() -> None:
         ({"link": Link(1.0, 1e308)}, "times are too large to be added"),
         ({"cost": lambda *_: 10**400}, "cost of a run is not a number"),
         ({"cost": lambda *_: "dear"}, "cost of a run is not a number"),
-        ({"rules": Rules(max_layers="three")}, "max_layers is not a whole number: max_layers='three'"),
+        ({"rules": Rules(max_layers="three")}, "max_layers is not a whole number"),
         ({"rules": {"no_cut": [1]}}, "rules"),
         ({"reserve": 5}, "reserve is taken off a limit, and there is none: reserve=5"),
         ({"time_limit": -1}, "time_limit is not a time: time_limit=-1"),

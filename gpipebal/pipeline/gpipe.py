@@ -106,6 +106,7 @@ class GPipe(Container):
         worker per partition in both directions.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> pipe = GPipe(model, [1, 2], chunks=2)
         >>> output = pipe(torch.ones(6, 4))
@@ -314,6 +315,7 @@ class GPipe(Container):
             Schedule ``'1f1b'``: see `gpipebal.schedule.one_f_one_b_schedule`.
 
         Example:
+            >>> import torch
             >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
             >>> pipe = GPipe(model, [1, 2], chunks=2)
             >>> loss = pipe.step(
