@@ -18,9 +18,10 @@ from solvers.whole_oracle import makespan_of
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
+from gpipebal.planner.runs.memory import memory_of
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
 
-__all__ = ["MODES", "Found", "all_plans", "holding_its_output", "profiles"]
+__all__ = ["MODES", "Found", "all_plans", "check_every_run", "holding_its_output", "profiles"]
 
 MODES = ("never", "except_last", "always")
 
@@ -117,6 +118,22 @@ def holding_its_output(profile: gb.Profile) -> gb.Profile:
     holds = replace(last, saved=tuple({*last.saved, *last.outputs}))
     before = (replace(one, backward_peak_bytes=2000) for one in profile.layers[:-1])
     return replace(profile, layers=(*before, holds))
+
+
+def check_every_run(profile: gb.Profile, mode: Any, given: dict[str, Any]) -> None:
+    """Compare the memory of every run of layers with that of its partition, in every split.
+
+    Equal to the byte, and bounded for every clock.
+    """
+    for n in range(1, profile.n_layers + 1):
+        memory = memory_of(profile, **given, n_partitions=n)
+        most = memory_of(profile, **given, n_partitions=n, waiting="most")
+        for bounds in all_bounds(profile.n_layers, n):
+            exact = partition_memory(profile, bounds, checkpoint=mode, **given)
+            latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)
+            for j, (start, end) in enumerate(pairwise(bounds)):
+                assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
+                assert int(most.rows(start, j, mode)[end - start - 1]) >= latest[j].total
 
 
 class Found(NamedTuple):

@@ -50,6 +50,15 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+def stepped(make: Any, parameters: list[nn.Parameter]) -> Any:
+    """Return an optimizer that has made a real step, with gradients of ones."""
+    real = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    return real
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("estimate", [False, True])
 @pytest.mark.parametrize("instance", [False, True])
@@ -58,10 +67,7 @@ def test_state_is_that_of_a_real_step(name: str, estimate: bool, instance: bool)
     model, make = chain(), OPTIMIZERS[name]
     parameters = list(model.parameters())
     found = profiled(model, make(parameters) if instance else make, estimate=estimate)
-    real = make(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    real.step()
+    real = stepped(make, parameters)
     assert [layer.optimizer_bytes for layer in found.layers] == [state_of(real, x) for x in model]
     reads_values = name in ("adafactor", "asgd")
     assert (found.step.optimizer_time is None) == (estimate and reads_values)
@@ -221,10 +227,7 @@ def test_an_optimizer_that_joins_two_is_stepped_for_each_parameter(
     model = chain()
     parameters = list(model.parameters())
     found = profiled(model, Joined(parameters) if instance else Joined, estimate=estimate)
-    real = Joined(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    real.step()
+    real = stepped(Joined, parameters)
     expected = [state_of(real.muon, layer) + state_of(real.adam, layer) for layer in model]
     assert [layer.optimizer_bytes for layer in found.layers] == expected
     assert None not in [layer.optimizer_peak_bytes for layer in found.layers]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import all_bounds
-from plan_oracle import MODES, holding_its_output, profiles
+from plan_oracle import MODES, check_every_run, holding_its_output, profiles
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
@@ -97,15 +97,7 @@ def test_every_run_needs_what_its_partition_does_under_1f1b(
     """Earlier partitions have more in flight; equal to the byte, and bounded for every clock."""
     given: Any = {"chunks": chunks, "loss_inside": True, "shared_memory": shared}
     given |= {"schedule": "1f1b", "gradients_exist": exist}
-    for n in range(1, profile.n_layers + 1):
-        memory = memory_of(profile, **given, n_partitions=n)
-        most = memory_of(profile, **given, n_partitions=n, waiting="most")
-        for bounds in all_bounds(profile.n_layers, n):
-            exact = partition_memory(profile, bounds, checkpoint=mode, **given)
-            latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)
-            for j, (start, end) in enumerate(pairwise(bounds)):
-                assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
-                assert int(most.rows(start, j, mode)[end - start - 1]) >= latest[j].total
+    check_every_run(profile, mode, given)
 
 
 def test_what_waits_exceeds_the_rest_by_no_more_than_the_ends() -> None:

@@ -12,15 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import all_bounds
-from plan_oracle import MODES, profiles
+from plan_oracle import MODES, check_every_run, profiles
 from schedule_oracles import longest_paths
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, UnsupportedPlanError
-from gpipebal.memory import partition_memory
-from gpipebal.planner.runs.memory import memory_of
 from gpipebal.schedule import (
     KNOWN_SCHEDULES,
     SCHEDULES,
@@ -143,15 +141,7 @@ def test_every_run_needs_what_its_partition_does(
     """Runs of layers under any rows: equal to the byte, and bounded for every clock."""
     given: Any = {"chunks": chunks, "loss_inside": True, "shared_memory": shared}
     given |= {"schedule": "rounds", "gradients_exist": exist}
-    for n in range(1, profile.n_layers + 1):
-        memory = memory_of(profile, **given, n_partitions=n)
-        most = memory_of(profile, **given, n_partitions=n, waiting="most")
-        for bounds in all_bounds(profile.n_layers, n):
-            exact = partition_memory(profile, bounds, checkpoint=mode, **given)
-            latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)
-            for j, (start, end) in enumerate(pairwise(bounds)):
-                assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
-                assert int(most.rows(start, j, mode)[end - start - 1]) >= latest[j].total
+    check_every_run(profile, mode, given)
 
 
 @pytest.mark.timeout(60)
