@@ -25,17 +25,16 @@ class _Refuses:
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        (T, 1),
-        ([T, (T, {"a": T})], 3),
-        (OrderedDict(a=deque([T])), 1),
-        (SimpleNamespace(inner=SimpleNamespace(t=T)), 1),
-        (nn.Linear(2, 2), 0),
-        (lambda: T, 0),
-        (_Refuses(), 0),
-        ("text", 0),
-        (list(range(5000)), 0),
+        pytest.param(T, 1, id="tensor"),
+        pytest.param([T, (T, {"a": T})], 3, id="nested"),
+        pytest.param(OrderedDict(a=deque([T])), 1, id="deque"),
+        pytest.param(SimpleNamespace(inner=SimpleNamespace(t=T)), 1, id="object"),
+        pytest.param(nn.Linear(2, 2), 0, id="layer"),
+        pytest.param(lambda: T, 0, id="function"),
+        pytest.param(_Refuses(), 0, id="object that refuses"),
+        pytest.param("text", 0, id="text"),
+        pytest.param(list(range(5000)), 0, id="long list"),
     ],
-    ids=str,
 )
 def test_tensors_are_found_in_containers_and_objects(value: Any, found: int) -> None:
     """Not in modules and functions, whose they are, nor in what refuses or is too long."""

@@ -107,6 +107,7 @@ def test_bad_input_gives_one_clear_line(
         (["run"], "the following arguments are required: MODEL"),
         (["run", "resnet101", "--chunks", "many"], "argument --chunks: invalid int value: 'many'"),
         (["run", "resnet101", "--colour", "red"], "unrecognized arguments: --colour red"),
+        (["solve", "p.json", "--partitons=2"], "arguments: --partitons=2 (perhaps --partitions)"),
     ],
 )
 def test_words_that_mean_nothing_give_one_clear_line(
@@ -118,7 +119,8 @@ def test_words_that_mean_nothing_give_one_clear_line(
     assert caught.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("gpipebal: error: ") and message in first
-    assert second.startswith("Fix: see gpipebal") and second.endswith("--help.")
+    command = " ".join(["gpipebal", *[word for word in words[:1] if word != "walk"]])
+    assert second == f"Fix: see {command} --help."
 
 
 def test_exception_in_users_code_is_not_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import gpipebal as gb
 from gpipebal.pipeline import measure_memory
 from gpipebal.planner import evaluate
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
 
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,
@@ -111,5 +111,7 @@ def test_an_optimizer_that_needs_values_is_not_known() -> None:
                         parameter.data.zero_()
 
     parameters = [nn.Parameter(torch.zeros(10))]
-    assert optimizer_peaks(Maker(Curious, parameters), "cpu") is None
-    assert optimizer_state_bytes(Maker(Curious, parameters)) is None
+    with pytest.raises(StandInsError, match="item"):
+        optimizer_peaks(Maker(Curious, parameters), "cpu")
+    with pytest.raises(StandInsError, match="item"):
+        optimizer_state_bytes(Maker(Curious, parameters))

@@ -175,7 +175,9 @@ def test_numpy_parts_become_plain_numbers() -> None:
     assert type(device.memory_limit) is int
 
 
-@pytest.mark.parametrize("cost", [None, lambda start, end, j: float(end - start)], ids=str)
+@pytest.mark.parametrize(
+    "cost", [None, lambda start, end, j: float(end - start)], ids=["times", "own cost"]
+)
 def test_no_cut_before_the_first_layer_changes_nothing(cost: Any) -> None:
     """There is no cut anyway, whatever is minimised."""
     profile = gb.Profile.from_costs([1.0, 2.0, 4.0], rows=2, chunks=2)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeAlias
 
 from gpipebal.cli.typed import NOTHING, SIZES, Typed, size_word
@@ -65,6 +66,16 @@ _ONLY_IN_PYTHON = {
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage before it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse words that this command does not know, where it is known which command that is."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            near = [found for word in unknown for found in get_close_matches(word, flags, 1)]
+            hint = f" (perhaps {' and '.join(dict.fromkeys(near))})" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to find help, and end with the status of bad input."""

@@ -6,8 +6,9 @@ import datetime
 import os
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.memory.layer_memory import given_their_own
 from gpipebal.profiler.replicas.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
 from gpipebal.profiler.times.rounds import Times
 from gpipebal.profiler.times.settle import Settled, settle_launches, settle_rounds, whole_again
@@ -35,6 +36,8 @@ __all__ = [
     "optimizer_memory",
     "software",
 ]
+
+_Found = TypeVar("_Found")
 
 #: Fewer rounds than this are too few to trust a median.
 FEW_ROUNDS = 3
@@ -199,13 +202,8 @@ def optimizer_memory(
             found[k] = add(found[k], n_bytes)
         return found
 
-    state = peaks = None
-    for with_values in (False, True):
-        # Some optimizers read values: they step stand-ins with memory, one after the other.
-        if state is None:
-            state = optimizer_state_bytes(maker, with_values=with_values)
-        if peaks is None:
-            peaks = optimizer_peaks(maker, device_type, with_values=with_values)
+    state, why = _on_stand_ins(partial(optimizer_state_bytes, maker))
+    peaks, why_no_peaks = _on_stand_ins(partial(optimizer_peaks, maker, device_type))
     doubts = []
     if maker.needs_closure:
         doubts.append(
@@ -216,7 +214,8 @@ def optimizer_memory(
         missing = " and ".join(name for name, found in known.items() if found is None)
         verb = "are" if state is None and peaks is None else "is"
         doubts.append(
-            f"the optimizer's {missing} {verb} not known: {maker.name} cannot step stand-ins"
+            f"the optimizer's {missing} {verb} not known: {maker.name} cannot step stand-ins "
+            f"({why or why_no_peaks})"
         )
     inside = carried = None
     if peaks is not None and peaks.together:
@@ -248,3 +247,17 @@ def _device_name(device: torch.device) -> str:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             name = next((x.split(":", 1)[1].strip() for x in lines if x[:10] == "model name"), name)
     return f"{name}, {visible_cores()} cores"
+
+
+def _on_stand_ins(find: Callable[..., _Found]) -> tuple[_Found | None, str]:
+    """Return what stand-ins without memory tell, or those with memory; or None, and why.
+
+    Some optimizers read values.
+    """
+    why = ""
+    for with_values in (False, True):
+        try:
+            return find(with_values=with_values), ""
+        except StandInsError as error:
+            why = str(error)
+    return None, why

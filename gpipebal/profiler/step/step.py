@@ -18,9 +18,11 @@ from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.units import format_bytes
 
 __all__ = [
     "OptimizerPeaks",
+    "StandInsError",
     "measure_gather",
     "measure_optimizer",
     "optimizer_peaks",
@@ -45,7 +47,11 @@ def measure_gather(outputs: Outputs, device: torch.device) -> float:
     return _median_time(outputs.joined, device)
 
 
-def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int] | None:
+class StandInsError(Exception):
+    """An optimizer cannot step stand-ins for the parameters; the text says why."""
+
+
+def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int]:
     """Find the bytes of state that an optimizer keeps for each parameter.
 
     The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options).
@@ -55,10 +61,12 @@ def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[in
         with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
 
     Returns:
-        Bytes for each parameter; None if the optimizer cannot step the stand-ins.
+        Bytes for each parameter.
+
+    Raises:
+        StandInsError: the optimizer cannot step the stand-ins.
     """
-    found = _steps(maker, "cpu", with_values=with_values)
-    return None if found is None else [step.state_bytes for step in found]
+    return [step.state_bytes for step in _steps(maker, "cpu", with_values=with_values)]
 
 
 class OptimizerPeaks(NamedTuple):
@@ -84,7 +92,7 @@ def optimizer_peaks(
     device_type: str,
     *,
     with_values: bool = False,
-) -> OptimizerPeaks | None:
+) -> OptimizerPeaks:
     """Find the bytes that an optimizer's step needs besides parameters, gradients and state.
 
     The optimizer takes a second step on stand-ins. Optimizers of torch step all parameters at once
@@ -98,11 +106,12 @@ def optimizer_peaks(
         with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
 
     Returns:
-        The bytes; None if the optimizer cannot step the stand-ins.
+        The bytes.
+
+    Raises:
+        StandInsError: the optimizer cannot step the stand-ins.
     """
     found = _steps(maker, device_type, with_values=with_values)
-    if found is None:
-        return None
     left: list[int] = []
     before: list[int | None] = []
     # Groups are stepped one after the other, and nothing is left from one group to the next.
@@ -126,7 +135,7 @@ class _Step(NamedTuple):
     left_bytes: int = 0
 
 
-def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step] | None:
+def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step]:
     known: dict[Any, _Step] = {}
     found = []
     for place, is_stepped in enumerate(maker.stepped):
@@ -136,13 +145,16 @@ def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step] 
         kind = maker.kind_of(place)
         if kind not in known:
             if maker.needs_closure:
-                return None
-            if with_values and bytes_of(maker.parameters[place]) > LARGEST_STEPPED:
-                return None
+                raise StandInsError("a step calls the model")
+            n_bytes = bytes_of(maker.parameters[place])
+            if with_values and n_bytes > LARGEST_STEPPED:
+                raise StandInsError(
+                    f"it reads values, and of a parameter there are {format_bytes(n_bytes)}"
+                )
             try:
                 known[kind] = _step_alone(maker, place, device_type, with_values)
-            except Exception:
-                return None
+            except Exception as error:
+                raise StandInsError(said(error)) from error
         found.append(known[kind])
     return found
 
