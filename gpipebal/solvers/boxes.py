@@ -172,8 +172,11 @@ def least_once(search: Search, limits: Mapping[str, int]) -> Path | None:
         O(w) steps for windows of w places in all where most runs are allowed, and up to as many
         more as runs have ends.
     """
-    allowed = search.allowed(limits)
-    reached = search.backward_sets(allowed)
+    windows = search.windows(limits)
+    if windows is None:
+        return None
+    allowed = search.allowed(limits, windows)
+    reached = search.backward_sets(allowed, windows)
     if reached is None:
         return None
     levels = search.levels

@@ -44,8 +44,11 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
         >>> most_even(search, {"load": 4}).bounds
         (0, 2, 5)
     """
-    allowed = search.allowed(limits)
-    reached = search.backward_sets(allowed)
+    windows = search.windows(limits)
+    if windows is None:
+        return None
+    allowed = search.allowed(limits, windows)
+    reached = search.backward_sets(allowed, windows)
     if reached is None:
         return None
     levels = search.levels
@@ -110,8 +113,10 @@ def _loads(
     for option in reversed(options):
         masks = [option.fits[start] for start in starts]
         for dimension, limit in limits.items():
-            within = getattr(option, dimension).within(limit)
-            masks = [mask & within[start] for mask, start in zip(masks, starts, strict=True)]
+            around = range(starts[0], starts[-1] + 1)
+            (within,) = getattr(option, dimension).within(limit, (around,))
+            places = [start - around.start for start in starts]
+            masks = [mask & within[at] for mask, at in zip(masks, places, strict=True)]
         n_bytes = last // 8 + 1
         low = (1 << (8 * n_bytes)) - 1
         raw = b"".join((mask & low).to_bytes(n_bytes, "little") for mask in masks)

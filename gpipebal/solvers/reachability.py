@@ -13,16 +13,20 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
-from operator import sub
-from typing import NamedTuple
+from operator import and_, or_, sub
+from typing import NamedTuple, TypeAlias
 
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.levels import Levels, Step
 from gpipebal.solvers.runs import Cost, Option
 
-__all__ = ["BestPath", "Found", "Path", "Search", "TimeIsUpError"]
+__all__ = ["BestPath", "Found", "Path", "Search", "TimeIsUpError", "Windows"]
+
+#: The first and the last place of each bound.
+Windows: TypeAlias = Sequence[tuple[int, int]]
 
 
 class Path(NamedTuple):
@@ -90,7 +94,8 @@ class Search:
 
     def __init__(self, levels: Levels) -> None:
         self.levels = levels
-        self.used = sorted({step.kind for steps in levels.steps for step in steps})
+        self._kinds_of = [sorted({step.kind for step in steps}) for steps in levels.steps]
+        self.used = sorted({kind for kinds in self._kinds_of for kind in kinds})
         self._least: dict[str, int] = {}
         #: Searches are given up when the clock is past this; None: never.
         self.until: float | None = None
@@ -104,42 +109,16 @@ class Search:
         if self.until is not None and time.monotonic() > self.until:
             raise TimeIsUpError
 
-    def allowed(self, limits: Mapping[str, int]) -> dict[int, list[int]]:
-        """Return, for each kind and start, the set of ends that some option allows."""
-        sets = {}
-        for kind in self.used:
-            options = [self._allowed_by(option, limits) for option in self.levels.kinds[kind]]
-            joined = options[0]
-            for more in options[1:]:
-                joined = [one | two for one, two in zip(joined, more, strict=True)]
-            sets[kind] = joined
-        return sets
+    def windows(self, limits: Mapping[str, int]) -> Windows | None:
+        """Return the first and last place that each bound may have; None if there is no split.
 
-    @staticmethod
-    def _allowed_by(option: Option, limits: Mapping[str, int]) -> list[int]:
-        ends = option.fits
-        for dimension, limit in limits.items():
-            within = getattr(option, dimension).within(limit)
-            ends = [one & two for one, two in zip(ends, within, strict=True)]
-        return list(ends)
-
-    def windows(self, allowed: Mapping[int, Sequence[int]]) -> list[tuple[int, int]] | None:
-        """Return the first and last place that each bound may have; None if there is no split."""
-        levels = self.levels
-        n_layers, n_partitions = levels.n_layers, levels.n_partitions
-        # Lengths in bits: one more than the last end that a run from here, or before, can have.
-        hulls: dict[tuple[int, ...], list[int]] = {}
-        per_level = []
-        for steps in levels.steps:
-            kinds = tuple(sorted({step.kind for step in steps}))
-            if kinds not in hulls:
-                columns = [list(map(int.bit_length, allowed[kind])) for kind in kinds]
-                joined = columns[0] if len(columns) == 1 else list(map(max, *columns))
-                hulls[kinds] = list(accumulate(joined, max))
-            per_level.append(hulls[kinds])
+        A split that keeps all limits has its bounds there, but not every place is on a split.
+        """
+        n_layers, n_partitions = self.levels.n_layers, self.levels.n_partitions
         last = [0]
-        for k in range(1, n_partitions + 1):  # k: bound
-            place = min(per_level[k - 1][last[-1]] - 1, n_layers - n_partitions + k)
+        for k, kinds in enumerate(self._kinds_of, 1):  # k: bound
+            furthest = max([self._last_end(kind, last[-1], limits) for kind in kinds])
+            place = min(furthest, n_layers - n_partitions + k)
             if place < k:
                 return None
             last.append(place)
@@ -147,21 +126,80 @@ class Search:
             return None
         first = [n_layers]
         for k in range(n_partitions - 1, -1, -1):
-            first.append(max(bisect_left(per_level[k], first[-1] + 1), k))
+            nearest = [self._first_start(kind, first[-1], limits) for kind in self._kinds_of[k]]
+            first.append(max(min(nearest), k))
         first.reverse()
         if first[0] > 0 or any(one > two for one, two in zip(first, last, strict=True)):
             return None
         return list(zip(first, last, strict=True))
 
-    def backward_sets(self, allowed: Mapping[int, Sequence[int]]) -> list[dict[int, int]] | None:
+    def _last_end(self, kind: int, start: int, limits: Mapping[str, int]) -> int:
+        """Bound the last end of runs from this start or an earlier one."""
+        ends = []
+        for option, hull in self._hulls[kind]:
+            within = [getattr(option, d).last_end(start, limit) for d, limit in limits.items()]
+            ends.append(min(hull[start] - 1, *within) if within else hull[start] - 1)
+        return max(ends)
+
+    def _first_start(self, kind: int, end: int, limits: Mapping[str, int]) -> int:
+        """Bound the first start of runs to this end or a later one."""
+        starts = []
+        for option, hull in self._hulls[kind]:
+            within = [getattr(option, d).first_start(end, limit) for d, limit in limits.items()]
+            starts.append(max([bisect_left(hull, end + 1), *within]))
+        return min(starts)
+
+    @cached_property
+    def _hulls(self) -> dict[int, list[tuple[Option, list[int]]]]:
+        """Each option with one more than the last end that fits from each start or before."""
+        return {
+            kind: [
+                (option, list(accumulate(map(int.bit_length, option.fits), max)))
+                for option in self.levels.kinds[kind]
+            ]
+            for kind in self.used
+        }
+
+    def starts(self, windows: Windows) -> dict[int, tuple[range, ...]]:
+        """Return, for each kind, where partitions of that kind may begin: ranges, left to right."""
+        merged: dict[int, list[range]] = {kind: [] for kind in self.used}
+        for kinds, (first, last) in zip(self._kinds_of, windows, strict=False):
+            stop = min(last + 1, self.levels.n_layers)
+            for kind in kinds:
+                ranges = merged[kind]
+                if ranges and first <= ranges[-1].stop:
+                    ranges[-1] = range(ranges[-1].start, stop)
+                else:
+                    ranges.append(range(first, stop))
+        return {kind: tuple(ranges) for kind, ranges in merged.items()}
+
+    def allowed(self, limits: Mapping[str, int], windows: Windows) -> dict[int, list[int]]:
+        """Return, for each kind and start, the set of ends that some option allows.
+
+        Starts that are in no window have none.
+        """
+        sets = {}
+        for kind, starts in self.starts(windows).items():
+            ends = [0] * self.levels.n_layers
+            for option in self.levels.kinds[kind]:
+                within = [getattr(option, d).within(limit, starts) for d, limit in limits.items()]
+                for some, *columns in zip(starts, *within, strict=True):
+                    found = option.fits[some.start : some.stop]
+                    for column in columns:
+                        found = list(map(and_, found, column))
+                    joined = map(or_, ends[some.start : some.stop], found)
+                    ends[some.start : some.stop] = joined
+            sets[kind] = ends
+        return sets
+
+    def backward_sets(
+        self, allowed: Mapping[int, Sequence[int]], windows: Windows
+    ) -> list[dict[int, int]] | None:
         """Return, for each bound and state, the set of places from which the end is reached.
 
         None if that is impossible from the start of the chain.
         """
         levels = self.levels
-        windows = self.windows(allowed)
-        if windows is None:
-            return None
         reached: list[dict[int, int]] = [{0: levels.places[-1]}]
         for k in range(levels.n_partitions - 1, -1, -1):  # k: partition
             self.check_time()
@@ -185,8 +223,11 @@ class Search:
 
     def probe(self, limits: Mapping[str, int]) -> Path | None:
         """Find the split with the leftmost cuts that keeps all limits; None if there is none."""
-        allowed = self.allowed(limits)
-        reached = self.backward_sets(allowed)
+        windows = self.windows(limits)
+        if windows is None:
+            return None
+        allowed = self.allowed(limits, windows)
+        reached = self.backward_sets(allowed, windows)
         if reached is None:
             return None
         bounds, steps, state = [0], list[Step](), 0
@@ -283,18 +324,19 @@ class Search:
             About log2(N) probes and some more; see `Search`.
         """
         others = dict(limits or {})
-        costs: list[Cost] = [
-            getattr(option, dimension) for kind in self.used for option in self.levels.kinds[kind]
-        ]
+        kinds = [(kind, option) for kind in self.used for option in self.levels.kinds[kind]]
+        costs: list[tuple[int, Cost]] = [(kind, getattr(way, dimension)) for kind, way in kinds]
         lower = max(self.least(dimension), 0 if at_least is None else at_least)
-        most = max(cost.of(0, self.levels.n_layers) for cost in costs)
-        most = max([most, *(max(cost.ends) - min(cost.starts) for cost in costs)])
-        most = max([most, *(max(cost.floor) for cost in costs if cost.floor is not None)])
+        most = max(cost.of(0, self.levels.n_layers) for _, cost in costs)
+        most = max([most, *(max(cost.ends) - min(cost.starts) for _, cost in costs)])
+        most = max([most, *(max(cost.floor) for _, cost in costs if cost.floor is not None)])
         highest = most if at_most is None else min(at_most, most)
         upper: int | None = None
         best = None
         trial, step = lower, max(lower // (4 * self.levels.n_partitions), 1)
-        while lower <= highest and (upper is None or lower < upper):
+        # Only what begins in these windows can be in a split with a smaller limit than the best.
+        windows = self.windows({**others, dimension: highest})
+        while windows is not None and lower <= highest and (upper is None or lower < upper):
             if until is not None and time.monotonic() > until:
                 if upper is not None:
                     break
@@ -302,8 +344,10 @@ class Search:
             path = self.probe({**others, dimension: trial})
             if path is not None:
                 best, upper = path, path.most(dimension)
+                windows = self.windows({**others, dimension: upper - 1})
             else:
-                higher = [cost.above(trial) for cost in costs]
+                starts = self.starts(windows)
+                higher = [cost.above(trial, starts[kind]) for kind, cost in costs]
                 known = [cost for cost in higher if cost is not None]
                 lower = min(known, default=most + 1)
             if upper is None:
@@ -311,6 +355,8 @@ class Search:
                 step *= 4
             else:
                 trial = (lower + upper) // 2
+        if windows is None:
+            lower = max(lower, highest + 1) if upper is None else upper
         if best is None or upper is None:
             return Found(lower, lower, None)
         return Found(upper, min(lower, upper), best)

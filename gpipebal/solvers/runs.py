@@ -13,7 +13,7 @@ it allows the ends whose `ends` is at most a number: the first few in the order 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,9 +33,9 @@ class Cost:
 
     Example:
         >>> cost = Cost([0, 2, 3, 6], [0, 2, 3, 6])
-        >>> [bin(ends) for ends in cost.within(4)]
-        ['0b111', '0b1111', '0b1111']
-        >>> cost.above(4)
+        >>> [[bin(ends) for ends in some] for some in cost.within(4, [range(2)])]
+        [['0b111', '0b1111']]
+        >>> cost.above(4, [range(2)])
         6
     """
 
@@ -49,8 +49,8 @@ class Cost:
         self.ends, self.starts, self.floor = ends, starts, floor
         #: Prefix sums of the layers alone: no run costs less than its layers.
         self.layers = ends if layers is None else layers
-        self._limit: int | None = None
-        self._counts: list[int] = []
+        self._known: tuple[int, Sequence[range]] | None = None
+        self._counts: list[list[int]] = []
 
     def of(self, start: int, end: int) -> int:
         """Return the cost of a run."""
@@ -64,29 +64,68 @@ class Cost:
         sets = list(accumulate((1 << end for end in order), or_, initial=0))
         return [self.ends[end] for end in order], sets
 
-    def _count(self, limit: int) -> list[int]:
-        if limit != self._limit:
-            ascending = self._order[0]
-            self._counts = [bisect_right(ascending, limit + s) for s in self.starts[:-1]]
-            self._limit = limit
+    @cached_property
+    def _hull(self) -> tuple[list[int], list[int]]:
+        """Return the largest of `starts` up to each start, and the least of `ends` from each on."""
+        lowest = list(accumulate(reversed(self.ends), min))
+        return list(accumulate(self.starts, max)), lowest[::-1]
+
+    def last_end(self, start: int, limit: int) -> int:
+        """Return the last end that a run from this start or an earlier one can have within a limit.
+
+        It may be further than any run reaches, but not less far; -1 if there is none.
+        """
+        highest, lowest = self._hull
+        return bisect_right(lowest, limit + highest[start]) - 1
+
+    def first_start(self, end: int, limit: int) -> int:
+        """Return the first start from which a run to this end or a later one can be within a limit.
+
+        It may be before any such run, but not behind it; the number of places if there is none.
+        """
+        highest, lowest = self._hull
+        return bisect_left(highest, lowest[end] - limit)
+
+    def _count(self, limit: int, starts: Sequence[range]) -> list[list[int]]:
+        if (limit, starts) != self._known:
+            ascending, heads = self._order[0], self.starts
+            self._counts = [
+                [bisect_right(ascending, limit + s) for s in heads[some.start : some.stop]]
+                for some in starts
+            ]
+            self._known = limit, starts
         return self._counts
 
-    def within(self, limit: int) -> list[int]:
-        """Return, for every start, the set of ends within a limit; ends before it included."""
-        sets = self._order[1]
-        if self.floor is None:
-            return [sets[count] for count in self._count(limit)]
-        columns = zip(self._count(limit), self.floor, strict=False)
-        return [sets[count] if least <= limit else 0 for count, least in columns]
+    def within(self, limit: int, starts: Sequence[range]) -> list[list[int]]:
+        """Return, for ranges of starts, the sets of ends within a limit; ends before it included.
 
-    def above(self, limit: int) -> int | None:
-        """Return a number above a limit with no run's cost strictly between; None: none above."""
-        ascending = self._order[0]
-        n_places = len(ascending)
-        counts = zip(self._count(limit), self.starts, strict=False)
-        costs = [ascending[count] - start for count, start in counts if count < n_places]
+        For a range, there is a list with a set for each start.
+        """
+        sets = self._order[1]
+        found = [[sets[count] for count in counts] for counts in self._count(limit, starts)]
         if self.floor is not None:
-            costs += [least for least in self.floor if least > limit]
+            for some, places in zip(starts, found, strict=True):
+                for at, least in enumerate(self.floor[some.start : some.stop]):
+                    if least > limit:
+                        places[at] = 0
+        return found
+
+    def above(self, limit: int, starts: Sequence[range]) -> int | None:
+        """Return a number above a limit with no run's cost strictly between; None: none above.
+
+        Args:
+            limit: The limit.
+            starts: Ranges of starts of the runs that matter.
+        """
+        ascending, heads = self._order[0], self.starts
+        n_places = len(ascending)
+        costs: list[int] = []
+        for some, counts in zip(starts, self._count(limit, starts), strict=True):
+            pairs = zip(counts, heads[some.start : some.stop], strict=True)
+            costs += [ascending[count] - start for count, start in pairs if count < n_places]
+            if self.floor is not None:
+                floors = self.floor[some.start : some.stop]
+                costs += [least for least in floors if least > limit]
         return min(costs, default=None)
 
 
