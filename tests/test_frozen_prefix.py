@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.problem import Problem
 from gpipebal.schedule import CHECKPOINT_MODES
+from gpipebal.solvers import split
 
 N_FROZEN, N_LAYERS, CHUNKS = 3, 7, 4
 
@@ -112,3 +114,16 @@ def test_more_frozen_layers_than_there_are_are_all() -> None:
     problem = Problem([1, 2], [0, 0], [1, 2], 2, chunks=3, n_frozen=9)
     assert problem.n_frozen == 2
     assert problem.makespan((0, 1, 2)) == 3 + 2 * 2
+
+
+@pytest.mark.parametrize("objective", ["makespan", "bottleneck"])
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("n_frozen", [1, 2])
+def test_a_single_partition_recomputes_unless_all_layers_are_frozen(
+    n_frozen: int, mode: gb.CheckpointMode, objective: Any
+) -> None:
+    """What is found for it is what the problem says of its only split."""
+    problem = Problem([1, 2], [1, 1], [5, 7], 1, chunks=3, checkpoint=mode, n_frozen=n_frozen)
+    found = split(problem, objective)
+    assert found.value == getattr(problem, objective)((0, 2))
+    assert found.status == "optimal"

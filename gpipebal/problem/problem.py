@@ -156,10 +156,9 @@ class Problem:
         """Whether partitions differ only in their layers, and every split is allowed."""
         extras = (self.devices, self.links, self.memory, self.rules)
         one_mode = isinstance(self.checkpoint, str) and self.checkpoint != "auto"
-        # A partition recomputes or not, as it ends behind the frozen layers or among them: the one
-        # that ends with the last layer ends among them only if all are frozen.
-        ends_alike = self.n_partitions == 1 and self.n_frozen < self.n_layers
-        alike = not (self.n_frozen and self.recomputes) or ends_alike
+        # A single partition recomputes all of its layers, unless nothing in it needs a gradient.
+        some_differ = self.n_partitions > 1 or self.n_frozen == self.n_layers
+        alike = not (self.n_frozen and self.recomputes and some_differ)
         return one_mode and alike and all(extra is None for extra in extras)
 
     @cached_property
