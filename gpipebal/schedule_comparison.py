@@ -184,5 +184,6 @@ def _bounds(
         n_partitions=n_partitions,
         chunks=chunks,
         checkpoint=checkpoint,
+        n_frozen=profile.n_frozen,
     )
     return tuple(split(problem, "bottleneck").bounds)

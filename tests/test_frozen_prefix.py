@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -127,3 +129,25 @@ def test_a_single_partition_recomputes_unless_all_layers_are_frozen(
     found = split(problem, objective)
     assert found.value == getattr(problem, objective)((0, 2))
     assert found.status == "optimal"
+
+
+def given_costs(backward: Sequence[float], times: Sequence[float] | None = None) -> gb.Profile:
+    """Return a profile whose layers without a backward are frozen."""
+    times = [1.0] * len(backward) if times is None else times
+    sizes = [8] * len(backward)
+    profile = gb.Profile.from_costs(times, backward, output_bytes=sizes, chunks=CHUNKS)
+    outputs = [
+        layer.outputs for layer, time in zip(profile.layers, backward, strict=True) if not time
+    ]
+    return replace(profile, without_gradient=sum(outputs, ()))
+
+
+def test_tables_compare_with_the_split_of_least_bottleneck() -> None:
+    """A rule of thumb that is called so has it, and schedules are compared for that split."""
+    profile = given_costs([0.0] * 5 + [1.0, 1.0], [1.0, 8.0, 5.0, 4.0, 2.0, 6.0, 1.0])
+    least = gb.solve(profile, 2, checkpoint="always", objective="bottleneck")
+    plan = gb.solve(profile, 2, checkpoint="always")
+    rules = {row.rule: row for row in gb.compare_rules(profile, plan).rows}
+    assert rules["least bottleneck"].bottleneck == least.value == 20.0
+    schedules = gb.compare_schedules(profile, 2, checkpoint="always", schedules="gpipe")
+    assert schedules.row("gpipe").makespan == least.makespan

@@ -204,6 +204,7 @@ def compare_rules(
         n_partitions=n_partitions,
         chunks=plan.chunks,
         checkpoint=counted_modes(plan.modes, plan.recomputed),
+        n_frozen=profile.n_frozen,
     )
     rules: dict[str, Callable[[], Sequence[int]]] = {
         "equal layers": lambda: equal_split(plan.n_layers, n_partitions),
