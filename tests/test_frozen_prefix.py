@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import gpipebal as gb
+from gpipebal.planner import training_step
 from gpipebal.problem import Problem
 from gpipebal.schedule import CHECKPOINT_MODES
+from gpipebal.simulator import durations_of
 from gpipebal.solvers import split
 
 N_FROZEN, N_LAYERS, CHUNKS = 3, 7, 4
@@ -151,3 +153,31 @@ def test_tables_compare_with_the_split_of_least_bottleneck() -> None:
     assert rules["least bottleneck"].bottleneck == least.value == 20.0
     schedules = gb.compare_schedules(profile, 2, checkpoint="always", schedules="gpipe")
     assert schedules.row("gpipe").makespan == least.makespan
+
+
+def test_nothing_is_launched_for_a_recompute_that_is_none() -> None:
+    """Where the host limits the pace, frozen partitions are recomputed as little as on devices."""
+    profile = given_costs([0.0, 0.0, 2.0, 2.0])
+    hosts = [(10.0, 0.0)] * 2 + [(10.0, 10.0)] * 2
+    layers = [
+        replace(layer, forward_host_time=there, backward_host_time=back)
+        for layer, (there, back) in zip(profile.layers, hosts, strict=True)
+    ]
+    profile = replace(profile, layers=tuple(layers))
+    assert durations_of(profile, (0, 1, 2, 4)).recompute_launch == (0.0, 0.0, 20.0)
+    recomputed, kept = (
+        training_step(profile, gb.evaluate(profile, [2, 2], checkpoint=[mode, "always"]))
+        for mode in ("always", "never")
+    )
+    assert recomputed.makespan == kept.makespan
+
+
+def test_a_recompute_that_is_none_has_no_cell() -> None:
+    """What a cell takes besides its layers is not added to it."""
+    profile = given_costs([0.0, 0.0, 2.0, 2.0])
+    profile = profile.with_step(replace(profile.step, cell_overhead_time=0.5))
+    plan = gb.evaluate(profile, [2, 2], checkpoint="always", schedule="1f1b")
+    timeline = training_step(profile, plan)
+    spans = {(e.partition, e.kind): e.end - e.start for e in timeline.events}
+    assert spans[0, "R"] == 0.0
+    assert spans[0, "F"] == 2.5

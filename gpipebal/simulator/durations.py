@@ -62,6 +62,7 @@ class Durations:
             `no_grad_forward_after_backward`.
         first_backward: The first backward of a device in a step, unless its recompute is right
             before it; None: as any other backward after an action of the same kind.
+        recompute_launch: Seconds of the host to launch a recompute; None: `forward_launch`.
 
     Raises:
         ProfileError: a time that is negative or not finite, or not one per partition.
@@ -89,6 +90,7 @@ class Durations:
     first_forward: Times | None = None
     first_no_grad_forward: Times | None = None
     first_backward: Times | None = None
+    recompute_launch: Times | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -147,19 +149,24 @@ class Durations:
     @property
     def without_launches(self) -> Durations:
         """The same durations if every device has its own process, which launches ahead of it."""
-        return replace(self, forward_launch=None, backward_launch=None)
+        return replace(self, forward_launch=None, backward_launch=None, recompute_launch=None)
 
     def longer_by(self, seconds: float) -> Durations:
         """Add some time to every cell, such as the time that it takes in addition to its layers.
 
         Args:
-            seconds: The added time; cells that take no time get it too.
+            seconds: The added time. Forwards and backwards that take no time get it too, and
+                recomputes do not: where no output needs a gradient, nothing is recomputed.
 
         Example:
             >>> Durations((1.0,), (1.0,), (2.0,)).longer_by(0.5).backward
             (2.5,)
         """
-        return self._changed(lambda name, time: time + seconds)
+
+        def longer(name: str, time: float) -> float:
+            return time + seconds if time or name != "recompute" else time
+
+        return self._changed(longer)
 
     def scaled(self, factors: Mapping[str, float]) -> Durations:
         """Multiply the time of every cell of a kind by a factor.

@@ -90,21 +90,20 @@ def durations_of(
     if links is not None:
         to = (0.0, *(float(links.forward[cut - 1]) for cut in bounds[1:-1]))
         back = (*(float(links.backward[cut - 1]) for cut in bounds[1:-1]), 0.0)
-    again = add("recompute", lambda layer: layer.recompute_time)
+    # Nothing is recomputed, and nothing launched for it, where outputs need no gradient.
+    recomputes = [end > profile.n_frozen for end in bounds[1:]]
+    launches = launch("forward_host_time")
     return Durations(
         forward=add("forward", lambda layer: layer.forward_time),
-        # Nothing is recomputed for outputs that need no gradient.
-        recompute=tuple(
-            time if end > profile.n_frozen else 0.0
-            for time, end in zip(again, bounds[1:], strict=True)
-        ),
+        recompute=tuple(map(mul, add("recompute", lambda layer: layer.recompute_time), recomputes)),
         backward=add("backward", lambda layer: layer.backward_time),
         no_grad_forward=add("forward", _time_without_graph),
         weight_gradient=add("backward", lambda layer: layer.backward_time, weight_shares(profile)),
         forward_transfer=to,
         backward_transfer=back,
-        forward_launch=launch("forward_host_time"),
+        forward_launch=launches,
         backward_launch=launch("backward_host_time"),
+        recompute_launch=None if launches is None else tuple(map(mul, launches, recomputes)),
     )
 
 

@@ -263,6 +263,7 @@ def _transfer_times(order: Order, durations: Durations) -> Floats:
 def _launch_times(durations: Durations) -> Floats:
     none = (0.0,) * durations.n_partitions
     forward = durations.forward_launch or none
+    again = forward if durations.recompute_launch is None else durations.recompute_launch
     backward = durations.backward_launch or none
     halves = tuple(time / 2 for time in backward)
-    return np.array([forward, forward, backward, halves, halves], dtype=np.float64)
+    return np.array([forward, again, backward, halves, halves], dtype=np.float64)
