@@ -14,8 +14,10 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.planner import training_step
 from gpipebal.problem import Problem
-from gpipebal.schedule import CHECKPOINT_MODES
-from gpipebal.simulator import durations_of
+from gpipebal.profiler.trial.findings import read_trial
+from gpipebal.profiler.trial.traces import KINDS, Traced
+from gpipebal.schedule import CHECKPOINT_MODES, order_of
+from gpipebal.simulator import Durations, durations_of, place
 from gpipebal.solvers import split
 
 N_FROZEN, N_LAYERS, CHUNKS = 3, 7, 4
@@ -181,3 +183,17 @@ def test_a_recompute_that_is_none_has_no_cell() -> None:
     spans = {(e.partition, e.kind): e.end - e.start for e in timeline.events}
     assert spans[0, "R"] == 0.0
     assert spans[0, "F"] == 2.5
+
+
+def test_a_trial_compares_one_partition_with_the_whole_chain() -> None:
+    """It recomputes the frozen layers too: that is no reason to take recomputes for slow."""
+    profile = given_costs([0.0, 2.0], [3.0, 1.0])
+    apart = Durations((3.0, 1.0), (0.0, 1.0), (0.0, 2.0))
+    whole = Durations((4.0,), (4.0,), (2.0,))
+    ways = []
+    for times in (apart, whole):
+        for mode in CHECKPOINT_MODES:
+            timeline = place(order_of("gpipe", times.n_partitions, CHUNKS, mode), times)
+            ways.append(Traced(mode, False, times.n_partitions, [(timeline.makespan, timeline)]))
+    found = read_trial(profile, (1, 1), CHUNKS, 1, ways, dict.fromkeys(KINDS, 0.0))
+    assert found.factors == pytest.approx(dict.fromkeys(KINDS, 1.0))

@@ -90,7 +90,10 @@ def read_trial(
     factors = {name: factor_of(cells[name], predicted[name], overheads[name]) for name in KINDS}
     alone = None
     if solo:
-        factors, alone = _apart(predicted, together, solo, factors, overheads, turns)
+        # One partition recomputes frozen layers too, which those at the beginning do not.
+        of_chain = sums_of_layers(profile, (profile.n_layers,))
+        slow = alone_factors(of_chain, seconds_of_cells(solo), overheads)
+        factors, alone = _apart(predicted, together, slow, factors, overheads, turns)
     beside = _beside_cells(profile, chunks, together, Durations(**cells), turns)
     overhead = max(0.0, median(beside.gaps)) + fmean(overheads.values())
     if alone is not None:
@@ -130,7 +133,7 @@ def _medians(ways: Sequence[Traced], n_partitions: int) -> dict[str, tuple[float
 def _apart(
     predicted: Mapping[str, Sequence[float]],
     together: Sequence[Traced],
-    solo: Sequence[Traced],
+    slow: Mapping[str, float],
     factors: Mapping[str, float],
     overheads: Mapping[str, float],
     turns: Mapping[str, float] | None,
@@ -140,12 +143,11 @@ def _apart(
     Args:
         predicted: Sums over the layers, by kind and partition.
         together: The ways in which all partitions worked.
-        solo: Those in one partition.
-        factors: How long cells take while others work, where `solo` does not tell.
+        slow: How long cells take alone, as a multiple of the sums over their layers.
+        factors: How long cells take while others work, where `slow` does not tell.
         overheads: Seconds of a cell whose layer does next to nothing.
         turns: How many times as long a cell takes by its position.
     """
-    slow = alone_factors(predicted, seconds_of_cells(solo), overheads)
     pressures = pressures_of(together, predicted, slow, overheads, turns)
     n = together[0].n_partitions
     alone = {name: 1.0 / (1.0 + (n - 1) * pressures.get(name, 0.0) ** 2) for name in KINDS}
