@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import gpipebal as gb
+from gpipebal.errors import BalanceError
 from gpipebal.planner import training_step
 from gpipebal.problem import Problem
 from gpipebal.profiler.trial.findings import read_trial
@@ -120,6 +121,13 @@ def test_more_frozen_layers_than_there_are_are_all() -> None:
     problem = Problem([1, 2], [0, 0], [1, 2], 2, chunks=3, n_frozen=9)
     assert problem.n_frozen == 2
     assert problem.makespan((0, 1, 2)) == 3 + 2 * 2
+
+
+@pytest.mark.parametrize("n_frozen", [None, -1, 0.0, True, "2", []])
+def test_what_is_no_number_of_frozen_layers_is_refused(n_frozen: Any) -> None:
+    """A problem that took it would fail somewhere inside a solver."""
+    with pytest.raises(BalanceError, match="n_frozen is not a number of layers"):
+        Problem([1, 2], [1, 1], [1, 2], 2, chunks=3, n_frozen=n_frozen)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "bottleneck"])

@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import Literal
 
+from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_times, scaled
 from gpipebal.problem.costs import Costs, denominators
@@ -102,12 +103,19 @@ class Problem:
         for name in ("n_partitions", "chunks"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         check_lengths(self)
-        if self.n_frozen:
-            frozen = check_count("n_frozen", self.n_frozen)
-            object.__setattr__(self, "n_frozen", min(frozen, self.n_layers))
+        object.__setattr__(self, "n_frozen", min(self._checked_n_frozen(), self.n_layers))
         self._check_parts()
         if not self._whole:
             check_total(self)
+
+    def _checked_n_frozen(self) -> int:
+        frozen = whole_number(self.n_frozen)
+        if frozen is None or frozen < 0:
+            raise BalanceError(
+                f"n_frozen is not a number of layers: n_frozen={self.n_frozen!r:.60} (expected an "
+                "int of 0 or more).\nFix: n_frozen=0, or profile.n_frozen."
+            )
+        return frozen
 
     def _check_parts(self) -> None:
         """Normalise the parts other than the times, or refuse them."""
