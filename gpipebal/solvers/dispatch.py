@@ -239,12 +239,12 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     unless every micro-batch is recomputed; ``'pareto program'`` if every one is, which begins with
     a sweep that mostly suffices.
 
-    With devices, links, memory, rules or several modes: ``'set bisection'`` for the bottleneck;
-    ``'set sweep'`` for the makespan, if what is passed once is the same for every split, and
-    ``'box search'`` if not, or if some partition recomputes every micro-batch: the latter may leave
-    a gap (see `gpipebal.solvers.any_mode`), of which on short chains HiGHS closes what it can.
-    ``'integer program'`` where too many kinds of devices may take any order. ``'peak bisection'``
-    for the peak memory.
+    With devices, links, memory, rules, frozen layers before recomputed ones or several modes:
+    ``'set bisection'`` for the bottleneck; ``'set sweep'`` for the makespan, if what is passed once
+    is the same for every split, and ``'box search'`` if not, or if some partition recomputes every
+    micro-batch: the latter may leave a gap (see `gpipebal.solvers.any_mode`), of which on short
+    chains HiGHS closes what it can. ``'integer program'`` where too many kinds of devices may take
+    any order. ``'peak bisection'`` for the peak memory.
 
     Raises:
         BalanceError: an objective that does not exist, or for which the problem lacks something.

@@ -75,8 +75,9 @@ class Search:
     """Finds splits that keep limits, and the smallest limits that some split keeps.
 
     Complexity:
-        A probe takes O(N log N) steps for each kind of partition, N layers, and O(w N / 64) for
-        windows of w places in all, which is about N where limits are close to the smallest.
+        A probe takes O(w log N + w N / 64) steps for N layers and windows of w places in all, which
+        are N at most where limits are close to the smallest; and O(K log N) for K partitions. Sets
+        and hulls of all runs are made once, in O(N log N + N N / 64).
 
     Source:
         Own. Pinar, Tabak and Aykanat, "One-dimensional partitioning for heterogeneous systems:
@@ -348,8 +349,9 @@ class Search:
             else:
                 starts = self.starts(windows)
                 higher = [cost.above(trial, starts[kind]) for kind, cost in costs]
-                known = [cost for cost in higher if cost is not None]
-                lower = min(known, default=most + 1)
+                lower = min([cost for cost in higher if cost is not None], default=highest + 1)
+                # Beyond that, runs from elsewhere may be in a split too.
+                lower = min(lower, highest + 1)
             if upper is None:
                 trial = min(max(lower, trial + step), max(highest, lower))
                 step *= 4
