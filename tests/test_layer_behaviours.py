@@ -79,6 +79,7 @@ class Teacher(nn.Module):
         super().__init__()
         self.query = linear()
         self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.key.weight.mul_(2.0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.key.weight.data = self.key.weight.data * 0.5 + self.query.weight.data * 0.5

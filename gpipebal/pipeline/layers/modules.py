@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Modules"]
+__all__ = ["Modules", "WriteCounts"]
+
+
+class WriteCounts(NamedTuple):
+    """How often parameters were written to.
+
+    Attributes:
+        parameters: The parameters, except for those that count no writes.
+        counts: How often each was written to.
+        places: Where each has its elements, if it is not trained: an exchanged ``.data`` counts no
+            write. Offloaders exchange those of others: 0.
+    """
+
+    parameters: list[nn.Parameter]
+    counts: list[int]
+    places: list[int]
+
+    def is_as(self, other: WriteCounts) -> bool:
+        """Tell whether no parameter was written to between two counts."""
+        return self.counts == other.counts and self.places == other.places
+
+    def by_id(self) -> dict[int, tuple[int, int]]:
+        """Return the count and the place of each parameter, by its ``id``."""
+        found = zip(self.counts, self.places, strict=True)
+        return dict(zip(map(id, self.parameters), found, strict=True))
 
 
 class Modules:
@@ -78,14 +103,29 @@ class Modules:
             tuple([p._version for p in written if not is_lazy(p) and not p.is_inference()]),
         )
 
-    def frozen_writes(self) -> Hashable:
-        """Name how often parameters that are not trained were written to, and where they are.
+    def write_counts(self) -> WriteCounts:
+        """Count how often each parameter was written to."""
+        found = [one for one in chain.from_iterable(self._written_views) if one is not None]
+        try:
+            counts = [one._version for one in found]
+        except (RuntimeError, ValueError):  # lazy ones and those of inference mode have none
+            found = [one for one in found if not (is_lazy(one) or one.is_inference())]
+            counts = [one._version for one in found]
+        places = [0 if one.requires_grad else _address_of(one) for one in found]
+        return WriteCounts(found, counts, places)
 
-        Autograd checks the others.
-        """
-        found = (p for p in chain.from_iterable(self._written_views) if p is not None)
-        frozen = [p for p in found if not (p.requires_grad or is_lazy(p) or p.is_inference())]
-        return sum([p._version for p in frozen]), tuple(map(_address_of, frozen))
+    def written_to(
+        self, before: WriteCounts, now: WriteCounts
+    ) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """List the parameters whose counts differ, each with a module that has it and its name."""
+        then, since = before.by_id(), now.by_id()
+        return [
+            (module, name, parameter)
+            for module in self._modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in then
+            if then[id(parameter)] != since.get(id(parameter))
+        ]
 
     def _nested(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(self._child_views))

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.layers.buffers import BuffersOfRun
 from gpipebal.pipeline.layers.proxy import Proxy
+from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.randomness.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.values.microbatch import find_overlaps
@@ -194,6 +195,7 @@ class Recomputed(Proxy):
         )
         once.kept = []  # the checkpoint holds it, for as long as it is needed
         again.kept = buffers.looked(again.kept, look)
+        again.writes.end_forward()
         return result
 
     def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
@@ -327,15 +329,18 @@ class _Again(AbstractContextManager[None]):
 
     Attributes:
         kept: The buffers as they were before the forward.
+        writes: Writes to the parameters since then.
     """
 
     def __init__(self, buffers: BuffersOfRun, repeatable: Repeatable | None) -> None:
         self._buffers, self._repeatable = buffers, repeatable
         self.kept = buffers.keep()
+        self.writes = ParameterWrites(buffers.modules)
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         self._buffers.check(self.kept)
+        self.writes.check()
         with ExitStack() as stack:
             stack.enter_context(phase(recomputing=True))
             # Copies of the copies: a graph that is retained runs its backward again.
@@ -346,3 +351,7 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+        kind = exception[0]
+        # A checkpoint stops its recompute, by an error of its own, once it has what it needs.
+        if kind is None or kind.__module__ == checkpoint.__module__:
+            self.writes.check(recomputed=True)

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import SEEN, gathering
 from gpipebal.pipeline.layers.buffers import Kept
+from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States
@@ -102,7 +103,6 @@ class Cell:
         self._n_inputs = 0
         self._kind: Any = None
         self._versions: list[int | None] = []
-        self._writes: Hashable = None
         self._keep = False
         self._parameters = True
         self.release()
@@ -118,6 +118,7 @@ class Cell:
         self._states: States = []
         self._draws: Mapping[int | str, int] = {}
         self._tail: Tail | None = None
+        self._writes: ParameterWrites | None = None
 
     def forget_facts(self) -> None:
         """Let the partition find out again the facts about micro-batches of this cell's kind."""
@@ -138,6 +139,7 @@ class Cell:
         # Before the layers run: one may write to its input although the facts say that none does.
         versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
         states: States | None = [] if self.checkpointed else None
+        writes = ParameterWrites(self._partition.modules) if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
         marks: list[int] = []
         with phase(checkpointing=self.checkpointed):
@@ -149,7 +151,8 @@ class Cell:
                 look=self.checkpointed and self._micro_batch == 0,
             )
         self._partition.check_writes(self._kind, packet)
-        if self.checkpointed and any(result.needs_gradient):
+        if writes is not None and any(result.needs_gradient):
+            writes.end_forward()
             self._input = _with_copies(packet)
             self._versions = versions
             self._kept = result.kept
@@ -157,7 +160,7 @@ class Cell:
             self._states = states or []
             self._draws = randomness.draws
             self._tail = tail
-            self._writes = self._partition.modules.frozen_writes()
+            self._writes = writes
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
             self._roots, self._marks = _roots_of(result.leaves), marks
@@ -178,10 +181,11 @@ class Cell:
         """Make the graph that the checkpointed forward did not record.
 
         Raises:
-            ModelError: the kept input was written to, or a layer does not do what it did before.
+            ModelError: the kept input or a parameter was written to, or a layer does not do what it
+                did before.
         """
-        packet, kept = self._input, self._kept
-        if packet is None or kept is None:
+        packet, kept, writes = self._input, self._kept, self._writes
+        if packet is None or kept is None or writes is None:
             return  # no output needs a gradient
         if [*map(version_of, packet.leaves)] != self._versions:
             raise ModelError(
@@ -190,14 +194,7 @@ class Cell:
                 "Fix: do not change the mini-batch before the backward, and let the first layer "
                 "of a partition write to its input always or never; or checkpoint='never'."
             )
-        if self._partition.modules.frozen_writes() != self._writes:
-            raise ModelError(
-                "a checkpointed micro-batch cannot be recomputed: a parameter that is not trained "
-                "was written to after its forward, by a layer of "
-                f"partition {self._partition.index} or a hook.\n"
-                "Fix: write to it between mini-batches; or make it a buffer, which a recompute "
-                "sees as its forward did; or checkpoint='never'."
-            )
+        writes.check()
         randomness = OwnRandomness(self._seed, self._micro_batch, self._states, again=True)
         marks: list[int] = []
         with phase(recomputing=True):
@@ -207,9 +204,10 @@ class Cell:
                 promised=self._promised,
                 kept=kept.again() if self._keep else kept,
             )
+        writes.check(recomputed=True)
         randomness.check_draws(self._draws)
         if not self._keep:
-            self._input, self._kept, self._tail = None, None, None
+            self._input, self._kept, self._tail, self._writes = None, None, None, None
             self._states = []
         self._leaves = _wanted(packet, leaves)
         self._roots, self._marks = _roots_of(outputs), marks

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.layers.batchnorm import Statistics, gathering
+from gpipebal.pipeline.layers.written import StepsInHooks
 from gpipebal.pipeline.minibatch.cell import Cell
 from gpipebal.pipeline.minibatch.inputs import Inputs
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss
@@ -292,9 +293,13 @@ class MiniBatch:
                 gathering(self._statistics),
                 self.runtime.tied.collecting(self._tied[j]),
             ):
+                steps = StepsInHooks(self.runtime.partitions[j].modules.parameters())
                 for action in row:
                     activity.wait_for(action)
+                    steps.begin()
                     self._run_action(action)
+                    if action.kind == "B" and action is not row[-1]:
+                        steps.check()
                     activity.end()
             self._done[j] = lane.mark()
         except InboxClosedError:

@@ -1,0 +1,119 @@
+"""Writes to parameters at times when their values must stay as they are.
+
+Autograd notices a write to what a graph has saved. A checkpointed forward saves nothing, and its
+recompute would compute with the new values, without a word: so whoever recomputes asks here. Nor
+does autograd notice an optimizer that steps in a hook, before all micro-batches have added their
+gradients, if no graph has saved the parameter at that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError, PipelineError
+from gpipebal.pipeline.layers.modules import Modules
+from gpipebal.pipeline.values.tensors import are_equal
+
+__all__ = ["ParameterWrites", "StepsInHooks"]
+
+
+class ParameterWrites:
+    """What a recompute has to know of writes to the parameters; made before its forward.
+
+    A layer that writes in every forward may do so if writing again changes nothing, as with a
+    limit (``weight.clamp_(min=0)``). Of parameters that a forward has written to, this keeps copies
+    to tell.
+
+    Args:
+        modules: The modules whose parameters they are.
+    """
+
+    __slots__ = ("_copies", "_counts", "_modules")
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        self._counts = modules.write_counts()
+        self._copies: dict[int, Tensor] = {}
+
+    def end_forward(self) -> None:
+        """Look at the parameters after the forward."""
+        before, self._counts = self._counts, self._modules.write_counts()
+        if not self._counts.is_as(before):
+            self._copies = {
+                id(parameter): parameter.detach().clone()
+                for _, _, parameter in self._modules.written_to(before, self._counts)
+            }
+
+    def check(self, *, recomputed: bool = False) -> None:
+        """Make sure that the parameters are as they were in the forward.
+
+        Args:
+            recomputed: Whether the recompute has run, which may have written as the forward did.
+
+        Raises:
+            ModelError: one has been written to since, and has other values.
+        """
+        if recomputed and not self._copies:
+            return
+        now = self._modules.write_counts()
+        if now.is_as(self._counts):
+            return
+        for module, name, parameter in self._modules.written_to(self._counts, now):
+            copy = self._copies.get(id(parameter))
+            if copy is None:
+                if not recomputed:
+                    raise ModelError(_message(module, name, parameter))
+            elif not are_equal(copy, parameter):
+                raise ModelError(_message(module, name, parameter))
+
+
+class StepsInHooks:
+    """A look for optimizers that step in a hook while other micro-batches wait for their backward.
+
+    Args:
+        parameters: The parameters of a partition.
+    """
+
+    __slots__ = ("_counts", "_parameters")
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [
+            one for one in parameters if getattr(one, "_post_accumulate_grad_hooks", None)
+        ]
+        self._counts: list[int] = []
+
+    def begin(self) -> None:
+        """Look before the backward of a micro-batch."""
+        self._counts = [one._version for one in self._parameters]
+
+    def check(self) -> None:
+        """Make sure that its hooks have written to no parameter.
+
+        Raises:
+            PipelineError: one has.
+        """
+        if self._counts != [one._version for one in self._parameters]:
+            raise PipelineError(
+                "a hook on a parameter has written to it before its gradient is complete: more "
+                "micro-batches follow.\n"
+                "Fix: let the optimizer step after the whole backward, not in a hook; or chunks=1."
+            )
+
+
+def _message(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    what = (
+        "a checkpointed micro-batch cannot be recomputed: "
+        f"a parameter{'' if parameter.requires_grad else ' that is not trained'} was written to "
+        f"after its forward, by a layer or a hook: {name!r} of a {type(module).__name__}.\n"
+    )
+    if parameter.requires_grad:
+        return (
+            f"{what}Fix: let optimizers step after the whole backward, not in a hook, and let "
+            "layers write to their parameters between mini-batches."
+        )
+    return (
+        f"{what}Fix: write to it between mini-batches; or make it a buffer, which a recompute sees "
+        "as its forward did; or checkpoint='never'."
+    )

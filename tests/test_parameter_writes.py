@@ -1,0 +1,152 @@
+"""Layers and hooks that write to parameters while a recompute or another micro-batch needs them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError, PipelineError
+from gpipebal.pipeline import GPipe, is_recomputing, with_recompute
+
+MODES = ["never", "except_last", "always"]
+RECOMPUTES = pytest.mark.parametrize("chunks", [1, 3])
+
+
+class Changing(nn.Linear):
+    """A layer that changes a parameter in its forward, in any of several ways."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__(4, 4, dtype=torch.float64)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.change(self)
+        return super().forward(x)
+
+
+def shrink(layer: Changing) -> None:
+    """Change the bias each time: no graph saves it, so autograd has no objection."""
+    layer.bias.mul_(0.5)
+
+
+def shrink_once(layer: Changing) -> None:
+    """Do so, but not in recomputes."""
+    if not is_recomputing():
+        layer.bias.mul_(0.5)
+
+
+def limit(layer: Changing) -> None:
+    """Change what is too large; the second time nothing is."""
+    layer.bias.clamp_(-0.1, 0.1)
+
+
+def make(change: Callable[[Any], Any]) -> nn.Sequential:
+    """Make a chain whose first layer changes."""
+    torch.manual_seed(0)
+    last = nn.Linear(4, 2, dtype=torch.float64)
+    return nn.Sequential(Changing(change), nn.Tanh(), last)
+
+
+def rows() -> Tensor:
+    """Make a mini-batch."""
+    return torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+
+def gradients_match(pipe: nn.Module, plain: nn.Module, chunks: int) -> None:
+    """Compare a step with that of the plain model over the same micro-batches."""
+    pipe(rows()).square().sum().backward()
+    torch.cat([plain(part) for part in rows().tensor_split(chunks)]).square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@RECOMPUTES
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_recompute_of_a_changed_parameter_is_refused(chunks: int, trained: bool) -> None:
+    """It would compute with other values than its forward, also for one micro-batch."""
+    model = make(shrink)
+    model[0].bias.requires_grad_(trained)
+    pipe = GPipe(model, [2, 1], chunks=chunks, checkpoint="always")
+    with pytest.raises(ModelError, match=r"was written to after its forward.*'bias' of a Ch"):
+        pipe(rows()).square().sum().backward()
+
+
+@RECOMPUTES
+def test_a_run_of_a_changed_parameter_is_refused(chunks: int) -> None:
+    """A run that is recomputed by itself is no exception."""
+    model = with_recompute(make(shrink), [[0, 1]])
+    pipe = GPipe(model, [2, 1], chunks=chunks, checkpoint="never")
+    with pytest.raises(ModelError, match=r"was written to after its forward.*'bias' of a Ch"):
+        pipe(rows()).square().sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_that_only_forwards_change(mode: Any) -> None:
+    """With one micro-batch the recompute finds it as the forward left it."""
+    model = make(shrink_once)
+    plain = copy.deepcopy(model)
+    gradients_match(GPipe(model, [2, 1], checkpoint=mode), plain, 1)
+
+
+@RECOMPUTES
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_with_a_limit(chunks: int, mode: Any, trained: bool) -> None:
+    """To limit it again changes nothing, so it can be recomputed, trained or not."""
+    model = make(limit)
+    model[0].bias.requires_grad_(trained)
+    plain = copy.deepcopy(model)
+    gradients_match(GPipe(model, [2, 1], chunks=chunks, checkpoint=mode), plain, chunks)
+    model, plain = make(limit), make(limit)
+    pipe = GPipe(with_recompute(model, [[0, 1]]), [2, 1], chunks=chunks, checkpoint=mode)
+    gradients_match(pipe, plain, chunks)
+
+
+def step_in_hooks(model: nn.Module) -> None:
+    """Give each parameter an optimizer that steps when its gradient has been added."""
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["call", "gpipe", "1f1b"])
+def test_an_optimizer_in_a_hook_is_refused(mode: Any, how: str) -> None:
+    """It would step for each micro-batch, on a part of the gradient."""
+    pipe = GPipe(make(lambda _: None), [2, 1], chunks=3, checkpoint=mode)
+    step_in_hooks(pipe)
+    with pytest.raises(PipelineError, match="a hook on a parameter has written to it"):
+        run(pipe, how)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["call", "gpipe", "1f1b"])
+def test_an_optimizer_in_a_hook_after_the_only_micro_batch(mode: Any, how: str) -> None:
+    """The fix that the error names: then the gradient is complete."""
+    pipe, plain = GPipe(make(lambda _: None), [2, 1], checkpoint=mode), make(lambda _: None)
+    step_in_hooks(pipe)
+    step_in_hooks(plain)
+    run(pipe, how)
+    plain(rows()).square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def run(pipe: GPipe, how: str) -> None:
+    """Run a step whose loss is a sum of squares."""
+    if how == "call":
+        pipe(rows()).square().sum().backward()
+    else:
+        pipe.step(rows(), loss_fn=lambda y: y.square().sum(), reduction="sum", schedule=how)
