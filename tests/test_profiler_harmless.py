@@ -231,3 +231,28 @@ def test_a_chain_with_a_forward_of_its_own_is_refused() -> None:
         with pytest.raises(ModelError, match="has a forward of its own: Sum") as caught:
             gb.profile_model(Sum(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4), method=method)
         assert "Fix: " in str(caught.value)
+
+
+def test_a_loss_with_parameters_of_its_own_is_told() -> None:
+    """A function cannot say which it uses: it is flagged, unless they are the model's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    features = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).requires_grad_(False)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = features
+
+        def forward(self, output: Tensor) -> Tensor:
+            return self.features(output).square().mean()
+
+    losses: list[tuple[Any, bool]] = [
+        (lambda output: features(output).square().mean(), True),
+        (Loss(), False),
+        (lambda output: (output @ model[0].weight).square().mean(), False),
+        (nn.functional.mse_loss, False),
+    ]
+    for loss_fn, told in losses:
+        target = torch.ones(4, 4) if loss_fn is nn.functional.mse_loss else None
+        found = profile(model, torch.ones(4, 4), loss_fn=loss_fn, target=target)
+        assert bool(flags_of(found, "the loss can use parameters")) is told

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
 from gpipebal.pipeline.layers.flat import can_be_opened, flatten
 from gpipebal.profiler.replicas.compiled import is_compiled, runs_as_written
-from gpipebal.profiler.replicas.harmless import reached_past
+from gpipebal.profiler.replicas.harmless import reached_past, weights_reached
 
-__all__ = ["doubts_about"]
+__all__ = ["doubts_about", "doubts_about_loss"]
 
 #: More names than this are counted, not named.
 _MOST_NAMES = 3
@@ -45,6 +46,23 @@ def doubts_about(
         found = [name for name, layer in zip(names, layers, strict=True) if is_so(layer)]
         if found:
             yield f"{_listed(found)}: {what}"
+
+
+def doubts_about_loss(loss_fn: Any, layers: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield a flag if a loss has parameters of its own, and is no module that could tell which.
+
+    Args:
+        loss_fn: The loss; None: it is not known.
+        layers: The caller's layers.
+    """
+    if loss_fn is None or isinstance(loss_fn, nn.Module):
+        return
+    known = {id(tensor) for layer in layers for tensor in weights_reached(layer)}
+    if any(id(tensor) not in known for tensor in weights_reached(loss_fn)):
+        yield (
+            "the loss can use parameters of no layer, whose memory is not counted; give it as a "
+            "module that has them"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

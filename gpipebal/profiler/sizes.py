@@ -25,7 +25,7 @@ from gpipebal.profiler.describe import (
     describe_times,
     optimizer_memory,
 )
-from gpipebal.profiler.doubts import doubts_about
+from gpipebal.profiler.doubts import doubts_about, doubts_about_loss
 from gpipebal.profiler.replicas.replica import bytes_of_loss, replicate
 from gpipebal.profiler.step.gathered import (
     GatheredTerms,
@@ -78,6 +78,7 @@ class Study:
         self._keep_modes = training.keep_modes
         self._maker = training.maker()
         self.notes = list(doubts_about(self.names, self.modules, keep_modes=self._keep_modes))
+        self.notes += doubts_about_loss(self._loss_fn, self.modules)
         self._sizes: list[_Size] = []
         self._replicas: list[nn.Module] = []
         self._written: list[frozenset[int]] = []

@@ -147,12 +147,12 @@ def reached_past(layer: nn.Module) -> bool:
     return bool(_Reached([layer]).leaves.keys() - own)
 
 
-def weights_reached(layer: nn.Module) -> list[Tensor]:
-    """Return all parameters and buffers that a layer can use, also those of others.
+def weights_reached(user: Any) -> list[Tensor]:
+    """Return all parameters and buffers that a layer or a function can use, also those of others.
 
     They exist all the time, whichever layer has them.
     """
-    return list(_Reached([layer]).weights.values())
+    return list(_Reached([user]).weights.values())
 
 
 @contextmanager
