@@ -62,8 +62,8 @@ def test_every_difference_has_a_line() -> None:
     assert (found.changed, found.missing, found.added) == (("a", "c"), ("b",), ("f",))
     assert len(found.moved) == 1 and set(found.moved) <= {"d", "e"}
     assert str(found).splitlines() == [
-        "layer 'a' has changed: another class, other options or parameters",
-        "layer 'c' has changed: another class, other options or parameters",
+        "layer 'a' has changed: its class, options, parameters, or which of them are trained",
+        "layer 'c' has changed: its class, options, parameters, or which of them are trained",
         "layer 'b' is missing: it was profiled, and the model has it no more",
         "layer 'f' is new: the model has it, and it was not profiled",
         f"layer {found.moved[0]!r} has moved: it is at another place of the chain",

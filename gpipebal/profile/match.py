@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["ProfileMatch", "match_profile"]
 
 
+#: What the fingerprint of a layer tells.
+_WHAT_MAY_CHANGE = "its class, options, parameters, or which of them are trained"
+
+
 @dataclass(frozen=True)
 class ProfileMatch:
     """What differs between a profile and a model; true if nothing does.
@@ -50,7 +54,7 @@ class ProfileMatch:
         lines = [
             f"layer {name!r} {what}"
             for names, what in (
-                (self.changed, "has changed: another class, other options or parameters"),
+                (self.changed, f"has changed: {_WHAT_MAY_CHANGE}"),
                 (self.missing, "is missing: it was profiled, and the model has it no more"),
                 (self.added, "is new: the model has it, and it was not profiled"),
                 (self.moved, "has moved: it is at another place of the chain"),
@@ -91,7 +95,7 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
         >>> profile = profile_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4),
         ...                         timeout=0)
         >>> print(match_profile(profile, nn.Sequential(nn.Linear(4, 5), nn.ReLU())))
-        layer '0' has changed: another class, other options or parameters
+        layer '0' has changed: its class, options, parameters, or which of them are trained
     """
     from gpipebal.profile.profile import Profile  # which imports this module
 
