@@ -11,6 +11,8 @@ import torch
 from brief_profiles import make_brief
 from hypothesis import settings
 
+from gpipebal.skip.tracker import current
+
 # No test asserts a time, and so examples have no deadline: the watchdog of each test is enough.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
@@ -54,6 +56,13 @@ def pytest_collection_finish() -> None:
 def _seed() -> None:
     """Start every test from seed 0."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stashed() -> object:
+    """Let no test see what another one, which ran a part of a model, has stashed in this thread."""
+    yield
+    current().take_all()
 
 
 @pytest.fixture(autouse=True)

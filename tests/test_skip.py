@@ -7,7 +7,6 @@ import copy
 import inspect
 import pickle
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,15 +30,6 @@ from gpipebal.errors import GpipebalError
 from gpipebal.skip import Namespace, pop, skippable, stash, verify_skippables
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Skips, current, using
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """Every test starts without skips that another left in this thread."""
-    current().take_all()
-    yield
-    current().take_all()
-
 
 # --- Values and gradients
 

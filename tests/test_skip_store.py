@@ -24,15 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpipebal.skip import Namespace, namespace, pop, stash
 from gpipebal.skip.tracker import Skips, current, using
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """Every test starts without skips that another left in this thread."""
-    current().take_all()
-    yield
-    current().take_all()
-
-
 # --- Where skips wait
 
 

@@ -113,7 +113,6 @@ def test_skips_of_a_failed_run_are_not_left_behind() -> None:
     """A plain model that fails between stash and pop leaves nothing in the caller's thread."""
     keeper, giver = skip_layers.keep("image"), skip_layers.give("image")
     model = nn.Sequential(keeper, nn.Linear(4, 4), giver).double()
-    current().take_all()  # of tests before, which ran a part of a model
     with pytest.raises(RuntimeError, match="shapes"):
         gb.verify(model, GPipe(model, [2, 1]), rows(4, 3))
     assert current().take_all() == {}
