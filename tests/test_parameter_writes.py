@@ -150,3 +150,26 @@ def run(pipe: GPipe, how: str) -> None:
         pipe(rows()).square().sum().backward()
     else:
         pipe.step(rows(), loss_fn=lambda y: y.square().sum(), reduction="sum", schedule=how)
+
+
+class Moving(nn.Linear):
+    """A layer that puts a new tensor in the place of one that is not trained, in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bias = nn.Parameter(self.bias.detach() * 0.5, requires_grad=False)
+        return super().forward(x)
+
+
+@RECOMPUTES
+@pytest.mark.parametrize("how", ["call", "gpipe", "1f1b"])
+def test_a_recompute_of_a_replaced_parameter_is_refused(chunks: int, how: str) -> None:
+    """To replace it is to change it, if it has other values then."""
+    first = Moving(4, 4, dtype=torch.float64)
+    first.bias.requires_grad_(False)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 2, dtype=torch.float64))
+    pipe = GPipe(model, [2, 1], chunks=chunks, checkpoint="always")
+    if how == "1f1b" and chunks == 1:  # a graph is kept: nothing is recomputed
+        run(pipe, how)
+        return
+    with pytest.raises(ModelError, match=r"was written to after its forward.*'bias' of a Moving"):
+        run(pipe, how)

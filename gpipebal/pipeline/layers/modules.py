@@ -31,10 +31,19 @@ class WriteCounts(NamedTuple):
         """Tell whether no parameter was written to between two counts."""
         return self.counts == other.counts and self.places == other.places
 
-    def by_id(self) -> dict[int, tuple[int, int]]:
-        """Return the count and the place of each parameter, by its ``id``."""
-        found = zip(self.counts, self.places, strict=True)
-        return dict(zip(map(id, self.parameters), found, strict=True))
+    def since(self, before: WriteCounts) -> set[int]:
+        """Return the parameters, by ``id``, that were written to since an earlier count."""
+        if len(before.parameters) == len(self.parameters):
+            # By places: a layer may have put another parameter into one.
+            places = zip(before._written, self._written, self.parameters, strict=True)
+            return {id(parameter) for then, now, parameter in places if then != now}
+        then = dict(zip(map(id, before.parameters), before._written, strict=True))
+        found = zip(map(id, self.parameters), self._written, strict=True)
+        return {key for key, now in found if then.get(key, now) != now}
+
+    @property
+    def _written(self) -> Iterator[tuple[int, int]]:
+        return zip(self.counts, self.places, strict=True)
 
 
 class Modules:
@@ -118,13 +127,12 @@ class Modules:
         self, before: WriteCounts, now: WriteCounts
     ) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """List the parameters whose counts differ, each with a module that has it and its name."""
-        then, since = before.by_id(), now.by_id()
+        changed = now.since(before)
         return [
             (module, name, parameter)
             for module in self._modules
             for name, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in then
-            if then[id(parameter)] != since.get(id(parameter))
+            if parameter is not None and id(parameter) in changed
         ]
 
     def _nested(self) -> list[nn.Module | None]:

@@ -35,16 +35,17 @@ class ParameterWrites:
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
         self._counts = modules.write_counts()
-        self._copies: dict[int, Tensor] = {}
+        self._copies: dict[tuple[nn.Module, str], Tensor] = {}
 
     def end_forward(self) -> None:
         """Look at the parameters after the forward."""
         before, self._counts = self._counts, self._modules.write_counts()
         if not self._counts.is_as(before):
-            self._copies = {
-                id(parameter): parameter.detach().clone()
-                for _, _, parameter in self._modules.written_to(before, self._counts)
-            }
+            made: dict[int, Tensor] = {}
+            for module, name, parameter in self._modules.written_to(before, self._counts):
+                if id(parameter) not in made:
+                    made[id(parameter)] = parameter.detach().clone()
+                self._copies[module, name] = made[id(parameter)]
 
     def check(self, *, recomputed: bool = False) -> None:
         """Make sure that the parameters are as they were in the forward.
@@ -61,11 +62,8 @@ class ParameterWrites:
         if now.is_as(self._counts):
             return
         for module, name, parameter in self._modules.written_to(self._counts, now):
-            copy = self._copies.get(id(parameter))
-            if copy is None:
-                if not recomputed:
-                    raise ModelError(_message(module, name, parameter))
-            elif not are_equal(copy, parameter):
+            copy = self._copies.get((module, name))
+            if not (recomputed if copy is None else are_equal(copy, parameter)):
                 raise ModelError(_message(module, name, parameter))
 
 
