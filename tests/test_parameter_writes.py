@@ -173,3 +173,25 @@ def test_a_recompute_of_a_replaced_parameter_is_refused(chunks: int, how: str) -
         return
     with pytest.raises(ModelError, match=r"was written to after its forward.*'bias' of a Moving"):
         run(pipe, how)
+
+
+def unit_rows(layer: Changing) -> None:
+    """Make the rows of the weight as long as 1: the second time only the last digits change."""
+    layer.weight.copy_(nn.functional.normalize(layer.weight))
+
+
+@RECOMPUTES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_parameter_that_is_normalised(chunks: int, dtype: torch.dtype) -> None:
+    """To normalise it again changes nothing but for rounding."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Sequential(Changing(unit_rows), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+        plain = copy.deepcopy(model)
+        pipe = GPipe(model, [2, 1], chunks=chunks, checkpoint="always")
+        x = rows().to(dtype)
+        pipe(x).square().sum().backward()
+        for part in x.tensor_split(chunks):
+            plain(part).square().sum().backward()
+        for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)

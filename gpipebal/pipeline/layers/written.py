@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError, PipelineError
@@ -18,13 +19,16 @@ from gpipebal.pipeline.values.tensors import are_equal
 
 __all__ = ["ParameterWrites", "StepsInHooks"]
 
+#: Differences of this many roundings are no change.
+_ROUNDINGS = 16
+
 
 class ParameterWrites:
     """What a recompute has to know of writes to the parameters; made before its forward.
 
     A layer that writes in every forward may do so if writing again changes nothing, as with a
-    limit (``weight.clamp_(min=0)``). Of parameters that a forward has written to, this keeps copies
-    to tell.
+    limit (``weight.clamp_(min=0)``), or next to nothing, as when it makes them of length 1. Of
+    parameters that a forward has written to, this keeps copies to tell.
 
     Args:
         modules: The modules whose parameters they are.
@@ -63,7 +67,7 @@ class ParameterWrites:
             return
         for module, name, parameter in self._modules.written_to(self._counts, now):
             copy = self._copies.get((module, name))
-            if not (recomputed if copy is None else are_equal(copy, parameter)):
+            if not (recomputed if copy is None else _are_close(copy, parameter)):
                 raise ModelError(_message(module, name, parameter))
 
 
@@ -98,6 +102,21 @@ class StepsInHooks:
                 "micro-batches follow.\n"
                 "Fix: let the optimizer step after the whole backward, not in a hook; or chunks=1."
             )
+
+
+def _are_close(copy: Tensor, parameter: Tensor) -> bool:
+    """Tell whether two tensors have the same elements, but for rounding.
+
+    To normalise what has been normalised changes its last digits.
+    """
+    if are_equal(copy, parameter):
+        return True
+    if copy.shape != parameter.shape or not copy.layout == parameter.layout == torch.strided:
+        return False
+    if copy.dtype not in (torch.float32, torch.float64) or copy.dtype != parameter.dtype:
+        return False  # of numbers with few digits, the rounded ones stay the same
+    least = _ROUNDINGS * torch.finfo(copy.dtype).eps * copy.abs().amax()
+    return bool(((copy - parameter.detach()).abs() <= least).all())
 
 
 def _message(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
