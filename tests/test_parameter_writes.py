@@ -195,3 +195,31 @@ def test_a_parameter_that_is_normalised(chunks: int, dtype: torch.dtype) -> None
             plain(part).square().sum().backward()
         for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_an_optimizer_in_a_hook_before_the_recompute_of_its_run(in_pipeline: bool) -> None:
+    """A bias that is added last has its gradient before anything is recomputed: it may change."""
+    x = rows().reshape(3, 2, 4).transpose(0, 1)  # a linear layer adds its bias by itself
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    model = copy.deepcopy(plain)
+    again: nn.Module = with_recompute(model, [[0]])
+    if in_pipeline:
+        again = GPipe(again, [1, 1], checkpoint="never")
+    for each in (model, plain):
+        step_in_hooks(each)
+    again(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_an_optimizer_in_a_hook_before_another_backward() -> None:
+    """A second forward was made before the step: its recompute would see other parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    again = with_recompute(model, [[0]])
+    step_in_hooks(model)
+    one, two = again(rows()), again(rows())
+    one.square().sum().backward()
+    with pytest.raises(ModelError, match="was written to after its forward"):
+        two.square().sum().backward()

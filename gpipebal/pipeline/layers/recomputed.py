@@ -15,6 +15,7 @@ in them, and `is_recomputing` is true in its layers.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -35,6 +36,9 @@ from gpipebal.pipeline.values.tensors import copy_of, version_of
 from gpipebal.skip.skippable import is_skippable
 
 __all__ = ["Recomputed", "with_recompute"]
+
+#: What torch calls the backward that runs where none does.
+_NO_BACKWARD = -1
 
 
 def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
@@ -196,6 +200,7 @@ class Recomputed(Proxy):
         once.kept = []  # the checkpoint holds it, for as long as it is needed
         again.kept = buffers.looked(again.kept, look)
         again.writes.end_forward()
+        again.follow(result)
         return result
 
     def _through(self, first: int | str | None, *values: Any, **keywords: Any) -> Any:
@@ -337,10 +342,36 @@ class _Again(AbstractContextManager[None]):
         self.kept = buffers.keep()
         self.writes = ParameterWrites(buffers.modules)
         self._entered: list[ExitStack] = []
+        self._checked_in = _NO_BACKWARD
+
+    def follow(self, result: Any) -> None:
+        """Let the parameters be looked at when a backward comes to the result of the forward.
+
+        When the recompute begins, the run's last layers may have given their parameters their whole
+        gradients, and an optimizer may have stepped in a hook: the recompute needs those no more.
+        """
+        # Graphs keep it as long as they can run; whoever keeps the result must not.
+        itself = weakref.ref(self)
+
+        def look(_: Any) -> None:
+            again = itself()
+            if again is not None:
+                again._check_parameters()
+
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for node in dict.fromkeys(leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None):
+            node.register_prehook(look)
+
+    def _check_parameters(self) -> None:
+        """Look at the parameters, once in a backward."""
+        backward = torch._C._current_graph_task_id()
+        if backward == _NO_BACKWARD or backward != self._checked_in:
+            self.writes.check()
+        self._checked_in = backward
 
     def __enter__(self) -> None:
         self._buffers.check(self.kept)
-        self.writes.check()
+        self._check_parameters()
         with ExitStack() as stack:
             stack.enter_context(phase(recomputing=True))
             # Copies of the copies: a graph that is retained runs its backward again.
