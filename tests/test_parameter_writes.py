@@ -223,3 +223,35 @@ def test_an_optimizer_in_a_hook_before_another_backward() -> None:
     one.square().sum().backward()
     with pytest.raises(ModelError, match="was written to after its forward"):
         two.square().sum().backward()
+
+
+def test_hooks_beside_a_limit_that_a_recompute_applies_again() -> None:
+    """An embedding that limits its rows does so in the backward too, and no hook has."""
+    model = nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Tanh(), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+
+    def clip(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-1e6, 1e6)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(clip)
+    pipe = GPipe(with_recompute(model, [[0, 1]]), [2, 1], chunks=3, checkpoint="never")
+    for each in (pipe, plain):
+        each(torch.arange(6)).square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_hook_on_a_gradient_that_writes_is_refused() -> None:
+    """It runs before the gradient is added, once for each micro-batch too."""
+    pipe = GPipe(make(lambda _: None), [2, 1], chunks=3, checkpoint="never")
+    bias = pipe[2].bias
+
+    def step(gradient: Tensor) -> None:
+        with torch.no_grad():
+            bias.sub_(0.1 * gradient)
+
+    bias.register_hook(step)
+    with pytest.raises(PipelineError, match="a hook on a parameter has written to it"):
+        pipe(rows()).square().sum().backward()

@@ -112,9 +112,13 @@ class Modules:
             tuple([p._version for p in written if not is_lazy(p) and not p.is_inference()]),
         )
 
+    def counted(self) -> list[nn.Parameter]:
+        """List the parameters whose writes count, which are all that no embedding limits."""
+        return [one for one in chain.from_iterable(self._written_views) if one is not None]
+
     def write_counts(self) -> WriteCounts:
         """Count how often each parameter was written to."""
-        found = [one for one in chain.from_iterable(self._written_views) if one is not None]
+        found = self.counted()
         try:
             counts = [one._version for one in found]
         except (RuntimeError, ValueError):  # lazy ones and those of inference mode have none

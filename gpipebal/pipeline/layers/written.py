@@ -8,8 +8,6 @@ gradients, if no graph has saved the parameter at that time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -75,14 +73,18 @@ class StepsInHooks:
     """A look for optimizers that step in a hook while other micro-batches wait for their backward.
 
     Args:
-        parameters: The parameters of a partition.
+        modules: The modules of a partition.
     """
 
     __slots__ = ("_counts", "_parameters")
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, modules: Modules) -> None:
+        # An embedding limits its rows again where a backward recomputes a run of layers.
         self._parameters = [
-            one for one in parameters if getattr(one, "_post_accumulate_grad_hooks", None)
+            one
+            for one in modules.counted()
+            if getattr(one, "_post_accumulate_grad_hooks", None) or one._backward_hooks
+            if one.requires_grad and not one.is_inference()
         ]
         self._counts: list[int] = []
 

@@ -293,7 +293,7 @@ class MiniBatch:
                 gathering(self._statistics),
                 self.runtime.tied.collecting(self._tied[j]),
             ):
-                steps = StepsInHooks(self.runtime.partitions[j].modules.parameters())
+                steps = StepsInHooks(self.runtime.partitions[j].modules)
                 for action in row:
                     activity.wait_for(action)
                     steps.begin()
