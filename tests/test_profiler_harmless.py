@@ -246,8 +246,13 @@ def test_a_loss_with_parameters_of_its_own_is_told() -> None:
         def forward(self, output: Tensor) -> Tensor:
             return self.features(output).square().mean()
 
+    class Callable:
+        def __call__(self, output: Tensor) -> Tensor:
+            return features(output).square().mean()
+
     losses: list[tuple[Any, bool]] = [
         (lambda output: features(output).square().mean(), True),
+        (Callable(), True),
         (Loss(), False),
         (lambda output: (output @ model[0].weight).square().mean(), False),
         (nn.functional.mse_loss, False),

@@ -120,7 +120,9 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module):
         kept = ("_parameters", "_buffers", "_modules")
         return [each for name, each in vars(value).items() if name not in kept]
-    return list(getattr(value, "__dict__", {}).values())
+    call = inspect.getattr_static(type(value), "__call__", None)
+    used = [call] if isinstance(call, types.FunctionType) else []
+    return [*getattr(value, "__dict__", {}).values(), *used]
 
 
 def _used_by(function: types.FunctionType) -> Iterator[Any]:
