@@ -248,6 +248,13 @@ def test_a_slow_host_is_the_bottleneck() -> None:
     assert host.startswith("host") and "." not in host.split()[-1]
 
 
+def test_recomputes_may_be_all_that_the_host_takes_time_for() -> None:
+    """One kind of launch that is given is enough."""
+    schedule = gpipe_schedule(1, 1, "always")
+    times = Durations((1.0,), (1.0,), (1.0,), recompute_launch=(5.0,))
+    assert place(schedule, times).makespan == 6.0
+
+
 def test_a_device_begins_with_its_launch_and_ends_no_earlier() -> None:
     """Kernels run while others are launched; a device that computes longer hides the host."""
     schedule = gpipe_schedule(1, 2, "never")

@@ -139,7 +139,8 @@ class Durations:
     @property
     def has_launches(self) -> bool:
         """Whether the host takes time."""
-        return self.forward_launch is not None or self.backward_launch is not None
+        launches = (self.forward_launch, self.recompute_launch, self.backward_launch)
+        return any(times is not None for times in launches)
 
     @property
     def has_turns(self) -> bool:
