@@ -30,6 +30,19 @@ def frozen(layer: Any) -> nn.Module:
     return layer  # type: ignore[no-any-return]
 
 
+class Patches(nn.Module):
+    """Begins a vision transformer: its convolution gets its gradient in channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(3, 32, 4, stride=4)
+        self.first = nn.Parameter(torch.randn(1, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.project(x).flatten(2).transpose(1, 2)
+        return torch.cat((self.first.expand(len(x), 1, 32), patches), 1)
+
+
 CHAINS: dict[str, Any] = {
     "binary cross entropy": (
         [nn.Linear(16, 16), nn.Sigmoid()],
@@ -37,6 +50,7 @@ CHAINS: dict[str, Any] = {
         {"loss_fn": nn.BCELoss(), "target": torch.rand(8, 16)},
     ),
     "grid_sample": ([nn.Conv2d(3, 3, 1), Sampled()], (8, 3, 8, 8), {}),
+    "patches": ([Patches(), nn.Tanh()], (8, 3, 16, 16), {}),
     "frozen weight": (
         [nn.Conv2d(3, 8, 3), frozen(nn.Conv2d(8, 8, 3)), nn.ReLU()],
         (8, 3, 16, 16),
@@ -125,6 +139,7 @@ def test_an_estimate_has_the_bytes_of_a_measurement(name: str) -> None:
     for one, other in both:
         for peak in ("forward_peak_bytes", "backward_peak_bytes", "accumulating_peak_bytes"):
             assert getattr(other, peak) == getattr(one, peak), (one.name, peak)
+        assert other.chained_peak_bytes == one.chained_peak_bytes, one.name
 
 
 def test_layers_that_were_tied_since_do_not_match() -> None:

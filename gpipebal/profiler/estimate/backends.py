@@ -146,7 +146,9 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _CONVOLUTIONS:
-            result = _in_order_of(args, result)
+            # The image and the weight; a backward has them after a gradient, which has no say.
+            at = func._schema.name.endswith("_backward")
+            result = _in_order_of(args[at : at + 2], result)
         if func._schema.name in _IN_ORDER_ON_CPU and _acting.device_type == "cpu":
             flat = func._schema.name == "aten::roll" and not (len(args) > 2 and args[2])
             # The image comes after the gradient of the result.
