@@ -296,6 +296,21 @@ def test_a_micro_batch_whose_loss_is_a_constant(mode: Any, schedule: str, consta
         pipe.step(rows(6), target=torch.zeros(6, 3), **options)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_a_constant_loss_after_another_one(mode: Any, chunks: int) -> None:
+    """What was found out about smaller micro-batches under one loss does not hold for the next."""
+    pipe = GPipe(nn.Sequential(linear(), linear()), [1, 1], chunks=chunks, checkpoint=mode)
+
+    def constant(output: Tensor) -> Tensor:
+        return torch.zeros((), dtype=output.dtype)
+
+    for _ in range(2):
+        assert pipe.step(rows(6), loss_fn=lambda output: output.square().mean()) > 0
+        with pytest.raises(PipelineError, match="the loss needs no gradient"):
+            pipe.step(rows(6), loss_fn=constant)
+
+
 def test_verify_leaves_gradients_that_the_loss_finds_by_itself() -> None:
     """A penalty on the models' own weights is not a copy's."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))

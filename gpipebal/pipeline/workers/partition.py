@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +193,10 @@ class Partition:
             outputs = copied(outputs, facts.written_outputs)
         needs = which_need_gradient(outputs)
         if look:
-            facts.outputs_need_gradient = tuple(needs)
+            if tuple(needs) != facts.outputs_need_gradient:
+                # Other kinds may have changed too: another loss follows the layers, say.
+                self._facts.clear()
+                self._facts[run.kind] = replace(facts, outputs_need_gradient=tuple(needs))
         elif checkpointed:
             needs = list(facts.outputs_need_gradient)
             if len(needs) != len(outputs):
@@ -313,7 +316,7 @@ class Partition:
         self._facts[kind] = facts
         while len(self._facts) > MOST_KINDS:
             # The oldest: a dictionary keeps its order.
-            self._facts.pop(next(iter(self._facts)), None)
+            self._facts.pop(next(iter(self._facts), None), None)
 
     def _run_on(
         self, leaves: Sequence[Any], written: Collection[int], packet: Packet, run: Pass
