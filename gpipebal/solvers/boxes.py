@@ -172,13 +172,10 @@ def least_once(search: Search, limits: Mapping[str, int]) -> Path | None:
         O(w) steps for windows of w places in all where most runs are allowed, and up to as many
         more as runs have ends.
     """
-    windows = search.windows(limits)
-    if windows is None:
+    found = search.reachable(limits)
+    if found is None:
         return None
-    allowed = search.allowed(limits, windows)
-    reached = search.backward_sets(allowed, windows)
-    if reached is None:
-        return None
+    allowed, reached = found
     levels = search.levels
     after: dict[int, dict[int, int]] = {0: {levels.n_layers: 0}}
     choices: list[dict[tuple[int, int], tuple[int, Step]]] = []

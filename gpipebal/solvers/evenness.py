@@ -44,13 +44,10 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
         >>> most_even(search, {"load": 4}).bounds
         (0, 2, 5)
     """
-    windows = search.windows(limits)
-    if windows is None:
+    found = search.reachable(limits)
+    if found is None:
         return None
-    allowed = search.allowed(limits, windows)
-    reached = search.backward_sets(allowed, windows)
-    if reached is None:
-        return None
+    _, reached = found
     levels = search.levels
     roomy = isqrt(int(_NEVER) // (4 * levels.n_partitions))
     costs = [option.load for kind in search.used for option in levels.kinds[kind]]

@@ -174,7 +174,24 @@ class Search:
                     ranges.append(range(first, stop))
         return {kind: tuple(ranges) for kind, ranges in merged.items()}
 
-    def allowed(self, limits: Mapping[str, int], windows: Windows) -> dict[int, list[int]]:
+    def reachable(
+        self, limits: Mapping[str, int]
+    ) -> tuple[dict[int, list[int]], list[dict[int, int]]] | None:
+        """Work out where partitions within all limits can end, and from where the end is reached.
+
+        Returns:
+            For each kind and start, the set of ends that some option allows, of starts that a split
+            can have; and for each bound and state, the set of places from which the end of the
+            chain is reached. None if there is no split.
+        """
+        windows = self.windows(limits)
+        if windows is None:
+            return None
+        allowed = self._allowed(limits, windows)
+        reached = self._backward_sets(allowed, windows)
+        return None if reached is None else (allowed, reached)
+
+    def _allowed(self, limits: Mapping[str, int], windows: Windows) -> dict[int, list[int]]:
         """Return, for each kind and start, the set of ends that some option allows.
 
         Starts that are in no window have none.
@@ -193,7 +210,7 @@ class Search:
             sets[kind] = ends
         return sets
 
-    def backward_sets(
+    def _backward_sets(
         self, allowed: Mapping[int, Sequence[int]], windows: Windows
     ) -> list[dict[int, int]] | None:
         """Return, for each bound and state, the set of places from which the end is reached.
@@ -224,13 +241,10 @@ class Search:
 
     def probe(self, limits: Mapping[str, int]) -> Path | None:
         """Find the split with the leftmost cuts that keeps all limits; None if there is none."""
-        windows = self.windows(limits)
-        if windows is None:
+        found = self.reachable(limits)
+        if found is None:
             return None
-        allowed = self.allowed(limits, windows)
-        reached = self.backward_sets(allowed, windows)
-        if reached is None:
-            return None
+        allowed, reached = found
         bounds, steps, state = [0], list[Step](), 0
         for k, choices in enumerate(self.levels.steps):
             best: tuple[int, Step] | None = None
@@ -325,8 +339,11 @@ class Search:
             About log2(N) probes and some more; see `Search`.
         """
         others = dict(limits or {})
-        kinds = [(kind, option) for kind in self.used for option in self.levels.kinds[kind]]
-        costs: list[tuple[int, Cost]] = [(kind, getattr(way, dimension)) for kind, way in kinds]
+        costs: list[tuple[int, Cost]] = [
+            (kind, getattr(option, dimension))
+            for kind in self.used
+            for option in self.levels.kinds[kind]
+        ]
         lower = max(self.least(dimension), 0 if at_least is None else at_least)
         most = max(cost.of(0, self.levels.n_layers) for _, cost in costs)
         most = max([most, *(max(cost.ends) - min(cost.starts) for _, cost in costs)])
