@@ -12,7 +12,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.step.optimizer import Maker, Optimizers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -120,6 +120,9 @@ def test_an_optimizer_that_calls_the_model_is_unknown(estimate: bool) -> None:
         (torch.optim.Adam(nn.Linear(2, 2).parameters()), "of other parameters than the model's"),
         (lambda p: torch.optim.Adam(nn.Linear(2, 2).parameters()), "of other parameters"),
         ("adam", r"type\(optimizer\)=str"),
+        ([], r"type\(optimizer\)=list"),
+        (["adam"], r"type\(optimizer\)=list"),
+        (lambda p: [torch.optim.SGD(p[:2]), torch.optim.Adam(p)], "two of them step parameter 0"),
         (lambda p: 3, "it makes a int"),
     ],
 )
@@ -233,6 +236,65 @@ def test_an_optimizer_that_joins_two_is_stepped_for_each_parameter(
     assert None not in [layer.optimizer_peak_bytes for layer in found.layers]
     assert found.step.optimizer_time is not None
     assert not any("cannot step" in flag for flag in found.provenance["flags"])
+
+
+def shared_out(parameters: Any) -> list[torch.optim.Optimizer]:
+    """Muon for matrices and Adam for the rest: two optimizers, for two groups of the rest."""
+    every = list(parameters)
+    rest = [one for one in every if one.dim() != 2]
+    groups = [{"params": rest[:1]}, {"params": rest[1:], "amsgrad": True}]
+    return [torch.optim.Muon([one for one in every if one.dim() == 2]), torch.optim.Adam(groups)]
+
+
+@pytest.mark.parametrize("estimate", [False, True])
+@pytest.mark.parametrize("instances", [False, True])
+def test_optimizers_that_share_the_parameters_out_are_stepped_together(
+    estimate: bool, instances: bool
+) -> None:
+    """The state of each parameter is that which its own optimizer's real step leaves."""
+    model = chain()
+    parameters = list(model.parameters())
+    given = shared_out(parameters) if instances else shared_out
+    found = profiled(model, given, estimate=estimate)
+    real = shared_out(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in real:
+        optimizer.step()
+    expected = [sum(state_of(optimizer, layer) for optimizer in real) for layer in model]
+    assert [layer.optimizer_bytes for layer in found.layers] == expected
+    assert None not in [layer.optimizer_peak_bytes for layer in found.layers]
+    assert found.step.optimizer_time is not None
+    assert not any("optimizer" in flag for flag in found.provenance["flags"])
+
+
+def test_a_list_of_one_optimizer_is_that_optimizer() -> None:
+    """Also where an optimizer of something else, such as a loss, is beside it."""
+    model = chain()
+    other = torch.optim.Adam([torch.ones(3)])
+    adam = torch.optim.Adam(model.parameters())
+    sizes = [
+        [layer.optimizer_bytes for layer in profiled(model, given, estimate=True).layers]
+        for given in (adam, [adam], [other, adam], lambda p: [torch.optim.Adam(p)])
+    ]
+    assert sizes == [sizes[0]] * 4 and any(sizes[0])
+
+
+def test_a_meter_counts_the_state_of_several_optimizers() -> None:
+    """They are given as a list, or as what steps them all."""
+    pipe = gb.GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), [1, 1])
+    pipe(torch.ones(2, 8)).sum().backward()
+    several = shared_out(pipe.parameters())
+    for one in several:
+        one.step()
+    peaks = []
+    for given in (several, Optimizers(several), several[:1]):
+        pipe.zero_grad()
+        with gb.pipeline.measure_memory(pipe, given) as meter:
+            pipe(torch.ones(2, 8)).sum().backward()
+        peaks.append(meter.peak_bytes)
+    assert peaks[0] == peaks[1]
+    assert all(more > less for more, less in zip(peaks[0], peaks[2], strict=True))
 
 
 def test_a_meter_counts_the_state_of_an_optimizer_that_is_wrapped() -> None:

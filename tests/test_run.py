@@ -133,6 +133,18 @@ def test_run_uses_what_the_user_gives(tmp_path: Path) -> None:
     assert report.checkpoint == "never"
 
 
+@pytest.mark.usefixtures("short_profile")
+def test_run_steps_several_optimizers(tmp_path: Path) -> None:
+    """Both trainings make them, and the pipeline's memory has the state of both."""
+    said: list[str] = []
+    report = run(
+        "workloads:two_optimizers", partitions=2, chunks=2, steps=1, device="cpu",
+        output=tmp_path, echo=said.append, progress=False,
+    )  # fmt: skip
+    assert report.optimizer == "Muon(lr=0.02) and Adam(lr=0.001)"
+    assert "Peak memory does not count optimizer state" not in "\n".join(said)
+
+
 def squares_of(output: torch.Tensor, target: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Take the mean of squares; targets are broadcast."""
     return (output - target).square().mean()
@@ -330,6 +342,11 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"model": "workloads:mapping_with_surprise"}, UsageError, "with .*'losses'"),
         ({"model": "workloads:no_chain"}, UsageError, "a model of type Linear"),
         ({"model": "workloads:made_optimizer"}, UsageError, "Fix: .*lambda parameters: SGD"),
+        (
+            {"model": "workloads:made_optimizers"},
+            UsageError,
+            r"a list as 'opt.*\nFix: .*: \[\.\.\.",
+        ),
         (
             {"model": "workloads:lazy"},
             ProfileError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -168,6 +169,24 @@ def no_layers() -> tuple[nn.Sequential, Tensor]:
 def lazy() -> tuple[nn.Sequential, Tensor]:
     """Return a chain without shapes before its first forward."""
     return nn.Sequential(nn.LazyLinear(3), nn.ReLU()), torch.randn(ROWS, 6)
+
+
+def two_optimizers() -> dict[str, Any]:
+    """Return what makes two optimizers, for matrices and for the rest."""
+    model, sample = tiny()
+
+    def shared_out(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+        rest = [parameter for parameter in parameters if parameter.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.Adam(rest)]
+
+    return {"model": model, "sample": sample, "optimizer": shared_out}
+
+
+def made_optimizers() -> dict[str, Any]:
+    """Return two optimizers in place of what makes them."""
+    found = two_optimizers()
+    return {**found, "optimizer": found["optimizer"](list(found["model"].parameters()))}
 
 
 def with_closure() -> dict[str, Any]:

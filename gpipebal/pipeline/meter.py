@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,7 @@ class MemoryMeter:
 
 @contextmanager
 def measure_memory(
-    pipe: GPipe, optimizer: torch.optim.Optimizer | None = None
+    pipe: GPipe, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
 ) -> Iterator[MemoryMeter]:
     """Count live tensor memory by partition while a block runs.
 
@@ -62,7 +62,7 @@ def measure_memory(
 
     Args:
         pipe: The pipeline that runs in the block.
-        optimizer: Its state counts towards the partitions of its parameters.
+        optimizer: Its state counts towards the partitions of its parameters; or a list of several.
 
     Yields:
         A meter whose figures are final when the block ends.
@@ -113,13 +113,16 @@ def measure_memory(
 
 
 def optimizer_states(optimizer: Any) -> list[Mapping[Any, Mapping[str, Any]]]:
-    """Return the states of an optimizer, and of those that it wraps: by parameter, by name.
+    """Return the states of optimizers, and of those that they wrap: by parameter, by name.
+
+    Args:
+        optimizer: An optimizer, or a list or tuple of several.
 
     Example:
         >>> len(optimizer_states(torch.optim.SGD([torch.ones(1)])))
         1
     """
-    optimizers: list[Any] = [optimizer]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for one in optimizers:
         for value in getattr(one, "__dict__", {}).values():
             parts = value.values() if isinstance(value, dict) else value

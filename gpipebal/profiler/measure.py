@@ -111,9 +111,9 @@ def profile_model(
         loss_fn: The loss, called as ``loss_fn(output, target)``; measured over a micro-batch, as
             `GPipe.step` computes it, and over the gathered output of the mini-batch.
         target: Target of the whole mini-batch; None: ``loss_fn(output)``.
-        optimizer: An optimizer of the model's parameters, or a callable that makes one from a list
-            of parameters (a class, or a lambda with its options); its time and its state are
-            measured, on copies.
+        optimizer: An optimizer of the model's parameters, a list of several that share them out, or
+            a callable that makes one or several from a list of parameters (a class, or a lambda
+            with its options); their time and state are measured, on copies.
         keywords: Keyword arguments that the first layer gets in addition to its input.
         in_dims: Dimension along which each tensor of the sample has its rows, as `GPipe` takes it;
             None: every micro-batch gets all of it.

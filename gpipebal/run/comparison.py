@@ -17,6 +17,7 @@ from gpipebal.pipeline import GPipe, measure_memory, trace
 from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.setting import threads_set
+from gpipebal.profiler.step.optimizer import Optimizers
 from gpipebal.report import PlainTimes
 from gpipebal.run.training import PipelineTrainer, PlainTrainer, timed
 from gpipebal.run.workload import Workload, default_optimizer
@@ -145,8 +146,10 @@ def _plain_ways(place: torch.device) -> list[tuple[str, int | None]]:
     return [*ways, (count(cores, "thread"), cores)] if cores > 1 else ways
 
 
-def _describe(optimizer: torch.optim.Optimizer) -> str:
+def _describe(optimizer: torch.optim.Optimizer | Optimizers) -> str:
     """Name an optimizer with its learning rate, such as ``SGD(lr=0.01)``."""
+    if isinstance(optimizer, Optimizers):
+        return " and ".join(map(_describe, optimizer))
     rate = optimizer.defaults.get("lr")
     return type(optimizer).__name__ + (f"(lr={float(rate):g})" if rate is not None else "")
 

@@ -22,6 +22,7 @@ from gpipebal.pipeline import GPipe, gather
 from gpipebal.pipeline.values.parting import chunk_sizes
 from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.chain.clock import synchronize
+from gpipebal.profiler.step.optimizer import as_one
 from gpipebal.run.workload import Workload
 
 __all__ = ["PipelineTrainer", "PlainTrainer", "timed"]
@@ -35,7 +36,7 @@ class PipelineTrainer:
         self.loss = workload.loss
         self.sample, self.keywords = workload.batch().to(pipe.devices[0]).call()
         self.target = workload.target_on(pipe.devices[-1])
-        self.optimizer = workload.make_optimizer(list(pipe.parameters()))
+        self.optimizer = as_one(workload.make_optimizer(list(pipe.parameters())))
 
     def step(self) -> None:
         """Do one training step."""
@@ -61,7 +62,7 @@ class PlainTrainer:
         target = None if target is None else target.to(device)
         self.target = None if target is None else target.value
         self.targets = _part_target(target, self.rows)
-        self.optimizer = workload.make_optimizer(list(self.model.parameters()))
+        self.optimizer = as_one(workload.make_optimizer(list(self.model.parameters())))
 
     def step(self) -> None:
         """Do one training step."""

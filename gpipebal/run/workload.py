@@ -24,6 +24,7 @@ from gpipebal.pipeline.layers.chain import check_keyword_dims
 from gpipebal.pipeline.minibatch.loss import call_loss
 from gpipebal.pipeline.values.parting import chunk_sizes
 from gpipebal.profiler.chain.batch import Batch
+from gpipebal.profiler.step.optimizer import OptimizerFactory
 from gpipebal.schedule import check_count
 from gpipebal.units import count
 
@@ -37,8 +38,6 @@ _PARTING = ("keywords", "in_dims", "keyword_dims", "out_dims", "target_dims")
 
 _KEYS = ("model", "sample", "loss_fn", "target", "optimizer", *_PARTING)
 
-OptimizerMaker = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-
 
 @dataclass
 class Workload:
@@ -50,7 +49,7 @@ class Workload:
         sample: The mini-batch: a tensor, or a pytree of tensors with the same rows.
         target: What the loss compares the output with; None: the loss takes the output only.
         loss_fn: Takes output and target, or the output only; gives a scalar tensor.
-        make_optimizer: Takes a list of the parameters.
+        make_optimizer: Takes a list of the parameters; makes an optimizer of them, or several.
         loss_name: Name of the loss in a report.
         image_size: Height and width of the images in pixels; None: not a built-in model.
         parting: Those of ``keywords``, ``in_dims``, ``keyword_dims``, ``out_dims`` and
@@ -62,7 +61,7 @@ class Workload:
     sample: Any
     target: Any
     loss_fn: Callable[..., Tensor]
-    make_optimizer: OptimizerMaker
+    make_optimizer: OptimizerFactory
     loss_name: str
     image_size: int | None = None
     parting: Mapping[str, Any] = field(default_factory=dict)
@@ -327,12 +326,14 @@ def _users_own(name: str, found: Any) -> Workload:
     model, target = found["model"], found.get("target")
     if not isinstance(model, nn.Sequential):
         raise _wrong_result(name, f"a model of type {type(model).__name__}", "nn.Sequential")
-    if isinstance(found.get("optimizer"), torch.optim.Optimizer):
-        kind = type(found["optimizer"]).__name__
+    given = found.get("optimizer")
+    if isinstance(given, (torch.optim.Optimizer, list, tuple)):
+        kind = type(given).__name__
         raise UsageError(
             f"function returned an optimizer: {name} returned a {kind} as 'optimizer' (expected "
             "what makes one of a list of parameters: the plain model gets one, and the pipeline "
-            f"another).\nFix: 'optimizer': lambda parameters: {kind}(parameters)."
+            f"another).\nFix: 'optimizer': lambda parameters: "
+            + (f"{kind}(parameters)." if isinstance(given, torch.optim.Optimizer) else "[...].")
         )
     for key in ("loss_fn", "optimizer"):
         if found.get(key) is not None and not callable(found[key]):

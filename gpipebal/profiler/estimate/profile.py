@@ -81,8 +81,7 @@ def estimate_profile(
         rates: Name of a device in `gpipebal.rates.RATES`, or your own `DeviceRates`.
         loss_fn: The loss, called as ``loss_fn(output, target)``; estimated as a term of the step.
         target: Target of the whole mini-batch; None: ``loss_fn(output)``.
-        optimizer: The optimizer, or a callable that makes it from a list of parameters; its time
-            and state are estimated.
+        optimizer: As for `profile_model`; its time and state are estimated.
         partitions: As for `profile_model`; every partition has a device of its own here, so it
             changes nothing.
         progress: Show a progress bar; None: only on a terminal.

@@ -6,8 +6,8 @@ import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import said
 
-__all__ = ["Maker", "OptimizerFactory", "OptimizerLike"]
+__all__ = ["Maker", "OptimizerFactory", "OptimizerLike", "Optimizers", "as_one"]
 
-#: Makes an optimizer from a list of parameters.
-OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
-#: What `profile_model` takes: such a callable, or an optimizer of the model's parameters.
-OptimizerLike: TypeAlias = OptimizerFactory | Optimizer
+#: Makes an optimizer from a list of parameters, or several that share them out.
+OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+#: What `profile_model` takes: such a callable, or what it makes of the model's parameters.
+OptimizerLike: TypeAlias = OptimizerFactory | Optimizer | Sequence[Optimizer]
 #: Attributes of an optimizer that must not be copied to another one: its parameters, a step that a
 #: scheduler has put in place of its own, and hooks.
 _ITS_OWN = frozenset({"defaults", "param_groups", "state", "step"})
@@ -29,81 +29,151 @@ _ITS_OWN = frozenset({"defaults", "param_groups", "state", "step"})
 _PLAIN: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
 
 
+class Optimizers(tuple[Optimizer, ...]):
+    """Several optimizers that step one after the other, each its own parameters.
+
+    Example:
+        >>> import torch
+        >>> one, other = torch.ones(1), torch.ones(1)
+        >>> both = Optimizers([torch.optim.SGD([one]), torch.optim.Adam([other])])
+        >>> len(both.param_groups)
+        2
+    """
+
+    __slots__ = ()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all, in their order."""
+        return [group for one in self for group in one.param_groups]
+
+    def step(self) -> None:
+        """Let each take its step."""
+        for one in self:
+            one.step()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of all their parameters."""
+        for one in self:
+            one.zero_grad()
+
+
+def as_one(made: Optimizer | Sequence[Optimizer]) -> Optimizer | Optimizers:
+    """Return an optimizer as it is, and several as one that steps them all."""
+    several = [made] if isinstance(made, Optimizer) else made
+    return several[0] if len(several) == 1 else Optimizers(several)
+
+
 class Maker:
     """Makes optimizers like the caller's, of stand-ins for some of the model's parameters.
 
     Args:
-        optimizer: A callable that makes an optimizer of a list of parameters; or an optimizer,
-            whose groups and their options are taken over, and whose state is left alone.
+        optimizer: An optimizer, or several that share the parameters out, whose groups and their
+            options are taken over, and whose state is left alone; or a callable that makes them of
+            a list of parameters.
         parameters: The model's parameters, each once.
 
     Attributes:
         parameters: The model's parameters.
-        stepped: For each, whether the optimizer steps it: it may leave some out.
-        name: Name of the optimizer's class.
+        stepped: For each, whether an optimizer steps it: some may be left out.
+        name: Name of the optimizer's class, or of the classes.
         needs_closure: Whether a step calls the model itself, so that it cannot be run alone.
 
     Raises:
-        ProfileError: the optimizer is not an optimizer, has other parameters, or cannot be made.
+        ProfileError: the optimizer is not an optimizer, has other parameters, or cannot be made;
+            or two optimizers step one parameter.
     """
 
     def __init__(self, optimizer: OptimizerLike, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self._optimizer = optimizer
-        self._group_of: dict[int, int] = {}
-        self._options: list[dict[str, Any]] = []
-        trainable = [parameter.requires_grad for parameter in self.parameters]
+        self._make = None if _optimizers_of(optimizer) else cast(OptimizerFactory, optimizer)
         made: Any = optimizer
         known: Sequence[Any] = self.parameters
-        if not isinstance(optimizer, Optimizer):
+        if self._make is not None:
             if not callable(optimizer):
                 raise _no_optimizer(f"type(optimizer)={type(optimizer).__name__}")
-            known, made = _made_of(optimizer, self.parameters)
-        self._whole: Any = made
+            known, made = _made_of(self._make, self.parameters)
         self._known = known
-        is_known = isinstance(made, Optimizer)
-        if is_known:
-            places = {id(p): place for place, p in enumerate(known)}
-            for number, group in enumerate(made.param_groups):
-                self._options.append({k: v for k, v in group.items() if k != "params"})
-                for parameter in group["params"]:
-                    if id(parameter) in places:
-                        self._group_of[places[id(parameter)]] = number
-            if any(trainable) and not any(trainable[place] for place in self._group_of):
-                raise _no_optimizer("it is an optimizer of other parameters than the model's")
+        self._wholes = _optimizers_of(made)
+        # By place, and by group: the number of an optimizer, and that of one of its groups.
+        self._group_of: dict[int, tuple[int, int]] = {}
+        self._options: dict[tuple[int, int], dict[str, Any]] = {}
+        places = {id(p): place for place, p in enumerate(known)}
+        for number, whole in enumerate(self._wholes):
+            for place, group in self._take_groups(number, whole, places):
+                if self._group_of.setdefault(place, group)[0] != number:
+                    raise _no_optimizer(f"two of them step parameter {place} of the model")
+        trainable = [parameter.requires_grad for parameter in self.parameters]
+        if self._wholes and any(trainable) and not any(trainable[k] for k in self._group_of):
+            raise _no_optimizer("it is an optimizer of other parameters than the model's")
         self.stepped = [
-            needs and (not is_known or place in self._group_of)
+            needs and (not self._wholes or place in self._group_of)
             for place, needs in enumerate(trainable)
         ]
-        self.name = type(made).__name__ if is_known else getattr(optimizer, "__name__", "optimizer")
-        self.needs_closure = is_known and _needs_closure(made)
+        self.name = " and ".join(type(whole).__name__ for whole in self._wholes) or getattr(
+            optimizer, "__name__", "optimizer"
+        )
+        self.needs_closure = any(map(_needs_closure, self._wholes))
 
-    def make(self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]) -> Optimizer:
+    def _take_groups(
+        self, number: int, whole: Optimizer, places: Mapping[int, int]
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Keep the options of an optimizer's groups; yield the place and the group of its own."""
+        for g, group in enumerate(whole.param_groups):
+            self._options[number, g] = {k: v for k, v in group.items() if k != "params"}
+            for parameter in group["params"]:
+                if id(parameter) in places:
+                    yield places[id(parameter)], (number, g)
+
+    def make(
+        self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]
+    ) -> Optimizer | Optimizers:
         """Make an optimizer of stand-ins for the parameters in these places."""
-        groups: dict[int, list[nn.Parameter]] = {}
+        members: dict[tuple[int, int], list[nn.Parameter]] = {}
+        shares: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         for place, stand_in in zip(places, stand_ins, strict=True):
-            groups.setdefault(self._group_of.get(place, 0), []).append(stand_in)
-        if not isinstance(self._optimizer, Optimizer):
+            group = self._group_of.get(place, (0, 0))
+            members.setdefault(group, []).append(stand_in)
+            its_places, its_stand_ins = shares.setdefault(group[0], ([], []))
+            its_places.append(place)
+            its_stand_ins.append(stand_in)
+        if self._make is not None and len(self._wholes) < 2:
             try:
-                made = self._optimizer(list(stand_ins))
+                made: Any = self._make(list(stand_ins))
             except Exception:
-                if not isinstance(self._whole, Optimizer):
+                if not self._wholes:
                     raise
                 # It needs others too, as one that joins two optimizers for different parameters.
             else:
-                if self._options:
+                if self._wholes:
+                    made = as_one(made)
                     # From some parameters it may make other groups than from all.
-                    made.param_groups = self._groups(groups)
-                return made
+                    made.param_groups = self._groups(0, members)
+                return cast(Optimizer, made)
+        alike = [
+            self._like(number, *share, self._groups(number, members))
+            for number, share in sorted(shares.items())
+        ]
+        return alike[0] if len(alike) == 1 else Optimizers(alike)
+
+    def _like(
+        self,
+        number: int,
+        places: Sequence[int],
+        stand_ins: Sequence[nn.Parameter],
+        groups: list[dict[str, Any]],
+    ) -> Optimizer:
+        """Make an optimizer like one of the caller's, with these groups of stand-ins."""
         # As if it were read from a file: the constructor's arguments are not always the options.
-        theirs: Optimizer = self._whole
+        theirs = self._wholes[number]
         made = type(theirs).__new__(type(theirs))
         given = {
             "defaults": dict(theirs.defaults),
             "state": defaultdict(dict),
-            "param_groups": self._groups(groups),
+            "param_groups": groups,
         }
-        made.__setstate__({**self._attributes(made, given, places, stand_ins), **given})
+        attributes = self._attributes(theirs, made, given, places, stand_ins)
+        made.__setstate__({**attributes, **given})
         # The constructor sets it, and a file does not have it. Without it, torch's step on a
         # machine with CUDA asks for an option that not every optimizer has.
         made._warned_capturable_if_run_uncaptured = True
@@ -111,6 +181,7 @@ class Maker:
 
     def _attributes(
         self,
+        theirs: Optimizer,
         made: Optimizer,
         given: Mapping[str, Any],
         places: Sequence[int],
@@ -119,12 +190,12 @@ class Maker:
         """Copy the attributes of an optimizer of all parameters that its own class has set.
 
         Args:
+            theirs: That optimizer.
             made: The optimizer that gets them.
             given: What it has in place of those of that optimizer.
             places: Places of the parameters that it steps.
             stand_ins: Stand-ins for these parameters; those for the rest have no values.
         """
-        theirs: Any = self._whole
         memo: dict[int, Any] = {id(theirs): made}
         for name, value in given.items():
             memo[id(getattr(theirs, name))] = value
@@ -142,15 +213,18 @@ class Maker:
                 copied[name] = value  # what cannot be copied, such as a lock, is shared
         return copied
 
-    def _groups(self, members: Mapping[int, list[nn.Parameter]]) -> list[dict[str, Any]]:
+    def _groups(
+        self, number: int, members: Mapping[tuple[int, int], list[nn.Parameter]]
+    ) -> list[dict[str, Any]]:
         return [
-            {**self._options[number], "params": stand_ins}
-            for number, stand_ins in sorted(members.items())
+            {**self._options[group], "params": stand_ins}
+            for group, stand_ins in sorted(members.items())
+            if group[0] == number
         ]
 
     def make_plain(
         self, places: Sequence[int], stand_ins: Sequence[nn.Parameter], device_type: str = "cpu"
-    ) -> tuple[Optimizer, bool]:
+    ) -> tuple[Optimizer | Optimizers, bool]:
         """Make an optimizer that can step anywhere; return whether the caller's step is fused.
 
         A fused step cannot run without values, and one for CUDA graphs cannot run on a CPU. With
@@ -164,9 +238,11 @@ class Maker:
         """
         made = self.make(places, stand_ins)
         is_fused = any(group.get("fused") for group in made.param_groups)
+        for one in made if isinstance(made, Optimizers) else [made]:
+            for group in one.param_groups:
+                if device_type == "cuda" and "foreach" in group:
+                    group["foreach"] = not is_fused and _is_foreach_on_cuda(one, group)
         for group in made.param_groups:
-            if device_type == "cuda" and "foreach" in group:
-                group["foreach"] = not is_fused and _is_foreach_on_cuda(made, group)
             if group.get("capturable") and group.get("foreach"):
                 # Options that are tensors are then refused.
                 group.update(
@@ -186,6 +262,12 @@ class Maker:
         parameter = self.parameters[place]
         group = self.group_of(place)
         return (tuple(parameter.shape), parameter.stride(), parameter.dtype, group)
+
+
+def _optimizers_of(made: Any) -> list[Optimizer]:
+    """Return an optimizer, or several in a list; an empty one for anything else."""
+    several = made if isinstance(made, (list, tuple)) else [made]
+    return list(several) if all(isinstance(one, Optimizer) for one in several) else []
 
 
 def _is_foreach_on_cuda(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -247,7 +329,7 @@ def _made_of(
                 "callable that makes one of a list of the model's parameters).\n"
                 "Fix: make it of list(model.parameters()) first; what works there is what to give."
             ) from error
-    if not isinstance(made, Optimizer) and not hasattr(made, "step"):
+    if not _optimizers_of(made) and not hasattr(made, "step"):
         raise _no_optimizer(f"it makes a {type(made).__name__}")
     return stand_ins, made
 
@@ -268,6 +350,6 @@ def _needs_closure(made: Optimizer) -> bool:
 def _no_optimizer(what: str) -> ProfileError:
     return ProfileError(
         f"optimizer cannot be profiled: {what} (expected an optimizer of the model's parameters, "
-        "or a callable that makes one of a list of parameters).\n"
+        "a list of several, or a callable that makes them of a list of parameters).\n"
         "Fix: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), say."
     )
