@@ -8,11 +8,14 @@ from typing import Any
 from torch import nn
 
 from gpipebal.pipeline.layers.flat import can_be_opened, flatten
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.replicas.compiled import is_compiled, runs_as_written
 from gpipebal.profiler.replicas.harmless import reached_past, weights_reached
 
 __all__ = ["doubts_about", "doubts_about_loss"]
 
+#: Memory of a loss is flagged if it is more than this part of the model's own.
+_NEGLIGIBLE = 0.01
 #: More names than this are counted, not named.
 _MOST_NAMES = 3
 
@@ -51,14 +54,17 @@ def doubts_about(
 def doubts_about_loss(loss_fn: Any, layers: Sequence[nn.Module]) -> Iterator[str]:
     """Yield a flag if a loss has parameters of its own, and is no module that could tell which.
 
+    Class weights and the like, of less memory than a plan is wrong by anyway, are left out.
+
     Args:
         loss_fn: The loss; None: it is not known.
         layers: The caller's layers.
     """
     if loss_fn is None or isinstance(loss_fn, nn.Module):
         return
-    known = {id(tensor) for layer in layers for tensor in weights_reached(layer)}
-    if any(id(tensor) not in known for tensor in weights_reached(loss_fn)):
+    known = {id(tensor): tensor for layer in layers for tensor in weights_reached(layer)}
+    own = [tensor for tensor in weights_reached(loss_fn) if id(tensor) not in known]
+    if sum(map(bytes_of, own)) > _NEGLIGIBLE * sum(map(bytes_of, known.values())):
         yield (
             "the loss can use parameters of no layer, whose memory is not counted; give it as a "
             "module that has them"

@@ -15,10 +15,12 @@ from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.chain.value import Value
+from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import acting_as_device, without_values
 from gpipebal.profiler.memory.storages import measure_layer_memory
+from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.step.loss import LossChain, describe_loss, loss_failed
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.rates import DeviceRates
@@ -51,11 +53,13 @@ def estimate_loss(
     called: Any = stand_in_for("loss", loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     chain = LossChain(called, target, outputs.value, META)
     layer = chain.loss
+    constants = Constants(tensors_reached(called))
+    there = [*layer.target_tensors, *constants.stand_ins]
     try:
-        with without_values("loss"), acting_as_device(rates) as notes:
+        with without_values("loss"), acting_as_device(rates) as notes, constants:
             chain.find_written(0, outputs.value, layer)
             costs = find_costs(chain, outputs.value, rates)
-            memory, _ = measure_layer_memory(chain, 0, outputs, numbers, layer.target_tensors)
+            memory, _ = measure_layer_memory(chain, 0, outputs, numbers, there)
     except ProfileError as error:
         if str(error).startswith("layer 'loss' cannot be estimated"):
             raise

@@ -21,10 +21,12 @@ from gpipebal.profiler.chain.failures import forbids_hooks, text_of
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
+from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.storages import measure_layer_memory
+from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.identity import identity_of
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key
@@ -212,7 +214,8 @@ class Walk:
         for number in range(n_inputs):
             inner.new(n_bytes[number])
         layer = stand_in_for(name, self._layers[k], keep_modes=self._keep_modes)
-        with without_values(name), acting_as_device(self._rates) as notes:
+        constants = Constants(tensors_reached(layer))
+        with without_values(name), acting_as_device(self._rates) as notes, constants:
             chain = Chain(
                 [name],
                 [layer],
@@ -224,7 +227,7 @@ class Walk:
             )
             chain.find_written(0, value, layer)
             costs = find_costs(chain, value, self._rates)
-            memory, passed = measure_layer_memory(chain, 0, here, inner)
+            memory, passed = measure_layer_memory(chain, 0, here, inner, constants.stand_ins)
         note_fast_paths(layer, notes)
         notes |= set(costs.approximate)
         return _Found(
@@ -267,9 +270,10 @@ def without_values(name: str) -> Iterator[None]:
         if _OTHER_DEVICE.search(text):
             raise ProfileError(
                 f"layer {name!r} cannot be estimated: it uses a tensor that is not its own "
-                "parameter, buffer or attribute (through a function, say), so that no stand-in "
-                f"takes its place: {type(cause).__name__}: {first} (expected only its own).\n"
-                "Fix: register the tensor with the layer, or "
+                "parameter, buffer or attribute, and that needs a gradient or cannot be found, so "
+                f"that no stand-in takes its place: {type(cause).__name__}: {first} (expected only "
+                "its own).\n"
+                "Fix: register the tensor with the layer, or with a module that is the loss; or "
                 "profile_model(model, sample, method='measure')."
             ) from cause
         if "meta" in text.lower():

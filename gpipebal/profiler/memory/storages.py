@@ -36,7 +36,7 @@ from gpipebal.profiler.chain.value import (
 )
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.memory.layer_memory import LayerMemory
-from gpipebal.profiler.replicas.harmless import weights_reached
+from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = ["measure_layer_memory"]
@@ -64,7 +64,7 @@ def measure_layer_memory(
     layer, value = chain.layers[k], arrived.value
     if chain.device.type == "cuda":
         _warm_up(chain, k, value)
-    there = (*_own_tensors(layer), *weights_reached(layer), *constants)
+    there = (*_own_tensors(layer), *tensors_reached(layer), *constants)
     constants = [part for own in there for part in plain_parts(own)]
     known = _known(chain, k, arrived)
     ledger = _OfDevice(chain.device)

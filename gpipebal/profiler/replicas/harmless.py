@@ -26,7 +26,7 @@ from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.replicas.caches import caches_kept, global_names
 
-__all__ = ["left_alone", "reached_past", "weights_reached"]
+__all__ = ["left_alone", "reached_past", "tensors_reached", "weights_reached"]
 
 #: Objects inside objects are looked at to this depth.
 _DEPTH = 8
@@ -48,6 +48,7 @@ class _Reached:
 
     Attributes:
         leaves: Tensors with gradients.
+        tensors: All tensors.
         weights: Parameters, and buffers of modules.
         shared: Modules that copies of these objects would share with them.
         shared_leaves: Tensors with gradients that copies would share.
@@ -55,6 +56,7 @@ class _Reached:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self.leaves: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}
         self.weights: dict[int, Tensor] = {}
         self.shared: dict[int, nn.Module] = {}
         self.shared_leaves: dict[int, Tensor] = {}
@@ -68,6 +70,7 @@ class _Reached:
             return
         self._seen.add((id(value), is_shared))
         if isinstance(value, Tensor):
+            self.tensors[id(value)] = value
             if isinstance(value, nn.Parameter):
                 self.weights[id(value)] = value
             if value.is_leaf and value.requires_grad:
@@ -149,11 +152,16 @@ def reached_past(layer: nn.Module) -> bool:
     return bool(_Reached([layer]).leaves.keys() - own)
 
 
-def weights_reached(user: Any) -> list[Tensor]:
-    """Return all parameters and buffers that a layer or a function can use, also those of others.
+def tensors_reached(user: Any) -> list[Tensor]:
+    """Return all tensors that a layer or a function can use, also those of others.
 
     They exist all the time, whichever layer has them.
     """
+    return list(_Reached([user]).tensors.values())
+
+
+def weights_reached(user: Any) -> list[Tensor]:
+    """Return those of them that are parameters, or buffers of a module."""
     return list(_Reached([user]).weights.values())
 
 
