@@ -255,3 +255,18 @@ def test_a_hook_on_a_gradient_that_writes_is_refused() -> None:
     bias.register_hook(step)
     with pytest.raises(PipelineError, match="a hook on a parameter has written to it"):
         pipe(rows()).square().sum().backward()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_bias_that_is_frozen_or_thawed_after_its_forward_was_not_written_to(
+    trained: bool,
+) -> None:
+    """Its values are what they were, and the run has no use for them in its backward."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    model = copy.deepcopy(plain)
+    for each, run_of in ((model, with_recompute(model, [[0, 1]])), (plain, plain)):
+        each[0].bias.requires_grad_(trained)
+        loss = run_of(rows()).square().sum()
+        each[0].bias.requires_grad_(not trained)
+        loss.backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)

@@ -28,7 +28,7 @@ class WriteCounts(NamedTuple):
     places: list[int]
 
     def is_as(self, other: WriteCounts) -> bool:
-        """Tell whether no parameter was written to between two counts."""
+        """Tell whether no parameter was written to, frozen or thawed between two counts."""
         return self.counts == other.counts and self.places == other.places
 
     def since(self, before: WriteCounts) -> set[int]:
@@ -36,10 +36,10 @@ class WriteCounts(NamedTuple):
         if len(before.parameters) == len(self.parameters):
             # By places: a layer may have put another parameter into one.
             places = zip(before._written, self._written, self.parameters, strict=True)
-            return {id(parameter) for then, now, parameter in places if then != now}
+            return {id(parameter) for then, now, parameter in places if _differ(then, now)}
         then = dict(zip(map(id, before.parameters), before._written, strict=True))
         found = zip(map(id, self.parameters), self._written, strict=True)
-        return {key for key, now in found if then.get(key, now) != now}
+        return {key for key, now in found if _differ(then.get(key, now), now)}
 
     @property
     def _written(self) -> Iterator[tuple[int, int]]:
@@ -141,6 +141,14 @@ class Modules:
 
     def _nested(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(self._child_views))
+
+
+def _differ(then: tuple[int, int], now: tuple[int, int]) -> bool:
+    """Tell whether a parameter was written to between two counts of it.
+
+    One that was frozen or thawed in between has a place in one of them only.
+    """
+    return then[0] != now[0] or (then[1] != now[1] and 0 not in (then[1], now[1]))
 
 
 def _address_of(parameter: nn.Parameter) -> int:
