@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError, PipelineError
-from gpipebal.pipeline import GPipe, is_recomputing, with_recompute
+from gpipebal.pipeline import GPipe, is_recomputing, measure_memory, with_recompute
 
 MODES = ["never", "except_last", "always"]
 RECOMPUTES = pytest.mark.parametrize("chunks", [1, 3])
@@ -107,6 +107,26 @@ def test_a_parameter_with_a_limit(chunks: int, mode: Any, trained: bool) -> None
     model, plain = make(limit), make(limit)
     pipe = GPipe(with_recompute(model, [[0, 1]]), [2, 1], chunks=chunks, checkpoint=mode)
     gradients_match(pipe, plain, chunks)
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+def test_micro_batches_share_a_copy_of_a_limited_parameter(in_run: bool) -> None:
+    """To limit it again changes nothing, so more micro-batches need no more copies."""
+    found = []
+    for change in (lambda _: None, limit):
+        model = make(change)
+        run_of = with_recompute(model, [[0, 1]]) if in_run else model
+        mode: Any = "never" if in_run else "always"
+        # In one partition nothing waits for a neighbour.
+        pipe = GPipe(run_of, [3], chunks=3, checkpoint=mode)
+        for parameter in pipe.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        pipe(rows()).sum().backward()
+        with measure_memory(pipe) as meter:
+            y = pipe(rows())
+        found.append(meter.peak_bytes[0])
+        del y
+    assert found[1] - found[0] == model[0].bias.nbytes
 
 
 def step_in_hooks(model: nn.Module) -> None:

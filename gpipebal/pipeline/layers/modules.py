@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 __all__ = ["Modules", "WriteCounts"]
@@ -49,11 +50,16 @@ class WriteCounts(NamedTuple):
 class Modules:
     """All modules in some layers, each once.
 
+    Attributes:
+        copies: Copies of parameters that a forward has written to, by ``id``, while any cell has
+            them.
+
     Args:
         layers: The layers.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.copies = WeakValueDictionary[int, Tensor]()
         self._modules = list(
             dict.fromkeys(module for layer in layers for module in layer.modules())
         )

@@ -43,11 +43,15 @@ class ParameterWrites:
         """Look at the parameters after the forward."""
         before, self._counts = self._counts, self._modules.write_counts()
         if not self._counts.is_as(before):
-            made: dict[int, Tensor] = {}
             for module, name, parameter in self._modules.written_to(before, self._counts):
-                if id(parameter) not in made:
-                    made[id(parameter)] = parameter.detach().clone()
-                self._copies[module, name] = made[id(parameter)]
+                self._copies[module, name] = self._copy_of(parameter)
+
+    def _copy_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return a copy, the one of an earlier forward if that would do: micro-batches share it."""
+        known = self._modules.copies.get(id(parameter))
+        if known is None or not _are_close(known, parameter):
+            known = self._modules.copies[id(parameter)] = parameter.detach().clone()
+        return known
 
     def check(self, *, recomputed: bool = False) -> None:
         """Make sure that the parameters are as they were in the forward.
@@ -111,11 +115,13 @@ def _are_close(copy: Tensor, parameter: Tensor) -> bool:
 
     To normalise what has been normalised changes its last digits.
     """
+    if copy.dtype != parameter.dtype or copy.device != parameter.device:
+        return False
     if are_equal(copy, parameter):
         return True
     if copy.shape != parameter.shape or not copy.layout == parameter.layout == torch.strided:
         return False
-    if copy.dtype not in (torch.float32, torch.float64) or copy.dtype != parameter.dtype:
+    if copy.dtype not in (torch.float32, torch.float64):
         return False  # of numbers with few digits, the rounded ones stay the same
     least = _ROUNDINGS * torch.finfo(copy.dtype).eps * copy.abs().amax()
     return bool(((copy - parameter.detach()).abs() <= least).all())
