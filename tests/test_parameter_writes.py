@@ -201,7 +201,8 @@ def unit_rows(layer: Changing) -> None:
 
 
 @RECOMPUTES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 def test_a_parameter_that_is_normalised(chunks: int, dtype: torch.dtype) -> None:
     """To normalise it again changes nothing but for rounding."""
     for seed in range(10):
@@ -210,11 +211,23 @@ def test_a_parameter_that_is_normalised(chunks: int, dtype: torch.dtype) -> None
         plain = copy.deepcopy(model)
         pipe = GPipe(model, [2, 1], chunks=chunks, checkpoint="always")
         x = rows().to(dtype)
-        pipe(x).square().sum().backward()
+        pipe(x).abs().square().sum().backward()
         for part in x.tensor_split(chunks):
-            plain(part).square().sum().backward()
+            plain(part).abs().square().sum().backward()
         for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_parameter_that_is_normalised_in_half_precision_is_refused(dtype: torch.dtype) -> None:
+    """The last of few digits is not nothing: a decay by a hundredth changes no more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Changing(unit_rows), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    pipe = GPipe(model, [2, 1], chunks=3, checkpoint="always")
+    with pytest.raises(ModelError, match="was written to after its forward"):
+        for _ in range(10):
+            nn.init.normal_(pipe[0].weight)
+            pipe(rows().to(dtype)).square().sum().backward()
 
 
 @pytest.mark.parametrize("in_pipeline", [False, True])

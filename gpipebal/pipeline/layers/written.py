@@ -19,6 +19,8 @@ __all__ = ["ParameterWrites", "StepsInHooks"]
 
 #: Differences of this many roundings are no change.
 _ROUNDINGS = 16
+#: Of numbers with few digits, as many roundings would hide a real change.
+_MANY_DIGITS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class ParameterWrites:
@@ -121,8 +123,8 @@ def _are_close(copy: Tensor, parameter: Tensor) -> bool:
         return True
     if copy.shape != parameter.shape or not copy.layout == parameter.layout == torch.strided:
         return False
-    if copy.dtype not in (torch.float32, torch.float64):
-        return False  # of numbers with few digits, the rounded ones stay the same
+    if copy.dtype not in _MANY_DIGITS:
+        return False
     least = _ROUNDINGS * torch.finfo(copy.dtype).eps * copy.abs().amax()
     return bool(((copy - parameter.detach()).abs() <= least).all())
 
