@@ -303,3 +303,59 @@ def test_a_bias_that_is_frozen_or_thawed_after_its_forward_was_not_written_to(
         each[0].bias.requires_grad_(not trained)
         loss.backward()
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+
+
+class Shifted(nn.Module):
+    """A loss that has a parameter."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((), 0.3, dtype=torch.float64))
+        self.change = change
+
+    def forward(self, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.change(self)
+        return (y + self.bias).square().sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["gpipe", "1f1b"])
+def test_an_optimizer_in_a_hook_on_a_parameter_of_a_loss_is_refused(mode: Any, how: str) -> None:
+    """It would step for each micro-batch, like one in a hook on a layer's parameter."""
+    pipe = GPipe(make(lambda _: None), [2, 1], chunks=3, checkpoint=mode)
+    loss = Shifted(lambda _: None)
+    step_in_hooks(loss)
+    with pytest.raises(PipelineError, match="a hook on a parameter has written to it"):
+        pipe.step(rows(), loss_fn=loss, reduction="sum", schedule=how)
+
+
+def test_a_loss_that_changes_a_parameter() -> None:
+    """Where it is run again this is refused, unless the second time nothing changes."""
+    pipe, plain = (
+        GPipe(make(lambda _: None), [2, 1], chunks=n, checkpoint="always") for n in (3, 1)
+    )
+    with pytest.raises(ModelError, match=r"was written to after its forward.*'bias' of a Shifted"):
+        pipe.step(rows(), loss_fn=Shifted(shrink), reduction="sum", schedule="gpipe")
+    pipe.zero_grad()
+    mine, theirs = Shifted(limit), Shifted(limit)
+    pipe.step(rows(), loss_fn=mine, reduction="sum", schedule="gpipe")
+    theirs(plain(rows())).backward()
+    for ours, expected in zip(
+        (*pipe.parameters(), mine.bias), (*plain.parameters(), theirs.bias), strict=True
+    ):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_a_loss_that_has_a_parameter_of_a_layer_that_limits_it() -> None:
+    """The partition of the layer looks after it: for the loss nothing has changed."""
+    losses = []
+    pipe, plain = (GPipe(make(limit)[:2], [1, 1], chunks=n, checkpoint="always") for n in (3, 1))
+    for model in (pipe, plain):
+        loss = Shifted(lambda _: None)
+        loss.bias = model[0].bias
+        losses.append(loss)
+    pipe.step(rows(), loss_fn=losses[0], reduction="sum", schedule="gpipe")
+    losses[1](plain(rows())).backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -102,6 +102,43 @@ def test_batch_normalisation_sees_each_micro_batch_once(schedule: str, checkpoin
         assert_same_gradients(pipes[1], pipes[0])
 
 
+class Centred(nn.Module):
+    """A loss that moves its centre towards what it has seen, and keeps the last of that."""
+
+    centre: Tensor
+    queue: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("queue", torch.zeros(10_000, 2, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, y: Tensor) -> Tensor:
+        loss = (y - self.centre).square().sum() + (y.sum(0) * self.queue.sum(0)).sum()
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            self.queue[self.calls] = y[0]
+            self.calls += 1
+        return loss
+
+
+@NAMES
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_the_buffers_of_a_loss_see_each_micro_batch_once(schedule: str, checkpoint: Any) -> None:
+    """A recompute calls the loss with its buffers as they were, and leaves no trace in them."""
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    pipe = GPipe(copy.deepcopy(plain), [2, 1], chunks=3, checkpoint=checkpoint)
+    mine, theirs = Centred(), Centred()
+    for _ in range(2):
+        pipe.step(x, loss_fn=mine, reduction="sum", schedule=schedule)
+        torch.stack([theirs(plain(part)) for part in x.tensor_split(3)]).sum().backward()
+    assert_same_gradients(pipe, plain)
+    assert_same_gradients(mine, theirs)
+
+
 def test_dropout_does_not_depend_on_the_schedule() -> None:
     """One seed gives one set of masks, in a step of any schedule and in the plain call."""
     results = []

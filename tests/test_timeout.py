@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import PipelineTimeoutError
-from gpipebal.pipeline import GPipe
+from gpipebal.pipeline import GPipe, is_recomputing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -178,6 +178,40 @@ def test_gradients_that_come_too_late_are_dropped(tied: bool) -> None:
     model(inputs).square().sum().backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+def test_a_loss_that_hangs_in_a_recompute_has_its_own_buffers_back() -> None:
+    """As layers have, when the step is given up."""
+
+    class Loss(nn.Module):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.gate = threading.Event()
+
+        def forward(self, y: Tensor) -> Tensor:
+            assert not is_recomputing() or self.gate.wait(30)
+            self.calls += 1
+            return y.sum()
+
+    loss = Loss()
+    own = loss.calls
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="always", timeout=1.0)
+    pipe(torch.ones(4, 2))  # the runtime whose workers will be given up
+    assert pipe._runtime is not None
+    threads = pipe._runtime.pool.threads
+    with pytest.raises(PipelineTimeoutError):
+        pipe.step(torch.ones(4, 2), loss_fn=loss, schedule="gpipe")
+    assert loss.calls is own
+    assert own.item() == 2
+    loss.gate.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert loss.calls is own
 
 
 def test_the_process_can_end_with_a_worker_that_hangs() -> None:

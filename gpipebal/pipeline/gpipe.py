@@ -289,8 +289,8 @@ class GPipe(Container):
             target: A tensor or a pytree of tensors, divided like the input; None: none.
             loss_fn: Called as ``loss_fn(output, target)``, or ``loss_fn(output)`` without a
                 target; returns a tensor with one element, scaled by ``scaler.scale(loss)`` if
-                needed. Called twice for a micro-batch that the last partition recomputes;
-                `is_recomputing` tells which call it is.
+                needed. Called twice for a micro-batch that the last partition recomputes: a module
+                finds its buffers as they were, and any function can ask `is_recomputing`.
             reduction: ``'mean'`` if `loss_fn` takes the mean over the rows of a micro-batch: the
                 micro-batches' losses are weighted by their rows, which gives the mean over the
                 mini-batch. ``'sum'`` if it adds up: the micro-batches' losses are added up too. (A
@@ -328,7 +328,8 @@ class GPipe(Container):
         leaves, inputs = self._parted(input, keywords or {})
         if not self._modules:
             raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
-        loss = MicroBatchLoss(loss_fn, target, target_dims, inputs.rows, reduction)
+        of_layers = {*map(id, self.modules()), *map(id, self.parameters())}
+        loss = MicroBatchLoss(loss_fn, target, target_dims, inputs.rows, reduction, of_layers)
         mini_batch = self._begin(inputs, schedule or self.schedule, loss)
         received = mini_batch.step()
         if mini_batch.grad:

@@ -279,8 +279,8 @@ class Buffers:
 class BuffersOfRun(Buffers):
     """The buffers of a run's layers, and the modes in which writes to them have been looked for."""
 
-    def __init__(self, layers: Sequence[nn.Module], foreign: Container[int]) -> None:
-        self.modules = Modules(layers)
+    def __init__(self, of_run: Modules, foreign: Container[int] = ()) -> None:
+        self.modules = of_run
         modules = list(self.modules)
         slots = [(module, name, b) for module in modules for name, b in module._buffers.items()]
         super().__init__(modules, frozenset((m, n) for m, n, b in slots if id(b) in foreign))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -56,13 +56,15 @@ class Modules:
 
     Args:
         layers: The layers.
+        others: Modules, and parameters whose writes do not count, that others look after, by
+            ``id``; layers may have them too.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], others: Container[int] = ()) -> None:
         self.copies = WeakValueDictionary[int, Tensor]()
-        self._modules = list(
-            dict.fromkeys(module for layer in layers for module in layer.modules())
-        )
+        self._others = others
+        found = dict.fromkeys(module for layer in layers for module in layer.modules())
+        self._modules = [module for module in found if id(module) not in others]
         # Views of the modules' dictionaries, which show later changes: every step reads them.
         self._child_views = [module._modules.values() for module in self._modules]
         self._parameter_views = [module._parameters.values() for module in self._modules]
@@ -120,7 +122,8 @@ class Modules:
 
     def counted(self) -> list[nn.Parameter]:
         """List the parameters whose writes count, which are all that no embedding limits."""
-        return [one for one in chain.from_iterable(self._written_views) if one is not None]
+        found = chain.from_iterable(self._written_views)
+        return [one for one in found if one is not None and id(one) not in self._others]
 
     def write_counts(self) -> WriteCounts:
         """Count how often each parameter was written to."""

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.layers.buffers import BuffersOfRun
+from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing, phase
@@ -181,8 +182,8 @@ class Recomputed(Proxy):
             return self._through(first, *values, **keywords)
         buffers = self._of_run
         if buffers is None or not buffers.modules.are_as_made():
-            layers = [layer for _, layer in self._run]
-            buffers = self._of_run = BuffersOfRun(layers, self._foreign)
+            modules = Modules([layer for _, layer in self._run])
+            buffers = self._of_run = BuffersOfRun(modules, self._foreign)
             self._written = {}
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)

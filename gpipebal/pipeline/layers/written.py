@@ -79,16 +79,17 @@ class StepsInHooks:
     """A look for optimizers that step in a hook while other micro-batches wait for their backward.
 
     Args:
-        modules: The modules of a partition.
+        modules: The modules of a partition, and those of a loss.
     """
 
     __slots__ = ("_counts", "_parameters")
 
-    def __init__(self, modules: Modules) -> None:
+    def __init__(self, *modules: Modules) -> None:
         # An embedding limits its rows again where a backward recomputes a run of layers.
         self._parameters = [
             one
-            for one in modules.counted()
+            for each in modules
+            for one in each.counted()
             if getattr(one, "_post_accumulate_grad_hooks", None) or one._backward_hooks
             if one.requires_grad and not one.is_inference()
         ]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.pipeline.layers.buffers import BuffersOfRun, Kept
+from gpipebal.pipeline.layers.modules import Modules
+from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.minibatch.target import Target
+from gpipebal.pipeline.process.checkpoint import is_checkpointing
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.values.microbatch import Packet, flatten
 from gpipebal.pipeline.workers.partition import Tail
@@ -31,6 +36,11 @@ class MicroBatchLoss:
         target_dims: Dimension along which each of them has its rows, as a prefix of the pytree.
         rows: Rows of each micro-batch.
         reduction: Whether `loss_fn` gives the mean over the rows or their sum.
+        of_layers: Modules and parameters of the layers, by ``id``, which the partitions look after.
+
+    Attributes:
+        modules: The modules that `loss_fn` has besides them, if it is one itself.
+        weights: What the loss of each micro-batch is multiplied by.
 
     Raises:
         BalanceError: an unknown reduction, or a target of other rows than the input.
@@ -44,6 +54,7 @@ class MicroBatchLoss:
         target_dims: Any,
         rows: Sequence[int],
         reduction: Reduction,
+        of_layers: Container[int],
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise BalanceError(
@@ -54,6 +65,9 @@ class MicroBatchLoss:
         self._loss_fn = _check_function(loss_fn)
         self._target = None if target is None else Target(target, target_dims, rows)
         self._needs_gradient = False
+        own = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        self.modules = Modules(own, of_layers)
+        self._buffers = BuffersOfRun(self.modules)
         total = sum(rows)
         self.weights = [
             1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
@@ -75,21 +89,27 @@ class MicroBatchLoss:
         """
         loss_fn, target = self._loss_fn, self._target
         leaves = [] if target is None else target.receive(i, lane, ready)
+        repeatable = _Repeatable(self._buffers)
 
         def tail(output: Any) -> Tensor:
             given = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
             before = {leaf.grad_fn for leaf in given}  # a loss may write to its output
-            if target is None:
-                loss = call_loss(loss_fn, output, None)
-            else:
-                with target.lent(i, leaves) as of_micro_batch:
-                    loss = call_loss(loss_fn, output, of_micro_batch)
+            with repeatable.entered():
+                if target is None:
+                    loss = call_loss(loss_fn, output, None)
+                else:
+                    with target.lent(i, leaves) as of_micro_batch:
+                        loss = call_loss(loss_fn, output, of_micro_batch)
             if torch.is_grad_enabled():
                 own = () if target is None else target.leaves_of(i)
                 meet(leaves_behind(loss, before, [*given, *own]))
             return loss
 
         return tail
+
+    def give_back(self) -> None:
+        """Give a module its own buffers back, if a recompute that hangs has them."""
+        self._buffers.give_back()
 
     def keep_gradients(self, i: int) -> Sequence[Tensor | None]:
         """Take and return the target's gradients of micro-batch `i`; called by the worker."""
@@ -134,6 +154,39 @@ class MicroBatchLoss:
         for term in terms[1:]:
             total = total + term
         return total
+
+
+class _Repeatable:
+    """What a module has of its own, as its first call for a micro-batch found it.
+
+    Layers are looked after by their partition, in the same way.
+
+    Args:
+        buffers: The buffers of the module.
+    """
+
+    def __init__(self, buffers: BuffersOfRun) -> None:
+        self._buffers = buffers
+        self._known: tuple[Kept, ParameterWrites] | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Call the module in this block: the first time, or in a recompute."""
+        if self._known is not None:
+            kept, writes = self._known
+            self._buffers.check(kept)
+            writes.check()
+            with self._buffers.replaced(kept):
+                yield
+            writes.check(recomputed=True)
+        elif is_checkpointing():
+            kept, writes = self._buffers.keep(), ParameterWrites(self._buffers.modules)
+            look = self._buffers.copies()
+            yield
+            writes.end_forward()
+            self._known = self._buffers.looked(kept, look), writes
+        else:
+            yield
 
 
 def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:

@@ -284,7 +284,7 @@ class MiniBatch:
 
     def _run_row(self, j: int, row: Sequence[Action]) -> None:
         lane, activity = self.lanes[j], self.runtime.pool.activities[j]
-        ledger = self._watchers.ledger
+        loss, ledger = self._loss_in(j), self._watchers.ledger
         action = row[0]
         try:
             lane.wait_for(self._ready[j])
@@ -293,7 +293,10 @@ class MiniBatch:
                 gathering(self._statistics),
                 self.runtime.tied.collecting(self._tied[j]),
             ):
-                steps = StepsInHooks(self.runtime.partitions[j].modules)
+                steps = StepsInHooks(
+                    self.runtime.partitions[j].modules,
+                    *([loss.modules] if loss is not None else ()),
+                )
                 for action in row:
                     activity.wait_for(action)
                     steps.begin()
@@ -317,7 +320,7 @@ class MiniBatch:
     def _run_action(self, action: Action) -> None:
         j, kind, i = action
         cell, lane = self._cells[j][i], self.lanes[j]
-        loss = self._loss if j == len(self.lanes) - 1 else None
+        loss = self._loss_in(j)
         if kind == "F":
             packet = self._routes.take_input(j, i)
             started = self._begin(action)
@@ -354,6 +357,9 @@ class MiniBatch:
             self._watchers.ended(action, started, lane)
             self._routes.put_gradients(j, i, received, lane.mark())
 
+    def _loss_in(self, j: int) -> MicroBatchLoss | None:
+        return self._loss if j == len(self.lanes) - 1 else None
+
     def _begin(self, action: Action) -> Any:
         j = action.partition
         self.runtime.pool.activities[j].run(self.runtime.partitions[j])
@@ -372,6 +378,8 @@ class MiniBatch:
         self._routes.close()
 
     def _give_up(self) -> None:
+        if self._loss is not None:
+            self._loss.give_back()
         for partition in self.runtime.partitions:
             partition.give_up()
             for layer in partition.layers:
