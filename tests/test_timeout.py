@@ -214,6 +214,45 @@ def test_a_loss_that_hangs_in_a_recompute_has_its_own_buffers_back() -> None:
     assert loss.calls is own
 
 
+def test_gradients_of_a_loss_that_come_too_late_are_dropped() -> None:
+    """Parameters of a loss inside the pipeline are no exception."""
+    gate, inside = threading.Event(), threading.Event()
+
+    class Block(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            if not inside.is_set():
+                inside.set()
+                assert gate.wait(30)
+            return gradient
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(()))
+
+        def forward(self, y: Tensor) -> Tensor:
+            shifted: Tensor = Block.apply(y + self.bias)
+            return shifted.square().sum()
+
+    loss = Loss()
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, timeout=1.0)
+    pipe(torch.ones(4, 2))  # the runtime whose workers will be given up
+    assert pipe._runtime is not None
+    threads = pipe._runtime.pool.threads
+    with pytest.raises(PipelineTimeoutError):
+        pipe.step(torch.ones(4, 2), loss_fn=loss)
+    gate.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert loss.bias.grad is None
+
+
 def test_the_process_can_end_with_a_worker_that_hangs() -> None:
     """A worker that never comes back does not keep the interpreter from exiting."""
     code = (

@@ -378,12 +378,14 @@ class MiniBatch:
         self._routes.close()
 
     def _give_up(self) -> None:
+        threads = self.runtime.pool.threads
         if self._loss is not None:
             self._loss.give_back()
+            drop_gradients(self._loss.modules.parameters(), threads)
         for partition in self.runtime.partitions:
             partition.give_up()
             for layer in partition.layers:
-                drop_gradients(layer.parameters(), self.runtime.pool.threads)
+                drop_gradients(layer.parameters(), threads)
 
     def _release_cells(self) -> None:
         for row in self._cells:
