@@ -105,7 +105,10 @@ def test_a_size_that_does_not_fit_is_left_out(place: str, way: dict[str, Any]) -
     Limited.place = place
     profile = profiled(way, Limited(4, 4), nn.Linear(4, 4))
     assert profile.rows == 2 and is_left_out(profile)
-    assert Limited.leaks and not any(Limited.leaks)
+    leaks = Limited.leaks
+    if Limited.held is not None:  # time was up, and it did not run again
+        leaks += (Limited.held() is not None,)
+    assert leaks and not any(leaks)
     if place == "later forward":
         assert Limited.n_large > LATE
 
