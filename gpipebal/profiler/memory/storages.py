@@ -10,7 +10,8 @@ storages go along with the values, so that what two layers share has one number.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -270,11 +271,11 @@ def _forward_and_backward(
         gradients: What holds the gradients that the backward is given: this function, to the end,
             or the backward alone, until they are used.
     """
-    saved: dict[int, int] = {}
+    packed: dict[int, weakref.ref[Any]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
-            saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
+            packed[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
         # Not the tensor itself: an output that its own graph saves would never be freed.
         return tensor.detach()
 
@@ -289,6 +290,8 @@ def _forward_and_backward(
         forward = peak.bytes
         outputs = chain.outputs(k, passed)
         handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
+        # What is gone was saved for a result that was not used; its key may be another's by now.
+        saved = _bytes_of_live(packed)
         layer = chain.layers[k]
         mine = {key for tensor in _own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
         for key in sorted(ledger.born_since(before) - handed - mine):
@@ -296,7 +299,6 @@ def _forward_and_backward(
         for tensor in filter(has_storage, _kept_by_functions(outputs)):
             if storage_key(tensor) not in mine:
                 saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
-        # Storages that are gone by now were saved for a result that was not used.
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
@@ -314,6 +316,12 @@ def _forward_and_backward(
         backward = max(0, peak.bytes - begun)
     kept_bytes = sum(map(bytes_of, kept))
     return _Run(forward, backward, passed, saved, constant, through, kept_bytes, are_own)
+
+
+def _bytes_of_live(storages: Mapping[int, weakref.ref[Any]]) -> dict[int, int]:
+    """Return the bytes of those storages that live, by key."""
+    found = {key: reference() for key, reference in storages.items()}
+    return {key: storage.nbytes() for key, storage in found.items() if storage is not None}
 
 
 def _same_gradients(chain: Chain, k: int, run: _Run) -> dict[int, int]:
