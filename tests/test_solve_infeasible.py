@@ -50,6 +50,16 @@ def follow_all(profile: gb.Profile, options: dict[str, Any]) -> list[str]:
     return pieces
 
 
+def test_a_forward_that_takes_no_time_keeps_no_output_for_the_recompute() -> None:
+    """The caller's loss is between the two: one byte less is what the error says is lacking."""
+    profile = gb.Profile.from_costs([1.0, 0.0], saved_bytes=[100, 0], output_bytes=[4, 0])
+    plan = solve(profile, 2, checkpoint="always", memory_limit=104)
+    assert plan.partitions[0].memory.total == 104
+    with pytest.raises(InfeasibleError) as raised:
+        solve(profile, 2, checkpoint="always", memory_limit=103)
+    assert raised.value.shortage == 1
+
+
 def test_all_kinds_of_advice_are_given_and_work() -> None:
     """Another mode, more micro-batches, more partitions, more memory."""
     profile = sized([1.0] * 6, [1.0] * 6)

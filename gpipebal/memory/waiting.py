@@ -183,13 +183,18 @@ class Waiting:
         first, last = self._order.offsets[j : j + 2].tolist()
         until: NDArray[np.int64] = np.full(self._chunks, last - first)
         places = self._places[kind, taker]
+        kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
         if self._goes_by_order:
             if taker not in self._ended:
                 self._ended[taker] = self._ended_before(j, taker)
             until = np.searchsorted(self._ended[taker], places, side="right")
+        if self._forwards_first and made == kind == F:
+            # No backward starts before the last forward of later partitions, nor does anything
+            # else that comes after a pause: not even at the same time, by the clock.
+            is_behind = kinds != F if self._pause else kinds == B
+            until = np.minimum(until, np.append(is_behind, True).argmax())
         if self._starts is None or self._ends is None:
             return until
-        kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
         starts = self._starts[kinds, j, micro_batches]
         taken = (self._ends if stream.at_end else self._starts)[kind, taker] + self._at_once
         by_clock = np.searchsorted(starts, taken, side="right")
@@ -197,19 +202,15 @@ class Waiting:
             return np.minimum(until, by_clock)
         taken = self._late[stream.at_end][kind, taker] + self._at_once
         late = np.searchsorted(starts, taken, side="right")
-        if self._forwards_first:
-            if made == kind == F:
-                # No backward starts before the last forward of later partitions, nor does anything
-                # else that comes after a pause.
-                is_behind = kinds != F if self._pause else kinds == B
-                late = np.minimum(late, np.append(is_behind, True).argmax())
-        elif (beside := {j + 1: B, j - 1: F}.get(taker)) is not None:
-            # What comes from the taker shows how far it is: without it, its lag would stop others.
-            needed = np.where(kinds == beside, self._places[beside, taker, micro_batches] + 1, 0)
-            ended = np.maximum.accumulate(needed)
-            late = np.minimum(late, np.searchsorted(ended, places, side="right"))
-        else:
-            late = by_clock  # it is not known how far others let it lag
+        if not self._forwards_first:
+            beside = {j + 1: B, j - 1: F}.get(taker)
+            if beside is None:
+                late = by_clock  # it is not known how far others let it lag
+            else:
+                # What comes from the taker shows how far it is: else its lag would stop others.
+                behind = self._places[beside, taker, micro_batches] + 1
+                ended = np.maximum.accumulate(np.where(kinds == beside, behind, 0))
+                late = np.minimum(late, np.searchsorted(ended, places, side="right"))
         return np.minimum(until, np.maximum(by_clock, late))
 
     def _ended_before(self, j: int, other: int) -> NDArray[np.int64]:
