@@ -74,11 +74,13 @@ def test_estimates_refuse_what_tells_how_to_measure() -> None:
 
 
 def test_counts_of_numpy_are_counts() -> None:
-    """They become plain numbers; a flag is not a count."""
+    """They become plain numbers; a flag is not a count, and none is below 1."""
     profile = gb.Profile.from_costs([1.0, 2.0], rows=np.int64(2), chunks=np.int32(4))
     assert (profile.rows, profile.chunks, type(profile.chunks)) == (2, 4, int)
     with pytest.raises(ProfileError, match="chunks=True"):
         gb.Profile.from_costs([1.0], chunks=True)
+    with pytest.raises(ProfileError, match="chunks=0 "):
+        gb.Profile.from_costs([1.0], chunks=0)
 
 
 def test_too_few_layers_are_refused_before_anything_is_measured(

@@ -54,10 +54,10 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
         columns: Values of the layers, by name of the argument; None: not given.
 
     Raises:
-        ProfileError: one is not a list, or has an entry of another kind.
+        ProfileError: one is not a list, or has an entry of another kind; or a count is below 1.
     """
     for name, given in (("rows", rows), ("chunks", chunks)):
-        if not isinstance(given, Integral) or isinstance(given, bool):
+        if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
             raise _bad_value("profile", name, given, _COUNT)
     found: dict[str, list[Any] | None] = {}
     for name, column in columns.items():
