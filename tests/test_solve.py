@@ -561,3 +561,15 @@ def test_schedules_that_only_torch_runs_are_planned_too() -> None:
         assert gb.simulate(plan).bubble_fraction == pytest.approx(plan.bubble_fraction, abs=1e-9)
         with pytest.raises(UnsupportedPlanError, match="memory is not known under this schedule"):
             solve(profile, 4, schedule=schedule, memory_limit=100)
+
+
+def test_a_better_equal_split_is_said_to_break_a_limit() -> None:
+    """Of the best plan that is allowed, and not of one that the caller chose or that is second."""
+    profile = gb.Profile.from_costs([5, 1, 1, 5, 1, 1], saved_bytes=[1, 10, 1, 1, 1, 1], chunks=4)
+    best = gb.solve(profile, 2, checkpoint="never", memory_limit=47)
+    assert best.status == "optimal" and best.gain is not None and best.gain < 0
+    others = [gb.evaluate(profile, [1, 5]), gb.top_plans(profile, 2, 2)[1]]
+    for plan, is_told in [(best, True), *((plan, False) for plan in others)]:
+        assert plan.gain is not None and plan.gain < 0
+        assert ("equally many layers, which breaks a limit" in str(plan)) is is_told
+        assert ("which is less, but breaks a limit" in plan.explain()) is is_told

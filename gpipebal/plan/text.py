@@ -82,7 +82,10 @@ def _footer(plan: Plan) -> str:
         parts.insert(1, f"training step {format_seconds(plan.step_time)}")
     if plan.gain is not None:
         where = "below" if plan.gain >= 0 else "above"
-        parts.append(f"{format_percent(abs(plan.gain))} {where} the split into equally many layers")
+        breaks = ", which breaks a limit or a rule" if _breaks(plan) else ""
+        parts.append(
+            f"{format_percent(abs(plan.gain))} {where} the split into equally many layers{breaks}"
+        )
     lines = ["; ".join(parts)]
     lines += [*_below_makespan(plan), *_runs(plan)]
     lines += [f"Note: {note}" for note in plan.notes]
@@ -191,16 +194,19 @@ def _gain(plan: Plan) -> list[str]:
         return []
     equal = format_value(plan, plan.equal_split_value)
     if plan.gain < 0:
-        return [
-            f"Equally many layers in each partition would give {equal}, which is less, but breaks "
-            "a limit or a rule, or was not what was asked for."
-        ]
+        but = ", but breaks a limit or a rule" if _breaks(plan) else ""
+        return [f"Equally many layers in each partition would give {equal}, which is less{but}."]
     if plan.gain == 0:
         return [f"Equally many layers in each partition would give as much: {equal}."]
     return [
         f"Equally many layers in each partition would give {equal}: this plan is "
         f"{format_percent(plan.gain)} below."
     ]
+
+
+def _breaks(plan: Plan) -> bool:
+    """Tell whether equally many layers would be better than the best that is allowed."""
+    return plan.gain is not None and plan.gain < 0 and plan.status == "optimal"
 
 
 def _memory_title(plan: Plan) -> str:
