@@ -5,10 +5,10 @@ allocate is counted as the measuring profiler counts it (`gpipebal.profiler.memo
 bytes are those of a measurement; times are floating-point operations and bytes over a device's peak
 rates.
 
-Read in this order: `stand_ins` (layers and values without memory), `constants` (what functions use),
-`backends` and `autocast` (what a device does differently from the meta device), `approximate`
-(where that is not certain), `costs` (operations and bytes), `walk` (layer after layer), `terms`
-(loss, gather, optimizer), `profile` (all of it together).
+Read in this order: `stand_ins` (layers and values without memory), `constants` (tensors that
+functions use), `backends` and `autocast` (what a device does differently from the meta device),
+`approximate` (where that is not certain), `costs` (operations and bytes), `walk` (layer after
+layer), `terms` (loss, gather, optimizer), `profile` (all of it together).
 """
 
 from gpipebal.profiler.estimate.profile import estimate_profile
