@@ -15,10 +15,11 @@ from gpipebal.planner import evaluate, recompute_layers
 from gpipebal.planner.schedules import search as schedules
 from gpipebal.problem import Device, Problem
 from gpipebal.simulator import held_of, memory_over_time
-from gpipebal.solvers import reachability, split
-from gpipebal.solvers.boxes import least_makespan
-from gpipebal.solvers.levels import Levels
-from gpipebal.solvers.reachability import Search
+from gpipebal.solvers import split
+from gpipebal.solvers.sets import reachability
+from gpipebal.solvers.sets.boxes import least_makespan
+from gpipebal.solvers.sets.levels import Levels
+from gpipebal.solvers.sets.reachability import Search
 
 CHAIN = gb.Profile.from_costs(
     [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], chunks=4, saved_bytes=[100] * 6, output_bytes=[1] * 6

@@ -20,7 +20,7 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError
 from gpipebal.problem import RULE_NAMES, Device, Link, Links, Memory, Problem, Rules, layer_memory
 from gpipebal.solvers import find, split
-from gpipebal.solvers.levels import Levels
+from gpipebal.solvers.sets.levels import Levels
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

@@ -28,7 +28,7 @@ from gpipebal.planner.recompute.ways import choices_of
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile, SkipProfile
 from gpipebal.schedule import make_schedule
-from gpipebal.solvers.knapsack import cheapest, lowest
+from gpipebal.solvers.knapsack.knapsack import cheapest, lowest
 
 MiB = 2**20
 

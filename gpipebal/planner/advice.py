@@ -19,9 +19,9 @@ from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules
-from gpipebal.solvers.levels import in_order_if_large
-from gpipebal.solvers.peak import least_shortage, worst_lack
-from gpipebal.solvers.reachability import Path
+from gpipebal.solvers.sets.levels import in_order_if_large
+from gpipebal.solvers.sets.peak import least_shortage, worst_lack
+from gpipebal.solvers.sets.reachability import Path
 from gpipebal.units import format_bytes
 
 __all__ = ["explain", "with_more"]

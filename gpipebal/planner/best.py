@@ -21,8 +21,8 @@ from gpipebal.problem import Problem
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, iter_best_splits
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
-from gpipebal.solvers.peak import least_shortage
+from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.sets.peak import least_shortage
 
 __all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "lower_bound_of", "roomier"]
 

@@ -15,7 +15,7 @@ from gpipebal.planner.schedules.search import search_schedule
 from gpipebal.problem import Problem
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, split_any_cost
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
 
 __all__ = ["solved"]
 

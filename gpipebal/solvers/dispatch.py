@@ -11,17 +11,17 @@ from gpipebal.errors import BalanceError
 from gpipebal.objectives import Objective, TimeObjective, check_objective
 from gpipebal.problem import Problem, to_balance
 from gpipebal.schedule import CheckpointMode
-from gpipebal.solvers.always import solve_makespan_always
-from gpipebal.solvers.any_mode import AnyMode, solve_any_mode
-from gpipebal.solvers.bottleneck import solve_bottleneck
-from gpipebal.solvers.boxes import least_makespan
+from gpipebal.solvers.filling.always import solve_makespan_always
+from gpipebal.solvers.filling.bottleneck import solve_bottleneck
+from gpipebal.solvers.filling.makespan import solve_makespan
 from gpipebal.solvers.infeasible import explain_infeasible
 from gpipebal.solvers.integer_program import solve_integer_program
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
-from gpipebal.solvers.makespan import solve_makespan
-from gpipebal.solvers.peak import least_peak
-from gpipebal.solvers.reachability import BestPath, Path, Search
-from gpipebal.solvers.staircase import least_bottleneck, least_sum
+from gpipebal.solvers.sets.any_mode import AnyMode, solve_any_mode
+from gpipebal.solvers.sets.boxes import least_makespan
+from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.sets.peak import least_peak
+from gpipebal.solvers.sets.reachability import BestPath, Path, Search
+from gpipebal.solvers.sets.staircase import least_bottleneck, least_sum
 
 __all__ = [
     "METHODS",
@@ -106,8 +106,8 @@ def split(
     bottleneck, then by the least sum of squared partition times (forward + recompute +
     backward), then by the leftmost cuts (lexicographically smallest bounds). ``'box search'`` and
     ``'integer program'`` take the first they meet instead, and ``'pareto program'`` leaves the
-    squares out where there are too many to compare (see `gpipebal.solvers.paths`). Either way,
-    the same problem always gives the same split, unless a time limit ended the search.
+    squares out where there are too many to compare (see `gpipebal.solvers.filling.paths`). Either
+    way, the same problem always gives the same split, unless a time limit ended the search.
 
     Args:
         problem: Times of the layers, number of partitions, chunks, checkpoint mode; devices,
@@ -242,9 +242,9 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
     With devices, links, memory, rules, frozen layers before recomputed ones or several modes:
     ``'set bisection'`` for the bottleneck; ``'set sweep'`` for the makespan, if what is passed once
     is the same for every split, and ``'box search'`` if not, or if some partition recomputes every
-    micro-batch: the latter may leave a gap (see `gpipebal.solvers.any_mode`), of which on short
-    chains HiGHS closes what it can. ``'integer program'`` where too many kinds of devices may take
-    any order. ``'peak bisection'`` for the peak memory.
+    micro-batch: the latter may leave a gap (see `gpipebal.solvers.sets.any_mode`), of which on
+    short chains HiGHS closes what it can. ``'integer program'`` where too many kinds of devices may
+    take any order. ``'peak bisection'`` for the peak memory.
 
     Raises:
         BalanceError: an objective that does not exist, or for which the problem lacks something.

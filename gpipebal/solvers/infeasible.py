@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Problem, Rules
-from gpipebal.solvers.levels import Levels, in_order_if_large
-from gpipebal.solvers.peak import least_shortage, worst_lack
-from gpipebal.solvers.reachability import Search
+from gpipebal.solvers.sets.levels import Levels, in_order_if_large
+from gpipebal.solvers.sets.peak import least_shortage, worst_lack
+from gpipebal.solvers.sets.reachability import Search
 from gpipebal.units import count, format_bytes
 
 __all__ = ["explain_infeasible", "no_split_by_rules"]

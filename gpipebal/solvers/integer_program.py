@@ -21,9 +21,9 @@ import numpy as np
 from gpipebal.errors import BalanceError
 from gpipebal.objectives import TimeObjective
 from gpipebal.problem import Problem
-from gpipebal.solvers.levels import Levels, Step
-from gpipebal.solvers.reachability import BestPath, Path, Search
-from gpipebal.solvers.runs import Option
+from gpipebal.solvers.sets.levels import Levels, Step
+from gpipebal.solvers.sets.reachability import BestPath, Path, Search
+from gpipebal.solvers.sets.runs import Option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,8 @@ from gpipebal.solvers.dispatch import (
     solve_levels,
     split_of,
 )
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
-from gpipebal.solvers.ranked import ranked
+from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.sets.ranked import ranked
 
 __all__ = ["iter_best_splits"]
 
@@ -41,7 +41,7 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
         BalanceError: an objective, or a problem, whose solver cannot be asked for the next best.
 
     Complexity:
-        Up to K solves for each split and K partitions; see `gpipebal.solvers.ranked`.
+        Up to K solves for each split and K partitions; see `gpipebal.solvers.sets.ranked`.
 
     Example:
         >>> from itertools import islice
@@ -80,8 +80,8 @@ def _in_order(problem: Problem, found: Iterator[Split]) -> Iterator[Split]:
     """Put splits in the order of their true makespans.
 
     They come in the order of the makespans that they have if no recompute of a last micro-batch
-    lengthens them (see `gpipebal.solvers.any_mode`), which are bounds: a split is held back until
-    no other can come before it.
+    lengthens them (see `gpipebal.solvers.sets.any_mode`), which are bounds: a split is held back
+    until no other can come before it.
     """
     tickets = count()
     waiting: list[tuple[float, int, Split]] = []

@@ -17,8 +17,9 @@ from solvers.whole_cases import memory_of
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.problem import Device, Links, Problem, Rules, layer_memory
-from gpipebal.solvers import iter_best_splits, paths, select_method, split
-from gpipebal.solvers.always import solve_makespan_always
+from gpipebal.solvers import iter_best_splits, select_method, split
+from gpipebal.solvers.filling import paths
+from gpipebal.solvers.filling.always import solve_makespan_always
 
 CHAIN: tuple[Any, ...] = ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4])
 LINKS = Links([1, 2, 3], [1, 2, 3])

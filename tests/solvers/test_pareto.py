@@ -12,8 +12,8 @@ from oracles import brute_force
 from solvers.cases import CHAINS
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.always import solve_makespan_always
-from gpipebal.solvers.paths import solve_all_paths
+from gpipebal.solvers.filling.always import solve_makespan_always
+from gpipebal.solvers.filling.paths import solve_all_paths
 
 
 @st.composite

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles import dense_sum_of_maxima
 
 from gpipebal.solvers.chain import everywhere, meet, reach_limit, reach_within, windows
-from gpipebal.solvers.thresholds import smallest_sum
+from gpipebal.solvers.filling.thresholds import smallest_sum
 
 
 @st.composite

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from oracles import dense_least_squares
 
 from gpipebal.problem import Problem
-from gpipebal.solvers import by_rows, near_even, split, tiebreak
+from gpipebal.solvers import split
 from gpipebal.solvers.bisection import smallest_limit
 from gpipebal.solvers.chain import Limit, meet, reach_limit, reach_within, windows
-from gpipebal.solvers.narrow import squares_in_windows
-from gpipebal.solvers.tiebreak import fewest_squares, sum_of_squares
+from gpipebal.solvers.ties import by_rows, near_even, tiebreak
+from gpipebal.solvers.ties.narrow import squares_in_windows
+from gpipebal.solvers.ties.tiebreak import fewest_squares, sum_of_squares
 
 #: How to choose each of the three ways.
 BY_TABLE = {"_FEW": 10**9}

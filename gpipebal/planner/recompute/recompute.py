@@ -24,7 +24,7 @@ from gpipebal.problem import Device, Link, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode, make_schedule
-from gpipebal.solvers.knapsack import Network, Way, cheapest, lowest
+from gpipebal.solvers.knapsack.knapsack import Network, Way, cheapest, lowest
 from gpipebal.units import format_bytes
 
 __all__ = ["recompute_layers"]
@@ -90,8 +90,8 @@ def recompute_layers(
         UnsupportedPlanError: a schedule whose memory is not known.
 
     Complexity:
-        That of `gpipebal.solvers.knapsack.cheapest` for each partition; a partition of n layers has
-        O(n^2) runs for each set of shared storages that can be held.
+        That of `gpipebal.solvers.knapsack.knapsack.cheapest` for each partition; a partition of n
+        layers has O(n^2) runs for each set of shared storages that can be held.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 2.0, 1.0], saved_bytes=[40, 90, 20], chunks=4)

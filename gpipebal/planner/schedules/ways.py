@@ -14,7 +14,7 @@ from gpipebal.planner.times import order_for, recomputes_for
 from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode, counted_modes
 from gpipebal.solvers import Split
-from gpipebal.solvers.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
 
 __all__ = ["Ways"]
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.levels import Levels
-from gpipebal.solvers.reachability import Path, Search
-from gpipebal.solvers.runs import modes_to_try
-from gpipebal.solvers.staircase import least_bottleneck
+from gpipebal.solvers.sets.levels import Levels
+from gpipebal.solvers.sets.reachability import Path, Search
+from gpipebal.solvers.sets.runs import modes_to_try
+from gpipebal.solvers.sets.staircase import least_bottleneck
 
 __all__ = ["Lack", "least_peak", "least_shortage", "worst_lack"]
 

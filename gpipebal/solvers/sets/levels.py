@@ -19,7 +19,7 @@ import numpy as np
 
 from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CheckpointMode
-from gpipebal.solvers.runs import Option, behind, modes_to_try, options_of, set_of
+from gpipebal.solvers.sets.runs import Option, behind, modes_to_try, options_of, set_of
 
 __all__ = ["MOST_STATES", "Levels", "Step", "count_states", "in_order_if_large"]
 
@@ -49,7 +49,7 @@ class Levels:
         groups: For each group of equal devices, their indices.
         modes: Checkpoint modes that each partition may have, the fastest first.
         early: Whether the last partition is charged once for the recompute of its last
-            micro-batch; see `gpipebal.solvers.runs.options_of`.
+            micro-batch; see `gpipebal.solvers.sets.runs.options_of`.
 
     Args:
         problem: The problem.

@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.bisection import floor, smallest_limit
-from gpipebal.solvers.levels import Levels, Step
-from gpipebal.solvers.runs import Cost, Option
+from gpipebal.solvers.sets.levels import Levels, Step
+from gpipebal.solvers.sets.runs import Cost, Option
 
 __all__ = ["BestPath", "Found", "Path", "Search", "TimeIsUpError", "Windows"]
 

@@ -4,15 +4,16 @@ Where no micro-batch is recomputed, or all but the last are, the makespan is a s
 can change, plus (chunks - 1) times the sum of the largest forward and the largest backward (with
 recompute) of a partition. So it is least where the sum of those two maxima is: a sweep over two
 thresholds. With one chunk, every split has the same makespan, and the tie-break decides alone.
-With recompute of every micro-batch the makespan has more terms: see `gpipebal.solvers.always`.
+With recompute of every micro-batch the makespan has more terms: see
+`gpipebal.solvers.filling.always`.
 """
 
 from __future__ import annotations
 
 from gpipebal.problem import Problem
 from gpipebal.solvers.chain import Limit, Solution
-from gpipebal.solvers.thresholds import smallest_sum
-from gpipebal.solvers.tiebreak import tie_break
+from gpipebal.solvers.filling.thresholds import smallest_sum
+from gpipebal.solvers.ties.tiebreak import tie_break
 
 __all__ = ["solve_makespan"]
 

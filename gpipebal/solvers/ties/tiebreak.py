@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from gpipebal.solvers.bisection import floor, smallest_limit
-from gpipebal.solvers.by_rows import fits, squares_by_rows
 from gpipebal.solvers.chain import Limit, everywhere, windows
-from gpipebal.solvers.narrow import squares_in_windows
-from gpipebal.solvers.near_even import near_even, near_even_windows, unevenness
-from gpipebal.solvers.parametric import priced_least_squares
+from gpipebal.solvers.ties.by_rows import fits, squares_by_rows
+from gpipebal.solvers.ties.narrow import squares_in_windows
+from gpipebal.solvers.ties.near_even import near_even, near_even_windows, unevenness
+from gpipebal.solvers.ties.parametric import priced_least_squares
 
 __all__ = ["fewest_squares", "sum_of_squares", "tie_break"]
 

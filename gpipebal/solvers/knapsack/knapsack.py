@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpipebal.solvers.knapsack_network import (
+from gpipebal.solvers.knapsack.network import (
     Arc,
     Ceiling,
     Network,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import count
 
-from gpipebal.solvers.levels import Levels
-from gpipebal.solvers.reachability import BestPath, Path
+from gpipebal.solvers.sets.levels import Levels
+from gpipebal.solvers.sets.reachability import BestPath, Path
 
 __all__ = ["ranked"]
 
@@ -42,8 +42,8 @@ def ranked(levels: Levels, solve: Solve) -> Iterator[tuple[int, Path]]:
 
     Example:
         >>> from gpipebal.problem import Problem
-        >>> from gpipebal.solvers.reachability import Search
-        >>> from gpipebal.solvers.staircase import least_bottleneck
+        >>> from gpipebal.solvers.sets.reachability import Search
+        >>> from gpipebal.solvers.sets.staircase import least_bottleneck
         >>> levels = Levels(Problem([1, 2, 3, 4], [0] * 4, [0] * 4, 2))
         >>> [(value, path.bounds) for value, path in
         ...     ranked(levels, lambda levels: least_bottleneck(Search(levels)))]

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from itertools import count
 from typing import NamedTuple
 
-from gpipebal.solvers.levels import Step
-from gpipebal.solvers.reachability import BestPath, Path, Search, TimeIsUpError
+from gpipebal.solvers.sets.levels import Step
+from gpipebal.solvers.sets.reachability import BestPath, Path, Search, TimeIsUpError
 
 __all__ = ["least_makespan", "least_once"]
 
@@ -51,7 +51,7 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
 
     Example:
         >>> from gpipebal.problem import Links, Problem
-        >>> from gpipebal.solvers.levels import Levels
+        >>> from gpipebal.solvers.sets.levels import Levels
         >>> links = Links([9, 0], [9, 0])
         >>> problem = Problem([1, 1, 1], [1, 1, 1], [0] * 3, 2, chunks=2, links=links)
         >>> least_makespan(Search(Levels(problem)), 1).path.bounds

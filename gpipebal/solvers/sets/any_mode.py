@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode
-from gpipebal.solvers.levels import Levels
-from gpipebal.solvers.reachability import BestPath, Path
+from gpipebal.solvers.sets.levels import Levels
+from gpipebal.solvers.sets.reachability import BestPath, Path
 
 __all__ = ["AnyMode", "solve_any_mode"]
 

@@ -10,7 +10,8 @@ without this mode, plus what it passes once: a third threshold, swept like the f
 split that the tie-break chooses among those optima has no slower path, it is optimal for all
 paths together, because leaving paths out can only make a makespan shorter. If it has a slower one,
 the same sweep, with every path charged for both maxima of the whole chain, finds a split that is
-good, and mostly optimal; `gpipebal.solvers.paths` closes the gap that is left between the two.
+good, and mostly optimal; `gpipebal.solvers.filling.paths` closes the gap that is left between the
+two.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from collections.abc import Sequence
 from gpipebal.problem import Problem
 from gpipebal.solvers.bisection import largest_layer, smallest_limit
 from gpipebal.solvers.chain import Limit, Solution
-from gpipebal.solvers.paths import solve_all_paths
-from gpipebal.solvers.thresholds import smallest_sum
-from gpipebal.solvers.tiebreak import tie_break
+from gpipebal.solvers.filling.paths import solve_all_paths
+from gpipebal.solvers.filling.thresholds import smallest_sum
+from gpipebal.solvers.ties.tiebreak import tie_break
 
 __all__ = ["solve_makespan_always"]
 

@@ -1,9 +1,9 @@
 """The most even of the splits that keep all limits, when nothing is known about what is allowed.
 
-The same choice as in `gpipebal.solvers.tiebreak`, for problems with memory limits, links, rules
-or different devices: least sum of squared partition times, then leftmost cuts. A table over cuts
-and places, from the right, restricted to places that lie on some split; all ends of all starts of
-a cut are compared at once.
+The same choice as in `gpipebal.solvers.ties.tiebreak`, for problems with memory limits, links,
+rules or different devices: least sum of squared partition times, then leftmost cuts. A table over
+cuts and places, from the right, restricted to places that lie on some split; all ends of all starts
+of a cut are compared at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from math import isqrt
 
 import numpy as np
 
-from gpipebal.solvers.levels import Step
-from gpipebal.solvers.reachability import Path, Search
-from gpipebal.solvers.runs import Option
+from gpipebal.solvers.sets.levels import Step
+from gpipebal.solvers.sets.reachability import Path, Search
+from gpipebal.solvers.sets.runs import Option
 
 __all__ = ["most_even"]
 
@@ -39,7 +39,7 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
 
     Example:
         >>> from gpipebal.problem import Problem
-        >>> from gpipebal.solvers.levels import Levels
+        >>> from gpipebal.solvers.sets.levels import Levels
         >>> search = Search(Levels(Problem([1] * 5, [0] * 5, [0] * 5, 2)))
         >>> most_even(search, {"load": 4}).bounds
         (0, 2, 5)

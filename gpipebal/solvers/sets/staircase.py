@@ -1,16 +1,16 @@
 """Bottleneck and makespan under limits, where the makespan's sum is the same for every split.
 
-The same questions as in `gpipebal.solvers.bottleneck` and `gpipebal.solvers.thresholds`, put to
-a `Search`, which assumes nothing about which runs are allowed: memory limits, a checkpoint mode
-for each partition, rules about cuts.
+The same questions as in `gpipebal.solvers.filling.bottleneck` and
+`gpipebal.solvers.filling.thresholds`, put to a `Search`, which assumes nothing about which runs are
+allowed: memory limits, a checkpoint mode for each partition, rules about cuts.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from gpipebal.solvers.evenness import most_even
-from gpipebal.solvers.reachability import BestPath, Path, Search, TimeIsUpError
+from gpipebal.solvers.sets.evenness import most_even
+from gpipebal.solvers.sets.reachability import BestPath, Path, Search, TimeIsUpError
 
 __all__ = ["least_bottleneck", "least_sum", "settle"]
 
@@ -52,11 +52,11 @@ def least_sum(search: Search, repeated: bool = True) -> tuple[int, Path] | None:
         As many times `Search.smallest` as the staircase has steps, twice; see `smallest_sum`.
 
     Source:
-        As `gpipebal.solvers.thresholds`. Differs: allowed runs need not be intervals.
+        As `gpipebal.solvers.filling.thresholds`. Differs: allowed runs need not be intervals.
 
     Example:
         >>> from gpipebal.problem import Problem
-        >>> from gpipebal.solvers.levels import Levels
+        >>> from gpipebal.solvers.sets.levels import Levels
         >>> problem = Problem([3, 1, 1], [1, 3, 5], [0, 0, 0], 2, chunks=3)
         >>> least_sum(Search(Levels(problem)))[0]
         9
