@@ -1,0 +1,74 @@
+"""Checkpoint modes that a search under a schedule chooses, against all modes of all splits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise, product
+from typing import Any
+
+import pytest
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.test_schedule_search import all_makespans, makespan_of
+
+import gpipebal as gb
+from gpipebal.planner.schedules.search import search_schedule
+from gpipebal.problem import Device, Links, Memory, Problem
+from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(st.data(), st.sampled_from(["1f1b", "zb_h1"]))
+def test_open_modes_under_limits_are_the_best_for_each_split(
+    data: st.DataObject, name: str
+) -> None:
+    """Against all splits in all modes: the least makespan of what fits, and its proof."""
+    n_layers, n = data.draw(st.integers(3, 6)), 3
+    columns = st.lists(st.integers(0, 9), min_size=n_layers, max_size=n_layers)
+    forward, backward, recompute, saved = (data.draw(columns) for _ in range(4))
+    kept = {"never": 4, "except_last": 2, "always": 1}
+
+    def rows(first: int, partition: int, mode: CheckpointMode) -> list[int]:
+        return [kept[mode] * size for size in accumulate(saved[first:])]
+
+    limits = data.draw(st.lists(st.integers(0, 60), min_size=n, max_size=n))
+    devices = [Device(data.draw(st.sampled_from([1, 2])), memory_limit=one) for one in limits]
+    chunks = 3 * data.draw(st.integers(1, 2))
+    links = data.draw(st.sampled_from([None, Links([2] * (n_layers - 1), [1] * (n_layers - 1))]))
+    problem = Problem(
+        forward, backward, recompute, n, chunks, "auto", devices, links=links, memory=Memory(rows)
+    )
+    values = [
+        makespan
+        for modes in product(CHECKPOINT_MODES, repeat=n)
+        for bounds, makespan in all_makespans(replace(problem, checkpoint=modes), name).items()
+        if all(
+            kept[mode] * sum(saved[a:b]) <= limit
+            for (a, b), mode, limit in zip(pairwise(bounds), modes, limits, strict=True)
+        )
+    ]
+    found = search_schedule(problem, name)
+    if not values:
+        assert found is None
+        return
+    assert found is not None
+    own = makespan_of(replace(problem, checkpoint=found.modes), name, found.bounds)
+    assert found.value == pytest.approx(own, rel=1e-12)
+    assert found.value == pytest.approx(min(values), rel=1e-12)
+    assert (found.status, found.gap) == ("optimal", 0.0)
+    for (a, b), mode, limit in zip(pairwise(found.bounds), found.modes, limits, strict=True):
+        assert kept[mode] * sum(saved[a:b]) <= limit
+
+
+@pytest.mark.parametrize(("name", "limit"), [("1f1b", None), ("1f1b", 10**9), ("zb_h1", None)])
+def test_open_modes_are_no_slower_than_the_fastest(name: str, limit: int | None) -> None:
+    """Where everything fits without a recompute, the plan is that of 'never', with its proof."""
+    times = [6.0, 5.0, 4.0, 6.0, 2.0, 9.0, 3.0, 1.0, 9.0, 5.0]
+    profile = gb.Profile.from_costs(times, saved_bytes=[5] * 10, chunks=4)
+    options: Any = {"schedule": name, "devices": [1, 0.5, 2, 2], "memory_limit": limit}
+    fixed = gb.solve(profile, 4, checkpoint="never", **options)
+    free = gb.solve(profile, 4, checkpoint="auto", **options)
+    assert (free.balance, free.modes) == (fixed.balance, fixed.modes)
+    assert (free.value, free.lower_bound) == (fixed.value, fixed.lower_bound)
+    assert free.status == "optimal"

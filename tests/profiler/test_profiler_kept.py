@@ -1,0 +1,177 @@
+"""What layers keep beside parameters, in the profiler's bytes: attributes, buffers, contexts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from profiler.test_profiler_memory import F, I, profile
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.pipeline.layers.buffers import SMALL
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class _Leaves(nn.Module):
+    """Leaves a large tensor behind: as an attribute, in a list, or in a buffer's place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.where = where
+        self.last: Any = None
+        if where != "attribute" and where != "list":
+            self.register_buffer("kept", torch.zeros(4, 80) if where == "buffer" else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lin(x)
+        large = (y.detach() * 2).repeat(1, 10)
+        if self.where == "attribute":
+            self.last = large
+        elif self.where == "list":
+            self.last = [large]
+        else:
+            self.kept = large
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("where", ["attribute", "list", "buffer", "no buffer yet"])
+def test_what_a_forward_leaves_behind_is_there_once(where: str, method: str) -> None:
+    """It is not saved by every micro-batch; one stays, as a buffer does that it may replace."""
+    model = nn.Sequential(nn.Linear(8, 8), _Leaves(where))
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
+    found = gb.profile_model(
+        model, torch.ones(16, 8), chunks=4, rows=(), method=method, progress=False, **options
+    )
+    layer = found.layers[1]
+    assert layer.buffer_bytes == 4 * 80 * F
+    assert found.bytes_of(layer.saved) == 4 * 8 * F  # the input alone
+
+
+class _OnlyOnce(nn.Module):
+    """Keeps a table that it makes in its first forward, as an attribute or a buffer."""
+
+    def __init__(self, *, registered: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        if registered:
+            self.register_buffer("table", None)
+        else:
+            self.table = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.zeros(100, 8)
+        y: Tensor = self.lin(x) + self.table[: len(x)]
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_tables_that_are_made_once_count(method: str, registered: bool, has_run: bool) -> None:
+    """A table is memory of its layer, whether the caller's model has it already or not."""
+    model = nn.Sequential(nn.Linear(8, 8), _OnlyOnce(registered=registered))
+    if has_run:
+        model(torch.ones(16, 8))
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
+    found = gb.profile_model(
+        model, torch.ones(16, 8), chunks=4, rows=(), method=method, progress=False, **options
+    )
+    assert found.layers[1].buffer_bytes == 100 * 8 * F
+
+
+def test_a_table_of_several_layers_counts_once() -> None:
+    """It belongs to the first layer that keeps it, as a buffer does."""
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    table = torch.zeros(100)
+    for layer in layers:
+        layer.table = table
+    found = profile(nn.Sequential(*layers), torch.ones(4, 8))
+    assert [layer.buffer_bytes for layer in found.layers] == [100 * F, 0, 0]
+
+
+def test_layers_with_sparse_buffers_are_measured() -> None:
+    """What has no storage of its own counts by its parts."""
+    layer = nn.Linear(8, 8)
+    layer.register_buffer("mask", torch.eye(8).to_sparse())
+    found = profile(nn.Sequential(layer), torch.ones(4, 8))
+    assert found.layers[0].buffer_bytes == 8 * F + 2 * 8 * I
+
+
+class _Writes(nn.Module):
+    """Writes to a large buffer, or puts another in its place."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.lin, self.how = nn.Linear(8, 8), how
+        self.register_buffer("large", torch.zeros(SMALL // F + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.large.mul_(0.5).add_(1)
+        elif self.how == "replaced":
+            self.large = self.large * 0.5 + 1
+        y: Tensor = self.lin(x)
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("how", ["in place", "replaced", "read"])
+def test_large_buffers_are_kept_for_recomputes_if_they_change(how: str, method: str) -> None:
+    """Estimates see it too, by the count of writes."""
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
+    found = gb.profile_model(
+        nn.Sequential(_Writes(how)), torch.ones(4, 8), rows=(), method=method, **options
+    )
+    assert found.layers[0].kept_buffer_bytes == (0 if how == "read" else SMALL + F)
+    assert found.layers[0].buffer_bytes == SMALL + F
+
+
+class _OnContext(torch.autograd.Function):
+    """Keeps its input as an attribute, which autograd never hears of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        s = ctx.x.sigmoid()
+        return gradient * (s + ctx.x * s * (1 - s))
+
+
+class _Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _OnContext.apply(x)
+        return y
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_inputs_on_the_context_of_a_function_are_saved(method: str) -> None:
+    """Though no hook sees them; the layer's input is one storage with what came before."""
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "A100"}
+    )
+    found = gb.profile_model(
+        nn.Sequential(nn.Linear(8, 8), _Swish(), nn.Linear(8, 2)),
+        torch.ones(4, 8),
+        rows=(),
+        method=method,
+        progress=False,
+        **options,
+    )
+    first, second, _ = found.layers
+    assert second.saved == first.outputs
+    assert found.bytes_of(second.saved) == 4 * 8 * F

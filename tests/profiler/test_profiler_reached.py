@@ -1,0 +1,272 @@
+"""What layers reach past themselves, and what they are given, is after a profile as before."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+import pytest
+import torch
+from profiler.test_profiler_caches import WAYS
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.errors import FileFormatError, ProfileError
+from gpipebal.profiler.replicas.replica import stand_ins
+
+pytestmark = pytest.mark.timeout(60)
+LAST: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("LAST", default=None)
+
+
+class Rope(nn.Module):
+    """Keeps a table, a buffer and an entry that it makes in its first forward."""
+
+    cos: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cos is None:
+            self.cos = torch.ones(8, 1, device=x.device)
+            self.tables["sin"] = self.cos * 2
+            self.register_buffer("late", self.cos * 3)
+        return x * self.cos[: x.shape[0]] * self.tables["sin"][0] * self.late[0]
+
+
+class Grows(nn.Module):
+    """Has a buffer that it makes as long as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.full((3, 1), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < len(x):
+            self.table.data = torch.full((len(x), 1), 5.0, device=x.device)
+        return x * self.table[: len(x)]
+
+
+def calling(inner: nn.Module) -> nn.Module:
+    """Return a layer that calls a module without having it."""
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            called: Tensor = inner(x)
+            return called
+
+    return Calls()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_layers_call_without_having_it(way: str) -> None:
+    """Its attributes, containers and buffers are as before, and the model runs."""
+    rope = Rope()
+    model = nn.Sequential(nn.Linear(4, 4), calling(rope), nn.Linear(4, 2))
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, **WAYS[way])
+    assert rope.cos is None and rope.tables == {} and "late" not in rope._buffers
+    model(torch.randn(4, 4)).sum().backward()
+
+
+def test_a_buffer_that_has_grown_gets_its_memory_back() -> None:
+    """Its sizes and values are those of before, and no other place is left out because of it."""
+    grows = Grows()
+    before = grows.table
+    address = before.data_ptr()
+    model = nn.Sequential(calling(grows), nn.Linear(4, 2))
+    gb.profile_model(model, torch.randn(16, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert grows.table is before and before.data_ptr() == address
+    assert torch.equal(before, torch.full((3, 1), 2.0))
+
+
+def test_the_trial_runs_on_a_copy_of_the_sample() -> None:
+    """A first layer may write to its input where no graph is recorded."""
+
+    class Centers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mean = x.mean()
+            return x - mean if torch.is_grad_enabled() else x.sub_(mean)
+
+    x = torch.randn(8, 4) + 3
+    before = x.clone()
+    gb.profile_model(nn.Sequential(Centers(), nn.Linear(4, 2)), x, chunks=2, timeout=0)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_variables_of_the_callers_context(way: str) -> None:
+    """What a layer sets there is not the caller's, whose own value the layer finds."""
+    seen: list[bool] = []
+
+    class Sets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(LAST.get() is mine)
+            LAST.set(x.detach())
+            return x * 1
+
+    mine = torch.ones(1)
+    token = LAST.set(mine)
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), Sets())
+        gb.profile_model(model, torch.randn(8, 4), chunks=2, **WAYS[way])
+        assert LAST.get() is mine
+        assert any(seen)
+    finally:
+        LAST.reset(token)
+
+
+def test_a_layer_with_a_way_to_the_whole_model_is_copied_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parameters of all other layers are shared by copies of what leads there."""
+
+    class Recorder:
+        model: nn.Module
+
+        def hook(self, module: nn.Module, given: Any, result: Any) -> None:
+            pass
+
+    recorder = Recorder()
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    recorder.model = model
+    for layer in model:
+        layer.register_forward_hook(recorder.hook)
+    known = stand_ins(list(model), torch.device("cpu"))
+    assert {p.data_ptr() for p in known.values()} == {p.data_ptr() for p in model.parameters()}
+    copied = []
+    deepcopy = nn.Parameter.__deepcopy__
+
+    def counted(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copied.append(self)
+        made: nn.Parameter = deepcopy(self, memo)
+        return made
+
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", counted)
+    taken = gb.profile_model(model, torch.randn(8, 64), chunks=2, timeout=0, as_pipeline=False)
+    assert not copied
+    assert [layer.parameter_bytes for layer in taken.layers] == [4 * (64 * 64 + 64)] * 6
+
+
+@pytest.mark.parametrize("more", [{}, {"one_at_a_time": True}, WAYS["estimate"]])
+def test_a_loss_may_write_to_its_input(more: dict[str, Any]) -> None:
+    """As it may in a pipeline and in the plain model."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return output.sub_(target).square().mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    options = more if "method" in more else {"timeout": 0, "as_pipeline": False, **more}
+    taken = gb.profile_model(
+        model, torch.randn(8, 4), chunks=2, loss_fn=loss, target=torch.randn(8, 2), **options
+    )
+    assert taken.step is not None and taken.step.loss is not None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_between_layers_are_refused(layout: torch.layout) -> None:
+    """With one error that says what to do; inside of a layer they are its own matter."""
+
+    class Nests(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nested.as_nested_tensor([x[:3], x[:2]], layout=layout)
+
+    class Pads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nested.to_padded_tensor(x, 0.0)
+
+    model = nn.Sequential(nn.Linear(4, 4), Nests(), Pads())
+    with pytest.raises(ProfileError, match="nested tensors between layers cannot be profiled"):
+        gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), b"x", "\ud800"])
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Any, value: object) -> None:
+    """The error says so, and the file that was there is still there."""
+    path = tmp_path / "profile.json"
+    profile = gb.Profile.from_costs([1.0])
+    profile.save(path)
+    before = path.read_bytes()
+    profile.provenance["note"] = value  # type: ignore[index]
+    with pytest.raises(FileFormatError, match="could not be read back"):
+        profile.save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+class Adds(nn.Module):
+    """Has a buffer of any layout, which it does not use."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1
+
+
+@pytest.mark.parametrize("layout", ["sparse", "csr", "expanded"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_buffers_of_any_layout_behind_a_function(layout: str) -> None:
+    """They are left alone, whatever memory they have."""
+    if layout == "expanded":
+        buffer = torch.ones(1).expand(5)
+    else:
+        buffer = torch.eye(3).to_sparse() if layout == "sparse" else torch.eye(3).to_sparse_csr()
+    inner = Adds(buffer)
+    model = nn.Sequential(calling(inner), nn.Linear(4, 2))
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert inner.table is buffer
+
+
+def test_a_graph_of_before_can_still_be_run() -> None:
+    """What is put back unchanged is not written to."""
+
+    class Scales(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.table
+
+    model = nn.Sequential(nn.Linear(4, 4), calling(Scales(torch.full((4,), 2.0))))
+    x = torch.randn(8, 4)
+    loss = model(x).sum()
+    gb.profile_model(model, x, chunks=2, timeout=0, as_pipeline=False)
+    loss.backward()
+
+
+def test_what_identical_layers_read_of_another_is_the_same_for_each() -> None:
+    """A gradient that one has left where it reads is not there for the next."""
+
+    class Reads(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.others = [weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.others[0])
+
+    first = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(first, *[Reads(first.weight) for _ in range(3)])
+    taken = gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert len({layer.backward_peak_bytes for layer in taken.layers[1:]}) == 1
+
+
+def test_compiled_functions_inside_layers_are_compiled_as_before() -> None:
+    """A layer that calls one, or a loss that is one, is not a compiled module."""
+    limit = torch._dynamo.config.recompile_limit
+    called: list[int] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.function = torch.compile(doubled, backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            called.append(torch._dynamo.config.recompile_limit)
+            return x + x.detach().sum() * 0
+
+    model = nn.Sequential(nn.Linear(4, 4), Calls())
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert min(called) > limit == torch._dynamo.config.recompile_limit
