@@ -82,13 +82,17 @@ def test_a_partition_of_the_host_may_hand_on_what_is_on_a_card(last: bool) -> No
             torch.testing.assert_close(found, expected)
 
 
-def test_a_loss_in_pinned_memory_is_there_when_it_is_added_up() -> None:
-    """The caller adds up the losses of micro-batches on the host."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_loss_in_pinned_memory_is_there_when_it_is_added_up(alone: bool) -> None:
+    """The caller adds up the losses of micro-batches on the host; one may be a part of several."""
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
 
     def late_loss(output: Tensor, target: Tensor) -> Tensor:
         torch.cuda._sleep(10_000_000)
-        return mse_loss(output, target).to("cpu", non_blocking=True)
+        loss = mse_loss(output, target)
+        if alone:
+            return loss.to("cpu", non_blocking=True)
+        return torch.stack([loss, loss + 1]).to("cpu", non_blocking=True)[0]
 
     pipe = GPipe(copy.deepcopy(model), [1, 1], devices=[CUDA] * 2, chunks=4)
     x, target = torch.randn(64, 256), torch.randn(64, 256)

@@ -123,8 +123,11 @@ class MicroBatchLoss:
         """Return the loss that a cell returned."""
         self._needs_gradient = self._needs_gradient or output.needs_gradient[0]
         loss: Tensor = output.leaves[0]
-        # Kept until all are added up. A mean may share the storage of all its terms.
-        return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
+        # Kept until all are added up. A mean may share the storage of all its terms. In pinned
+        # memory it may not be there yet; to ask where there is no CUDA yet would begin it.
+        is_part = loss.untyped_storage().nbytes() > loss.nbytes
+        is_pinned = is_part and torch.cuda.is_initialized() and loss.is_pinned()
+        return loss.clone() if is_part and not is_pinned else loss
 
     def check(self) -> None:
         """Make sure that a step with gradients had something to differentiate.
