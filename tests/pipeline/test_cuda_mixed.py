@@ -82,6 +82,27 @@ def test_a_partition_of_the_host_may_hand_on_what_is_on_a_card(last: bool) -> No
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_partition_of_the_host_may_have_its_loss_on_a_card(grad: bool) -> None:
+    """The caller adds up the losses of micro-batches on a stream of its own."""
+    model = nn.Linear(64, 64)
+
+    def late_loss(output: Tensor, target: Tensor) -> Tensor:
+        output, target = output.to(CUDA), target.to(CUDA)
+        torch.cuda._sleep(10_000_000)
+        return mse_loss(output, target)
+
+    pipe = GPipe(nn.Sequential(copy.deepcopy(model)), [1], devices=["cpu"], chunks=4)
+    x, target = torch.randn(64, 64), torch.randn(64, 64)
+    expected = mse_loss(model(x), target).detach()
+    for _ in range(3):
+        with torch.set_grad_enabled(grad), torch.cuda.stream(torch.cuda.Stream(CUDA)):
+            loss = pipe.step(x, target=target, loss_fn=late_loss)
+            torch.cuda.current_stream().synchronize()
+        assert loss.is_cuda
+        torch.testing.assert_close(loss.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_loss_in_pinned_memory_is_there_when_it_is_added_up(alone: bool) -> None:
     """The caller adds up the losses of micro-batches on the host; one may be a part of several."""

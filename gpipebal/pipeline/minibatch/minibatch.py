@@ -304,7 +304,7 @@ class MiniBatch:
                     if action.kind == "B" and action is not row[-1]:
                         steps.check()
                     activity.end()
-            self._done[j] = lane.mark()
+            self._done[j] = lane.mark(() if loss is None else self.losses)
         except InboxClosedError:
             if not self._stop.is_set:  # no other worker failed, which would tell why
                 self._failures.add(action, given_up_error())
