@@ -113,6 +113,33 @@ def test_memory_is_kept_of_all_that_a_tensor_is_made_of(monkeypatch: pytest.Monk
     assert [part.numel() for part in recorded] == [5]
 
 
+def test_what_comes_to_the_host_in_parts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a sparse tensor fills the pinned memory of its parts, as of a dense one its own."""
+
+    class Event(Stream):
+        def synchronize(self) -> None:
+            self.waited.append("host")
+
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    sparse = torch.eye(3).to_sparse()
+    pinned: set[int] = set()
+
+    def is_pinned(tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.data_ptr() in pinned
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(Tensor, "is_pinned", is_pinned)
+    lane = CudaLane(HOME)
+    for tensor, part in ((sparse, sparse._values()), (jagged, jagged.values())):
+        for where, expected in ((set[int](), []), ({part.data_ptr()}, ["host"])):
+            pinned.clear()
+            pinned.update(where)
+            ready = Event(HOME)
+            lane.give_to_caller([tensor], ready)
+            assert ready.waited == expected
+
+
 def test_a_caller_waits_for_a_tensor_on_the_device_that_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

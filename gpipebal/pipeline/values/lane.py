@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.values.tensors import parts_of
+from gpipebal.pipeline.values.tensors import parts_of, plain_parts
 
 __all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane", "record_stream"]
 
@@ -175,7 +175,7 @@ class CudaLane(Lane):
         else:
             self.wait_for(ready)
         if from_host:
-            if not of_caller and any(received[k].is_pinned() for k in from_host):
+            if not of_caller and any(_is_pinned(received[k]) for k in from_host):
                 # A layer's copy to the host may still be filling it.
                 for event in _events(ready):
                     self.upload.wait_event(event)
@@ -232,7 +232,7 @@ class CudaLane(Lane):
         for leaf in found:
             record_stream(leaf, torch.cuda.current_stream(leaf.device))
         host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
-        if any(leaf.layout is torch.strided and leaf.is_pinned() for leaf in host):
+        if any(map(_is_pinned, host)):
             # A layer's copy may still be filling it, and the caller joins it on the host.
             for event in _events(ready):
                 event.synchronize()
@@ -264,6 +264,11 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
     """Keep a tensor's memory until a stream has read it, whatever the tensor is made of."""
     for part in parts_of(tensor):
         part.record_stream(stream)
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    """Tell whether any memory of a tensor is pinned, whatever the tensor is made of."""
+    return any(part.is_pinned() for part in plain_parts(tensor))
 
 
 def _events(ready: Any) -> Sequence[Any]:
