@@ -26,6 +26,7 @@ from gpipebal.pipeline.randomness.seeds import draw_seed
 from gpipebal.pipeline.values.microbatch import Call, flatten, name_of_leaf, unflatten
 from gpipebal.pipeline.values.parting import gather, scatter_leaves
 from gpipebal.pipeline.values.tensors import copy_of
+from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.setting import threads_set
 from gpipebal.skip.tracker import Skips, using
 from gpipebal.verification.task import Outcome, Task, copied, layers_alone, outcome_of
@@ -88,6 +89,8 @@ def run_plain(plain: nn.Module, pipe: GPipe, task: Task, watch: Watch | None = N
     with _noting("in the plain model, which verify ran first"), threads_set(_threads_of(pipe)):
         if len(pipe):
             outputs = _run_micro_batches(plain, pipe.devices[0], leaves, inputs, watch)
+            # What a layer copies to pinned memory may still be on its way, and is joined here.
+            synchronize(pipe.devices[0])
             output = _moved(gather(outputs, pipe.out_dims), pipe.devices[-1])
             del outputs
         else:

@@ -494,6 +494,16 @@ def test_an_output_on_the_host_is_whole_when_it_is_joined(chunks: int) -> None:
             torch.testing.assert_close(pipe(x), expected.detach())
 
 
+def test_verify_joins_outputs_on_the_host_when_they_are_there() -> None:
+    """It runs the plain model over micro-batches, and joins what these return."""
+    model = nn.Sequential(nn.Linear(256, 256), ToPinned())
+    pipe = GPipe(copy.deepcopy(model), [1, 1], devices=[CUDA] * 2, chunks=4)
+    x = torch.randn(64, 256, device=CUDA)
+    with torch.no_grad():
+        for _ in range(3):
+            assert gb.verify(model, pipe, x).outputs.count == 1
+
+
 @MODES
 @pytest.mark.filterwarnings("error")
 def test_the_callers_graph_may_use_a_parameter_on_another_stream(
