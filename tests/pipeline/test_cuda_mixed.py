@@ -82,6 +82,31 @@ def test_a_partition_of_the_host_may_hand_on_what_is_on_a_card(last: bool) -> No
             torch.testing.assert_close(found, expected)
 
 
+def test_a_partition_of_the_host_gets_gradients_of_what_it_put_on_a_card() -> None:
+    """It does not read them before the caller's stream has made them."""
+
+    class Move(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(CUDA)
+
+    def late(gradient: Tensor) -> Tensor:
+        torch.cuda._sleep(20_000_000)
+        return gradient * 2
+
+    plain = nn.Linear(64, 64)
+    pipe = GPipe(nn.Sequential(copy.deepcopy(plain), Move()), [1, 1], devices=["cpu"] * 2, chunks=4)
+    x = torch.randn(64, 64)
+    (2 * plain(x).square().sum()).backward()
+    for _ in range(3):
+        pipe.zero_grad()
+        with torch.cuda.stream(torch.cuda.Stream(CUDA)):
+            output = pipe(x)
+            output.register_hook(late)
+            output.square().sum().backward()
+        for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_partition_of_the_host_may_have_its_loss_on_a_card(grad: bool) -> None:
     """The caller adds up the losses of micro-batches on a stream of its own."""

@@ -27,6 +27,7 @@ from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.minibatch.new_gradients import LateGradients
 from gpipebal.pipeline.process import engine_state
 from gpipebal.pipeline.process.caller import whole_call
+from gpipebal.pipeline.values.lane import caller_events
 from gpipebal.pipeline.values.microbatch import (
     copied,
     find_overlaps,
@@ -144,7 +145,7 @@ def _gradient_device(leaf: Any) -> torch.device | None:
 
 
 class _Arrived(NamedTuple):
-    """What `Attach` has for `Launch`: by micro-batch, each leaf's gradient; and an event."""
+    """What `Attach` has for `Launch`: by micro-batch, each leaf's gradient; and events."""
 
     gradients: list[list[Tensor | None]]
     ready: Any
@@ -246,7 +247,8 @@ class _Attach(torch.autograd.Function):
         parts = crossing.part(dict(zip(ctx.wanted, gradients, strict=True)))
         token = _token()
         # This may be a device's thread: its current stream is the one that made the gradients.
-        ready = crossing.mini_batch.lanes[-1].follow_caller()
+        # The lane of a partition of the host marks nothing on a card, where its output may be.
+        ready = [crossing.mini_batch.lanes[-1].follow_caller(), *caller_events(gradients)]
         token.__dict__["arrived"] = _Arrived(parts, ready)
         return (None, token, None, *([None] * len(gradients)))
 
