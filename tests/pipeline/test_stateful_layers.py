@@ -274,11 +274,12 @@ def test_what_is_not_a_number_in_a_shared_buffer_has_not_been_written_to() -> No
 
 
 def test_equal_elements() -> None:
-    """Shapes and layouts count, and which places are not numbers."""
+    """Shapes, layouts, dtypes and devices count, and which places are not numbers."""
     one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")])
     assert are_equal(one, one.clone()) and are_equal(nan, nan.clone())
     assert are_equal(nan.to_sparse(), nan.clone().to_sparse())
-    for other in (nan, one[:1], one.to_sparse(), None, torch.tensor([1.0, 3.0])):
+    unlike = [one[:1], one.to_sparse(), one.double(), one.to("meta")]
+    for other in (nan, *unlike, None, torch.tensor([1.0, 3.0])):
         assert not are_equal(one, other)
     assert not are_equal(nan, nan.flip(0))
     assert not are_equal(one.to_sparse(), torch.tensor([1.0, 0.0]).to_sparse())

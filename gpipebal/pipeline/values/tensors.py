@@ -121,8 +121,10 @@ def _once_each(tensor: Tensor) -> Tensor:
 
 
 def are_equal(left: Tensor, right: Tensor | None) -> bool:
-    """Tell whether two tensors have the same elements, NaN being equal to NaN."""
+    """Tell whether two tensors have the same elements, of one kind, NaN being equal to NaN."""
     if right is None or left.shape != right.shape or left.layout != right.layout:
+        return False
+    if left.dtype != right.dtype or left.device != right.device:
         return False
     return all(map(_have_same_elements, parts_of(left), parts_of(right)))
 
