@@ -139,6 +139,44 @@ def test_the_buffers_of_a_loss_see_each_micro_batch_once(schedule: str, checkpoi
     assert_same_gradients(mine, theirs)
 
 
+def squares(y: Tensor) -> Tensor:
+    """Leave the output alone."""
+    return y.square().sum()
+
+
+def doubled_squares(y: Tensor) -> Tensor:
+    """Write to the output."""
+    return y.mul_(2).square().sum()
+
+
+@NAMES
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("kind", ["functions", "modules", "modes"])
+def test_another_loss_may_write_to_an_output_that_is_the_input(
+    schedule: str, checkpoint: Any, kind: str
+) -> None:
+    """What is known about one loss is not taken to hold for another, or for another mode of it."""
+    dropout = nn.Sequential(nn.Dropout(0.0, inplace=True), nn.Linear(2, 1).double())
+    losses: dict[str, tuple[Any, Any]] = {
+        "functions": (squares, doubled_squares),
+        "modules": (
+            nn.Sequential(nn.Tanh(), nn.Linear(2, 1)).double(),
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 1)).double(),
+        ),
+        "modes": (dropout, dropout),
+    }
+    first, second = losses[kind]
+    plain = nn.Sequential(nn.Linear(4, 2), nn.Identity()).double()
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint=checkpoint)
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
+    dropout.eval()
+    for loss_fn in (first, second, first):
+        pipe.step(x, loss_fn=loss_fn, reduction="sum", schedule=schedule)
+        torch.stack([loss_fn(plain(row)).sum() for row in x.split(1)]).sum().backward()
+        dropout.train()
+    assert_same_gradients(pipe, plain)
+
+
 def test_dropout_does_not_depend_on_the_schedule() -> None:
     """One seed gives one set of masks, in a step of any schedule and in the plain call."""
     results = []

@@ -133,9 +133,8 @@ class Cell:
             tail: Runs after the layers, in the recompute too.
         """
         self._n_inputs = len(packet.leaves)
-        self._kind = kind_of(
-            self._mode, packet, state, protect=self._protect, has_tail=tail is not None
-        )
+        loss = None if tail is None else tail.kind
+        self._kind = kind_of(self._mode, packet, state, protect=self._protect, loss=loss)
         # Before the layers run: one may write to its input although the facts say that none does.
         versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
         states: States | None = [] if self.checkpointed else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,7 @@ class MicroBatchLoss:
         own = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         self.modules = Modules(own, of_layers)
         self._buffers = BuffersOfRun(self.modules)
+        self._kind = _name_of(loss_fn), self.modules.mode()
         total = sum(rows)
         self.weights = [
             1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
@@ -91,7 +93,7 @@ class MicroBatchLoss:
         leaves = [] if target is None else target.receive(i, lane, ready)
         repeatable = _Repeatable(self._buffers)
 
-        def tail(output: Any) -> Tensor:
+        def run(output: Any) -> Tensor:
             given = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
             before = {leaf.grad_fn for leaf in given}  # a loss may write to its output
             with repeatable.entered():
@@ -105,7 +107,7 @@ class MicroBatchLoss:
                 meet(leaves_behind(loss, before, [*given, *own]))
             return loss
 
-        return tail
+        return Tail(self._kind, run)
 
     def give_back(self) -> None:
         """Give a module its own buffers back, if a recompute that hangs has them."""
@@ -211,6 +213,16 @@ def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tens
             "Fix: pipe.step(x, target=y, loss_fn=torch.nn.functional.mse_loss), say."
         )
     return loss_fn
+
+
+def _name_of(loss_fn: Any) -> Hashable:
+    """Name a loss: one that is made anew for each step, at one place, has one name."""
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    if isinstance(loss_fn, nn.Module):
+        return tuple([type(module) for module in loss_fn.modules()])
+    code: Hashable = getattr(getattr(loss_fn, "__func__", loss_fn), "__code__", None)
+    return type(loss_fn).__qualname__ if code is None else code
 
 
 def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:

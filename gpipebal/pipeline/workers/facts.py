@@ -1,7 +1,8 @@
 """Facts about one kind of micro-batch: found out on the first one of it, used for the others.
 
-A kind consists of the modes of the layers, the form of the input, the caller's settings, and
-whether the input is read again. Layers may behave differently if one of these is different.
+A kind consists of the modes of the layers, the form of the input, the caller's settings, whether
+the input is read again, and the loss that follows. Layers and losses may behave differently if one
+of these is different.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Facts:
 
 
 def kind_of(
-    mode: Hashable, packet: Packet, state: CallerState, *, protect: bool, has_tail: bool
+    mode: Hashable, packet: Packet, state: CallerState, *, protect: bool, loss: Hashable
 ) -> Hashable:
     """Name the kind of a micro-batch.
 
@@ -49,7 +50,7 @@ def kind_of(
         state: Settings of the caller.
         protect: Whether the input must stay as it is: only then is a write to it noticed in
             inference mode, where tensors count no versions.
-        has_tail: Whether a loss runs after the layers.
+        loss: Names the loss that follows the layers; None: there is none.
     """
     kinds = [_form(leaf) if isinstance(leaf, Tensor) else _name(leaf) for leaf in packet.leaves]
     return (
@@ -61,7 +62,7 @@ def kind_of(
         state.inference_mode,
         state.grad_enabled,
         protect,
-        has_tail,
+        loss,
     )
 
 

@@ -52,8 +52,17 @@ from gpipebal.skip.tracker import Key, Skips, using
 
 __all__ = ["ForwardResult", "Partition", "Pass", "Route", "Tail"]
 
-#: What runs after the layers of the last partition, if the pipeline computes the loss.
-Tail = Callable[[Any], Tensor]
+
+class Tail(NamedTuple):
+    """What runs after the layers of the last partition, if the pipeline computes the loss.
+
+    Attributes:
+        kind: Names the loss; another may behave differently.
+        run: Returns the loss of an output.
+    """
+
+    kind: Hashable
+    run: Callable[[Any], Tensor]
 
 
 class Route(NamedTuple):
@@ -367,7 +376,7 @@ class Partition:
                     self.running = k = len(self.layers)
                     marks.append(next_node())
                     randomness.enter_layer(self.first + k)
-                    value = tail(value)
+                    value = tail.run(value)
         except BaseException as error:
             with suppress(Exception):  # the error's own class may refuse a note
                 error.add_note("before its first layer" if k < 0 else f"in {self._describe(k)}")
