@@ -177,6 +177,43 @@ def test_another_loss_may_write_to_an_output_that_is_the_input(
     assert_same_gradients(pipe, plain)
 
 
+class Rarely(nn.Module):
+    """A loss that adds to a large buffer in every second call."""
+
+    memory: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(20_000, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, y: Tensor) -> Tensor:
+        loss = y.square().sum() * (1 + self.memory[0])
+        with torch.no_grad():
+            self.calls += 1
+            if self.calls % 2 == 0:
+                self.memory.add_(1)
+        return loss
+
+
+def test_a_loss_that_writes_to_a_large_buffer_at_times_works_the_second_time() -> None:
+    """What a step finds out about the buffers of a loss is known to the next one."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=4, checkpoint="always")
+    mine, theirs = Rarely(), Rarely()
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+    with pytest.raises(ModelError, match="run the mini-batch again"):
+        pipe.step(x, loss_fn=mine, reduction="sum")
+    pipe.zero_grad()
+    mine.load_state_dict(theirs.state_dict())
+    for _ in range(2):
+        pipe.step(x, loss_fn=mine, reduction="sum")
+        torch.stack([theirs(plain(row)) for row in x.split(1)]).sum().backward()
+    assert_same_gradients(pipe, plain)
+    assert_same_gradients(mine, theirs)
+
+
 def test_dropout_does_not_depend_on_the_schedule() -> None:
     """One seed gives one set of masks, in a step of any schedule and in the plain call."""
     results = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class MicroBatchLoss:
         self._needs_gradient = False
         own = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         self.modules = Modules(own, of_layers)
-        self._buffers = BuffersOfRun(self.modules)
+        self._buffers = _BuffersOfLoss(self.modules)
         self._kind = _name_of(loss_fn), self.modules.mode()
         total = sum(rows)
         self.weights = [
@@ -159,6 +160,26 @@ class MicroBatchLoss:
         for term in terms[1:]:
             total = total + term
         return total
+
+
+class _BuffersOfLoss(BuffersOfRun):
+    """The buffers of a loss: which of them it writes to is known to the next steps, too."""
+
+    #: Names of large buffers that have been seen to change, by module.
+    _known: ClassVar[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
+
+    def __init__(self, modules: Modules) -> None:
+        super().__init__(modules)
+        for module in modules:
+            self._written.update((module, name) for name in self._known.get(module, ()))
+
+    def check(self, kept: Kept) -> None:
+        """Make sure that the buffers without a copy are what they were before the forward."""
+        try:
+            super().check(kept)
+        finally:
+            for module, name in self._written:
+                self._known.setdefault(module, set()).add(name)
 
 
 class _Repeatable:
