@@ -329,9 +329,14 @@ class GPipe(Container):
         if not self._modules:
             raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
         of_layers = {*map(id, self.modules()), *map(id, self.parameters())}
-        loss = MicroBatchLoss(loss_fn, target, target_dims, inputs.rows, reduction, of_layers)
+        before_last = list(self.layers_in_place().values())[: -self.balance[-1]]
+        elsewhere = {id(buffer) for layer in before_last for buffer in layer.buffers()}
+        loss = MicroBatchLoss(
+            loss_fn, target, target_dims, inputs.rows, reduction, of_layers, elsewhere
+        )
         mini_batch = self._begin(inputs, schedule or self.schedule, loss)
         received = mini_batch.step()
+        loss.check_buffers()
         if mini_batch.grad:
             loss.check()
         # In one go: what the input and the target were computed from may be one graph.

@@ -214,6 +214,60 @@ def test_a_loss_that_writes_to_a_large_buffer_at_times_works_the_second_time() -
     assert_same_gradients(mine, theirs)
 
 
+class Shifted(nn.Module):
+    """Add a buffer, which moves or not."""
+
+    shift: Tensor
+
+    def __init__(self, shift: Tensor, by: float) -> None:
+        super().__init__()
+        self.register_buffer("shift", shift)
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x + self.shift
+        with torch.no_grad():
+            if self.by:
+                self.shift.add_(self.by)
+        return shifted
+
+
+class Total(nn.Module):
+    """Add up squares."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y.square().sum()
+
+
+@NAMES
+@pytest.mark.parametrize(("of_layer", "of_loss"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_buffer_that_the_loss_shares_with_a_layer(
+    schedule: str, of_layer: float, of_loss: float, place: int
+) -> None:
+    """In the last partition one may write to it; elsewhere no order would be kept: refused."""
+    shift = torch.zeros(2, dtype=torch.float64)
+    layers: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    layers.insert(place, Shifted(shift, of_layer))
+    plain = nn.Sequential(*layers).double()
+    loss = Shifted(shift, of_loss)
+    mine, theirs = copy.deepcopy((plain, loss)), (plain, loss)
+    pipe = GPipe(mine[0], [1, 2], chunks=3, checkpoint="always")
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)
+
+    def step() -> None:
+        pipe.step(x, loss_fn=nn.Sequential(mine[1], Total()), reduction="sum", schedule=schedule)
+
+    if place == 0 and (of_layer or of_loss):
+        with pytest.raises(ModelError, match="written to by two partitions: 'shift' of a Shifted"):
+            step()
+        return
+    step()
+    for row in x.split(1):
+        theirs[1](plain(row)).square().sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
 def test_dropout_does_not_depend_on_the_schedule() -> None:
     """One seed gives one set of masks, in a step of any schedule and in the plain call."""
     results = []

@@ -164,7 +164,8 @@ class Buffers:
                 raise ModelError(
                     f"a buffer is written to by two partitions: {name!r} of a "
                     f"{type(module).__name__} (expected one at most).\n"
-                    "Fix: choose a balance that has all layers with this buffer in one partition."
+                    "Fix: choose a balance that has all layers with this buffer in one partition, "
+                    "the last if the loss has it."
                 )
         self._written.update(changed)
         return {at: copy for at, copy in changed.items() if not before[at][0].requires_grad}

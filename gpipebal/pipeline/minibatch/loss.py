@@ -39,6 +39,7 @@ class MicroBatchLoss:
         rows: Rows of each micro-batch.
         reduction: Whether `loss_fn` gives the mean over the rows or their sum.
         of_layers: Modules and parameters of the layers, by ``id``, which the partitions look after.
+        elsewhere: Buffers of the layers of other partitions than the last, by ``id``.
 
     Attributes:
         modules: The modules that `loss_fn` has besides them, if it is one itself.
@@ -57,6 +58,7 @@ class MicroBatchLoss:
         rows: Sequence[int],
         reduction: Reduction,
         of_layers: Container[int],
+        elsewhere: Container[int] = (),
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise BalanceError(
@@ -70,6 +72,8 @@ class MicroBatchLoss:
         own = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         self.modules = Modules(own, of_layers)
         self._buffers = _BuffersOfLoss(self.modules)
+        self._foreign = BuffersOfRun(self.modules, elsewhere)
+        self._before = self._foreign.copies(alone=True)
         self._kind = _name_of(loss_fn), self.modules.mode()
         total = sum(rows)
         self.weights = [
@@ -143,6 +147,14 @@ class MicroBatchLoss:
                 "the loss needs no gradient: no parameter and no input that it depends on does.\n"
                 "Fix: let a parameter require a gradient, or call step under torch.no_grad()."
             )
+
+    def check_buffers(self) -> None:
+        """Make sure that nobody wrote to a buffer that layers of other partitions have too.
+
+        Raises:
+            ModelError: the loss or such a layer did, in no fixed order.
+        """
+        self._foreign.look(self._before)
 
     def gradient(self, i: int, loss: Tensor | None) -> Tensor:
         """Return the gradient of the mini-batch's loss by the loss of micro-batch `i`."""
