@@ -147,14 +147,14 @@ class Cell:
     @cached_property
     def kept_buffers(self) -> int:
         """Bytes of the copies of buffers that a cell keeps for its recompute."""
-        return sum(layer.kept_buffer_bytes for layer in self.own_layers)
+        return sum(layer.kept_buffer_bytes for layer in self.layers)
 
     @cached_property
     def saved_buffers(self) -> int:
         """Bytes of those copies that the graph of a recompute keeps."""
         if not self.goes_back:
             return 0
-        return sum(layer.saved_buffer_bytes for layer in self.own_layers)
+        return sum(layer.saved_buffer_bytes for layer in self.layers)
 
     @cached_property
     def entering(self) -> Storages:
@@ -307,7 +307,7 @@ class Cell:
         held_up_to = []
         for layer in self.layers:
             held += self.bytes_of(frozenset(layer.saved) - seen)
-            held += layer.saved_buffer_bytes if again and layer is not self.loss else 0
+            held += layer.saved_buffer_bytes if again else 0
             seen.update(layer.saved)
             held_up_to.append(held)
         # The gradient of the last partition's output belongs to the caller, or it is that of the

@@ -11,10 +11,16 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.pipeline.layers.buffers import SMALL
 
 pytestmark = pytest.mark.timeout(120)
 
 WIDTH, CLASSES, ROWS = 32, 300, 24
+WAYS: dict[str, dict[str, Any]] = {
+    "measured": {"timeout": 0, "as_pipeline": False},
+    "alone": {"timeout": 0, "one_at_a_time": True},
+    "estimated": {"method": "estimate", "rates": "CPU core"},
+}
 
 
 class Projected(nn.Module):
@@ -40,15 +46,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"timeout": 0, "as_pipeline": False},
-        {"timeout": 0, "one_at_a_time": True},
-        {"method": "estimate", "rates": "CPU core"},
-    ],
-    ids=["measured", "alone", "estimated"],
-)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("exist", [False, True])
 def test_parameters_of_the_loss_are_counted(way: dict[str, Any], exist: bool) -> None:
     """With gradients of earlier steps and without, inside and outside, at other micro-batches."""
@@ -88,6 +86,45 @@ def test_parameters_of_the_loss_are_counted(way: dict[str, Any], exist: bool) ->
                 planned, counted = plan.partitions[0].memory.total, meter.peak_bytes[0]
                 assert 0.99 * counted <= planned <= 1.03 * counted, (chunks, inside, mode)
                 pipe.close()
+
+
+def test_buffers_of_the_loss_are_counted() -> None:
+    """A recomputed micro-batch keeps a copy of those that the loss writes to, and of small ones."""
+
+    class Centred(Projected):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(400, CLASSES))
+            self.register_buffer("table", torch.ones(600, CLASSES))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.centre += self.table.mean()
+            return super().forward(output, target) + self.centre.mean()
+
+    sample, target = data()
+    loss = Centred()
+    assert min(loss.centre.nbytes, loss.table.nbytes) > SMALL
+    for way in WAYS.values():
+        profile = gb.profile_model(
+            chain(), sample, chunks=4, loss_fn=loss, target=target, progress=False, **way
+        )
+        assert profile.step.loss is not None
+        assert profile.step.loss.kept_buffer_bytes == loss.centre.nbytes + loss.weights.nbytes
+        for mode in ("never", "except_last", "always"):
+            model = chain()
+            pipe = GPipe(model, [1, 2], chunks=4, checkpoint=mode)
+            plan = gb.evaluate(profile, [1, 2], checkpoint=mode, loss_inside=True)
+            for _ in range(2):
+                loss.zero_grad()
+                model.zero_grad()
+                with measure_memory(pipe) as meter:
+                    for own in (*loss.parameters(), *loss.buffers()):
+                        meter.ledger.hold([own, own.grad], 1, keep=True)
+                    pipe.step(sample, target=target, loss_fn=loss)
+            planned = plan.partitions[1].memory.total
+            assert 0.99 * meter.peak_bytes[1] <= planned <= 1.03 * meter.peak_bytes[1], (way, mode)
+            pipe.close()
 
 
 @pytest.mark.parametrize("method", ["measure", "estimate"])

@@ -12,7 +12,7 @@ the cell holds on to it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -285,9 +285,9 @@ class BuffersOfRun(Buffers):
         modules = list(self.modules)
         slots = [(module, name, b) for module in modules for name, b in module._buffers.items()]
         super().__init__(modules, frozenset((m, n) for m, n, b in slots if id(b) in foreign))
-        self._seen: set[tuple[bool, ...]] = set()
+        self._seen: set[Hashable] = set()
 
-    def mode(self) -> tuple[bool, ...]:
+    def mode(self) -> Hashable:
         """Return the modes of all modules."""
         return tuple([module.training for module in self.modules])
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -138,7 +138,7 @@ class Recomputed(Proxy):
 
     _run: tuple[tuple[str, nn.Module], ...]
     _of_run: BuffersOfRun | None
-    _written: dict[tuple[bool, ...], frozenset[int]]
+    _written: dict[Hashable, frozenset[int]]
     _foreign: Container[int]
 
     def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
@@ -250,7 +250,7 @@ class _Once:
         self,
         place: Recomputed,
         first: int | str | None,
-        mode: tuple[bool, ...],
+        mode: Hashable,
         values: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.layers.buffers import BuffersOfRun, Kept
+from gpipebal.pipeline.layers.buffers import BuffersOfRun, Copies, Kept
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.minibatch.target import Target
@@ -179,19 +179,38 @@ class _BuffersOfLoss(BuffersOfRun):
 
     #: Names of large buffers that have been seen to change, by module.
     _known: ClassVar[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
+    #: The modes in which writes have been looked for, by the module that is the loss.
+    _looked: ClassVar[WeakKeyDictionary[nn.Module, set[Hashable]]] = WeakKeyDictionary()
 
     def __init__(self, modules: Modules) -> None:
         super().__init__(modules)
         for module in modules:
             self._written.update((module, name) for name in self._known.get(module, ()))
+        first = next(iter(modules), None)
+        if first is not None:
+            self._seen = self._looked.setdefault(first, set())
+
+    def mode(self) -> Hashable:
+        """Return the modes of all modules, and which they are."""
+        return super().mode(), tuple(map(id, self.modules))
+
+    def looked(self, kept: Kept, before: Copies) -> Kept:
+        """Return what is kept, with those that turned out to be written to."""
+        try:
+            return super().looked(kept, before)
+        finally:
+            self._remember()
 
     def check(self, kept: Kept) -> None:
         """Make sure that the buffers without a copy are what they were before the forward."""
         try:
             super().check(kept)
         finally:
-            for module, name in self._written:
-                self._known.setdefault(module, set()).add(name)
+            self._remember()
+
+    def _remember(self) -> None:
+        for module, name in self._written:
+            self._known.setdefault(module, set()).add(name)
 
 
 class _Repeatable:

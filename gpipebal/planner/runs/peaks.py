@@ -67,10 +67,9 @@ class RunPeaks:
         self._idle = self._idle_runs()
         self._passed = self._passed_bytes()
         self._run_ends = RunEnds(tables, self._ties, self._idle[:, -1], chunks)
-        kept = self._column([0, *(la.kept_buffer_bytes for la in self._profile.layers)]).cumsum()
-        ends = np.arange(1, self._n + 1)
+        kept = self._column([0, *(layer.kept_buffer_bytes for layer in chain.layers)]).cumsum()
         #: Copies of buffers that a cell keeps for its recompute.
-        self._kept_buffers = kept[ends][None, :] - kept[self._firsts][:, None]
+        self._kept_buffers = kept[self._ends][None, :] - kept[self._firsts][:, None]
         self._graphs = tables.kept[:, self._ends].copy()
         if chain.loss is not None:
             self._graphs[:, -1] -= self._in_graph(chain.loss.outputs)
@@ -293,9 +292,7 @@ class RunPeaks:
         kept = tables.kept
         if again:
             # In addition to what a recompute makes there are copies of buffers.
-            saved = [layer.saved_buffer_bytes for layer in self._profile.layers]
-            saved += [0] * (len(layers) - self._n)  # a loss has none
-            copies_saved = self._column([0, *saved]).cumsum()
+            copies_saved = self._column([0, *(la.saved_buffer_bytes for la in layers)]).cumsum()
             kept = kept + copies_saved[None, :] - copies_saved[self._firsts][:, None]
         chained = self._column([chained_peak(layer, exist) for layer in layers])
         inner = kept[:, 1:] + (chained + flowing + waits)
