@@ -263,10 +263,14 @@ class Cell:
         return Moment(0, self.all_gradients if gradients_exist else 0)
 
     def forward(self, *, records: bool, gradients_exist: bool) -> Iterator[Moment]:
-        """Walk through a forward; `records`: it makes a graph."""
+        """Walk through a forward; `records`: it makes a graph.
+
+        One that no gradient comes back to makes a graph in any case: to see that none is needed.
+        """
         gradients = self.all_gradients if gradients_exist else 0
         seen = set(self.received)
         held = self.bytes_of(self.received) + (0 if records else self.kept_buffers)
+        records = records or not self.goes_back
         made = made_at_a_cut(self.profile, self.first, self.layers[0], records)
         for layer, alive in zip(self.layers, self.alive, strict=True):
             live = self.bytes_of(alive - seen)

@@ -68,6 +68,40 @@ def test_the_executor_recomputes_behind_the_frozen_layers_only(
     assert again == counted == set(range(0 if cut > N_FROZEN else cut, N_LAYERS))
 
 
+class Reader(nn.Module):
+    """Read a sequence: with a graph torch's kernel for it makes room for a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 64, batch_first=True).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one value for all words."""
+        return self.lstm(x)[0].sum(1)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+def test_a_forward_that_is_never_recomputed_needs_what_a_graph_does(
+    mode: gb.CheckpointMode,
+) -> None:
+    """The executor records one each time, to see that nothing needs a gradient."""
+    model, sample = nn.Sequential(Reader(), nn.Linear(64, 8)), torch.randn(48, 16, 64)
+    profile = gb.profile_model(
+        model, sample, chunks=3, rows=(), timeout=0, as_pipeline=False, progress=False
+    )
+    first = profile.layers[0]
+    assert first.forward_peak_bytes > 2 * (first.no_grad_forward_peak_bytes or 0)
+    plan = gb.evaluate(profile, [1, 1], checkpoint=mode)
+    pipe = gb.GPipe(model, [1, 1], chunks=3, checkpoint=mode)
+    pipe(sample).square().mean().backward()
+    model.zero_grad()
+    with gb.pipeline.measure_memory(pipe) as meter:
+        pipe(sample).square().mean().backward()
+    pipe.close()
+    # How many outputs wait is up to the clock; they are small.
+    assert plan.partitions[0].memory.total == pytest.approx(meter.peak_bytes[0], rel=0.02)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("mode", [*CHECKPOINT_MODES, "auto"])
 def test_plans_are_the_best_of_all(schedule: str, mode: gb.CheckpointMode) -> None:

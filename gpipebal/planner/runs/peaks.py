@@ -240,6 +240,8 @@ class RunPeaks:
                 found = self._all_gradients - self._ties.others + self._optimizer_peaks()
             else:
                 found = self._forward(kind == "R" or not again, exist)
+                if kind == "F" and again and self._idle.any():
+                    found = np.where(self._idle, self._forward(True, exist), found)
                 if again:
                     found = found + self._kept_buffers
                 if kind == "R":
