@@ -420,3 +420,25 @@ def test_flops_of_fused_attention_are_those_of_its_products() -> None:
 
     result = profile(nn.Sequential(Fused()), torch.randn(2, 4, 16, 8))
     assert result.layers[0].flops == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
+class Rounded(nn.Linear):
+    """Multiplies with rounded weights; the graph of the rounding is gone by then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; the gradient is that of the weights themselves."""
+        weight = self.weight
+        scale = weight.detach().abs().amax() / 7
+        rounded = weight + ((weight / scale).round().clamp(-8, 7) * scale - weight).detach()
+        return nn.functional.linear(x, rounded, self.bias)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_what_is_saved_is_in_the_order_of_saving(width: int) -> None:
+    """Also where a key was that of something else before: profiles of a model are the same."""
+    model = nn.Sequential(nn.BatchNorm1d(width), Rounded(width, width), nn.Linear(width, 8))
+    given: Any = {"rows": (), "progress": False}
+    estimated = gb.profile_model(model, torch.randn(32, width), method="estimate", **given)
+    given |= {"timeout": 0, "as_pipeline": False}
+    measured = gb.profile_model(model, torch.randn(32, width), **given)
+    assert [layer.saved for layer in measured.layers] == [la.saved for la in estimated.layers]

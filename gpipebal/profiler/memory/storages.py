@@ -275,6 +275,8 @@ def _forward_and_backward(
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
+            # In the order of saving: what has gone by now may have had the same key.
+            packed.pop(storage_key(tensor), None)
             packed[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
         # Not the tensor itself: an output that its own graph saves would never be freed.
         return tensor.detach()
