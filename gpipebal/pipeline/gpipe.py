@@ -328,11 +328,9 @@ class GPipe(Container):
         leaves, inputs = self._parted(input, keywords or {})
         if not self._modules:
             raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
-        of_layers = {*map(id, self.modules()), *map(id, self.parameters())}
         before_last = list(self.layers_in_place().values())[: -self.balance[-1]]
-        elsewhere = {id(buffer) for layer in before_last for buffer in layer.buffers()}
         loss = MicroBatchLoss(
-            loss_fn, target, target_dims, inputs.rows, reduction, of_layers, elsewhere
+            loss_fn, target, target_dims, inputs.rows, reduction, self, before_last
         )
         mini_batch = self._begin(inputs, schedule or self.schedule, loss)
         received = mini_batch.step()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
@@ -38,8 +39,8 @@ class MicroBatchLoss:
         target_dims: Dimension along which each of them has its rows, as a prefix of the pytree.
         rows: Rows of each micro-batch.
         reduction: Whether `loss_fn` gives the mean over the rows or their sum.
-        of_layers: Modules and parameters of the layers, by ``id``, which the partitions look after.
-        elsewhere: Buffers of the layers of other partitions than the last, by ``id``.
+        pipe: The pipeline, whose partitions look after the modules and parameters of its layers.
+        before_last: The layers of other partitions than the last.
 
     Attributes:
         modules: The modules that `loss_fn` has besides them, if it is one itself.
@@ -57,8 +58,8 @@ class MicroBatchLoss:
         target_dims: Any,
         rows: Sequence[int],
         reduction: Reduction,
-        of_layers: Container[int],
-        elsewhere: Container[int] = (),
+        pipe: nn.Module,
+        before_last: Sequence[nn.Module],
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise BalanceError(
@@ -70,6 +71,11 @@ class MicroBatchLoss:
         self._target = None if target is None else Target(target, target_dims, rows)
         self._needs_gradient = False
         own = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        of_layers, elsewhere = set[int](), set[int]()
+        if any(True for module in own for _ in chain(module.parameters(), module.buffers())):
+            # Other losses have nothing that layers could have too.
+            of_layers = {*map(id, pipe.modules()), *map(id, pipe.parameters())}
+            elsewhere = {id(buffer) for layer in before_last for buffer in layer.buffers()}
         self.modules = Modules(own, of_layers)
         self._buffers = _BuffersOfLoss(self.modules)
         self._foreign = BuffersOfRun(self.modules, elsewhere)
