@@ -145,6 +145,16 @@ def test_run_steps_several_optimizers(tmp_path: Path) -> None:
     assert "Peak memory does not count optimizer state" not in "\n".join(said)
 
 
+@pytest.mark.usefixtures("short_profile")
+def test_run_steps_what_wraps_an_optimizer(tmp_path: Path) -> None:
+    """It need not be an optimizer by its class."""
+    report = run(
+        "workloads:wrapped_optimizer", partitions=2, chunks=2, steps=1, device="cpu",
+        output=tmp_path, echo=str, progress=False,
+    )  # fmt: skip
+    assert report.optimizer == "Wrapper(lr=0.001)"
+
+
 def squares_of(output: torch.Tensor, target: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Take the mean of squares; targets are broadcast."""
     return (output - target).square().mean()

@@ -183,6 +183,23 @@ def two_optimizers() -> dict[str, Any]:
     return {"model": model, "sample": sample, "optimizer": shared_out}
 
 
+class Wrapper:
+    """What steps an optimizer, shows all that it has, and is none by its class."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.inner = torch.optim.Adam(parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the optimizer has by this name."""
+        return getattr(self.__dict__["inner"], name)
+
+
+def wrapped_optimizer() -> dict[str, Any]:
+    """Return a wrapper of an optimizer in place of one."""
+    model, sample = tiny()
+    return {"model": model, "sample": sample, "optimizer": Wrapper}
+
+
 def made_optimizers() -> dict[str, Any]:
     """Return two optimizers in place of what makes them."""
     found = two_optimizers()

@@ -60,7 +60,8 @@ class Optimizers(tuple[Optimizer, ...]):
 
 def as_one(made: Optimizer | Sequence[Optimizer]) -> Optimizer | Optimizers:
     """Return an optimizer as it is, and several as one that steps them all."""
-    several = [made] if isinstance(made, Optimizer) else made
+    # A wrapper that steps an optimizer need not be one itself.
+    several = made if isinstance(made, (list, tuple)) else [cast(Optimizer, made)]
     return several[0] if len(several) == 1 else Optimizers(several)
 
 
@@ -266,7 +267,7 @@ class Maker:
 
 def _optimizers_of(made: Any) -> list[Optimizer]:
     """Return an optimizer, or several in a list; an empty one for anything else."""
-    several = made if isinstance(made, (list, tuple)) else [made]
+    several = made if isinstance(made, (list, tuple)) else [cast(Optimizer, made)]
     return list(several) if all(isinstance(one, Optimizer) for one in several) else []
 
 
