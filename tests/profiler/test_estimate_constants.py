@@ -13,6 +13,7 @@ from profiler.test_estimate import ON_CPU, assert_same_bytes, measured
 from torch import Tensor, nn
 
 import gpipebal as gb
+from gpipebal.errors import ProfileError
 from gpipebal.profiler.estimate import estimate_profile
 
 ROWS, WIDTH, CLASSES = 8, 6, 5
@@ -51,6 +52,17 @@ def test_layers_with_constants_need_the_same_memory(name: str) -> None:
     estimate = estimate_profile(model, sample, **settings, **ON_CPU)
     assert_same_bytes(estimate, measured(model, sample, **settings))
     assert torch.equal(TABLE, before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_constants_have_no_stand_ins() -> None:
+    """One that is only reached does not matter; one that is used is refused as others are."""
+    quantised = torch.quantize_per_tensor(torch.rand(WIDTH), 0.1, 0, torch.qint8)
+    reached = chain(Apply(lambda x, table=quantised: x))
+    used = chain(Apply(lambda x: x * quantised.dequantize()))
+    estimate_profile(reached, torch.rand(ROWS, WIDTH), rows=(), **ON_CPU)
+    with pytest.raises(ProfileError, match="'1' cannot be estimated: it uses a tensor"):
+        estimate_profile(used, torch.rand(ROWS, WIDTH), rows=(), **ON_CPU)
 
 
 LOSSES: dict[str, Any] = {

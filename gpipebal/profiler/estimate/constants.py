@@ -64,5 +64,6 @@ def _has_values(leaf: Any) -> bool:
         and not leaf.is_meta
         and not leaf.requires_grad
         and leaf.layout == torch.strided
+        and not leaf.is_quantized  # none can be made without values
         and has_storage(leaf)
     )
