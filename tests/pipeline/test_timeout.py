@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -35,6 +36,32 @@ class Stuck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.gate.wait(30)
         return self.linear(x)
+
+
+def hanging(gate: threading.Event, inside: threading.Event) -> Callable[[Tensor], Tensor]:
+    """Return a function that does nothing; its first backward tells that it runs, and waits."""
+
+    class Block(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            if not inside.is_set():
+                inside.set()
+                assert gate.wait(30)
+            return gradient
+
+    apply: Callable[[Tensor], Tensor] = Block.apply
+    return apply
+
+
+def wait_for(threads: Iterable[threading.Thread]) -> None:
+    """Wait until workers that were given up have ended."""
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("how", ["call", "step"])
@@ -134,22 +161,11 @@ def test_gradients_that_come_too_late_are_dropped(tied: bool) -> None:
     """A worker that was given up inside a backward adds nothing when it comes back."""
     gate, inside = threading.Event(), threading.Event()
     gate.set()
-
-    class Block(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            if not inside.is_set():
-                inside.set()
-                assert gate.wait(30)
-            return gradient
+    block = hanging(gate, inside)
 
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Block.apply(x)
+            return block(x)
 
     first = nn.Sequential(nn.Linear(2, 2), Layer())
     model = nn.Sequential(first, first[0] if tied else nn.Linear(2, 2))
@@ -169,9 +185,7 @@ def test_gradients_that_come_too_late_are_dropped(tied: bool) -> None:
     pipe.zero_grad()
     pipe(inputs).square().sum().backward()
     gate.set()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    wait_for(threads)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
     # The threads that are left, and the caller, add as ever.
@@ -208,27 +222,14 @@ def test_a_loss_that_hangs_in_a_recompute_has_its_own_buffers_back() -> None:
     assert loss.calls is own
     assert own.item() == 2
     loss.gate.set()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    wait_for(threads)
     assert loss.calls is own
 
 
 def test_gradients_of_a_loss_that_come_too_late_are_dropped() -> None:
     """Parameters of a loss inside the pipeline are no exception."""
     gate, inside = threading.Event(), threading.Event()
-
-    class Block(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            if not inside.is_set():
-                inside.set()
-                assert gate.wait(30)
-            return gradient
+    block = hanging(gate, inside)
 
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -236,8 +237,7 @@ def test_gradients_of_a_loss_that_come_too_late_are_dropped() -> None:
             self.bias = nn.Parameter(torch.zeros(()))
 
         def forward(self, y: Tensor) -> Tensor:
-            shifted: Tensor = Block.apply(y + self.bias)
-            return shifted.square().sum()
+            return block(y + self.bias).square().sum()
 
     loss = Loss()
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, timeout=1.0)
@@ -247,9 +247,7 @@ def test_gradients_of_a_loss_that_come_too_late_are_dropped() -> None:
     with pytest.raises(PipelineTimeoutError):
         pipe.step(torch.ones(4, 2), loss_fn=loss)
     gate.set()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    wait_for(threads)
     assert loss.bias.grad is None
 
 

@@ -122,7 +122,10 @@ def test_an_optimizer_that_calls_the_model_is_unknown(estimate: bool) -> None:
         ("adam", r"type\(optimizer\)=str"),
         ([], r"type\(optimizer\)=list"),
         (["adam"], r"type\(optimizer\)=list"),
-        (lambda p: [torch.optim.SGD(p[:2]), torch.optim.Adam(p)], "two of them step parameter 0"),
+        (
+            lambda p: [torch.optim.SGD(p[:2]), torch.optim.Adam(p)],
+            r"two of them step parameter 0(.|\n)*Fix: give each",
+        ),
         (lambda p: 3, "it makes a int"),
     ],
 )

@@ -103,7 +103,10 @@ class Maker:
         for number, whole in enumerate(self._wholes):
             for place, group in self._take_groups(number, whole, places):
                 if self._group_of.setdefault(place, group)[0] != number:
-                    raise _no_optimizer(f"two of them step parameter {place} of the model")
+                    raise _no_optimizer(
+                        f"two of them step parameter {place} of the model",
+                        "give each parameter to one of them.",
+                    )
         trainable = [parameter.requires_grad for parameter in self.parameters]
         if self._wholes and any(trainable) and not any(trainable[k] for k in self._group_of):
             raise _no_optimizer("it is an optimizer of other parameters than the model's")
@@ -348,9 +351,11 @@ def _needs_closure(made: Optimizer) -> bool:
     return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
-def _no_optimizer(what: str) -> ProfileError:
+def _no_optimizer(
+    what: str, fix: str = "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), say."
+) -> ProfileError:
     return ProfileError(
         f"optimizer cannot be profiled: {what} (expected an optimizer of the model's parameters, "
         "a list of several, or a callable that makes them of a list of parameters).\n"
-        "Fix: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), say."
+        f"Fix: {fix}"
     )
