@@ -29,10 +29,10 @@ from executor_benchmark.measure import measure_group, measure_one_partition
 from executor_benchmark.processes import Processes
 from executor_benchmark.result import FORMAT, VERSION, Result
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"
-#: Of another machine, of which the README has the floors.
-OTHER = HERE / "results-xeon.json"
+#: Of other machines and days, of which the README has the floors side by side.
+OTHERS = [HERE / name for name in tables.OTHERS]
 
 #: Packages whose versions are stored.
 PACKAGES = ("torch", "gpipebal", "torchgpipe", "fairscale", "numpy")
@@ -53,9 +53,10 @@ def main() -> None:
     result = Result.load(arguments.out)
     print(tables.floors_table(result))
     # A trial, or a part of the workloads, is no result to publish.
-    if arguments.out.resolve() == OTHER.resolve():
-        write_readme(HERE / "README.md", tables.other_blocks(result), OTHER.name)
-    if arguments.out.resolve() == RESULTS.resolve():
+    if arguments.out.resolve() in OTHERS:
+        others = [Result.load(path) for path in OTHERS]
+        write_readme(HERE / "README.md", tables.other_blocks(others), tables.OTHERS_SOURCE)
+    if arguments.out.resolve() == RESULTS:
         write_readme(HERE / "README.md", tables.blocks(result))
 
 
@@ -73,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--readme", action="store_true", help="only write the README's tables")
     arguments = parser.parse_args()
     partial = arguments.quick or arguments.workload
-    is_stored = arguments.out.resolve() in (RESULTS.resolve(), OTHER.resolve())
+    is_stored = arguments.out.resolve() in (RESULTS, *OTHERS)
     if partial and not arguments.readme and is_stored:
         parser.error("--quick and --workload make no complete result: give another file as --out")
     if arguments.rounds is not None and arguments.rounds < 1:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from benchmark_tools.text import block, table
 
-from executor_benchmark.floors import floors
+from executor_benchmark.floors import Floor, floors
 from executor_benchmark.result import Case, Result
 
-__all__ = ["blocks", "environment", "floors_table", "other_blocks", "results"]
+__all__ = [
+    "OTHERS",
+    "OTHERS_SOURCE",
+    "blocks",
+    "environment",
+    "floors_table",
+    "other_blocks",
+    "results",
+]
+
+#: Result files of other machines and days, and how the README's mark names them together.
+OTHERS = ("results-xeon.json", "results-noisy.json")
+OTHERS_SOURCE = ", ".join(OTHERS)
 
 _COLUMNS = {
     "plain_1": "plain 1 thr",
@@ -41,9 +54,10 @@ def blocks(result: Result) -> dict[str, str]:
     return {"result": results(result), "environment": environment(result)}
 
 
-def other_blocks(result: Result) -> dict[str, str]:
-    """Return what is said of a run on another machine."""
-    return {"other": f"{block(floors_table(result))}\n\n{environment(result)}"}
+def other_blocks(others: Sequence[Result]) -> dict[str, str]:
+    """Return what is said of runs on other machines, in the order of `OTHERS`."""
+    parts = [block(_others_table(others)), *map(environment, others)]
+    return {"others": "\n\n".join(parts)}
 
 
 def results(result: Result) -> str:
@@ -69,7 +83,7 @@ def floors_table(result: Result) -> str:
     rows = [
         [
             floor.name,
-            "" if floor.limit is None else f"{'<=' if floor.at_most else '>='} {floor.limit:.2f}",
+            _limit(floor),
             "" if floor.value is None else f"{floor.value:.3f}",
             "" if floor.limit is None else words[floor.reached],
             floor.where,
@@ -77,6 +91,24 @@ def floors_table(result: Result) -> str:
         for floor in floors(result)
     ]
     return table(["floor", "limit", "value", "", "where"], rows, left=(0, 3, 4))
+
+
+def _others_table(others: Sequence[Result]) -> str:
+    """Write one line per floor, and the values of each result beside each other."""
+    rows = []
+    for row in zip(*map(floors, others), strict=True):
+        values = ["-" if floor.value is None else f"{floor.value:.3f}" for floor in row]
+        marks = ["NOT REACHED" if floor.reached is False else "" for floor in row]
+        rows.append([row[0].name, _limit(row[0]), *chain(*zip(values, marks, strict=True))])
+    header = ["floor", "limit"]
+    for name in OTHERS:
+        header += [name.removeprefix("results-").removesuffix(".json"), ""]
+    return table(header, rows, left=(0, *range(3, len(header), 2)))
+
+
+def _limit(floor: Floor) -> str:
+    """Write what a value must reach; nothing for what is no floor."""
+    return "" if floor.limit is None else f"{'<=' if floor.at_most else '>='} {floor.limit:.2f}"
 
 
 def environment(result: Result) -> str:
