@@ -330,6 +330,8 @@ def check_memory_limit(
     """
     if memory_limit is None:
         return None
+    if hasattr(memory_limit, "tolist"):  # an array, or one of its elements
+        memory_limit = memory_limit.tolist()
     if isinstance(memory_limit, (list, tuple)):
         if len(memory_limit) != n_partitions:
             raise BalanceError(

@@ -156,6 +156,9 @@ def test_numbers_of_any_kind_are_taken(two: Any) -> None:
     assert gb.solve(PROFILE, two) == PLAN
     assert gb.solve(PROFILE, 2, chunks=np.array([4])) == PLAN
     assert gb.solve(PROFILE, 2, loss_inside=np.bool_(False)) == PLAN  # type: ignore[arg-type]
+    for limits in (np.array([2**30, 2**31]), torch.tensor([2**30, 2**31]), np.array(2**30)):
+        plan = gb.solve(PROFILE, 2, memory_limit=limits)  # type: ignore[arg-type]
+        assert plan == gb.solve(PROFILE, 2, memory_limit=limits.tolist())
 
 
 def test_advice_to_a_grid_is_in_its_words() -> None:
