@@ -17,7 +17,7 @@ from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.schedules.search import bound_of
 from gpipebal.planner.solved import solved
-from gpipebal.problem import Problem
+from gpipebal.problem import Problem, to_bounds
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, iter_best_splits
@@ -86,6 +86,59 @@ def _quick_bound(posed: Posed) -> float:
 def best_of(posed: Posed) -> Best:
     """Find the best plan at one number of micro-batches.
 
+    Where what waits for busy neighbours decides, not all ways may be looked at. Then questions that
+    leave less open are asked too, so that more freedom never has the worse plan.
+    """
+    best = _best_as_asked(posed)
+    for one in _with_less_open(posed, best):
+        try:
+            other = _best_as_asked(one).plan
+        except BalanceError:
+            continue  # the method that was asked for is for what is open
+        if other is not None and (best.plan is None or other.value < best.plan.value):
+            best = best._replace(plan=_as_asked(posed, other, best.lower_bound))
+            if other.value <= best.lower_bound:
+                break
+    return best
+
+
+def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
+    """Yield questions with the given order of the devices, or a given mode, where they may help.
+
+    Not under a time limit, because each of them would get all of it; nor, unless no plan is known,
+    for long chains.
+    """
+    question, (plan, bound) = posed.question, best
+    is_few = posed.problem.n_layers * posed.problem.n_partitions <= _FEW
+    is_proven = math.isinf(bound) if plan is None else plan.value <= bound
+    waits = question.objective == "peak_memory" or (posed.problem.is_limited and is_few)
+    if question.time_limit is not None or is_proven or not (waits or plan is None):
+        return
+    narrower = [replace(question, any_order=False)] if question.any_order else []
+    if question.checkpoint == "auto":
+        wide = (question, *narrower)
+        narrower += [replace(one, checkpoint=mode) for one in wide for mode in CHECKPOINT_MODES]
+    for one in narrower:
+        yield pose(one, posed.chunks)
+
+
+def _as_asked(posed: Posed, plan: Plan, bound: float) -> Plan:
+    """Turn the plan for a question that leaves less open into one for this question."""
+    ends, value = to_bounds(plan.balance), plan.value
+    split = Split(ends, value, bound, "feasible", plan.method, plan.modes, plan.places)
+    same = plan_of_split(posed, split).with_bound(min(bound, value))
+    return _noted(same) if posed.problem.is_limited else same
+
+
+def _noted(plan: Plan) -> Plan:
+    """Say why a plan under limits is not proven, unless it is."""
+    note = "A split that is better without what waits for busy neighbours exceeds a limit with it."
+    return replace(plan, notes=(*plan.notes, note)) if plan.gap else plan
+
+
+def _best_as_asked(posed: Posed) -> Best:
+    """Find the best plan, or a good one, without a look at questions that leave less open.
+
     Limits are first checked without what waits for busy neighbours. If the plan that is found
     exceeds one of them in its own timeline, all ways are tried if they are few. If they are many,
     more is recomputed, where modes are open; the search is done again under lower and lower limits
@@ -126,13 +179,7 @@ def best_of(posed: Posed) -> Best:
     if best is None:
         return Best(None, bound)
     bound = min(bound, best.value)
-    best = best.with_bound(bound)
-    if best.gap:
-        note = (
-            "A split that is better without what waits for busy neighbours exceeds a limit with it."
-        )
-        best = replace(best, notes=(*best.notes, note))
-    return Best(best, bound)
+    return Best(_noted(best.with_bound(bound)), bound)
 
 
 class _Clock:
@@ -290,30 +337,14 @@ def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
 
 
 def _least_waiting(posed: Posed, plan: Plan, clock: _Clock) -> Plan:
-    """Return the plan with the lowest peak of a few that are found in other ways.
-
-    One of these searches assumes the most that can wait. What waits depends on what else is open,
-    and is not in the solver's sums: so the others are made with a given order of the devices, or a
-    given mode. Not under a time limit, because each of these searches would get all of it.
-    """
+    """Return the plan with the lower peak of two, one found where the most that can wait counts."""
     if plan.value <= plan.lower_bound and fits(plan):
         return plan
-    question = posed.question
-    narrower = [replace(question, any_order=False)] if question.any_order else []
-    if question.checkpoint == "auto":
-        wide = (question, *narrower)
-        narrower += [replace(one, checkpoint=mode) for one in wide for mode in CHECKPOINT_MODES]
-    if question.time_limit is not None:
-        narrower = []
-    for one in (posed, *(pose(each, posed.chunks) for each in narrower)):
-        for problem in (one.cautious,) if one is posed else (one.problem, one.cautious):
-            found = _solved_again(one, problem, clock)
-            if found is not None:
-                other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))
-                plan = min(plan, other, key=lambda each: (not fits(each), each.value))
-            if plan.value <= plan.lower_bound and fits(plan):
-                return plan
-    return plan
+    found = _solved_again(posed, posed.cautious, clock)
+    if found is None:
+        return plan
+    other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))
+    return min(plan, other, key=lambda each: (not fits(each), each.value))
 
 
 def _next_best(posed: Posed, most: int) -> Iterator[Split]:

@@ -72,3 +72,19 @@ def test_open_modes_are_no_slower_than_the_fastest(name: str, limit: int | None)
     assert (free.balance, free.modes) == (fixed.balance, fixed.modes)
     assert (free.value, free.lower_bound) == (fixed.value, fixed.lower_bound)
     assert free.status == "optimal"
+
+
+def test_open_modes_are_no_worse_than_one_mode_where_waiting_decides() -> None:
+    """Of the many ways with open modes not all are looked at; those with one mode for all are."""
+    profile = gb.Profile.from_costs(
+        [2, 4, 2, 1, 4, 3, 2],
+        saved_bytes=[0, 50, 50, 50, 0, 50, 10],
+        output_bytes=[50, 100, 100, 100, 100, 10, 100],
+        chunks=4,
+    )
+    options: Any = {"schedule": "1f1b", "memory_limit": 510}
+    fixed = gb.solve(profile, 4, checkpoint="always", **options)
+    free = gb.solve(profile, 4, checkpoint="auto", **options)
+    assert free.value <= fixed.value
+    assert free.lower_bound <= free.value and free.peak_bytes <= 510
+    assert "waits for busy neighbours" in free.notes[-1]

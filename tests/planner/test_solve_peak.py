@@ -37,6 +37,20 @@ def test_less_freedom_never_has_the_lower_peak() -> None:
         assert auto.value <= free.value <= given.value
 
 
+def test_open_modes_have_no_higher_peak_than_one_mode_of_which_all_ways_are_few() -> None:
+    """All ways with one mode are looked at where they are few, also if modes are open."""
+    profile = gb.Profile.from_costs(
+        [3, 1, 4, 3, 4],
+        saved_bytes=[50, 10, 10, 0, 10],
+        output_bytes=[10, 50, 50, 50, 50],
+        parameter_bytes=[0, 0, 100, 0, 0],
+        chunks=5,
+    )
+    options: dict[str, Any] = {"objective": "peak_memory", "schedule": "1f1b"}
+    fixed = solve(profile, 3, checkpoint="always", **options)
+    assert solve(profile, 3, checkpoint="auto", **options).value <= fixed.value
+
+
 @pytest.mark.parametrize(("time_limit", "most"), [(None, 16), (60.0, 2)])
 def test_a_time_limit_is_not_taken_many_times(
     time_limit: float | None, most: int, monkeypatch: pytest.MonkeyPatch
