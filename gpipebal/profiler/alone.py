@@ -265,7 +265,7 @@ def _kind(
         return None
     same = {number: place for place, number in reversed(list(enumerate(arrived.numbers)))}
     inputs = tuple(
-        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same[number])
+        (type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same[number])
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided
         else repr(leaf)
         for leaf, number in zip(arrived.value.leaves, arrived.numbers, strict=True)

@@ -381,6 +381,30 @@ def test_layers_with_compressed_buffers_are_told_apart() -> None:
     profiled(model, torch.ones(4, 4), WAYS[0], share_identical=True)
 
 
+class Doubled(nn.Parameter):
+    """A weight that is used in double precision."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        x, weight, _ = args
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(x.double(), weight.double()).float()
+
+
+@pytest.mark.parametrize("way", [{"share_identical": True}, {"method": "estimate"}])
+def test_layers_with_weights_of_other_classes_are_told_apart(way: dict[str, Any]) -> None:
+    """The class of a parameter decides what runs, and so does that of the tensors in it."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    model[2].weight = Tensor._make_subclass(Doubled, model[2].weight.detach(), True)  # type: ignore[arg-type]
+    options = way if "method" in way else {"timeout": 0, **way}
+    found = gb.profile_model(model, torch.ones(6, 4), rows=(), progress=False, **options)
+    before, doubled, last = (layer.forward_peak_bytes for layer in found.layers[1:])
+    assert (before, last) == (6 * 4 * 4, 6 * 4 * 4)
+    assert doubled > 2 * before
+
+
 # --- sizes, failures and arguments ----------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline.values.tensors import has_storage, parts_of
+from gpipebal.pipeline.values.tensors import has_storage, plain_parts
 
 __all__ = ["identity_of"]
 
@@ -57,9 +57,10 @@ def _kind_of(tensor: Tensor) -> tuple[Hashable, ...]:
     lies: Hashable = tensor.layout
     if has_storage(tensor):
         lies = tensor.stride()
-    elif not tensor.is_nested:  # sparse: its elements decide, too
-        lies = (tensor.layout, *(tuple(part.shape) for part in parts_of(tensor)))
-    return (tuple(tensor.shape), lies, tensor.dtype, tensor.requires_grad)
+    elif not tensor.is_nested:  # sparse, or of a class with other tensors in it: these decide, too
+        lies = (tensor.layout, *((tuple(part.shape), part.dtype) for part in plain_parts(tensor)))
+    # The class of a tensor decides what runs.
+    return (type(tensor), tuple(tensor.shape), lies, tensor.dtype, tensor.requires_grad)
 
 
 def _plain(value: Any, depth: int) -> Hashable:
