@@ -12,7 +12,6 @@ from torch import nn
 
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.caller import CallerState
-from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
@@ -215,16 +214,9 @@ class Study:
         maker = self._maker
         if maker is None or maker.needs_closure:
             return None
-        only = None
-        if self._is_alone:
-            pairs = zip(maker.parameters, maker.stepped, strict=True)
-            stepped = {
-                id(parameter): bytes_of(parameter) for parameter, is_stepped in pairs if is_stepped
-            }
-            of_layers = [list(module.parameters()) for module in self.modules]
-            only = max(of_layers, key=lambda own: sum(stepped.get(id(p), 0) for p in own))
+        one_of = [list(module.parameters()) for module in self.modules] if self._is_alone else None
         try:
-            return measure_optimizer(maker, self.device, only=only)
+            return measure_optimizer(maker, self.device, one_of=one_of)
         except ProfileError:
             if can_step:
                 raise

@@ -12,6 +12,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.profiler.step import step
 from gpipebal.profiler.step.optimizer import Maker, Optimizers
 
 pytestmark = pytest.mark.timeout(60)
@@ -160,6 +161,62 @@ def test_one_layer_at_a_time_steps_one_layer() -> None:
     # Parameters, gradients, two moments, two intermediate results, and as much to flush caches;
     # and stand-ins for two, which are counted here, but have no memory.
     assert ledger.total_peak - before < 11 * layer
+
+
+class Clocked(torch.optim.SGD):
+    """An optimizer that takes a second for each byte; with Nesterov's momentum a hundred."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Let the clock go on, by the bytes of what is stepped."""
+        for group in self.param_groups:
+            of_one = 100 if group["nesterov"] else 1
+            CLOCK.now += of_one * sum(p.nbytes for p in group["params"])
+        return super().step(closure)
+
+
+class Clock:
+    """A clock that only optimizers move."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+CLOCK = Clock()
+
+
+def two_optimizers(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Step weights with one optimizer, biases with another that is slow."""
+    weights = [p for p in parameters if p.dim() == 2]
+    biases = [p for p in parameters if p.dim() == 1]
+    return [Clocked(weights), Clocked(biases, momentum=0.9, nesterov=True)]
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Step them with one optimizer, biases in a group that is slow."""
+    weights = {"params": [p for p in parameters if p.dim() == 2]}
+    biases = {"params": [p for p in parameters if p.dim() == 1], "momentum": 0.9, "nesterov": True}
+    return Clocked([weights, biases])
+
+
+@pytest.mark.parametrize("optimizer", [two_optimizers, two_groups])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_of_each_way_to_step_some_parameters_are_stepped_and_scaled_up(
+    is_alone: bool, optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may take much longer for a byte than another, so each is scaled up by itself."""
+    monkeypatch.setattr(step, "time", CLOCK)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 6))
+    of_biases = 4 * (4 + 4 + 6)
+    of_weights = sum(4 * p.numel() for p in model.parameters()) - of_biases
+    maker = Maker(optimizer, list(model.parameters()))
+    one_of = [list(layer.parameters()) for layer in model] if is_alone else None
+    for largest in (10**9, 80):
+        monkeypatch.setattr(step, "LARGEST_STEPPED", largest)
+        seconds = step.measure_optimizer(maker, torch.device("cpu"), one_of=one_of)
+        assert seconds == of_weights + 100 * of_biases
 
 
 class Wrapped(torch.optim.Optimizer):

@@ -261,6 +261,17 @@ class Maker:
         """Return a key for the group of a parameter, whose options it is stepped with."""
         return self._group_of.get(place)
 
+    def way_of(self, place: int) -> Any:
+        """Return a key that parameters share whose steps take equally long for a byte.
+
+        Optimizers may differ in that, and groups of one by options that are not numbers, such as
+        which algorithm they are stepped with.
+        """
+        group = self._group_of.get(place, (0, 0))
+        options = self._options.get(group, {}).items()
+        chosen = {name: value for name, value in options if isinstance(value, bool | str | None)}
+        return group[0], tuple(sorted(chosen.items(), key=str))
+
     def kind_of(self, place: int) -> tuple[Any, ...]:
         """Return a key that two parameters share only if they are stepped alike."""
         parameter = self.parameters[place]

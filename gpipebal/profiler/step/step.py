@@ -199,39 +199,53 @@ def measure_optimizer(
     maker: Maker,
     device: torch.device,
     *,
-    only: Sequence[nn.Parameter] | None = None,
+    one_of: Sequence[Sequence[nn.Parameter]] | None = None,
 ) -> float:
     """Return the seconds of an optimizer's step, on copies of the parameters.
+
+    Where only some parameters are stepped, the time of all is scaled up from them: by their bytes,
+    and by itself for each way in which parameters are stepped.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
         device: Where they will be.
-        only: Step only these parameters, and use no more memory than they need; the time of all is
-            scaled up from them. None: all, or enough of them to tell.
+        one_of: The parameters of each layer: step only those of the layer with most to step, and
+            use no more memory than they need. None: all, or enough of them to tell.
 
     Raises:
         ProfileError: the optimizer failed.
     """
-    chosen = None if only is None else {id(parameter) for parameter in only}
-    places: list[int] = []
-    stepped: list[nn.Parameter] = []
-    n_bytes = of_all = 0
-    for place, (parameter, is_stepped) in enumerate(
-        zip(maker.parameters, maker.stepped, strict=True)
-    ):
-        if not is_stepped:
-            continue
-        of_all += bytes_of(parameter)
-        if chosen is not None and id(parameter) not in chosen:
-            continue
-        if not stepped or n_bytes + bytes_of(parameter) <= LARGEST_STEPPED:
-            places.append(place)
-            stepped.append(nn.Parameter(parameter.detach().to(device, copy=True)))
-            n_bytes += bytes_of(parameter)
-    if not stepped:
-        return 0.0
+    places = [place for place, is_stepped in enumerate(maker.stepped) if is_stepped]
+    shares: dict[Any, list[int]] = {}
+    is_whole = one_of is None and _bytes_in(maker, places) <= LARGEST_STEPPED
+    for place in places:
+        shares.setdefault(None if is_whole else maker.way_of(place), []).append(place)
+    return sum((_time_of_share(maker, share, device, one_of) for share in shares.values()), 0.0)
+
+
+def _time_of_share(
+    maker: Maker,
+    places: Sequence[int],
+    device: torch.device,
+    one_of: Sequence[Sequence[nn.Parameter]] | None,
+) -> float:
+    """Return the seconds of a step on the parameters in these places; see `measure_optimizer`."""
+    chosen: list[int] = []
+    left = LARGEST_STEPPED
+    for place in places if one_of is None else ():
+        n_bytes = bytes_of(maker.parameters[place])
+        if not chosen or n_bytes <= left:
+            chosen.append(place)
+            left -= n_bytes
+    for layer in one_of or ():
+        own = set(map(id, layer))
+        those = [place for place in places if id(maker.parameters[place]) in own]
+        chosen = max(chosen, those, key=lambda some: _bytes_in(maker, some))
+    n_bytes, of_all = _bytes_in(maker, chosen), _bytes_in(maker, places)
+    copies = (maker.parameters[place].detach().to(device, copy=True) for place in chosen)
+    stepped = [nn.Parameter(copied) for copied in copies]
     try:
-        stepper = maker.make(places, stepped)
+        stepper = maker.make(chosen, stepped)
 
         def prepare() -> None:
             for parameter in stepped:
@@ -243,7 +257,7 @@ def measure_optimizer(
             stepper.step()
             stepper.zero_grad()
 
-        beyond = BEYOND_CACHES if only is None else min(BEYOND_CACHES, n_bytes)
+        beyond = BEYOND_CACHES if one_of is None else min(BEYOND_CACHES, n_bytes)
         elsewhere = torch.empty(beyond // 4, dtype=torch.float32, device=device)
         seconds = _median_time(run_step, device, prepare)
     except Exception as error:
@@ -253,6 +267,10 @@ def measure_optimizer(
             "lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         ) from error
     return seconds * of_all / max(1, n_bytes)
+
+
+def _bytes_in(maker: Maker, places: Sequence[int]) -> int:
+    return sum(bytes_of(maker.parameters[place]) for place in places)
 
 
 def _median_time(
