@@ -242,6 +242,37 @@ def test_a_run_may_write_to_its_input_in_training_only() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
+class Named(nn.Module):
+    """Returns what a later layer will write to, with something before it or not."""
+
+    scaled = False
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"by": x.cos(), "value": x + 1} if self.scaled else {"value": x + 1}
+
+
+class Doubles(nn.Module):
+    """Always writes to the same part of its input."""
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return x["value"].mul_(2) * x.get("by", 1)
+
+
+def test_a_run_may_write_to_inputs_of_several_forms() -> None:
+    """Which part of its input it writes to is found out for each form of it."""
+    names = Named()
+    plain = nn.Sequential(nn.Linear(4, 4), names, Doubles(), nn.Linear(4, 4)).double()
+    model = with_recompute(plain, [[2]])
+    inputs = torch.randn(2, 4, dtype=torch.float64)
+    for names.scaled in (False, True, False, True):
+        found = []
+        for one in (model, plain):
+            plain.zero_grad()
+            one(inputs).square().sum().backward()
+            found.append([p.grad for p in plain.parameters()])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_a_run_that_begins_to_write_to_its_input_is_refused_once() -> None:
     """Afterwards it is known."""
     layer = WritesSometimes()

@@ -254,9 +254,11 @@ class _Once:
         values: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
-        self._place, self._first, self._mode = place, first, mode
+        self._place, self._first = place, first
         leaves, self._structure = pytree.tree_flatten((values, keywords))
-        known = place._written.get(mode)
+        # In an input of another form a leaf has another place.
+        self._kind = mode, str(self._structure)
+        known = place._written.get(self._kind)
         # At first everything is copied, to see what is written to.
         self._copied = frozenset(range(len(leaves))) if known is None else known
         # One tensor may be in several places, and a write to it is seen in all of them.
@@ -317,13 +319,13 @@ class _Once:
     def _note(self, written: set[int]) -> None:
         place = self._place
         if not written <= self._copied:
-            place._written.pop(self._mode, None)
+            place._written.pop(self._kind, None)
             raise ModelError(
                 "a run of layers writes to its own input, which its recompute needs, and did not "
                 f"before: {[name for name, _ in place._run]}.\n"
                 "Fix: let its first layers write to their input always or never."
             )
-        place._written.setdefault(self._mode, frozenset(written))
+        place._written.setdefault(self._kind, frozenset(written))
 
 
 class _Again(AbstractContextManager[None]):
