@@ -8,7 +8,7 @@ seeded by mini-batch, layer and micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -190,7 +190,8 @@ def _noting(where: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(where)
+        with suppress(Exception):  # the error's own class may refuse a note
+            error.add_note(where)
         raise
 
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipebal.pipeline import GPipe, is_recomputing
+from gpipebal.pipeline import GPipe, is_recomputing, with_recompute
 from gpipebal.pipeline.minibatch import minibatch
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.workers import tasks
 from gpipebal.schedule import CHECKPOINT_MODES
+from gpipebal.verification import verify
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -239,6 +240,26 @@ def test_failures_that_cannot_be_described_arrive_all_the_same() -> None:
         step(pipe)
     faults[0].where = ""
     step(pipe)
+
+
+@pytest.mark.parametrize("refused", ["__str__", "add_note"])
+@pytest.mark.parametrize("run", [[], [range(4)]], ids=["layers", "a run"])
+def test_errors_that_refuse_to_be_read_or_noted_arrive(refused: str, run: list[range]) -> None:
+    """Not even a forward without a graph, or a run of layers, puts another error in their place."""
+
+    def refuse(*_: Any) -> str:
+        raise ZeroDivisionError
+
+    error = type("StubbornError", (RuntimeError,), {refused: refuse})("what does not require grad")
+    model, faults = make()
+    faults[1].where, faults[1].at, faults[1].error = "forward", 2, error
+    pipe = GPipe(with_recompute(model, run), [4], chunks=3, checkpoint="always")
+    with pytest.raises(type(error)) as caught:
+        step(pipe)
+    assert caught.value is error
+    with pytest.raises(type(error)):
+        faults[1].calls = 0
+        verify(model, pipe, torch.ones(8, 3))
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -219,8 +219,9 @@ class Recomputed(Proxy):
                 randomness.enter_layer(first + k if isinstance(first, int) else f"{first} + {k}")
             try:
                 value = layer(value) if k else layer(*values, **keywords)
-            except Exception as error:
-                error.add_note(f"in layer {name!r}, which is recomputed by itself")
+            except BaseException as error:
+                with suppress(Exception):  # the error's own class may refuse a note
+                    error.add_note(f"in layer {name!r}, which is recomputed by itself")
                 raise
         return value
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -29,13 +30,14 @@ def next_node() -> int:
 
 def note_no_graph(error: RuntimeError) -> None:
     """Note in an error that the forward, which is recomputed later, records no graph."""
-    if "require grad" in str(error) or "requires_grad" in str(error):
-        error.add_note(
-            "(This forward records no graph, because it is recomputed later. Fix: let a layer "
-            "that differentiates by its own input do so by x.detach().requires_grad_(), under "
-            "torch.enable_grad(); and one that hooks or keeps a gradient of its own do so if "
-            "torch.is_grad_enabled(); or checkpoint='never'.)"
-        )
+    with suppress(Exception):  # the error's own class may refuse to be read, or to take a note
+        if "require grad" in str(error) or "requires_grad" in str(error):
+            error.add_note(
+                "(This forward records no graph, because it is recomputed later. Fix: let a layer "
+                "that differentiates by its own input do so by x.detach().requires_grad_(), under "
+                "torch.enable_grad(); and one that hooks or keeps a gradient of its own do so if "
+                "torch.is_grad_enabled(); or checkpoint='never'.)"
+            )
 
 
 def failed_layers(
