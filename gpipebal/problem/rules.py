@@ -17,6 +17,7 @@ from typing import Any
 from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import plain_number
+from gpipebal.units import count
 
 __all__ = ["RULE_NAMES", "Rules"]
 
@@ -216,7 +217,7 @@ class Rules:
             >>> Rules(no_cut=[2], keep_together=[(4, 6)], max_layers=3).stated()
             ['3 places without a cut', 'max_layers=3']
         """
-        said = [f"{len(self.uncut)} places without a cut"] if self.uncut else []
+        said = [f"{count(len(self.uncut), 'place')} without a cut"] if self.uncut else []
         said += [f"pin={dict(self.pinned)}"] if self.pinned else []
         limits = [(name, getattr(self, name)) for name in _LOOSEST]
         return said + [f"{name}={limit}" for name, limit in limits if limit is not None]

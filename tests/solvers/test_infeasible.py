@@ -60,7 +60,7 @@ def test_rules_that_leave_no_split_are_named() -> None:
     with pytest.raises(InfeasibleError) as raised:
         split(problem)
     assert str(raised.value) == (
-        "rules leave no split into 2 partitions: 1 places without a cut, max_layers=2 (expected a "
+        "rules leave no split into 2 partitions: 1 place without a cut, max_layers=2 (expected a "
         "split of 4 layers that keeps them).\n"
         "Fix: without no_cut; or without max_layers; or max_layers=3."
     )
