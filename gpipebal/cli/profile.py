@@ -16,6 +16,7 @@ from gpipebal.cli.words import (
     add_model,
     check_output,
     model_arguments,
+    own_words_hidden,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def _profile(options: argparse.Namespace) -> None:
 
     check_output(options.output)
     # With --json whatever else is printed, by the user's own code too, is not the result.
-    with libraries_on_standard_error() if options.json else nullcontext():
+    to_error = libraries_on_standard_error() if options.json else nullcontext()
+    with to_error, own_words_hidden(options.model):
         profile = _profile_of(options)
         profile.save(options.output)
     if options.json:

@@ -10,7 +10,14 @@ from functools import partial
 
 from gpipebal.cli.question import sizes
 from gpipebal.cli.standard_output import libraries_on_standard_error
-from gpipebal.cli.words import MAKE_MODEL, Commands, add_command, add_model, model_arguments
+from gpipebal.cli.words import (
+    MAKE_MODEL,
+    Commands,
+    add_command,
+    add_model,
+    model_arguments,
+    own_words_hidden,
+)
 
 __all__ = ["add_run"]
 
@@ -85,7 +92,8 @@ def _run(options: argparse.Namespace) -> None:
     from gpipebal.run import FILES, run
 
     # With --json whatever else is printed, by the user's own code too, is not the result.
-    with libraries_on_standard_error() if options.json else nullcontext():
+    to_error = libraries_on_standard_error() if options.json else nullcontext()
+    with to_error, own_words_hidden(options.model):
         report = run(
             options.model,
             partitions=options.partitions,

@@ -7,8 +7,8 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeAlias
 
@@ -29,6 +29,7 @@ __all__ = [
     "complain",
     "model_arguments",
     "options_of",
+    "own_words_hidden",
     "say",
     "with_flags",
     "within_reach",
@@ -203,7 +204,7 @@ def _in_passing(text: str, flags: Mapping[str, str], typed: Typed) -> str:
 
 def _at_position(flag: str, index: int, value: str | None) -> str:
     """Name one of several values of an option."""
-    return f"{flag}{'' if value is None else f' {value}'} at position {index + 1}"
+    return f"{flag}{'' if value is None else f' {_quoted(value)}'} at position {index + 1}"
 
 
 def within_reach(text: str, flags: Mapping[str, str]) -> str:
@@ -234,7 +235,12 @@ def _as_words(name: str, flag: str, value: str, typed: Typed) -> str:
         items = re.sub(r"[\s'\"]", "", value[1:-1]).rstrip(",").split(",")
         return f"{flag} {','.join(_word(name, item, typed) for item in items)}"
     word = _word(name, value.strip("'"), typed)
-    return f"{flag} {word!r}" if not word or " " in word else f"{flag} {word}"
+    return f"{flag} {_quoted(word)}"
+
+
+def _quoted(word: str) -> str:
+    """Quote a word that a shell would not take for one."""
+    return repr(word) if not word or " " in word else word
 
 
 def _word(name: str, value: str, typed: Typed) -> str:
@@ -299,7 +305,7 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
         if not equals or not name or not value:
             raise UsageError(
                 f"argument of the model is not readable: --set {word} (expected NAME=VALUE).\n"
-                "Fix: --set layers=2, say."
+                f"Fix: --set {name or 'layers'}=2, say."
             )
         words[name] = value
     from gpipebal.models.arguments import read_arguments, read_word
@@ -307,6 +313,16 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
     if options.model not in CATALOGUE:
         return {name: read_word(word) for name, word in words.items()}
     return read_arguments(options.model, words)
+
+
+@contextmanager
+def own_words_hidden(model: str) -> Iterator[None]:
+    """Let the user's own code read no words of ours: a parser in it would refuse them."""
+    ours, sys.argv = sys.argv, [model]
+    try:
+        yield
+    finally:
+        sys.argv = ours
 
 
 def check_output(path: str | None, option: str = "--output") -> None:

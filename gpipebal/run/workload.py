@@ -149,9 +149,11 @@ def load_workload(
         _check_arguments(name, function, arguments or {})
         return _users_own(name, function(**(arguments or {})))
     if name not in MODELS:
+        if name.endswith(".py") or os.sep in name:
+            raise _no_path(name, "make_model")
         nearest = difflib.get_close_matches(name, MODELS, n=1)
-        module, _, made_by = name.rpartition(".")
-        named, made_by = (module, made_by) if module else (name, "make_model")
+        module, _, made_by = name.strip(".").rpartition(".")
+        named, made_by = (module, made_by) if module else (made_by, "make_model")
         own = f"{named}:{made_by}, where {made_by}() returns (model, sample)"
         raise UsageError(
             f"model is not known: model={name!r} (expected {', '.join(sorted(MODELS))}, or "
@@ -292,7 +294,8 @@ def _no_path(module_name: str, attribute: str) -> UsageError:
     name = os.path.basename(module_name.removesuffix(".py")).lstrip(".")
     return UsageError(
         f"module is named by a path: module={module_name!r} (expected names with dots, as import "
-        f"has them).\nFix: {name or 'package.module'}:{attribute}, in the folder of that file."
+        f"has them).\nFix: {name or 'package.module'}:{attribute}, in the folder of that file, "
+        f"where {attribute}() returns (model, sample)."
     )
 
 
@@ -325,7 +328,13 @@ def _users_own(name: str, found: Any) -> Workload:
         raise _wrong_result(name, f"a mapping with {_listed(found)}", f"only {_listed(_KEYS)}")
     model, target = found["model"], found.get("target")
     if not isinstance(model, nn.Sequential):
-        raise _wrong_result(name, f"a model of type {type(model).__name__}", "nn.Sequential")
+        has_layers = isinstance(model, (nn.Module, list, tuple))
+        raise _wrong_result(
+            name,
+            f"a model of type {type(model).__name__}",
+            "nn.Sequential",
+            _CHAIN if has_layers else _RESULT,
+        )
     given = found.get("optimizer")
     if isinstance(given, (torch.optim.Optimizer, list, tuple)):
         kind = type(given).__name__
@@ -365,17 +374,24 @@ def _default_loss(target: Any) -> Callable[..., Tensor]:
     )
 
 
-def _wrong_result(name: str, found: str, expected: str) -> UsageError:
-    return UsageError(
-        f"function returned the wrong thing: {name} returned {found} (expected {expected}).\n"
-        "Fix: return (model, sample), or a mapping with 'model', 'sample' and if wanted "
-        "'loss_fn', 'target', 'optimizer', and what `profile_model` is to know of the rows: "
-        f"{_listed(_PARTING)}; the model is an nn.Sequential of its layers."
-    )
-
-
 def _listed(keys: Iterable[Any]) -> str:
     return ", ".join(repr(key) for key in keys)
+
+
+#: What to return, for errors.
+_RESULT = (
+    "(model, sample), or a mapping with 'model', 'sample' and if wanted 'loss_fn', 'target', "
+    f"'optimizer', and what `profile_model` is to know of the rows: {_listed(_PARTING)}; the model "
+    "is an nn.Sequential of its layers"
+)
+_CHAIN = "nn.Sequential(*layers), where each layer takes what the one before it returns"
+
+
+def _wrong_result(name: str, found: str, expected: str, fix: str = _RESULT) -> UsageError:
+    return UsageError(
+        f"function returned the wrong thing: {name} returned {found} (expected {expected}).\n"
+        f"Fix: return {fix}."
+    )
 
 
 def _name_of(function: Any) -> str:

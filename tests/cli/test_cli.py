@@ -234,6 +234,7 @@ def test_help_into_a_closed_pipe_is_no_error(words: list[str]) -> None:
         ("sum(balance)=3", "sum(balance)=3"),
         ("chunks='' is none", "--chunks '' is none"),
         ("balance[0]=0 is none", "--balance 0 at position 1 is none"),
+        ("balance[1]='' is none", "--balance '' at position 2 is none"),
         ("balance[0] and balance[2].", "--balance at position 1 and --balance at position 3."),
         ("balance[0].chunks=3", "balance[0].chunks=3"),
         (

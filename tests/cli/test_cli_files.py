@@ -279,10 +279,35 @@ def test_arguments_of_a_function_reach_it(tmp_path: Path) -> None:
     assert Profile.load(path).layers[0].parameter_bytes == 4 * (5 * 5 + 5)
 
 
+def test_a_parser_of_the_users_own_reads_no_words_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that reads the command line finds an empty one, and takes its defaults."""
+    path = tmp_path / "own.json"
+    words = ["profile", "workloads:reading_the_command_line", "--estimate", "A100", "-o", str(path)]
+    monkeypatch.setattr("sys.argv", ["gpipebal", *words])
+    assert main(words) == 0
+    assert Profile.load(path).layers[0].parameter_bytes == 4 * (5 * 5 + 5)
+    assert sys.argv == ["gpipebal", *words]
+
+
+@pytest.mark.parametrize("estimate", [[], ["--estimate", "A100"]])
+def test_a_model_without_a_default_loss_has_one_fix(
+    estimate: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no loss was given and none can be taken, the error says what is missing, once."""
+    words = ["profile", "workloads:without_a_loss", *estimate, "--chunks", "2"]
+    assert main([*words, "-o", str(tmp_path / "p.json")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "the loss failed: model gives no floating-point output" in first
+    assert second == "Fix: let the function return a mapping with 'loss_fn'."
+
+
 @pytest.mark.parametrize(
     ("model", "word", "message"),
     [
         ("gpt", "layers", "argument of the model is not readable: --set layers"),
+        ("workloads:tiny", "depth=", "argument of the model is not readable: --set depth="),
         ("gpt", "colour=3", "colour"),
         ("gpt", "layers=many", "layers"),
         ("workloads:tiny", "layers=2", "unexpected keyword argument 'layers'"),
@@ -295,6 +320,8 @@ def test_arguments_that_cannot_be_are_refused(
     assert main(["profile", model, "--set", word, "-o", str(tmp_path / "p.json")]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert message in first and second.startswith("Fix: ")
+    if "not readable" in message:
+        assert f"--set {word.rstrip('=')}=2" in second
 
 
 def test_help_lists_the_built_in_models(capsys: pytest.CaptureFixture[str]) -> None:

@@ -307,7 +307,7 @@ def test_a_plan_with_runs_can_be_shown(
             ["solve", "profile.json", "--balance", "3,3", "--schedule", "zb_h1"],
             "and simulated by gpipebal simulate.\n",
         ),
-        (["profile", ".:plain"], "\nFix: package.module:plain, in the folder of that file.\n"),
+        (["profile", ".:plain"], "\nFix: package.module:plain, in the folder of that file, where"),
         (["run", "gpt", "--output", ""], "\nFix: --output gpipebal-run, or --output . for the"),
     ],
     ids=lambda item: " ".join(item) if isinstance(item, list) else "",

@@ -343,6 +343,9 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"model": "workloads.py:tiny"}, UsageError, "by a path: .*\nFix: workloads:tiny, in"),
         ({"model": "./workloads.py:tiny"}, UsageError, "by a path: .*\nFix: workloads:tiny, in"),
         ({"model": "a/workloads:tiny"}, UsageError, "by a path: .*\nFix: workloads:tiny, in"),
+        ({"model": "workloads.py"}, UsageError, "by a path: .*\nFix: workloads:make_model, in"),
+        ({"model": "a/workloads"}, UsageError, "by a path: .*\nFix: workloads:make_model, in"),
+        ({"model": "workloads."}, UsageError, "not known: .*\nFix: workloads:make_model, where"),
         ({"model": "workloads:missing"}, UsageError, "'missing' of module 'workloads' does not"),
         ({"model": "workloads:NOT_A_FUNCTION"}, UsageError, "is of type int"),
         ({"model": "workloads:needing_arguments"}, UsageError, "these arguments: .*'width'"),
@@ -350,7 +353,12 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"model": "workloads:three_things"}, UsageError, "returned tuple of 3"),
         ({"model": "workloads:mapping_without_sample"}, UsageError, "returned dict with 'model'"),
         ({"model": "workloads:mapping_with_surprise"}, UsageError, "with .*'losses'"),
-        ({"model": "workloads:no_chain"}, UsageError, "a model of type Linear"),
+        (
+            {"model": "workloads:no_chain"},
+            UsageError,
+            r"a model of type Linear .*\nFix: return nn.Sequential\(\*layers\), where",
+        ),
+        ({"model": "workloads:layers_only"}, UsageError, r"a model of type list .*\n.*l\(\*layers"),
         ({"model": "workloads:made_optimizer"}, UsageError, "Fix: .*lambda parameters: SGD"),
         (
             {"model": "workloads:made_optimizers"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 import time
@@ -84,6 +85,13 @@ def tiny_with_dimensions() -> dict[str, Any]:
     }
 
 
+def reading_the_command_line() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain of as wide layers as the script's own command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=5)
+    return needing_arguments(parser.parse_args().width)
+
+
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ZeroDivisionError("the user's own fault")
@@ -147,6 +155,23 @@ def mapping_with_surprise() -> dict[str, Any]:
 def no_chain() -> tuple[nn.Module, Tensor]:
     """Return a model that is not an nn.Sequential."""
     return nn.Linear(2, 2), torch.randn(4, 2)
+
+
+def layers_only() -> tuple[list[nn.Module], Tensor]:
+    """Return a list of layers."""
+    model, sample = tiny()
+    return list(model), sample
+
+
+class Classes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(dim=1)
+
+
+def without_a_loss() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain whose output, classes, has no default loss."""
+    model, sample = tiny()
+    return model.append(Classes()), sample
 
 
 def made_optimizer() -> dict[str, Any]:

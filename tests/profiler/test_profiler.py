@@ -267,6 +267,10 @@ def test_optimizer_state_is_that_of_the_real_one(make: Any, bytes_per_value: int
 
 
 BAD = {
+    "two arguments": (
+        lambda: profile(nn.Sequential(nn.Bilinear(2, 2, 1)), (torch.ones(2, 2), torch.ones(2, 2))),
+        r"missing 1 required positional argument: 'input2'\nFix: let its forward take one argument",
+    ),
     "no chain": (lambda: profile(nn.Linear(1, 1), torch.ones(2, 1)), "must be nn.Sequential"),
     "no layers": (lambda: profile(nn.Sequential(), torch.ones(2, 1)), "no layers"),
     "wrong shape": (

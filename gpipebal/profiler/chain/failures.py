@@ -119,6 +119,11 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
             "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more, "
             "and no 1 in rows: batch normalisation cannot train on one value per channel."
         )
+    if isinstance(error, TypeError) and "forward() missing " in text_of(error):
+        fix = (
+            "let its forward take one argument, such as a tuple of several: what goes into a layer "
+            "is one value. Only the first layer may have others too, by their names, in keywords."
+        )
     if forbids_hooks(error):
         fix = (
             "let the layer differentiate by torch.autograd.grad(..., create_graph=True) in place "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ProfileError
+from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.minibatch.loss import call_loss
 from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.profile import LayerProfile
@@ -192,6 +192,8 @@ def measure_whole_loss(
 def loss_failed(error: ProfileError) -> ProfileError:
     """Say that the loss failed, and not a layer, and with which error."""
     cause = error.__cause__ or error
+    if isinstance(cause, GpipebalError):  # it says a fix of its own
+        return ProfileError(f"the loss failed: {cause}")
     return ProfileError(
         f"the loss failed: {type(cause).__name__}: {cause}\n"
         "Fix: give a loss_fn and a target for the output of the whole mini-batch."
