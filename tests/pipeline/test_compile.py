@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 from chains import run_plain
+from random_chains import Apply
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._higher_order_ops import while_loop
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from gpipebal.pipeline import GPipe
+import gpipebal as gb
+from gpipebal.errors import ProfileError
+from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = [
@@ -92,6 +97,78 @@ def test_compiled_dropout_draws_the_same_in_every_mode_and_balance(backend: str)
     for other in results[1:]:
         for mine, theirs in zip(other, results[0], strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+class Turn(nn.Module):
+    """Take one of two ways, by the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        turned: Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return turned
+
+
+def test_compiled_control_flow_works() -> None:
+    """Operations that run functions get past what catches random numbers."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Turn(), Turn())
+    run_plain(plain, inputs := torch.randn(8, 8), 4).square().sum().backward()
+    layers = [torch.compile(copy.deepcopy(layer), backend="aot_eager") for layer in plain]
+    pipe = GPipe(nn.Sequential(*layers), [1, 2], chunks=4, checkpoint="always")
+    pipe.zero_grad()
+    pipe(inputs).square().sum().backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_profile_says_that_it_cannot_look_into_control_flow() -> None:
+    """What `torch.cond` saves for a backward is not shown, so costs have to be given."""
+    linear = nn.Linear(8, 8)
+    model = nn.Sequential(linear, Apply(lambda x: torch.cond(x.sum() > 0, linear, torch.cos, (x,))))
+    with pytest.raises(ProfileError, match=r"(?s)layer '1' .*Fix: .*from_costs"):
+        gb.profile_model(model, torch.randn(4, 8), rows=(), timeout=0.0, as_pipeline=False)
+
+
+def _attend(x: Tensor) -> Tensor:
+    """Attend to earlier tokens."""
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+    attended: Any = flex_attention(x[:, None], x[:, None], x[:, None], block_mask=mask)
+    return attended[:, 0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_flex_attention_works_and_is_measured(compiled: bool) -> None:
+    """A profile and a meter take it for one operation; on CPUs torch has its forward only."""
+    attend = torch.compile(_attend) if compiled else _attend
+    model = nn.Sequential(Apply(attend), nn.Linear(16, 2))
+    inputs = torch.randn(4, 128, 16)
+    pipe = GPipe(model, [1, 1], chunks=2)
+    torch.testing.assert_close(pipe(inputs), model(inputs))
+    with measure_memory(pipe) as meter:
+        pipe(inputs).sum().backward()
+    assert meter.peak_bytes[0] >= 2 * inputs.nbytes
+    profile = gb.profile_model(model, inputs, chunks=2, rows=(), timeout=0.0, as_pipeline=False)
+    assert profile.layers[0].output_bytes == inputs.nbytes // 2
+
+
+def test_an_estimate_says_what_to_do_with_control_flow() -> None:
+    """It cannot follow operations that run functions."""
+
+    def repeat(x: Tensor) -> Tensor:
+        result: Any = while_loop(lambda k, x: k < 3, lambda k, x: (k + 1, x * 2), (start, x))
+        return result[1]  # type: ignore[no-any-return]
+
+    start = torch.tensor(0)
+    model = nn.Sequential(Apply(repeat), nn.Linear(8, 8))
+    inputs = torch.randn(4, 8)
+    with pytest.raises(ProfileError, match=r"(?s)given functions, .*Fix: .*method='measure'"):
+        gb.profile_model(model, inputs, chunks=2, rows=(), method="estimate")
+    profile = gb.profile_model(model, inputs, chunks=2, rows=(), timeout=0.0, as_pipeline=False)
+    assert profile.layers[0].output_bytes == inputs.nbytes // 2
 
 
 @MODES

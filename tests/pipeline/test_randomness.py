@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from random_chains import Apply
 from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
 
 from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
 from gpipebal.pipeline.randomness.random_ops import prepare
@@ -120,3 +125,38 @@ def test_passes_are_told_apart() -> None:
     pipe(torch.ones(2, 2)).sum().backward()
     assert seen == [(True, False), (False, False), (False, True)]
     assert (is_checkpointing(), is_recomputing()) == (False, False)
+
+
+class Applying(HigherOrderOperator):
+    """An operation that is given a function, as `torch.cond` is given two."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.py_impl(DispatchKey.CompositeExplicitAutograd)(lambda run, x: run(x))
+        self.py_impl(DispatchKey.Autograd)(lambda run, x: run(x))
+
+    def __call__(self, run: Any, x: Tensor) -> Tensor:
+        return super().__call__(run, x)  # type: ignore[no-any-return]
+
+
+def test_what_functions_draw_that_operations_run_depends_on_the_seed_alone() -> None:
+    """Whether the operation was made before the first pipeline or after it."""
+    results = []
+    before = Applying("gpipebal_before")
+    runs: list[tuple[list[int], Any]] = [
+        ([3], "never"),
+        ([1, 2], "always"),
+        ([1, 1, 1], "except_last"),
+    ]
+    for balance, checkpoint in runs:
+        after = Applying("gpipebal_after")
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(4, 4)]
+        for operation in (before, after):
+            layers.append(Apply(lambda x, run=operation: run(nn.functional.dropout, x)))
+        pipe = GPipe(nn.Sequential(*layers), balance, chunks=2, checkpoint=checkpoint)
+        output = pipe(torch.ones(4, 4))
+        output.sum().backward()
+        results.append((output.detach(), pipe[0].weight.grad))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])

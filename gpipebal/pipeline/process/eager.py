@@ -39,7 +39,13 @@ def run_eagerly() -> Iterator[None]:
 
 
 class EagerDispatchMode(TorchDispatchMode):
-    """A dispatch mode in which compiled code runs as it was written."""
+    """A dispatch mode in which compiled code runs as it was written.
+
+    It is given an operation that runs functions (flex attention, `torch.cond`) as a single one:
+    torch turns the mode off while the functions run.
+    """
+
+    supports_higher_order_operators = True
 
     def __enter__(self) -> Any:
         _blocks.enter()

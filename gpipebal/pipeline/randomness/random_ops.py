@@ -124,7 +124,19 @@ class _Catcher:
         self._keys = torch._C.DispatchKeySet(self.key)
         self._libraries = [torch.library.Library("_", "IMPL", _KEY)]
         self._libraries[0].fallback(torch.library.fallthrough_kernel)
+        self._skip_higher_order_operations()
         self._known: set[str] = set()
+
+    def _skip_higher_order_operations(self) -> None:
+        """Let those that run functions (`torch.cond`, flex attention) skip the key as well.
+
+        They are written in Python, where no fallback is looked for. What their functions draw is
+        caught when those run.
+        """
+        for operation in torch._ops._higher_order_ops.values():
+            operation.fallthrough(self.key)
+        # Read by those that are made later.
+        torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(self.key)
 
     def add_new_operations(self) -> None:
         """Register a kernel for every random operation that exists by now."""

@@ -20,6 +20,7 @@ __all__ = [
     "is_out_of_memory",
     "left_out",
     "memory_for",
+    "runs_functions",
     "said",
     "shapes_of",
     "text_of",
@@ -82,6 +83,12 @@ def forbids_hooks(error: BaseException) -> bool:
     return "yet support saved tensor hooks" in text_of(error)
 
 
+def runs_functions(error: BaseException) -> bool:
+    """Tell whether an operation that runs functions (`torch.cond`) could not be looked into."""
+    text = text_of(error).lower()
+    return any(kind in text for kind in ("higherorderop", "higher order op", "faketensormode"))
+
+
 def left_out(rows: int, error: Exception) -> str:
     """Say why a size of micro-batch is not measured."""
     first, _, _ = text_of(error).partition("\n")
@@ -129,6 +136,11 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
             "let the layer differentiate by torch.autograd.grad(..., create_graph=True) in place "
             "of torch.func; or give costs of your own, gpipebal.Profile.from_costs(forward=[...]): "
             "no profile can look at what torch.func.grad, vjp, jacrev and hessian save."
+        )
+    if runs_functions(error):
+        fix = (
+            "give costs of your own, gpipebal.Profile.from_costs(forward=[...]): no profile can "
+            "look at what torch.cond saves for a backward."
         )
     return ProfileError(
         f"layer {name!r} (layer {index}) failed on a micro-batch of shape {shapes}: "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.failures import forbids_hooks, text_of
+from gpipebal.profiler.chain.failures import forbids_hooks, runs_functions, text_of
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
@@ -275,6 +275,13 @@ def without_values(name: str) -> Iterator[None]:
                 "its own).\n"
                 "Fix: register the tensor with the layer, or with a module that is the loss; or "
                 "profile_model(model, sample, method='measure')."
+            ) from cause
+        if runs_functions(cause):
+            raise ProfileError(
+                f"layer {name!r} cannot be estimated: it runs an operation that is given "
+                f"functions, such as torch.cond: {type(cause).__name__} (expected operations on "
+                "tensors alone).\nFix: profile_model(model, sample, method='measure'); or give "
+                "costs of your own, gpipebal.Profile.from_costs(forward=[...])."
             ) from cause
         if "meta" in text.lower():
             raise ProfileError(
