@@ -10,6 +10,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Threads of one operation that wait for each other sleep, also in processes that a test starts. By
+# default they spin, and take the cores from tests that run at the same time. The library looks at
+# this once, when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
