@@ -98,6 +98,7 @@ def test_an_estimate_is_the_same_without_values(name: str) -> None:
             method="estimate",
             rates="H100",
             chunks=2,
+            rows=(),
             loss_fn=bare.loss_fn,
             target=target,
             progress=False,
