@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
 from gpipebal.plan import PartitionPlan, PeakMemory, Plan
 from gpipebal.profile import Profile
@@ -99,9 +99,13 @@ def check_layout(figure: Figure) -> None:
     assert used.x1 <= width
     assert used.y1 <= height
     for ax in figure.axes:
-        boxes = [(text.get_text(), text.get_window_extent()) for text in texts_of(ax)]
-        for (one, box), (other, other_box) in combinations(boxes, 2):
-            common = Bbox.intersection(box, other_box)
-            # Boxes of neighbours may touch: they have a margin around the letters.
-            touches = common is None or min(common.width, common.height) < 2
-            assert touches, f"{one!r} and {other!r} overlap"
+        texts = texts_of(ax)
+        if not texts:
+            continue
+        x0, y0, x1, y1 = np.transpose([text.get_window_extent().extents for text in texts])
+        widths = np.minimum.outer(x1, x1) - np.maximum.outer(x0, x0)
+        heights = np.minimum.outer(y1, y1) - np.maximum.outer(y0, y0)
+        # Boxes of neighbours may touch: they have a margin around the letters.
+        overlaps = np.argwhere(np.triu(np.minimum(widths, heights) >= 2, 1))
+        pairs = [(texts[i].get_text(), texts[j].get_text()) for i, j in overlaps]
+        assert not pairs, f"{pairs[0][0]!r} and {pairs[0][1]!r} overlap"

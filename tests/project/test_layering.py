@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def _part(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def _imported(path: Path) -> set[str]:
+@cache
+def _imported(path: Path) -> frozenset[str]:
     """Return the dotted names of all modules that a file imports, wherever in the file."""
     package = ["gpipebal", *path.relative_to(ROOT).parent.parts]
     names: set[str] = set()
@@ -101,7 +103,7 @@ def _imported(path: Path) -> set[str]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             # `from gpipebal import plots` imports a module too.
             names |= {f"{module}.{alias.name}" for alias in node.names} | {module}
-    return names
+    return frozenset(names)
 
 
 def _parts_imported(path: Path) -> set[str]:
