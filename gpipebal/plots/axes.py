@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import check_kind
-from gpipebal.plots.glyphs import families, font_settings, pieces
+from gpipebal.plots.glyphs import families, font_settings, pieces, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +19,7 @@ __all__ = [
     "CAPTION_SIZE",
     "FONT_SIZE",
     "LINE_HEIGHT",
+    "ROOM",
     "add_headline",
     "axes_or_new",
     "dashed",
@@ -41,6 +42,9 @@ TITLE_SIZE = 10.5
 
 #: Height of a line in font sizes.
 LINE_HEIGHT = 1.25
+
+#: Share of a width that a long text may take by `text_width`: with few dots letters are wider.
+ROOM = 0.94
 
 
 def new_axes(width: float, height: float) -> Axes:
@@ -162,7 +166,7 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
             columnspacing=1.2,
         )
     pad = 6 + below + legend_height
-    longest = int(len(title) * width / text_width(title, TITLE_SIZE))
+    longest = int(len(title) * ROOM * width / text_width(title, TITLE_SIZE))
     # A word that is too long for a line sticks out: it is not broken.
     lines = textwrap.fill(title, max(16, longest), break_long_words=False, break_on_hyphens=False)
     ax.set_title(lines, loc="left", fontsize=TITLE_SIZE, pad=pad)
@@ -212,7 +216,8 @@ def index_steps() -> Iterator[int]:
 def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
     """Label layers 0, 1, ... on the x axis: by name if all names fit, else by index.
 
-    Names that would be cut to the same text lose their common beginning instead.
+    Where not all names have room side by side as they are, they are cut; those that would be cut to
+    the same text lose what they have in common instead.
 
     Args:
         ax: The axes.
@@ -221,7 +226,9 @@ def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
             cut shorter.
     """
     room = points(ax)[0] / len(names)
-    short = _short_names(names, 20 if grow else 16)
+    whole = [written(name) for name in names]
+    has_room = all(fits(name, ROOM * room - 3) for name in whole)
+    short = whole if has_room else _short_names(names, 20 if grow else 16)
     # A name is not a formula, even if it holds a dollar sign.
     style: dict[str, Any] = {"parse_math": False, "family": families("".join(short))}
     if len(set(short)) < len(set(names)):

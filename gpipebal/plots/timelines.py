@@ -13,6 +13,7 @@ from gpipebal.plots.axes import (
     CAPTION_SIZE,
     FONT_SIZE,
     LINE_HEIGHT,
+    ROOM,
     add_headline,
     axes_or_new,
     fits,
@@ -232,9 +233,7 @@ def _caption(name: str, timeline: Timeline, first: Timeline, width: float) -> st
         *(f"{short}: {makespan}" for short in _shorter(parts)),
         makespan,
     )
-    # On screens of few dots letters are wider than they are measured here.
-    room = 0.94 * width
-    return next((text for text in texts if fits(text, room, CAPTION_SIZE)), makespan)
+    return next((text for text in texts if fits(text, ROOM * width, CAPTION_SIZE)), makespan)
 
 
 def _shorter(name: Sequence[str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from gpipebal.plots import (
     plot_timeline,
     plot_timelines,
 )
+from gpipebal.plots.axes import new_axes
 from gpipebal.plots.style import IDLE, kind_style
 from gpipebal.problem import Link
 from gpipebal.simulator import held_of, memory_over_time
@@ -155,6 +156,18 @@ def test_labels_of_layers_differ(names: list[str], labels: list[str] | None, axi
         assert labels is None or found == labels
         assert ax.get_xlabel() == axis
         check_layout(figure_of(ax))
+
+
+def test_names_that_have_room_are_whole() -> None:
+    """A few layers with long names keep all of them; in a small picture they are cut."""
+    names = LONG[:3]
+    profile = gb.Profile.from_costs([1e-3] * len(names), names=names, chunks=4)
+    for ax, labels in (
+        (plot_profile(profile), names),
+        (plot_profile(profile, ax=new_axes(4.0, 3.0)), ["…0…", "…1…", "…2…"]),
+    ):
+        assert [label.get_text() for label in ax.get_xticklabels()] == labels
+        check_layout(figure_of(ax))  # nor is the title of the small one wider than it
 
 
 def test_limit_can_be_seen_on_what_is_held() -> None:
