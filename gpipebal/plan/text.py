@@ -290,7 +290,7 @@ def _moves(plan: Plan) -> list[str]:
         return f"one layer to the {move[2]} {verb} {format_value(plan, more)}{share}"
 
     if len(moves) == 1:
-        return [f"Moving the cut after partition {cheap[1]} costs at least: {adds(cheap)}."]
+        return [f"The cheapest move of the cut after partition {cheap[1]}: {adds(cheap)}."]
     return [
         f"Of all cuts, the one after partition {cheap[1]} is the least decisive: {adds(cheap)}. "
         f"The most decisive is the one after partition {costly[1]}: {adds(costly)}."

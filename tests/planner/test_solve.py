@@ -494,7 +494,7 @@ def test_explain_says_what_limits_the_plan() -> None:
         "Partition 0 is the slowest",
         "below",
         "may use 1000 B",
-        "Moving the cut after partition 0 costs at least: one layer to the",
+        "The cheapest move of the cut after partition 0: one layer to the",
     ):
         assert part in text
     assert "The balance was given" in evaluate(profile, [2, 2]).explain()
