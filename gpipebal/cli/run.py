@@ -79,6 +79,7 @@ def add_run(commands: Commands) -> None:
     )
     run.add_argument(
         "--output",
+        "-o",
         metavar="FOLDER",
         default="gpipebal-run",
         help="folder to write to (default: %(default)s)",

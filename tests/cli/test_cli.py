@@ -194,10 +194,12 @@ def test_help_needs_no_torch() -> None:
 def test_help_shows_examples_that_can_be_read(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The help of every command ends with lines that can be copied, and their words exist."""
+    """The help ends with lines that can be copied, and their words exist; -o is --output."""
     with pytest.raises(SystemExit):
         main([command, "--help"])
     lines = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert not line.startswith("  --output") or ", -o " in line
     examples = [line.strip() for line in lines if line.startswith(f"  gpipebal {command} ")]
     assert len(examples) >= 3
     assert lines[-1] == "exit status: gpipebal --help lists them all."
