@@ -35,8 +35,8 @@ print("by time  ", gb.balance_by_time(model, sample, 2, chunks=4, timeout=0.5))
 print("by memory", gb.balance_by_size(model, sample, 2, chunks=4, param_scale=4.0))
 
 # %% [markdown]
-# Two goals, two balances. `balance_by_time` minimises the largest *time* of a partition, `balance_by_size` the largest
-# *memory*. The rest of this notebook is for those who want to see more, or to ask for more.
+# Two goals: `balance_by_time` minimises the largest *time* of a partition, `balance_by_size` the largest *memory*. The rest
+# of this notebook is for those who want to see more, or to ask for more.
 #
 # ## From a profile to a plan
 #
@@ -91,9 +91,7 @@ for objective in ("makespan", "bottleneck", "peak_memory"):
 # pipelines never filled and drained. The table compares them with the plan:
 
 # %%
-from gpipebal.planner.thumb_comparison import compare_rules
-
-print(compare_rules(profile, gb.solve(profile, 8)))
+print(gb.compare_rules(profile, gb.solve(profile, 8)))
 
 # %% [markdown]
 # The column `gap` shows the use of the lower bound: how far each balance can be from the best possible one, as a share of
@@ -136,9 +134,7 @@ except gb.GpipebalError as error:
 # change places:
 
 # %%
-from gpipebal.problem import Link
-
-slow = Link(bandwidth=1e9)
+slow = gb.Link(bandwidth=1e9)
 for any_order in (False, True):
     found = gb.solve(profile, 4, devices=[1.0, 2.0, 2.0, 1.0], any_order=any_order, link=slow)
     print(f"{list(found.balance)} on devices {list(found.devices)}: {found.makespan:.2f} s")
@@ -150,9 +146,7 @@ for any_order in (False, True):
 # several (`gpipebal run --try 3`).
 
 # %%
-from gpipebal.planner import top_plans
-
-for found in top_plans(profile, 4, 4):
+for found in gb.top_plans(profile, 4, 4):
     print(list(found.balance), f"{1e3 * found.makespan:.2f} ms")
 
 # %% [markdown]

@@ -146,10 +146,8 @@ plot_schedules(table).figure
 
 # %%
 uneven = gb.Profile.from_costs([1e-3] * 15 + [4e-3], chunks=8)
-from gpipebal.planner import evaluate
-
 pair = {
-    "equally many layers": gb.simulate(evaluate(uneven, [4, 4, 4, 4], checkpoint="never")),
+    "equally many layers": gb.simulate(gb.evaluate(uneven, [4, 4, 4, 4], checkpoint="never")),
     "solved": gb.simulate(gb.solve(uneven, 4, checkpoint="never")),
 }
 plot_timelines(pair).figure

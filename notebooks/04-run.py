@@ -157,7 +157,7 @@ plot_timeline(recorder.timelines[-1]).figure
 #
 # The profile was measured at several sizes, so the solver can choose the best number: it takes the one with the smallest
 # makespan. The picture names the number with the shortest training step among those that it draws; the step time counts
-# more than the makespan does. Where the two differ, there is little between them:
+# more than the makespan does, so the two may differ:
 
 # %%
 candidates = [gb.solve(profile, 2, chunks=chunks) for chunks in (2, 4, 8, 16, 32)]

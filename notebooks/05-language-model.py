@@ -27,7 +27,6 @@ import torch
 import gpipebal as gb
 from gpipebal.models import gpt
 from gpipebal.models.entries import token_cross_entropy
-from gpipebal.planner import evaluate
 from gpipebal.plots import plot_balance, plot_partitions, plot_timelines
 
 LAYERS, WIDTH, VOCABULARY, CONTEXT, DEVICES = 24, 1024, 64_000, 1024, 8
@@ -74,7 +73,7 @@ print(f"the head takes as long as {frame['ms'][head] / frame['ms'][list(block)].
 # %%
 n = profile.n_layers
 equal = [n * (j + 1) // DEVICES - n * j // DEVICES for j in range(DEVICES)]
-by_rule = evaluate(profile, equal)
+by_rule = gb.evaluate(profile, equal)
 plan = gb.solve(profile, DEVICES)
 for name, found in (("equal", by_rule), ("solved", plan)):
     bubble = 100 * found.bubble_fraction
@@ -97,7 +96,7 @@ plot_timelines({"equal": gb.simulate(by_rule), "solved": gb.simulate(plan)}).fig
 # %%
 for vocabulary in (32_000, 64_000, 128_000, 256_000):
     large = estimate(vocabulary)
-    best, rule = gb.solve(large, DEVICES), evaluate(large, equal)
+    best, rule = gb.solve(large, DEVICES), gb.evaluate(large, equal)
     print(
         f"{vocabulary:7,} words: {list(best.balance)!s:28} {best.makespan:.2f} s, "
         f"{100 * (rule.makespan / best.makespan - 1):.0f} % longer with equal partitions"
@@ -113,7 +112,7 @@ for vocabulary in (32_000, 64_000, 128_000, 256_000):
 
 # %%
 for inside in (False, True):
-    found = evaluate(large, best.balance, loss_inside=inside)
+    found = gb.evaluate(large, best.balance, loss_inside=inside)
     peak = found.partitions[-1].memory.total / 2**30
     print(f"loss {'inside' if inside else 'outside'} the pipeline: last device {peak:5.1f} GiB")
 
