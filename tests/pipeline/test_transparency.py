@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gpipebal.models.resnet import resnet
 from gpipebal.pipeline import GPipe
@@ -447,3 +448,22 @@ def test_the_default_dtype_is_that_of_the_forward(checkpoint: CheckpointMode) ->
     assert torch.get_default_dtype() == torch.float32
     assert inputs.grad is not None
     assert inputs.grad.tolist() == [1, 1, 1, 1]
+
+
+def test_weights_can_be_averaged() -> None:
+    """A moving average of the weights is that of the plain model, and runs as a pipeline."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    plain, rows = copy.deepcopy(model), torch.randn(6, 4, dtype=torch.double)
+    pipe = GPipe(model, [1, 2], chunks=3)
+    averages = [
+        AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for each in (pipe, plain)
+    ]
+    for each, average in zip((pipe, plain), averages, strict=True):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(rows).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(each)
+    torch.testing.assert_close(*(average(rows) for average in averages))
