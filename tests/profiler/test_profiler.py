@@ -277,6 +277,10 @@ BAD = {
         lambda: profile(nn.Sequential(nn.Identity(), nn.Linear(3, 1)), torch.ones(2, 5)),
         r"layer '1' \(layer 1\) failed on a micro-batch of shape \(2, 5\) torch.float32",
     ),
+    "target too": (
+        lambda: profile(nn.Sequential(nn.Linear(3, 1)), [torch.ones(2, 3), torch.ones(2)]),
+        r"must be Tensor, not list\nFix: give as sample only the input, without the target",
+    ),
     "no rows": (lambda: profile(nn.Sequential(nn.Tanh()), torch.tensor(1.0)), "no dimensions"),
     "chunks": (lambda: profile(nn.Sequential(nn.Tanh()), torch.ones(2), chunks=0), "chunks=0"),
     "threads": (lambda: profile(nn.Sequential(nn.Tanh()), torch.ones(2), threads=0), "threads=0"),

@@ -113,7 +113,9 @@ def memory_for(what: str) -> Iterator[None]:
 
 def forward_failed(error: Exception, name: str, index: int, shapes: str) -> ProfileError:
     """Name the layer whose forward failed."""
-    fix = "give a sample and a number of chunks that the model can be trained with."
+    # What a data loader gives has the target beside the input.
+    sample = "a sample" if index else "as sample only the input, without the target (target=),"
+    fix = f"give {sample} and a number of chunks that the model can be trained with."
     if is_out_of_memory(error):
         fix = _LESS_MEMORY
     if not index and "does not require grad" in text_of(error):
