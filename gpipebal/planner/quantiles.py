@@ -31,7 +31,8 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
     """Take an upper quantile of every time, as the measured spread suggests it.
 
     The spread is an interquartile range; the distribution is taken to be normal. Layers are rarely
-    slow all at once, so the sum over many layers is more cautious than the quantile says.
+    slow all at once, so the sum over many layers is more cautious than the quantile says. The loss
+    counts as a layer; the gather and the optimizer have no spread, and keep their times.
 
     Args:
         profile: Costs with spreads; layers without any keep their times.
@@ -64,9 +65,14 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
         }
         return replace(layer, **times)
 
+    step = profile.step
+    loss, whole_loss = (
+        None if one is None else shifted(one) for one in (step.loss, step.whole_loss)
+    )
     return replace(
         profile,
         layers=tuple(map(shifted, profile.layers)),
+        step=replace(step, loss=loss, whole_loss=whole_loss),
         other_sizes=tuple(at_quantile(other, number) for other in profile.other_sizes),
         provenance={**profile.provenance, "quantile": number},
     )

@@ -105,6 +105,17 @@ def test_layers_are_recomputed_at_the_quantile_of_the_plan() -> None:
     assert chosen.before.makespan == plan.makespan
 
 
+def test_the_loss_has_the_quantile_of_the_layers() -> None:
+    """Its time over a micro-batch, and that over the mini-batch; what has no spread stays."""
+    profile = costs(1.0, 1.0)
+    first, second = (replace(one, forward_spread=0.5) for one in profile.layers)
+    terms = StepTerms(gather_time=0.0, loss=first, whole_loss=second, optimizer_time=1.0)
+    profile = replace(profile, layers=(first, second), step=terms)
+    found = at_quantile(profile, 0.9)
+    assert found.step.loss == found.layers[0] and found.step.whole_loss == found.layers[1]
+    assert found.layers[0].forward_time > 1.0 and found.step.optimizer_time == 1.0
+
+
 def test_a_grid_has_the_chunks_that_were_asked_for() -> None:
     """Nine rows in eight micro-batches are eight, of two rows and of one."""
     one = gb.Profile.from_costs([1.0, 1.0], rows=1, chunks=9)
