@@ -225,6 +225,60 @@ def test_an_operation_that_hangs_does_not_hold_the_caller(monkeypatch: pytest.Mo
     """One that has borrowed the default generator, in a worker that was given up, say."""
     monkeypatch.setattr(seeds, "_PATIENCE", 0.01)
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [1, 1])
-    with lent.default_generators:
+    held, over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with lent.default_generators:
+            held.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    try:
+        assert held.wait(30)
         pipe(torch.ones(2, 2)).sum().backward()
-    assert not lent.default_generators.locked() and not seeds._under_way
+    finally:
+        over.set()
+        thread.join()
+    assert is_free(lent.default_generators) and not seeds._under_way
+
+
+def is_free(lock: Any) -> bool:
+    """Tell whether another thread could take a lock."""
+    found: list[bool] = []
+
+    def take() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_an_interrupt_right_after_the_generators_were_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are free again: a later operation that borrows them would wait for ever."""
+
+    class Interrupted:
+        is_over = False
+
+        def acquire(self, timeout: float) -> bool:
+            found = lent.default_generators.acquire(timeout=timeout)
+            if not self.is_over:
+                self.is_over = True
+                raise KeyboardInterrupt
+            return found
+
+        def release(self) -> None:
+            lent.default_generators.release()
+
+    monkeypatch.setattr(seeds, "default_generators", Interrupted())
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), [1, 1])
+    with pytest.raises(KeyboardInterrupt):
+        pipe(torch.ones(2, 2))
+    assert is_free(lent.default_generators)
+    pipe(torch.ones(2, 2)).sum().backward()

@@ -46,8 +46,9 @@ _ITSELF = 50
 _without_draws: set[Any] = set()
 _seeding: set[Any] = set()
 
-#: Held while a default generator is read, advanced, or temporarily has another state.
-default_generators = threading.Lock()
+#: Held while a default generator is read, advanced, or temporarily has another state. It knows its
+#: owner, who can so release it after an interrupt without knowing whether it came before or after.
+default_generators = threading.RLock()
 
 #: Bytes of the seed that a state begins with; half of a mark is the same in all marks.
 _HEAD = 8

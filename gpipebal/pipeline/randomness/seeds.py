@@ -16,7 +16,7 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -107,11 +107,11 @@ class MiniBatchSeed:
 @contextmanager
 def _held_for_a_while() -> Iterator[None]:
     """Hold `default_generators`, unless a worker that hangs in an operation has it for ever."""
-    has_it = default_generators.acquire(timeout=_PATIENCE)
     try:
+        default_generators.acquire(timeout=_PATIENCE)
         yield
     finally:
-        if has_it:
+        with suppress(RuntimeError):  # another thread has it
             default_generators.release()
 
 
