@@ -167,6 +167,26 @@ def test_no_garbage_is_collected_while_python_looks_at_its_threads(
     assert collected == [False] and gc.isenabled()
 
 
+def test_a_pipeline_may_be_collected_while_python_looks_at_its_threads() -> None:
+    """Its workers need the lock that the collecting thread has to end: they are not waited for."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    pipe(torch.ones(2, 2)).sum().backward()
+    runtime = pipe._runtime
+    assert runtime is not None
+    threads, circle = runtime.pool.threads, [pipe]
+    circle.append(circle)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        del pipe, runtime, circle
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]
+            gc.collect()
+    finally:
+        gc.enable()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 def test_sums_of_an_interrupted_backward_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A retained graph that is gone through again gives its gradient once."""
     layer = nn.Linear(4, 4)

@@ -43,6 +43,9 @@ GRACE = 5.0
 #: Seconds that threads which have ended get for their destructors when the interpreter ends.
 DESTRUCTION = 1.0
 
+#: Seconds that idle threads get to end when their pool is collected.
+ENDING = 1.0
+
 #: Seconds after which a wait for the threads of a closed pool checks whether it was given up.
 _LOOK_UP = 0.1
 
@@ -328,10 +331,13 @@ def _end_threads(
     if process != os.getpid():
         return
     _tell_to_end(queues)
+    until = time.monotonic() + ENDING
     for thread in threads:
         # A pool can be collected, and so ended, by one of its own threads.
         if thread is not threading.current_thread():
-            thread.join()
+            # Nor for ever by another one: garbage is collected anywhere, also inside of
+            # `threading.enumerate`, and threads need its lock to end.
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _tell_to_end(queues: Sequence[_Queue]) -> None:
