@@ -6,6 +6,7 @@ and ``version`` (an int that grows when old readers would misread it).
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from gpipebal.argument_kinds import check_path
 from gpipebal.errors import FileFormatError
 
 __all__ = [
+    "NO_ROOM",
     "atomic_path",
     "noun_of",
     "read_any",
@@ -36,6 +38,8 @@ MAX_FILE_BYTES = 256 * 2**20
 MAX_VALUES = 2**23
 #: No file of ours nests deeper than this; one that does is refused before it is walked through.
 MAX_DEPTH = 32
+#: Errors of writing: a full disk, a user's share of it that is used up, a limit on a file's size.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: How JSON writes one of the two halves of a character; most often the other one is next to it.
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -51,7 +55,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         KindError: `path` is not a path.
-        FileFormatError: `path` is something other than an ordinary file, which this would replace.
+        FileFormatError: `path` is something other than an ordinary file, which this would replace,
+            or there is no room for it.
     """
     target = Path(os.path.realpath(check_path(path)))
     what = _not_a_file(target)
@@ -66,6 +71,11 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         temporary.replace(target)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        what = f"cannot be written: {error.strerror}."
+        raise _refused(path, what, "give a place with more room.") from error
     finally:
         temporary.unlink(missing_ok=True)
 

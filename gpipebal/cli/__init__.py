@@ -35,6 +35,7 @@ from gpipebal.cli.words import (
     within_reach,
 )
 from gpipebal.errors import FileFormatError, GpipebalError, InfeasibleError, ProfileError
+from gpipebal.files import NO_ROOM
 
 __all__ = ["EXIT_STATUS", "main"]
 
@@ -60,8 +61,8 @@ exit status:
   141  the output is no longer read"""
 
 
-#: Errors of writing what a command prints: on a full disk, or to an output that is gone.
-_NO_OUTPUT = (errno.ENOSPC, errno.EBADF, errno.EIO)
+#: Errors of writing what a command prints: no more room, or an output that is gone.
+_NO_OUTPUT = (*NO_ROOM, errno.EBADF, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -249,6 +249,13 @@ def test_output_that_nobody_can_take_is_one_error(tmp_path: Path) -> None:
         )
     assert done.returncode == 2
     assert done.stderr.decode().startswith("gpipebal: error: the output cannot be written")
+    limited = ["sh", "-c", 'ulimit -f 0; "$@"', "sh", *words]
+    with open(tmp_path / "shown.txt", "w") as file:
+        done = subprocess.run(
+            limited, stdout=file, stderr=subprocess.PIPE, env=_environment(), timeout=WATCHDOG
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith("gpipebal: error: the output cannot be written")
     closed = ["sh", "-c", '"$@" >&-', "sh", *words]
     done = subprocess.run(closed, stderr=subprocess.PIPE, env=_environment(), timeout=WATCHDOG)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -42,6 +43,21 @@ def test_what_json_cannot_hold_is_not_written(tmp_path: Path, value: object) -> 
     write_record(path, RECORD)
     with pytest.raises((ValueError, TypeError), match="JSON"):
         write_record(path, {"value": value})
+    assert read_record(path, "thing", 1) == RECORD
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_for_which_there_is_no_room_is_one_error(tmp_path: Path) -> None:
+    """A file that grows beyond a limit is named, and the old one stays whole."""
+    path = tmp_path / "thing.json"
+    write_record(path, RECORD)
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old_limits[1]))
+    try:
+        with pytest.raises(FileFormatError, match=r"thing.json cannot be written: .*\nFix: give"):
+            write_record(path, {**RECORD, "text": "x" * 5000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
     assert read_record(path, "thing", 1) == RECORD
     assert list(tmp_path.iterdir()) == [path]
 
