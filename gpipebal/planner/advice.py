@@ -24,7 +24,7 @@ from gpipebal.solvers.sets.peak import least_shortage, worst_lack
 from gpipebal.solvers.sets.reachability import Path
 from gpipebal.units import format_bytes
 
-__all__ = ["explain", "with_more"]
+__all__ = ["explain", "named_layers", "with_more"]
 
 #: Most partitions that are advised, as a multiple of the number that was asked for.
 _MOST_TIMES = 4
@@ -69,7 +69,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
         f"(expected {format_bytes(lack)} more). The closest split gives it "
-        f"{_named_layers(posed.profile.names, start, end)}: it needs {format_bytes(peak)}, and "
+        f"{named_layers(posed.profile.names, start, end)}: it needs {format_bytes(peak)}, and "
         f"{format_bytes(limit)} may be used.{waits}\nFix: {'; or '.join(helps)}.",
         partition=j,
         shortage=lack,
@@ -116,11 +116,11 @@ def _more_time(question: Question, what: str) -> str:
     return f"more time to see {what} (time_limit={question.time_limit:g} was given)"
 
 
-def _named_layers(names: Sequence[str], start: int, end: int) -> str:
+def named_layers(names: Sequence[str], start: int, end: int) -> str:
     """Say which layers of the chain these are; names that are only numbers say nothing more.
 
     Example:
-        >>> _named_layers(["a", "b", "c"], 0, 2), _named_layers(["0", "1", "2"], 2, 3)
+        >>> named_layers(["a", "b", "c"], 0, 2), named_layers(["0", "1", "2"], 2, 3)
         ('layers 0 to 1 (a .. b)', 'layer 2')
     """
     numbers = f"layer {start}" if end - start == 1 else f"layers {start} to {end - 1}"

@@ -403,6 +403,17 @@ def test_an_error_names_the_partition_that_lacks_most() -> None:
     with pytest.raises(InfeasibleError, match="partition 1 does not fit") as caught:
         recompute_layers(profile, plan, memory_limit=50)
     assert (caught.value.partition, caught.value.shortage) == (1, 1550)
+    assert "It has layers 2 to 3, and needs 1.56 KiB at least.\n" in str(caught.value)
+
+
+def test_an_error_about_one_layer_names_one() -> None:
+    """Not a run from it to itself."""
+    profile = gb.Profile.from_costs([1.0] * 2, parameter_bytes=[30, 400], names=["a", "z"])
+    plan = gb.evaluate(profile, [1, 1], checkpoint="never")
+    with pytest.raises(
+        InfeasibleError, match=r"\. It has layer 1 \(z\), and needs 800 B at least\.\n"
+    ):
+        recompute_layers(profile, plan, memory_limit=100)
 
 
 def test_devices_of_their_own() -> None:

@@ -12,7 +12,7 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.layer_runs import with_nothing_saved_before, with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.plan import Plan
-from gpipebal.planner.advice import with_more
+from gpipebal.planner.advice import named_layers, with_more
 from gpipebal.planner.evaluate import evaluate
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.question import DeviceCosts, Question, Size
@@ -337,7 +337,7 @@ def _infeasible(
     limit, shortage = posed.problem.limits[j], max(1, lacks[j])
     assert limit is not None
     first = sum(plan.balance[:j])
-    names = posed.profile.names[first : first + plan.balance[j]]
+    layers = named_layers(posed.profile.names, first, first + plan.balance[j])
     enough = [None if one is None else max(n, one) for n, one in pairs]
     fix = "a plan with more partitions, or more and smaller micro-batches"
     if not isinstance(_RunChoice(posed, plan, time_limit, enough).answer(), int):
@@ -349,9 +349,8 @@ def _infeasible(
         least = "with the runs that need least by themselves"
     return InfeasibleError(
         f"partition {j} does not fit its device, {which}: it may "
-        f"use {format_bytes(limit)} (expected {format_bytes(shortage)} more: layers "
-        f"{first} to {first + len(names) - 1}, {names[0]} .. {names[-1]}, need "
-        f"{format_bytes(needs[j])} {least}).\nFix: {fix}.",
+        f"use {format_bytes(limit)} (expected {format_bytes(shortage)} more). It has {layers}, "
+        f"and needs {format_bytes(needs[j])} {least}.\nFix: {fix}.",
         j,
         shortage,
     )
