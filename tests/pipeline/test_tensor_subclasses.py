@@ -153,6 +153,41 @@ def test_what_layers_save_in_other_tensors_counts(way: Any) -> None:
     assert held >= sum(p.nbytes for p in model.parameters()) + 2 * x.nbytes
 
 
+class Jagged(nn.Module):
+    """Work on pieces of the rows, as one jagged tensor or as they are."""
+
+    def __init__(self, as_jagged: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.as_jagged = as_jagged
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the linear layer to pieces of 16 features, and leave out what is negative."""
+        pieces = x.reshape(-1, 16)
+        if not self.as_jagged:
+            return self.linear(pieces).relu().view_as(x)
+        ends = torch.tensor([0, 2, len(pieces)])
+        nested = torch.nested.nested_tensor_from_jagged(pieces, ends)
+        return self.linear(nested).relu().values().view_as(x)  # type: ignore[no-any-return]
+
+
+def test_jagged_tensors_that_layers_save_are_their_values() -> None:
+    """A layer that saves its input and its output as jagged tensors shares them with the chain."""
+    found, plain = (
+        gb.profile_model(
+            nn.Sequential(nn.Linear(64, 64), Jagged(as_jagged), nn.Linear(64, 64)),
+            torch.randn(64, 64),
+            rows=(),
+            timeout=0.0,
+            as_pipeline=False,
+        )
+        for as_jagged in (True, False)
+    )
+    row_ends, *_ = set(found.layers[1].saved) - set(plain.layers[1].saved)
+    assert found.bytes_of([row_ends]) < 64
+    assert set(plain.layers[1].saved) < set(found.layers[1].saved)
+
+
 class Matrix(nn.Module):
     """Multiply by a sparse matrix."""
 

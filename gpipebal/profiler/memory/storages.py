@@ -274,10 +274,10 @@ def _forward_and_backward(
     packed: dict[int, weakref.ref[Any]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided:
+        for part in filter(has_storage, plain_parts(tensor)):
             # In the order of saving: what has gone by now may have had the same key.
-            packed.pop(storage_key(tensor), None)
-            packed[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
+            packed.pop(storage_key(part), None)
+            packed[storage_key(part)] = weakref.ref(part.untyped_storage())
         # Not the tensor itself: an output that its own graph saves would never be freed.
         return tensor.detach()
 
