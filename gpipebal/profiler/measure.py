@@ -27,6 +27,7 @@ from gpipebal.profiler.setting import (
     choose_rows,
     current_device,
     device_for,
+    parameters_cast_at_each_use,
     random_numbers_kept,
     threads_set,
 )
@@ -244,6 +245,7 @@ def profile_model(
             left_alone([module, loss_fn]),
             random_numbers_kept(where),
             current_device(where),
+            parameters_cast_at_each_use(),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):

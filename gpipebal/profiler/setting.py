@@ -31,6 +31,7 @@ __all__ = [
     "current_device",
     "device_for",
     "layers_of",
+    "parameters_cast_at_each_use",
     "random_numbers_kept",
     "threads_set",
 ]
@@ -143,6 +144,17 @@ def threads_set(n_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def parameters_cast_at_each_use() -> Iterator[None]:
+    """Let autocast cast a parameter each time it is used in a block, as it does in workers."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ def _state() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
         "stance": None if dynamo is None else str(dynamo.eval_frame._stance),
         "blocks": [one.here() for one in all_shared_blocks()],
         "installed": list(backends._installed),
@@ -81,6 +82,7 @@ def test_what_was_entered_and_not_left_is_left() -> None:
             backends._blocks.enter()
             torch.backends.mha.set_fastpath_enabled(not fast)
             torch.set_grad_enabled(False)
+            torch.set_autocast_cache_enabled(False)
             raise KeyboardInterrupt
         assert _state() == before
         with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -361,6 +362,30 @@ def test_autocast_casts_count_while_the_graph_holds_them() -> None:
         half * rows * 64,
         half * (rows * 64 + 64 * 32),
     ]
+
+
+class UsedTwice(nn.Linear):
+    """Multiplies with its weight twice, as a recurrent layer does at each time; may cast itself."""
+
+    def __init__(self, n: int, *, casts: bool) -> None:
+        super().__init__(n, n, bias=False)
+        self.casts = casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if self.casts else nullcontext():
+            return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_autocast_casts_a_parameter_at_each_use_as_workers_do(casts: bool) -> None:
+    """Each cast of the weight is another storage, as torch's cache of casts is off in workers."""
+    rows, half = 8, 2
+    model = nn.Sequential(nn.Linear(64, 64), UsedTwice(64, casts=casts))
+    around = nullcontext() if casts else torch.autocast("cpu", dtype=torch.bfloat16)
+    with around:
+        result = profile(model, torch.randn(rows, 64))
+        assert torch.is_autocast_cache_enabled()
+    assert result.bytes_of(result.layers[1].saved) == 2 * half * (rows * 64 + 64 * 64)
 
 
 def test_flops_are_those_of_torchs_formulas() -> None:

@@ -149,7 +149,6 @@ class Chain:
         Returns:
             The leaves of autograd, and what the layer is to be given.
         """
-        torch.clear_autocast_cache()  # a cell casts its parameters itself
         inputs = as_leaves(self.inputs(k, value), wants=wants and self.first + k > 0)
         places = range(len(inputs)) if protect else self.written[k]
         return inputs, cloned(inputs, places, value.views)
@@ -296,7 +295,6 @@ class Chain:
         Args:
             grad: Whether to record the graph; without one there is no backward.
         """
-        torch.clear_autocast_cache()
         with torch.set_grad_enabled(grad):
             inputs = as_leaves(self.start.leaves, wants=self.first > 0)
             # A layer may write to the output of earlier ones.

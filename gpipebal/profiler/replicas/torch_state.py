@@ -39,8 +39,8 @@ def torch_state_kept() -> Iterator[None]:
     """Put torch back as it was found if a block ends by an exception, such as an interrupt.
 
     That is, for this thread: the stacks of dispatch and function modes, default hooks on saved
-    tensors, grad mode and the number of threads; for the process: the fast path of attention, and
-    what shared blocks have installed.
+    tensors, grad mode, the cache of autocast and the number of threads; for the process: the fast
+    path of attention, and what shared blocks have installed.
 
     Raises:
         KeyboardInterrupt: an interrupt; also where leaving a mode has raised another error since.
@@ -63,6 +63,7 @@ def _found() -> list[Callable[[], None]]:
     stacks = [(stack, list(stack[0]())) for stack in _STACKS]
     hooks, grad = _top_hooks(), torch.is_grad_enabled()
     threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
+    has_cache = torch.is_autocast_cache_enabled()
     blocks = [(one, one.here()) for one in all_shared_blocks()]
 
     def put_back_threads() -> None:
@@ -77,6 +78,7 @@ def _found() -> list[Callable[[], None]]:
         *[partial(_put_back_modes, stack, before) for stack, before in stacks],
         leave_blocks,
         lambda: torch._C._set_grad_enabled(grad),
+        lambda: torch.set_autocast_cache_enabled(has_cache),
         put_back_threads,
         lambda: torch.backends.mha.set_fastpath_enabled(fast),
         lambda: _put_back_hooks(hooks),
