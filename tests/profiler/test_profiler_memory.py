@@ -364,6 +364,33 @@ def test_autocast_casts_count_while_the_graph_holds_them() -> None:
     ]
 
 
+class Turned(nn.Module):
+    """Makes two values that lie turned around, as those of recurrent layers do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.transpose(1, 2), x.tanh().transpose(1, 2)
+
+
+class Product(nn.Module):
+    """Multiplies two values."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[0] * value[1]
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_the_gradient_of_joined_outputs_is_not_turned_around(method: str) -> None:
+    """So those that the last layer makes of it are copied, one by one, to lie as its input does."""
+    rows, columns, width = 4, 6, 16
+    model = nn.Sequential(nn.Linear(width, width), Turned(), Product())
+    sample, n_bytes = torch.randn(2 * rows, columns, width), F * rows * columns * width
+    if method == "estimate":
+        result = gb.profile_model(model, sample, chunks=2, method="estimate", progress=False)
+    else:
+        result = profile(model, sample, chunks=2)
+    assert result.layers[2].backward_peak_bytes == 3 * n_bytes
+
+
 class UsedTwice(nn.Linear):
     """Multiplies with its weight twice, as a recurrent layer does at each time; may cast itself."""
 

@@ -82,7 +82,7 @@ def random_gradients(outputs: Sequence[Any], dims: Sequence[Dim] = ()) -> list[T
     Args:
         outputs: Leaves of a layer's output.
         dims: For the first of them, the dimension along which several micro-batches are joined:
-            gradients are then views into that of the mini-batch.
+            gradients then lie as parts of that of the mini-batch do, whatever the output is like.
     """
 
     def gradient_of(leaf: Tensor, dim: Dim) -> Tensor:
@@ -90,8 +90,10 @@ def random_gradients(outputs: Sequence[Any], dims: Sequence[Dim] = ()) -> list[T
             # With elements where the leaf has them, as its own backward would make it.
             return leaf.detach() / max(1, leaf.numel())
         gradient = torch.randn_like(leaf) / max(1, leaf.numel())
-        if dim is None or dim % leaf.dim() == 0:
+        if dim is None:
             return gradient
+        if dim % leaf.dim() == 0:
+            return torch.cat([gradient])
         return torch.cat([gradient, gradient], dim).narrow(dim, 0, leaf.shape[dim])
 
     with memory_for("the gradient of the layer's output"):
