@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,32 @@ def test_a_step_of_the_optimizer_is_counted(name: str, balance: tuple[int, int])
         step()
     # The first partition has the large layers. Adam also makes something of a bias or two.
     assert plan.partitions[0].memory.total == pytest.approx(meter.peak_bytes[0], rel=0.005)
+
+
+@pytest.mark.parametrize("kind", ["made of all", "to be made", "frozen later"])
+def test_state_of_frozen_parameters_counts(kind: str) -> None:
+    """Adagrad makes state of all that it is given; Adam keeps that of a layer frozen later."""
+    model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 200), nn.Linear(200, 4))
+    sample = torch.randn(4, 8)
+    of_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model]
+    if kind == "frozen later":
+        optimizer: Any = torch.optim.Adam(model.parameters())
+        model(sample).sum().backward()
+        optimizer.step()
+        wanted = [8 * n + 8 for n in of_layers]  # two values, and the number of steps of each
+        model[1].requires_grad_(False)
+    else:
+        model[1].requires_grad_(False)
+        optimizer = torch.optim.Adagrad
+        if kind == "made of all":
+            optimizer = optimizer(model.parameters())
+        wanted = [4 * n + 8 for n in of_layers]
+    for method in ("measure", "estimate"):
+        options: dict[str, Any] = {} if method == "estimate" else {"timeout": 0, "progress": False}
+        profile = gb.profile_model(
+            model, sample, chunks=2, rows=(), optimizer=optimizer, method=method, **options
+        )
+        assert [layer.optimizer_bytes for layer in profile.layers] == wanted
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.profiler.chain.failures import said
 
 __all__ = ["Maker", "OptimizerFactory", "OptimizerLike", "Optimizers", "as_one"]
@@ -256,6 +257,17 @@ class Maker:
                 if group.get(name):
                     group[name] = False
         return made, is_fused
+
+    def idle_bytes(self, place: int) -> int:
+        """Return the bytes of state that an optimizer has for a parameter that it does not step.
+
+        Some make state for all parameters that they are given, and what was stepped before it was
+        frozen still has its own.
+        """
+        parameter = self._known[place]
+        states = [state for whole in self._wholes for state in optimizer_states(whole)]
+        values = [value for state in states for value in state.get(parameter, {}).values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def group_of(self, place: int) -> Any:
         """Return a key for the group of a parameter, whose options it is stepped with."""

@@ -54,7 +54,8 @@ class StandInsError(Exception):
 def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int]:
     """Find the bytes of state that an optimizer keeps for each parameter.
 
-    The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options).
+    The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options). For
+    parameters that it does not step, what it has already counts.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
@@ -140,7 +141,7 @@ def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step]:
     found = []
     for place, is_stepped in enumerate(maker.stepped):
         if not is_stepped:
-            found.append(_Step())
+            found.append(_Step(maker.idle_bytes(place)))
             continue
         kind = maker.kind_of(place)
         if kind not in known:
