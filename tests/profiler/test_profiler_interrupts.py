@@ -99,6 +99,22 @@ def test_what_was_entered_and_not_left_is_left() -> None:
         assert _state() == before
 
 
+def test_an_interrupt_before_a_mode_is_on_the_stack_leaves_no_sign_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Entering a mode notes first that one is on."""
+    before = _state()
+
+    def interrupt(_: Any) -> None:
+        assert _state() != before
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), torch_state_kept():
+        patched.setattr(_python_dispatch, "_push_mode", interrupt)
+        Dispatch().__enter__()
+    assert _state() == before
+
+
 def test_what_cannot_be_installed_yet_is_installed_by_a_later_block() -> None:
     """A compiler that is loaded inside of a block is told to wait when the next one begins."""
     done: list[str] = []

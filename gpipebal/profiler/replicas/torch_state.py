@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import overrides
+from torch._C._dynamo import guards
 from torch.utils import _python_dispatch
 
 from gpipebal.pipeline.process.blocks import all_shared_blocks
@@ -33,14 +34,21 @@ _STACKS = (
     (overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
 )
 
+#: Where torch notes that a dispatch mode is on, which is before the mode is on the stack.
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
 
 @contextmanager
 def torch_state_kept() -> Iterator[None]:
     """Put torch back as it was found if a block ends by an exception, such as an interrupt.
 
     That is, for this thread: the stacks of dispatch and function modes, default hooks on saved
-    tensors, grad mode, the cache of autocast and the number of threads; for the process: the fast
-    path of attention, and what shared blocks have installed.
+    tensors, grad mode, the cache of autocast and the number of threads; for the process: whether a
+    dispatch mode is on, the fast path of attention, and what shared blocks have installed.
 
     Raises:
         KeyboardInterrupt: an interrupt; also where leaving a mode has raised another error since.
@@ -61,6 +69,7 @@ def torch_state_kept() -> Iterator[None]:
 def _found() -> list[Callable[[], None]]:
     """Remember how torch is; return what puts it back, each by itself."""
     stacks = [(stack, list(stack[0]())) for stack in _STACKS]
+    flags = [getattr(_python_dispatch, name) for name in _FLAGS]
     hooks, grad = _top_hooks(), torch.is_grad_enabled()
     threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
     has_cache = torch.is_autocast_cache_enabled()
@@ -76,6 +85,7 @@ def _found() -> list[Callable[[], None]]:
 
     return [
         *[partial(_put_back_modes, stack, before) for stack, before in stacks],
+        partial(_put_back_flags, flags),
         leave_blocks,
         lambda: torch._C._set_grad_enabled(grad),
         lambda: torch.set_autocast_cache_enabled(has_cache),
@@ -100,6 +110,12 @@ def _put_back_modes(stack: Any, before: list[Any]) -> None:
             pop()
     for mode in before[shared:]:
         push(mode)
+
+
+def _put_back_flags(before: list[bool]) -> None:
+    for name, value in zip(_FLAGS, before, strict=True):
+        setattr(_python_dispatch, name, value)
+    guards.set_is_in_mode_without_ignore_compile_internals(before[-1])
 
 
 def _put_back_hooks(before: Any) -> None:
