@@ -415,6 +415,23 @@ def test_autocast_casts_a_parameter_at_each_use_as_workers_do(casts: bool) -> No
     assert result.bytes_of(result.layers[1].saved) == 2 * half * (rows * 64 + 64 * 64)
 
 
+class CastsItself(nn.Linear):
+    """Is given its autocast, and with it a cache of casts, when its class is made."""
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_casts_of_a_decorated_forward_do_not_outlive_a_cell() -> None:
+    """Each forward casts the weight, also in a block of the caller's, where caches are kept."""
+    rows, half = 8, 2
+    model = nn.Sequential(nn.Linear(64, 64), CastsItself(64, 64, bias=False))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = profile(model, torch.randn(rows, 64))
+    assert result.layers[1].forward_peak_bytes == half * (rows * 64 + 64 * 64)
+
+
 def test_flops_are_those_of_torchs_formulas() -> None:
     """Two operations per multiplication and addition; what is not counted is None or 0."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

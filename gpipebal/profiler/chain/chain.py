@@ -149,6 +149,7 @@ class Chain:
         Returns:
             The leaves of autograd, and what the layer is to be given.
         """
+        torch.clear_autocast_cache()  # a block that was made before has a cache of its own
         inputs = as_leaves(self.inputs(k, value), wants=wants and self.first + k > 0)
         places = range(len(inputs)) if protect else self.written[k]
         return inputs, cloned(inputs, places, value.views)
@@ -295,6 +296,7 @@ class Chain:
         Args:
             grad: Whether to record the graph; without one there is no backward.
         """
+        torch.clear_autocast_cache()
         with torch.set_grad_enabled(grad):
             inputs = as_leaves(self.start.leaves, wants=self.first > 0)
             # A layer may write to the output of earlier ones.

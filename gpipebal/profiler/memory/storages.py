@@ -288,6 +288,7 @@ def _forward_and_backward(
         before, peak = ledger.live_now(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
+        torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
         forward = peak.bytes
         outputs = chain.outputs(k, passed)
         handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
