@@ -219,6 +219,51 @@ def test_of_each_way_to_step_some_parameters_are_stepped_and_scaled_up(
         assert seconds == of_weights + 100 * of_biases
 
 
+def test_names_of_groups_and_other_rates_are_no_other_way_to_step() -> None:
+    """What chooses the algorithm is: names among the options, switches, and numbers that are 0."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    options: list[dict[str, Any]] = [
+        {"name": "a", "lr": 0.1},
+        {"name": "b", "lr": 0.2},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+    ]
+    groups = [{"params": [p], **own} for p, own in zip(model.parameters(), options, strict=True)]
+    maker = Maker(torch.optim.SGD(groups, lr=0.1), list(model.parameters()))
+    one, other, *fast = (maker.way_of(place) for place in range(4))
+    assert one == other and len({one, *fast}) == 3
+
+
+class Strange(torch.optim.SGD):
+    """Keeps a tensor for each parameter in place of a dictionary."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = torch.zeros_like(parameter)  # type: ignore[assignment]
+
+
+class CopyOfAdagrad(torch.optim.Optimizer):
+    """Steps another optimizer, and has a copy of its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.Adagrad(parameters)
+        super().__init__(self.inner.param_groups, {})
+        self.state = dict(self.inner.state)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:
+        """Let the other one step."""
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize(("optimizer", "n_bytes"), [(Strange, 0), (CopyOfAdagrad, 4 * 4 + 4)])
+def test_state_of_frozen_parameters_may_be_kept_in_any_way(optimizer: Any, n_bytes: int) -> None:
+    """What is no dictionary is not looked into; what two have counts once."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(False)
+    assert Maker(optimizer, list(model.parameters())).idle_bytes(0) == n_bytes
+
+
 class Wrapped(torch.optim.Optimizer):
     """An optimizer around another one, which keeps the state."""
 

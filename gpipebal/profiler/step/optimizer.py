@@ -266,8 +266,16 @@ class Maker:
         """
         parameter = self._known[place]
         states = [state for whole in self._wholes for state in optimizer_states(whole)]
-        values = [value for state in states for value in state.get(parameter, {}).values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        of_it = [state.get(parameter) for state in states]
+        # By identity: a wrapper may have the same tensors.
+        values = {
+            id(value): value.nbytes
+            for state in of_it
+            if isinstance(state, Mapping)
+            for value in state.values()
+            if isinstance(value, Tensor)
+        }
+        return sum(values.values())
 
     def group_of(self, place: int) -> Any:
         """Return a key for the group of a parameter, whose options it is stepped with."""
@@ -276,13 +284,20 @@ class Maker:
     def way_of(self, place: int) -> Any:
         """Return a key that parameters share whose steps take equally long for a byte.
 
-        Optimizers may differ in that, and groups of one by options that are not numbers, such as
-        which algorithm they are stepped with.
+        Optimizers may differ in that, and groups of one by options that choose an algorithm: names,
+        switches, and whether a number is 0. What is not an option of the optimizer, such as a name
+        of the group, chooses nothing.
         """
-        group = self._group_of.get(place, (0, 0))
-        options = self._options.get(group, {}).items()
-        chosen = {name: value for name, value in options if isinstance(value, bool | str | None)}
-        return group[0], tuple(sorted(chosen.items(), key=str))
+        number, g = self._group_of.get(place, (0, 0))
+        options = self._options.get((number, g), {})
+        known = getattr(self._wholes[number], "defaults", {}) if self._wholes else {}
+        chosen = []
+        for name in sorted(known.keys() & options.keys()):
+            option = options[name]
+            is_number = isinstance(option, int | float)
+            if is_number or isinstance(option, str | None):
+                chosen.append((name, bool(option) if is_number else option))
+        return number, tuple(chosen)
 
     def kind_of(self, place: int) -> tuple[Any, ...]:
         """Return a key that two parameters share only if they are stepped alike."""
