@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -112,6 +113,18 @@ def test_an_interrupt_before_a_mode_is_on_the_stack_leaves_no_sign_of_it(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), torch_state_kept():
         patched.setattr(_python_dispatch, "_push_mode", interrupt)
         Dispatch().__enter__()
+    assert _state() == before
+
+
+def test_what_another_thread_notes_of_its_mode_is_not_put_back() -> None:
+    """It may have left the mode since."""
+    before = _state()
+    mode = Dispatch()
+    with pytest.raises(ValueError, match="of its own"), ThreadPoolExecutor(1) as other:
+        other.submit(mode.__enter__).result()
+        with torch_state_kept():
+            other.submit(mode.__exit__, None, None, None).result()
+            raise ValueError("of its own")
     assert _state() == before
 
 

@@ -113,9 +113,17 @@ def _put_back_modes(stack: Any, before: list[Any]) -> None:
 
 
 def _put_back_flags(before: list[bool]) -> None:
+    """Take the signs of a mode that is not on the stack off again.
+
+    None is put on: they are the process's, and another thread may have left its own mode.
+    """
+    if _python_dispatch._get_current_dispatch_mode_stack():
+        return
     for name, value in zip(_FLAGS, before, strict=True):
-        setattr(_python_dispatch, name, value)
-    guards.set_is_in_mode_without_ignore_compile_internals(before[-1])
+        if not value:
+            setattr(_python_dispatch, name, False)
+    if not before[-1]:
+        guards.set_is_in_mode_without_ignore_compile_internals(False)
 
 
 def _put_back_hooks(before: Any) -> None:
