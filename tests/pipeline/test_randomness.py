@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from random_chains import Apply
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 
 from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
+from gpipebal.pipeline.randomness import random_ops
 from gpipebal.pipeline.randomness.random_ops import prepare
 from gpipebal.pipeline.randomness.randomness import OwnRandomness
 
@@ -160,3 +162,14 @@ def test_what_functions_draw_that_operations_run_depends_on_the_seed_alone() -> 
         results.append((output.detach(), pipe[0].weight.grad))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
+
+
+def test_operations_that_run_functions_run_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch in which random operations are caught by a mode runs them too."""
+    monkeypatch.setattr(random_ops, "_catchers", [None])
+    operation = Applying("gpipebal_by_mode")
+    model = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: operation(torch.tanh, x)))
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="always")
+    output = pipe(torch.ones(4, 4))
+    output.sum().backward()
+    torch.testing.assert_close(output, model(torch.ones(4, 4)))

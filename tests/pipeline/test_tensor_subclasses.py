@@ -183,7 +183,7 @@ def test_jagged_tensors_that_layers_save_are_their_values() -> None:
         )
         for as_jagged in (True, False)
     )
-    row_ends, *_ = set(found.layers[1].saved) - set(plain.layers[1].saved)
+    (row_ends,) = set(found.layers[1].saved) - set(plain.layers[1].saved)
     assert found.bytes_of([row_ends]) < 64
     assert set(plain.layers[1].saved) < set(found.layers[1].saved)
 

@@ -41,6 +41,9 @@ __all__ = ["Recomputed", "with_recompute"]
 #: What torch calls the backward that runs where none does.
 _NO_BACKWARD = -1
 
+#: So many forms of a run's inputs are remembered with what the run writes to.
+_MOST_FORMS = 64
+
 
 def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
     """Return the same chain of layers with some runs of them recomputed in the backward.
@@ -326,6 +329,8 @@ class _Once:
                 f"before: {[name for name, _ in place._run]}.\n"
                 "Fix: let its first layers write to their input always or never."
             )
+        if len(place._written) >= _MOST_FORMS:
+            place._written.clear()  # inputs that never have the same form twice are always copied
         place._written.setdefault(self._kind, frozenset(written))
 
 

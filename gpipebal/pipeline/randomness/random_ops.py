@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class _Catch:
 class _CatchAll(TorchDispatchMode):
     """The same as a dispatch mode."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, draw: Draw) -> None:
         super().__init__()
         self._draw = draw
@@ -108,7 +110,8 @@ class _CatchAll(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _is_random(func) or func.name() in NEVER_DRAW or _is_traced():
+        is_one = isinstance(func, torch._ops.OpOverload)  # not an operation that runs functions
+        if not is_one or not _is_random(func) or func.name() in NEVER_DRAW or _is_traced():
             return func(*args, **(kwargs or {}))
         return self._draw(func, args, kwargs or {})
 
@@ -124,7 +127,8 @@ class _Catcher:
         self._keys = torch._C.DispatchKeySet(self.key)
         self._libraries = [torch.library.Library("_", "IMPL", _KEY)]
         self._libraries[0].fallback(torch.library.fallthrough_kernel)
-        self._skip_higher_order_operations()
+        with suppress(AttributeError):  # a torch that has them elsewhere needs the key all the same
+            self._skip_higher_order_operations()
         self._known: set[str] = set()
 
     def _skip_higher_order_operations(self) -> None:
@@ -133,10 +137,10 @@ class _Catcher:
         They are written in Python, where no fallback is looked for. What their functions draw is
         caught when those run.
         """
-        for operation in torch._ops._higher_order_ops.values():
-            operation.fallthrough(self.key)
-        # Read by those that are made later.
+        # Read by those that are made from now on, perhaps by another thread.
         torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(self.key)
+        for operation in list(torch._ops._higher_order_ops.values()):
+            operation.fallthrough(self.key)
 
     def add_new_operations(self) -> None:
         """Register a kernel for every random operation that exists by now."""

@@ -335,8 +335,8 @@ def _end_threads(
     for thread in threads:
         # A pool can be collected, and so ended, by one of its own threads.
         if thread is not threading.current_thread():
-            # Nor for ever by another one: garbage is collected anywhere, also inside of
-            # `threading.enumerate`, and threads need its lock to end.
+            # Not for ever: garbage is collected anywhere, also inside of `threading.enumerate`, and
+            # threads need its lock to end.
             thread.join(max(0.0, until - time.monotonic()))
 
 
