@@ -62,9 +62,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     what = _not_a_file(target)
     if what is not None:
         raise _refused(path, f"cannot be written: {what}.", "give the name of an ordinary file.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _make_beside(target)
+    temporary: Path | None = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _make_beside(target)
         yield temporary
         # mkstemp makes files that only their owner may read; a result is an ordinary file.
         umask = os.umask(0)
@@ -77,7 +78,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         what = f"cannot be written: {error.strerror}."
         raise _refused(path, what, "give a place with more room.") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def why_not_writable(path: str | os.PathLike[str]) -> str | None:

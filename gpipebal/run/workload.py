@@ -153,7 +153,9 @@ def load_workload(
             raise _no_path(name, "make_model")
         nearest = difflib.get_close_matches(name, MODELS, n=1)
         module, _, made_by = name.strip(".").rpartition(".")
-        named, made_by = (module, made_by) if module else (made_by, "make_model")
+        named, made_by = (
+            (module, made_by) if module else (made_by or "package.module", "make_model")
+        )
         own = f"{named}:{made_by}, where {made_by}() returns (model, sample)"
         raise UsageError(
             f"model is not known: model={name!r} (expected {', '.join(sorted(MODELS))}, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -60,6 +61,20 @@ def test_a_file_for_which_there_is_no_room_is_one_error(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
     assert read_record(path, "thing", 1) == RECORD
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_room_for_a_name_is_the_same_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota may be one of files, so that not even an empty one can be made."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(FileFormatError, match=r"thing.json cannot be written: Disk quota"):
+        write_record(tmp_path / "thing.json", RECORD)
+    assert not list(tmp_path.iterdir())
 
 
 def test_interrupted_write_keeps_the_old_file(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
             "of torch.func; or give costs of your own, gpipebal.Profile.from_costs(forward=[...]): "
             "no profile can look at what torch.func.grad, vjp, jacrev and hessian save."
         )
-    if runs_functions(error):
+    if runs_functions(error) and not is_out_of_memory(error):
         fix = (
             "give costs of your own, gpipebal.Profile.from_costs(forward=[...]): no profile can "
             "look at what torch.cond saves for a backward."
