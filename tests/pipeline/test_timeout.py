@@ -128,20 +128,11 @@ def test_slow_is_not_stuck() -> None:
 def test_a_backward_that_hangs_is_named_too() -> None:
     """The timeout holds for the backward as well, and the graph is spent afterwards."""
     gate = threading.Event()
-
-    class Block(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            assert gate.wait(30)
-            return gradient
+    block = hanging(gate, threading.Event())
 
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Block.apply(x)
+            return block(x)
 
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Layer()), [1, 1], chunks=1, timeout=1.0)
     output = pipe(torch.ones(2, 2))
