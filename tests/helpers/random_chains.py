@@ -138,7 +138,7 @@ def join(value: Any) -> Tensor:
 def join_some(value: Any) -> Tensor:
     """Make a tensor of the first one in a pytree, and do not use the rest."""
     first = next(leaf for leaf in pytree.tree_leaves(value) if is_inexact(leaf))
-    return first.sum(1, keepdim=True) * torch.arange(1, 1 + WIDTH).to(first.dtype)
+    return first.sum(1, keepdim=True) * torch.arange(1, 1 + WIDTH).to(first)
 
 
 def _detach_first(value: Any) -> Any:

@@ -30,16 +30,17 @@ TOLERANCES = {
 }
 
 
-def make_inputs(case: Case, run: Run) -> tuple[Any, Any]:
-    """Make a mini-batch, and its in_dims."""
-    x = torch.randn(run.rows, WIDTH, dtype=case.dtype).requires_grad_(run.input_grad)
-    whole = torch.arange(run.rows) % 5
+def make_inputs(case: Case, run: Run, device: str) -> tuple[Any, Any]:
+    """Make a mini-batch on a device, and its in_dims."""
+    x = torch.randn(run.rows, WIDTH, dtype=case.dtype).to(device).requires_grad_(run.input_grad)
+    whole = torch.arange(run.rows, device=device) % 5
     if case.inputs == "tokens":
         return whole, 0
     if case.inputs == "tree":
         return {"x": x, "n": whole, "k": 3, "none": None}, 0
     if case.inputs == "replicated":
-        return (x, torch.ones(WIDTH, dtype=case.dtype).requires_grad_(run.input_grad)), (0, None)
+        whole = torch.ones(WIDTH, dtype=case.dtype, device=device)
+        return (x, whole.requires_grad_(run.input_grad)), (0, None)
     return x, 0
 
 
@@ -113,20 +114,28 @@ class Plain:
 def loss_of(output: Any, weights: Tensor, mean: bool) -> Tensor:
     """Return the sum of the squares of everything in an output, or their sum per row."""
     terms = [
-        (leaf.abs().square().flatten(1).sum(1) * weights).sum() / (len(leaf) if mean else 1)
+        (leaf.abs().square().flatten(1).sum(1) * weights.to(leaf.device)).sum()
+        / (len(leaf) if mean else 1)
         for leaf in pytree.tree_leaves(output)
         if is_inexact(leaf)
     ]
     return torch.stack(terms).sum()
 
 
-def check(case: Case) -> None:
-    """Run all mini-batches of a case through a pipeline and through the plain model."""
+def check(case: Case, devices: list[str] | None = None) -> None:
+    """Run all mini-batches of a case through a pipeline and through the plain model.
+
+    The partitions are on the CPU, or on the devices given. The plain model is where all of them
+    are, if they are on one device, and otherwise on the CPU.
+    """
+    devices = devices or ["cpu"] * len(case.balance)
+    place = devices[0] if len(set(devices)) == 1 else "cpu"
     model = build(case.layers).to(case.dtype)
-    plain = Plain(copy.deepcopy(model), case.deferred)
+    plain = Plain(copy.deepcopy(model).to(place), case.deferred)
     pipe = GPipe(
         model,
         case.balance,
+        devices=devices,
         deferred_batch_norm=case.deferred,
         in_dims=(0, None) if case.inputs == "replicated" else 0,
     )
@@ -134,7 +143,7 @@ def check(case: Case) -> None:
     try:
         for k, run in enumerate(case.runs):
             try:
-                check_run(case, run, pipe, plain, seed=k)
+                check_run(case, run, pipe, plain, place, seed=k)
             except BaseException as error:
                 error.add_note(f"in run {k}: {run}")
                 raise
@@ -142,7 +151,7 @@ def check(case: Case) -> None:
         pipe.close()
 
 
-def check_run(case: Case, run: Run, pipe: GPipe, plain: Plain, *, seed: int) -> None:
+def check_run(case: Case, run: Run, pipe: GPipe, plain: Plain, place: str, *, seed: int) -> None:
     """Compare one mini-batch, and what it leaves in gradients and buffers."""
     tolerance = TOLERANCES[case.dtype]
     pipe.chunks, pipe.checkpoint = run.chunks, run.modes
@@ -152,7 +161,7 @@ def check_run(case: Case, run: Run, pipe: GPipe, plain: Plain, *, seed: int) -> 
         for k in run.frozen:
             list(model)[k].requires_grad_(False)
     torch.manual_seed(seed)
-    mine, dims = make_inputs(case, run)
+    mine, dims = make_inputs(case, run, place)
     theirs, before = copy_of(mine), copy_of(mine)
     weights = torch.arange(1.0, 1 + run.rows).to(case.dtype).abs()
     with torch.set_grad_enabled(run.grad):
@@ -260,6 +269,7 @@ def assert_same(
         assert mine is theirs, f"{name}: {mine} is not {theirs}"
         return
     assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
+    mine = mine.to(theirs.device)
     if not is_inexact(theirs):
         assert torch.equal(mine, theirs), name
     elif mine.numel():

@@ -46,9 +46,9 @@ CHUNKS = {
     "unet": {
         "naive-1": 1,
         "pipeline-1": 2,
-        "pipeline-2": 8,
-        "pipeline-4": 4,
-        "pipeline-8": 12,
+        "pipeline-2": 12,
+        "pipeline-4": 8,
+        "pipeline-8": 20,
     },
 }
 #: Micro-batches have the published images divided by this, by model.
