@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
-from gpipebal.profiler.chain import value
+from gpipebal.profiler import measure
+from gpipebal.profiler.chain import chain, value
 
 WAYS = pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}], ids=["whole", "alone"])
 PLACES = ("forward", "backward", "later forward")
@@ -20,32 +22,57 @@ PLACES = ("forward", "backward", "later forward")
 LATE = 12
 
 
-class Limited(nn.Linear):
-    """A layer that finds no memory for more than 2 rows, in a certain place.
+class Held:
+    """What runs that failed had by then, and whether it is still there when it must be gone.
 
-    It notes whether what it had made by then is still there when it runs the next time.
+    That is, when the same thread runs the next time, or any other once that thread has ended. Of
+    threads that measure side by side one may run while another, which has failed, lets go of what
+    it had.
     """
 
-    held: weakref.ref[Tensor] | None = None
-    leaks: tuple[bool, ...] = ()
+    def __init__(self) -> None:
+        self._had: dict[threading.Thread, weakref.ref[Tensor]] = {}
+        self.leaks: list[bool] = []
+
+    def note(self, tensor: Tensor) -> None:
+        """Note what a run of this thread has, which fails."""
+        self._had[threading.current_thread()] = weakref.ref(tensor)
+
+    def look(self, *, all_over: bool = False) -> None:
+        """Note whether what must be gone is still there; `all_over`: no thread runs any more."""
+        here = threading.current_thread()
+        for thread in list(self._had):
+            if all_over or thread is here or not thread.is_alive():
+                had = self._had.pop(thread, None)
+                if had is not None:  # no other thread has looked at it in between
+                    self.leaks.append(had() is not None)
+
+    def is_let_go(self) -> bool:
+        """Tell, after the profile, whether something has failed, and nothing of it was kept."""
+        self.look(all_over=True)
+        return bool(self.leaks) and not any(self.leaks)
+
+
+class Limited(nn.Linear):
+    """A layer that finds no memory for more than 2 rows, in a certain place."""
+
+    held = Held()
     place = ""
     n_large = 0
     failure: type[Exception] = torch.OutOfMemoryError
 
     def forward(self, x: Tensor) -> Tensor:
-        if Limited.held is not None:
-            Limited.leaks += (Limited.held() is not None,)
-            Limited.held = None
+        Limited.held.look()
         made: Tensor = super().forward(x)
         if len(x) <= 2:
             return made
         Limited.n_large += 1
         if Limited.place == "backward":
             if made.requires_grad:
-                Limited.held = weakref.ref(made)
+                Limited.held.note(made)
                 made.register_hook(_refuse)
         elif Limited.n_large > (LATE if Limited.place == "later forward" else 0):
-            Limited.held = weakref.ref(made)
+            Limited.held.note(made)
             raise Limited.failure("out of memory")
         return made
 
@@ -57,18 +84,15 @@ def _refuse(gradient: Tensor) -> Tensor:
 class LimitedLoss:
     """A loss that finds no memory for more than 2 rows once it has been looked at."""
 
+    held = Held()
     n_large = 0
-    given: weakref.ref[Tensor] | None = None
-    leaks: tuple[bool, ...] = ()
 
     def __call__(self, output: Tensor) -> Tensor:
-        if LimitedLoss.given is not None:
-            LimitedLoss.leaks += (LimitedLoss.given() is not None,)
-            LimitedLoss.given = None
+        LimitedLoss.held.look()
         if len(output) > 2:
             LimitedLoss.n_large += 1
             if LimitedLoss.n_large > LATE:
-                LimitedLoss.given = weakref.ref(output)
+                LimitedLoss.held.note(output)
                 raise torch.OutOfMemoryError("out of memory")
         return output.square().mean()
 
@@ -76,10 +100,10 @@ class LimitedLoss:
 @pytest.fixture(autouse=True)
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let every test begin at nothing."""
-    for name, start in {"place": "", "leaks": (), "held": None, "n_large": 0}.items():
-        monkeypatch.setattr(Limited, name, start)
-    for name, start in {"leaks": (), "given": None, "n_large": 0}.items():
-        monkeypatch.setattr(LimitedLoss, name, start)
+    monkeypatch.setattr(Limited, "place", "")
+    for kind in (Limited, LimitedLoss):
+        monkeypatch.setattr(kind, "held", Held())
+        monkeypatch.setattr(kind, "n_large", 0)
     yield
 
 
@@ -105,10 +129,7 @@ def test_a_size_that_does_not_fit_is_left_out(place: str, way: dict[str, Any]) -
     Limited.place = place
     profile = profiled(way, Limited(4, 4), nn.Linear(4, 4))
     assert profile.rows == 2 and is_left_out(profile)
-    leaks = Limited.leaks
-    if Limited.held is not None:  # time was up, and it did not run again
-        leaks += (Limited.held() is not None,)
-    assert leaks and not any(leaks)
+    assert Limited.held.is_let_go()
     if place == "later forward":
         assert Limited.n_large > LATE
 
@@ -154,7 +175,38 @@ def test_a_loss_that_does_not_fit_leaves_its_size_out(way: dict[str, Any]) -> No
     profile = profiled(way, loss_fn=LimitedLoss())
     assert profile.step.loss is not None
     assert is_left_out(profile)
-    assert LimitedLoss.leaks and not any(LimitedLoss.leaks)
+    assert LimitedLoss.held.is_let_go()
+
+
+@pytest.mark.parametrize("of_loss", [False, True], ids=["layer", "loss"])
+def test_of_threads_side_by_side_each_lets_go_of_its_own(
+    of_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a thread that has failed still has all, another one runs on."""
+    first: list[threading.Thread] = []
+    another_ran = threading.Event()
+    failed, look = chain.forward_failed, Held.look
+
+    def late(*arguments: Any) -> ProfileError:
+        if not first:
+            first.append(threading.current_thread())
+            assert another_ran.wait(60)
+        return failed(*arguments)
+
+    def noted(held: Held, **keywords: Any) -> None:
+        look(held, **keywords)
+        if first and threading.current_thread() is not first[0]:
+            another_ran.set()
+
+    monkeypatch.setattr(chain, "forward_failed", late)
+    monkeypatch.setattr(Held, "look", noted)
+    monkeypatch.setattr(measure, "visible_cores", lambda: 2)
+    Limited.place = "" if of_loss else "later forward"
+    layers, loss = ([], LimitedLoss()) if of_loss else ([Limited(4, 4)], None)
+    profile = profiled({"threads": 1, "partitions": 2}, *layers, loss_fn=loss)
+    assert profile.provenance["side_by_side"] == 2 and is_left_out(profile)
+    assert another_ran.is_set() and first[0] is not threading.current_thread()
+    assert (LimitedLoss if of_loss else Limited).held.is_let_go()
 
 
 @WAYS
