@@ -292,6 +292,7 @@ def test_second_profile_of_a_model_waits_for_the_first() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.timeout(120)
 def test_a_forked_process_waits_for_nobody() -> None:
     """A profile that another thread was taking when the process forked is none of the child's."""
     code = """
@@ -314,7 +315,7 @@ done.set()
 print(os.waitstatus_to_exitcode(status))
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
     assert found.stdout == "7\n"
 
