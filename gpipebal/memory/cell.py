@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from gpipebal.memory.layer_peaks import (
     made_at_a_cut,
     uncopied_peak,
 )
+from gpipebal.memory.skips import InnerSkips
 from gpipebal.memory.ties import Ties
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 
@@ -198,8 +199,8 @@ class Cell:
         for k, layer in enumerate(self.layers):
             found.append(given | stashed)
             given = frozenset(layer.outputs)
-            stashed.difference_update(*self._popped.get(k, ()))
-            stashed.update(*self._stashed.get(k, ()))
+            stashed.difference_update(*self._inner.popped(k))
+            stashed.update(*self._inner.stashed(k))
         return found
 
     @cached_property
@@ -211,6 +212,17 @@ class Cell:
         found = [self.outputs if self.loss is None else frozenset()]
         for layer in reversed(self.layers):
             found.append(found[-1].intersection(layer.handed_through))
+        return found[::-1]
+
+    @cached_property
+    def from_start(self) -> Sequence[bool]:
+        """For each layer, whether its gradient is, or is in, what the cell's backward starts from.
+
+        A loss inside starts from a single number.
+        """
+        found = [self.loss is None]
+        for layer in reversed(self.layers[1:]):
+            found.append(found[-1] and layer.hands_back_given)
         return found[::-1]
 
     @cached_property
@@ -332,11 +344,7 @@ class Cell:
             yield Moment(held_up_to[k], gradients + waiting, transient + summed)
             if not gradients_exist:
                 gradients += layer.gradient_bytes - self.ties.counted_before(k)
-            # The gradient of what a layer pops waits for the layer that stashed it, or, if that is
-            # in another partition, for the end. That of a skip to a later partition is one of
-            # those that the backward started from.
-            waits -= sum(self.gradient_of(skip) for skip in self._stashed_within.get(k, ()))
-            waits += sum(self.gradient_of(skip) for skip in self._popped.get(k, ()))
+            waits += self._inner.begins_to_wait(k) - self._inner.waited_for(k)
             # What is handed through to the end comes back as what the backward started from.
             if k:
                 into = self.layers[k - 1]
@@ -345,6 +353,9 @@ class Cell:
                 own = self.profile.further_gradients(self.first + k - 1)
                 further = min(further, own) if self.handed_through[k] else 0
                 flowing += own - further
+                flowing += 0 if self.handed_through[k] else into.excess_gradient_bytes
+                if self.from_start[k - 1]:
+                    flowing = 0
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
@@ -352,42 +363,11 @@ class Cell:
         if not k and self.handed_through[0]:
             return backward_peak(layer, gradients_exist)
         # What the backward of the cell started from is not freed.
-        begins = k + 1 == len(self.layers) or self.handed_through[k + 1]
+        begins = k + 1 == len(self.layers) or self.handed_through[k + 1] or self.from_start[k]
         if begins or any(skip.source == self.first + k for skip in self.outgoing):
             return uncopied_peak(layer, gradients_exist)
         return chained_peak(layer, gradients_exist)
 
     @cached_property
-    def _popped(self) -> Mapping[int, list[Storages]]:
-        """Storages that each layer pops, by its place in the partition."""
-        return self._by_place(
-            (skip.destination, skip)
-            for skip in self.profile.skips
-            if self.first <= skip.destination < self.end
-        )
-
-    @cached_property
-    def _stashed(self) -> Mapping[int, list[Storages]]:
-        """Storages that each layer stashes for others, by its place in the partition."""
-        return self._by_place(
-            (skip.source, skip)
-            for skip in self.profile.skips
-            if self.first <= skip.source < self.end
-        )
-
-    @cached_property
-    def _stashed_within(self) -> Mapping[int, list[Storages]]:
-        """The same, but only those that a layer of the partition pops."""
-        return self._by_place(
-            (skip.source, skip)
-            for skip in self.profile.skips
-            if self.first <= skip.source and skip.destination < self.end
-        )
-
-    def _by_place(self, skips: Iterable[tuple[int, SkipProfile]]) -> Mapping[int, list[Storages]]:
-        """Group skips between different layers by the layer that each is paired with."""
-        found: dict[int, list[Storages]] = {}
-        for layer, skip in skips:
-            if skip.source != skip.destination:
-                found.setdefault(layer - self.first, []).append(frozenset(skip.storages))
-        return found
+    def _inner(self) -> InnerSkips:
+        return InnerSkips(self.profile, self.first, self.end, self.from_start)

@@ -161,8 +161,11 @@ def check_profile(profile: Profile) -> None:
                 f"skip connection {skip.name!r} goes backwards: source={skip.source} (expected at "
                 f"most destination={skip.destination}).\nFix: profile the model again."
             )
-        for storage in skip.storages:
-            _check_storage(storage, n_storages, f"skip connection {skip.name!r}")
+        where = f"skip connection {skip.name!r}"
+        for storage in (*skip.storages, *(skip.gradient_storages or ())):
+            _check_storage(storage, n_storages, where)
+        if not isinstance(skip.gradient_is_given, bool):
+            raise _bad_value(where, "gradient_is_given", skip.gradient_is_given, "true or false")
     for tie in profile.ties:
         _check_tie(tie, profile.n_layers)
     _check_shares(profile)
@@ -267,6 +270,8 @@ def _check_turns(turns: TurnTimes) -> None:
 
 
 def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
+    if not isinstance(layer.hands_back_given, bool):
+        raise _bad_value(where, "hands_back_given", layer.hands_back_given, "true or false")
     for name, value in _quantities(layer):
         whole = name == "flops" or name.endswith("_bytes")
         if not _is_quantity(value, whole=whole):
@@ -278,7 +283,7 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
 
 
 def _quantities(layer: LayerProfile) -> list[tuple[str, Any]]:
-    skipped = (*TEXT_FIELDS, *STORAGE_FIELDS)
+    skipped = (*TEXT_FIELDS, *STORAGE_FIELDS, "hands_back_given")
     values = [(f, getattr(layer, f.name)) for f in fields(layer) if f.name not in skipped]
     return [(f.name, v) for f, v in values if v is not None or f.default is not None]
 

@@ -52,6 +52,11 @@ class LayerProfile:
             without skip connections: more than the output's storages have where a tensor is output
             twice, fewer where it is a part of a larger one; None: not known, take the bytes of
             those storages that have a gradient.
+        excess_gradient_bytes: How much more than their own bytes these gradients hold if the next
+            layer is in the same partition: its backward may make one gradient and hand back a part
+            of it, as that of a concatenation does.
+        hands_back_given: Whether the gradients of its input value are those that its backward is
+            given, or parts of them, in the same memory.
         forward_peak_bytes: Largest memory during its forward beyond what existed at its start; this
             includes its outputs and what it saves.
         no_grad_forward_peak_bytes: The same for a forward without a graph; None: not known, take
@@ -97,6 +102,8 @@ class LayerProfile:
     handed_through: tuple[int, ...] = ()
     output_bytes: int = 0
     output_gradient_bytes: int | None = None
+    excess_gradient_bytes: int = 0
+    hands_back_given: bool = False
     forward_peak_bytes: int = 0
     no_grad_forward_peak_bytes: int | None = None
     backward_peak_bytes: int = 0
@@ -123,12 +130,18 @@ class SkipProfile:
         source: Index of the layer that stashes it.
         destination: Index of the layer that pops it.
         storages: Storages of its tensors (indices into `Profile.storages`).
+        gradient_storages: Storages that its gradient holds while it waits for the layer that
+            stashed it, in the same partition: that of a larger gradient, where it is a part of
+            one; None: not known, take the bytes of those of `storages` that have a gradient.
+        gradient_is_given: Whether this is memory of the gradients that the popping layer is given.
     """
 
     name: str
     source: int
     destination: int
     storages: tuple[int, ...] = ()
+    gradient_storages: tuple[int, ...] | None = None
+    gradient_is_given: bool = False
 
 
 @dataclass(frozen=True)

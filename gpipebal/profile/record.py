@@ -5,9 +5,9 @@ connections and other sizes), version 2 (without the results of a trial as a pip
 (without tied parameters, and without which values have no gradient or are handed through),
 version 4 (without copies of buffers, and without how partitions side by side slow each other down),
 version 5 (without the bytes of gradients between layers), version 6 (without inputs that all
-micro-batches have in common), version 7 (without turns) and version 8 (without the turns of first
-cells). What they do not tell is unknown, so that every storage between layers is taken to have a
-gradient.
+micro-batches have in common), version 7 (without turns), version 8 (without the turns of first
+cells) and version 9 (without what gradients hold that are parts of larger ones). What they do not
+tell is unknown, so that every storage between layers is taken to have a gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 9
+VERSION = 10
 
 _FIELDS = {
     "chunks": "a whole number",
@@ -175,6 +175,9 @@ def _skip(record: Any, where: str) -> SkipProfile:
     content = fields_of(record, where, SkipProfile, also=("storages",))
     text_of(content["name"], path_in(where, "name"))
     content["storages"] = tuple_of(content["storages"], path_in(where, "storages"))
+    if content.get("gradient_storages") is not None:
+        where = path_in(where, "gradient_storages")
+        content["gradient_storages"] = tuple_of(content["gradient_storages"], where)
     return SkipProfile(**content)
 
 

@@ -62,6 +62,7 @@ _COUNTS = (
     "chained_accumulating_peak_bytes",
     "copied_bytes",
     "output_gradient_bytes",
+    "excess_gradient_bytes",
     # What a layer keeps as an attribute may belong to a micro-batch.
     "buffer_bytes",
     "kept_buffer_bytes",
@@ -266,7 +267,7 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
     return (
         (profile.inputs, profile.common_inputs),
         tuple((layer.outputs, layer.saved) for layer in profile.layers),
-        tuple((skip.name, skip.source, skip.destination, skip.storages) for skip in profile.skips),
+        profile.skips,
         None if loss is None else (loss.outputs, loss.saved),
     )
 
@@ -277,7 +278,7 @@ def _named(profile: Profile) -> set[int]:
     for layer in profile.layers:
         found.update(layer.outputs, layer.saved)
     for skip in profile.skips:
-        found.update(skip.storages)
+        found.update(skip.storages, skip.gradient_storages or ())
     found.update(_sets_of(profile.step.loss))
     return found
 

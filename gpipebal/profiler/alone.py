@@ -73,7 +73,9 @@ class SizeWalk:
         """Return the findings, once all layers are done."""
         with memory_for("the output"):
             outputs = moved(self.arrived, device)
-        skips: tuple[SkipProfile, ...] = describe_skips(routes, self.skips)
+        skips: tuple[SkipProfile, ...] = describe_skips(
+            routes, self.skips, self.memory, self.numbers
+        )
         return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips)
 
 

@@ -6,7 +6,7 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.memory.flops import FlopCounter
-from gpipebal.profiler.memory.layer_memory import LayerMemory
+from gpipebal.profiler.memory.layer_memory import LayerMemory, held_by_skips
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate, stand_ins
 from gpipebal.profiler.step.loss import LossChain, loss_chain
@@ -138,21 +138,41 @@ def survey(chain: Chain, routes: Routes, scout: Scout | None = None) -> Survey:
             skips[key] = distinct_numbers(arrived.skips[key])
         if scout is not None:
             scout.behind(k)
-    return Survey(memory, flops, numbers, inputs, arrived, describe_skips(routes, skips))
+    return Survey(
+        memory, flops, numbers, inputs, arrived, describe_skips(routes, skips, memory, numbers)
+    )
 
 
-def describe_skips(routes: Routes, storages: dict[Key, tuple[int, ...]]) -> tuple[SkipProfile, ...]:
-    """Describe the skips between layers; a namespace is named by its place among the others."""
+def describe_skips(
+    routes: Routes,
+    storages: dict[Key, tuple[int, ...]],
+    memory: Sequence[LayerMemory],
+    numbers: Numbers,
+) -> tuple[SkipProfile, ...]:
+    """Describe the skips between layers; a namespace is named by its place among the others.
+
+    Args:
+        routes: The skips.
+        storages: Those of their tensors.
+        memory: Memory of all layers.
+        numbers: Takes the storages of their gradients.
+    """
+    held = held_by_skips(memory, routes, numbers)
     spaces = list(dict.fromkeys(space for space, _ in routes if space is not None))
     return tuple(
         SkipProfile(
             name if space is None else f"{name}@{spaces.index(space)}",
             *routes[space, name],
             storages=storages[space, name],
+            **_gradient(held.get((space, name))),
         )
         for space, name in routes
         if (space, name) in storages
     )
+
+
+def _gradient(held: tuple[tuple[int, ...], bool] | None) -> dict[str, Any]:
+    return {} if held is None else {"gradient_storages": held[0], "gradient_is_given": held[1]}
 
 
 def flops_of(chain: Chain, k: int, value: Value) -> int | None:

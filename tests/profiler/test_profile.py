@@ -143,6 +143,7 @@ def test_from_costs_refuses_other_lengths(column: str) -> None:
         ({"saved": (3,)}, r"storage=3 \(expected 0..1\)"),
         ({"outputs": (-1,)}, r"storage=-1 \(expected 0..1\)"),
         ({"handed_through": (2,)}, r"storage=2 \(expected 0..1\)"),
+        ({"hands_back_given": 1}, r"hands_back_given=1 \(expected true or false\)"),
     ],
 )
 def test_impossible_layer_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -169,6 +170,8 @@ def test_impossible_layer_is_refused(changes: dict[str, Any], message: str) -> N
         ({"step": StepTerms(gathered=(1,))}, "step.gathered names a storage .* storage=1"),
         ({"skips": (SkipProfile("s", 0, 1),)}, r"'s' names a layer .* layer=1 \(expected 0..0"),
         ({"skips": (SkipProfile("s", 0, 0, (9,)),)}, "skip connection 's' names a storage"),
+        ({"skips": (SkipProfile("s", 0, 0, (), (9,)),)}, "'s' names a storage .* storage=9"),
+        ({"skips": (SkipProfile("s", 0, 0, (), (), 1),)}, "gradient_is_given=1 .expected true or"),
         ({"other_sizes": (Profile((_layer(),)),)}, r"not in order: rows=\[1\] beside 1"),
         ({"other_sizes": (Profile((_layer(name="x"),), rows=2),)}, "of another chain: rows=2"),
     ],
@@ -302,7 +305,7 @@ def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 9)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 10)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gpipebal.memory.layer_peaks import copied, freed
+from gpipebal.planner.runs.skip_gradients import SkipGradients
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.planner.runs.tie_tables import TieTables
 
@@ -52,14 +53,21 @@ class RunEnds:
     Args:
         tables: Tables of the runs.
         ties: Tables of tied parameters of the same runs.
+        skips: Gradients of skips in the same runs.
         idle_to_end: Which of the runs to the end of the chain receive no gradient.
         chunks: Micro-batches of a mini-batch.
     """
 
     def __init__(
-        self, tables: StorageTables, ties: TieTables, idle_to_end: Table, chunks: int
+        self,
+        tables: StorageTables,
+        ties: TieTables,
+        skips: SkipGradients,
+        idle_to_end: Table,
+        chunks: int,
     ) -> None:
-        self._tables, self._ties, self._idle_to_end = tables, ties, idle_to_end
+        self._tables, self._ties, self._skips = tables, ties, skips
+        self._idle_to_end = idle_to_end
         self._chain, self._profile = tables.chain, tables.chain.profile
         self._chunks, self._n = chunks, tables.chain.profile.n_layers
         self._firsts = np.array(tables.firsts)
@@ -127,6 +135,7 @@ class RunEnds:
         last = self._last(end)
         if self._goes_on(end):
             yield from self._through(end, exist)
+            yield from self._skips_of_start(end)
         if end < self._n and self._chain.shared_memory:
             for storage, handing in self._chain.handed_at[end].items():
                 if handing == end - 1:
@@ -152,7 +161,7 @@ class RunEnds:
         for k in self._chain.crossing[end]:
             source = self._source(k)
             if source < end - 1:
-                n_bytes = self._row([self._chain.skip_gradient_bytes[k]])
+                n_bytes = self._skips.held[k][:, None]
                 yield ("skip", k), _Lasting(source, _everywhere(n_bytes))
         for source in self._skip_sources(end):
             # The backward started from these, and does not free them.
@@ -160,22 +169,29 @@ class RunEnds:
             yield ("source", source), _Lasting(source, _padded(source, n_bytes))
 
     def _through(self, end: int, exist: bool) -> Iterator[Less]:
-        """Yield gradients of what is handed through to the end: they are not made a second time."""
+        """Yield gradients that are not made a second time: the backward started from them.
+
+        They are of what is handed through to the end, or parts of those at the end.
+        """
         profile, sources = self._profile, self._skip_sources(end)
-        through = set(profile.layers[end - 1].outputs)
+        through, is_start = set(profile.layers[end - 1].outputs), True
         further = profile.further_gradients(end - 1)
         amounts: list[int] = []  # from the last layer but one to the first
         at_begin: dict[int, int] = {}
         for k in range(end - 2, -1, -1):
-            through &= set(profile.layers[k + 1].handed_through)
-            if not through:
+            layer, after = profile.layers[k], profile.layers[k + 1]
+            through &= set(after.handed_through)
+            is_start = is_start and after.hands_back_given
+            if not through and not is_start:
                 break
-            n_bytes = profile.gradient_bytes_of(through.intersection(profile.layers[k].outputs))
-            # Further gradients too, as far as every later layer has as many.
-            further = min(further, profile.further_gradients(k))
-            n_bytes += further
+            n_bytes = profile.gradients_into(k)
+            if not is_start:
+                n_bytes = profile.gradient_bytes_of(through.intersection(layer.outputs))
+                # Further gradients too, as far as every later layer has as many.
+                further = min(further, profile.further_gradients(k))
+                n_bytes += further
+            n_bytes += layer.excess_gradient_bytes
             # What the backward started from is not freed.
-            layer = profile.layers[k]
             amounts.append(n_bytes - (0 if k in sources else freed(layer, exist)))
             if not through.isdisjoint(layer.handed_through) and copied(layer, exist):
                 at_begin[k] = copied(layer, exist)
@@ -187,6 +203,22 @@ class RunEnds:
             # Copied when the backward begins, in a run that begins with this layer.
             copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]
             yield first, -self._row(copies).T
+
+    def _skips_of_start(self, end: int) -> Iterator[Less]:
+        """Yield gradients of popped skips that are, or are parts of, what the backward starts from.
+
+        They do not wait in memory of their own in runs with the layer that stashed them.
+        """
+        layers, last = self._profile.layers, self._last(end)
+        for destination in range(end - 1, 0, -1):
+            for k in self._skips.popped(destination):
+                source = self._source(k)
+                if self._profile.skips[k].gradient_is_given:
+                    columns = np.arange(source, last) < destination
+                    is_within = self._firsts[:, None] <= source
+                    yield source, self._skips.held[k][:, None] * (is_within & columns[None, :])
+            if not layers[destination].hands_back_given:
+                return
 
     def _handed_from_before(self, end: int) -> Sequence[tuple[int, int]]:
         """Return what runs to an end pass on from layers before their last, and which runs do."""

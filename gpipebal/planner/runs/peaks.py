@@ -18,6 +18,7 @@ from gpipebal.memory.layer_peaks import (
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.runs.ends import RunEnds
 from gpipebal.planner.runs.moments import RowMoment
+from gpipebal.planner.runs.skip_gradients import SkipGradients
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.planner.runs.tie_tables import TieTables
 
@@ -66,7 +67,8 @@ class RunPeaks:
         self._returned = self._returned_bytes()
         self._idle = self._idle_runs()
         self._passed = self._passed_bytes()
-        self._run_ends = RunEnds(tables, self._ties, self._idle[:, -1], chunks)
+        self._skips = SkipGradients(self._profile, self._firsts, tables.kind)
+        self._run_ends = RunEnds(tables, self._ties, self._skips, self._idle[:, -1], chunks)
         kept = self._column([0, *(layer.kept_buffer_bytes for layer in chain.layers)]).cumsum()
         #: Copies of buffers that a cell keeps for its recompute.
         self._kept_buffers = kept[self._ends][None, :] - kept[self._firsts][:, None]
@@ -287,9 +289,9 @@ class RunPeaks:
         tables, chain, layers, ends = self._tables, self._chain, self._chain.layers, self._ends
         peaks = self._column([backward_peak(layer, exist) for layer in layers])
         flowing = self._column(self._flowing)
+        flowing = flowing + self._column([layer.excess_gradient_bytes for layer in layers])
         # Gradients of skips that a later layer has popped wait for the layer that stashed them.
-        skips = chain.skip_gradient_bytes
-        waits = self._column([sum(skips[k] for k in crossing) for crossing in chain.crossing[1:]])
+        waits = self._skips.waits(chain.crossing[1:])
         made = self._gradient_sums
         kept = tables.kept
         if again:

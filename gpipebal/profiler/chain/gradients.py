@@ -105,6 +105,40 @@ def handed_through(
 
 
 @contextmanager
+def handed_back(inputs: Iterable[Any]) -> Iterator[dict[int, tuple[int, int, int] | None]]:
+    """Find out in which memory a block's backward hands back the gradients of its inputs.
+
+    Args:
+        inputs: Leaves of autograd.
+
+    Yields:
+        Receives, by place of the input, the key and the bytes of its gradient's storage, and the
+        gradient's own bytes; None: it has no storage of its own.
+    """
+    found: dict[int, tuple[int, int, int] | None] = {}
+
+    def look_at(place: int) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            found[place] = None
+            if has_storage(gradient):
+                n_bytes = gradient.untyped_storage().nbytes()
+                found[place] = storage_key(gradient), n_bytes, gradient.nbytes
+
+        return look
+
+    hooks = [
+        leaf.register_hook(look_at(place))
+        for place, leaf in enumerate(inputs)
+        if needs_gradient(leaf)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def own_gradients(inputs: Iterable[Any]) -> Iterator[dict[int, bool]]:
     """Find out of each gradient of a block's backward whether nothing else holds its memory.
 

@@ -21,7 +21,7 @@ from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META, check_not_lazy
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
-from gpipebal.profiler.memory.layer_memory import given_their_own
+from gpipebal.profiler.memory.layer_memory import excess_gradients, given_their_own
 from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.replicas.replica import bytes_of_loss, layer_of_tensors, own_bytes
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
@@ -262,6 +262,8 @@ class _Work:
         numbers = Numbers()
         start = Value.of(self.data.sample.without_memory(sizes[0], self.data.rows).value)
         estimates, inputs, outputs, skips = self.walk.along(start, numbers)
+        memory = [found.memory for found in estimates]
+        described = describe_skips(self.walk.routes, skips, memory, numbers)
         for name, found in zip(self.names, estimates, strict=True):
             if found.costs.approximate:
                 reasons[name] = found.costs.approximate
@@ -291,7 +293,7 @@ class _Work:
                 optimizer_time=self._optimizer_time,
                 optimizer_together=self._memory.together,
             ),
-            skips=describe_skips(self.walk.routes, skips),
+            skips=described,
             ties=find_ties(self.modules),
         )
 
@@ -314,7 +316,8 @@ class _Work:
 
     def _layers(self, estimates: Sequence[Estimate]) -> tuple[LayerProfile, ...]:
         owner = layer_of_tensors(self.modules)
-        given_own = given_their_own([found.memory for found in estimates])
+        memory = [found.memory for found in estimates]
+        given_own, excess = given_their_own(memory), excess_gradients(memory)
         return tuple(
             LayerProfile(
                 name=self.names[k],
@@ -335,6 +338,7 @@ class _Work:
                     self.names[k],
                     module,
                     given_own=given_own[k],
+                    excess=excess[k],
                 ),
             )
             for k, (module, found) in enumerate(zip(self.modules, estimates, strict=True))

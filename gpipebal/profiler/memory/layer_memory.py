@@ -4,15 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
+from gpipebal.profiler.chain.numbers import Numbers
+from gpipebal.profiler.chain.value import Routes
 from gpipebal.profiler.replicas.replica import kept_by
+from gpipebal.skip.tracker import Key
 
-__all__ = ["LayerMemory", "given_their_own"]
+__all__ = ["HandedBack", "LayerMemory", "excess_gradients", "given_their_own", "held_by_skips"]
+
+
+class HandedBack(NamedTuple):
+    """In which memory a layer's backward hands back the gradients of what it was given.
+
+    Attributes:
+        excess: How much more than themselves the gradients of its input value hold, in memory that
+            those of skips do not hold.
+        given: Whether any of these gradients is in memory that the backward was given, and whether
+            all of them are.
+        skips: For each skip that it pops, the storages of its gradient and their bytes, by key;
+            None: it is not known what holds the gradient.
+        given_keys: Keys of the storages of the gradients that the backward was given.
+    """
+
+    excess: int
+    given: tuple[bool, bool]
+    skips: tuple[Mapping[int, int] | None, ...]
+    given_keys: frozenset[int]
+
+    @classmethod
+    def of(
+        cls,
+        found: Mapping[int, tuple[int, int, int] | None],
+        n_popped: Sequence[int],
+        n_inputs: int,
+        given_keys: frozenset[int],
+    ) -> HandedBack:
+        """Put together what `handed_back` found.
+
+        Args:
+            found: For each place of an input, key and bytes of the gradient's storage, and the
+                gradient's own bytes.
+            n_popped: How many of the last inputs belong to each skip.
+            n_inputs: How many inputs there are.
+            given_keys: As the attribute.
+        """
+        skips: list[dict[int, int] | None] = []
+        begin = n_inputs - sum(n_popped)
+        value = [found[place] for place in range(begin) if place in found]
+        for n_leaves in n_popped:
+            mine = [found[place] for place in range(begin, begin + n_leaves) if place in found]
+            known = {each[0]: each[1] for each in mine if each is not None}
+            skips.append(None if None in mine else known)
+            begin += n_leaves
+        of_skips = {key for known in skips if known is not None for key in known}
+        own: dict[int, list[int]] = {}
+        for each in value:
+            if each is not None and each[0] not in of_skips:
+                own.setdefault(each[0], [each[1]]).append(-each[2])
+        excess = sum(max(0, sum(amounts)) for amounts in own.values())
+        are_given = [each is not None and each[0] in given_keys for each in value]
+        given = any(are_given), bool(are_given) and all(are_given)
+        return cls(excess, given, tuple(skips), given_keys)
 
 
 @dataclass(frozen=True)
@@ -26,6 +83,7 @@ class LayerMemory:
             such too: if those that come in are not, and if they are.
         hands_through: Places of inputs whose gradients go back as they came, and of the outputs
             that they came for.
+        hands_back: In which memory it hands back gradients.
         stashes: Whether it stashes values for later layers.
         kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters:
             buffers, and tensors that are attributes of its modules.
@@ -46,6 +104,7 @@ class LayerMemory:
     own_chained_peaks: tuple[int, int]
     hands_back_own: Mapping[int, tuple[bool, bool]]
     hands_through: Mapping[int, int]
+    hands_back: HandedBack
     stashes: bool
     copied_bytes: int
     kept_buffer_bytes: int
@@ -54,7 +113,7 @@ class LayerMemory:
     n_parameters: int
 
     def beside(
-        self, own: dict[str, int], name: str, layer: nn.Module, *, given_own: bool
+        self, own: dict[str, int], name: str, layer: nn.Module, *, given_own: bool, excess: int
     ) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
 
@@ -63,6 +122,7 @@ class LayerMemory:
             name: Name of the layer.
             layer: The caller's layer, of which a copy ran.
             given_own: What `given_their_own` says of it.
+            excess: What `excess_gradients` says of it.
 
         Raises:
             ProfileError: the forward makes parameters, which the caller's layer does not have yet.
@@ -73,12 +133,14 @@ class LayerMemory:
                 f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
-        columns = vars(self) | own
+        columns = vars(self) | own | {"excess_gradient_bytes": excess}
+        columns["hands_back_given"] = self.hands_back.given[1]
         chained = columns.pop("own_chained_peaks")
         if given_own:
             columns["chained_peak_bytes"], columns["chained_accumulating_peak_bytes"] = chained
         del columns["kept_bytes"], columns["n_parameters"]
         del columns["hands_back_own"], columns["hands_through"], columns["stashes"]
+        del columns["hands_back"]
         columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))
         return columns
 
@@ -98,4 +160,49 @@ def given_their_own(memory: Sequence[LayerMemory]) -> list[bool]:
         back |= {place: given.get(output, False) for place, output in after.hands_through.items()}
         given = back
         found[k] = bool(given) and all(given.values()) and not memory[k].stashes
+    return found
+
+
+def excess_gradients(memory: Sequence[LayerMemory]) -> list[int]:
+    """Return how much more than themselves the gradients hold that each layer of a chain is given.
+
+    The next layer's backward hands back parts of larger ones, or hands on what it was given.
+    """
+    found = [0] * len(memory)
+    for k in reversed(range(len(memory) - 1)):
+        after = memory[k + 1].hands_back
+        found[k] = after.excess + (found[k + 1] if after.given[0] else 0)
+    return found
+
+
+def held_by_skips(
+    memory: Sequence[LayerMemory], routes: Routes, numbers: Numbers
+) -> dict[Key, tuple[tuple[int, ...], bool]]:
+    """Find out what the gradient of each skip of a chain holds, as far as it is known.
+
+    Args:
+        memory: Memory of all layers.
+        routes: The skips.
+        numbers: Takes the storages of the gradients.
+
+    Returns:
+        By key: numbers of the storages, and whether the popping layer's backward was given them.
+    """
+    excess, found = excess_gradients(memory), dict[Key, tuple[tuple[int, ...], bool]]()
+    popped: dict[int, list[Key]] = {}
+    for key, (source, destination) in routes.items():
+        if source != destination:
+            popped.setdefault(destination, []).append(key)
+    for destination, keys in popped.items():
+        back = memory[destination].hands_back
+        known: dict[int, int] = {}
+        for key, storages in zip(keys, back.skips, strict=True):
+            if storages is None:
+                continue
+            for storage, n_bytes in storages.items():
+                if storage not in known:
+                    further = excess[destination] if storage in back.given_keys else 0
+                    known[storage] = numbers.new(n_bytes + further)
+            mine = tuple(known[storage] for storage in storages)
+            found[key] = mine, storages.keys() <= back.given_keys
     return found

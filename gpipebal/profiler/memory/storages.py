@@ -25,6 +25,7 @@ from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import (
     begun_inside,
+    handed_back,
     handed_through,
     needs_gradient,
     own_gradients,
@@ -36,7 +37,7 @@ from gpipebal.profiler.chain.value import (
     roots_of,
 )
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
-from gpipebal.profiler.memory.layer_memory import LayerMemory
+from gpipebal.profiler.memory.layer_memory import HandedBack, LayerMemory
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.replica import kept_by
 
@@ -91,6 +92,8 @@ def measure_layer_memory(
         if run.hands_back_own[place]
     }
     saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
+    n_popped = [len(arrived.skips[key]) for key in chain.popped(k)]
+    back = HandedBack.of(run.hands_back, n_popped, len(chain.inputs(k, value)), run.given)
     gradients = sum(bytes_of(leaf) for leaf in run.passed.leaves if needs_gradient(leaf))
     # Their keys are used up: they may be given to new storages from now on.
     del run, known
@@ -135,6 +138,7 @@ def measure_layer_memory(
             for place in {*hands_back, *through} - hands_through.keys()
         },
         hands_through=hands_through,
+        hands_back=back,
         stashes=bool(chain.stashed(k)),
         copied_bytes=max(0, backward - without_copies),
         kept_buffer_bytes=sum(kept.values()),
@@ -237,6 +241,8 @@ class _Run(NamedTuple):
         through: Storages of the inputs that were handed through, by their places.
         kept_bytes: Bytes of what the layer keeps after its forward.
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
+        hands_back: In which memory each input's gradient is, by place.
+        given: Keys of the storages of the gradients that the backward began with.
     """
 
     forward_peak: int
@@ -247,6 +253,8 @@ class _Run(NamedTuple):
     through: dict[int, int]
     kept_bytes: int
     hands_back_own: dict[int, bool]
+    hands_back: dict[int, tuple[int, int, int] | None]
+    given: frozenset[int]
 
 
 def _forward_and_backward(
@@ -312,12 +320,18 @@ def _forward_and_backward(
             else begun_inside(outputs, as_views=gradients == "views")
         )
         through: dict[int, int] = {}
-        with handed_through(inputs, roots, through), own_gradients(inputs) as are_own:
+        with (
+            handed_through(inputs, roots, through),
+            own_gradients(inputs) as are_own,
+            handed_back(inputs) as back,
+        ):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward = max(0, peak.bytes - begun)
+    given_keys = frozenset(storage_key(root[1]) for root in roots if has_storage(root[1]))
     kept_bytes = sum(map(bytes_of, kept))
-    return _Run(forward, backward, passed, saved, constant, through, kept_bytes, are_own)
+    found = (forward, backward, passed, saved, constant, through, kept_bytes, are_own)
+    return _Run(*found, back, given_keys)
 
 
 def _bytes_of_live(storages: Mapping[int, weakref.ref[Any]]) -> dict[int, int]:

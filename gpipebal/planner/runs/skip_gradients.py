@@ -1,0 +1,71 @@
+"""Gradients of skip connections that wait in a run for the layer that stashed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpipebal.memory.skips import waiting
+from gpipebal.profile import Profile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Table = NDArray[Any]
+
+__all__ = ["SkipGradients"]
+
+
+class SkipGradients:
+    """What the gradients of skips hold, in runs from each of some first layers.
+
+    In a run with the layer that stashed it a gradient may hold more than a copy of it does, which
+    is what other runs have.
+
+    Args:
+        profile: Costs of all layers.
+        firsts: First layers of the runs.
+        kind: Type of the numbers.
+
+    Attributes:
+        held: For each skip, the bytes in every run.
+    """
+
+    def __init__(self, profile: Profile, firsts: Table, kind: type) -> None:
+        self._profile, self._firsts, self._kind = profile, firsts, kind
+        self._alone = [profile.gradient_bytes_of(skip.storages) for skip in profile.skips]
+        self.held: list[Table] = []
+        self._popped: dict[int, list[int]] = {}
+        for k, skip in enumerate(profile.skips):
+            within: Table = np.zeros(len(firsts), dtype=kind)
+            for low, n_bytes in waiting(profile, skip):
+                within[firsts > low] += n_bytes
+            alone = self._column([self._alone[k]])
+            self.held.append(np.where(firsts <= skip.source, within, alone))
+            if skip.source < skip.destination:
+                self._popped.setdefault(skip.destination, []).append(k)
+
+    def _column(self, numbers: Sequence[int]) -> Table:
+        return np.array(numbers, dtype=self._kind)
+
+    def popped(self, layer: int) -> Sequence[int]:
+        """Return the skips that a layer pops and another one has stashed."""
+        return self._popped.get(layer, ())
+
+    def waits(self, crossing: Sequence[Sequence[int]]) -> Table:
+        """Return what waits while each layer's backward runs, as a table, or as a row for all.
+
+        Args:
+            crossing: For each layer, the skips that go past its end.
+        """
+        waits = self._column([sum(self._alone[k] for k in each) for each in crossing])
+        more = {k: held - self._alone[k] for k, held in enumerate(self.held)}
+        if not any(amounts.any() for amounts in more.values()):
+            return waits
+        waits = np.repeat(waits[None, :], len(self._firsts), axis=0)
+        for k, amounts in more.items():
+            skip = self._profile.skips[k]
+            waits[:, skip.source : skip.destination] += amounts[:, None]
+        return waits

@@ -1,0 +1,196 @@
+"""Gradients that are parts of larger ones hold these: plans must count them for as long as that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.memory.skips import waiting
+from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.planner import evaluate
+from gpipebal.profile import SkipProfile
+from gpipebal.skip import Namespace, pop, skippable, stash
+
+pytestmark = pytest.mark.timeout(120)
+#: Columns of a narrow value and of a wide one.
+NARROW, WIDE = 32, 512
+#: What the numbers of losses may need besides.
+FEW = 64
+
+
+class Work(torch.autograd.Function):
+    """Needs much memory in its backward, and no gradient of its own is as large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        room = gradient.new_zeros(40 * WIDE * len(gradient))
+        return gradient * 2 + room[0]
+
+
+class Busy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Work.apply(x)  # type: ignore[no-any-return]
+
+
+@skippable(stash=["kept"])
+class Keep(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("kept", x)
+        return x
+
+
+@skippable(pop=["kept"])
+class Beside(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return torch.cat([x, (yield pop("kept"))], dim=1)
+
+
+@skippable(pop=["kept"])
+class Add(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("kept"))
+
+
+class WithOnes(nn.Module):
+    """Put constants beside the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_ones(len(x), WIDE)], dim=1)
+
+
+def skip_beside() -> list[nn.Module]:
+    """The gradient of a narrow skip is a part of that of a wide concatenation."""
+    ns = Namespace()
+    way_there = [nn.Linear(NARROW, NARROW), Keep().isolate(ns), Busy(), nn.Linear(NARROW, WIDE)]
+    return [*way_there, Beside().isolate(ns), nn.Linear(WIDE + NARROW, 8)]
+
+
+@skippable(stash=["other"])
+class KeepOther(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("other", x)
+        return x
+
+
+@skippable(pop=["kept", "other"])
+class BesideTwo(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        kept, other = (yield pop("kept")), (yield pop("other"))
+        return torch.cat([x, kept, other], dim=1)
+
+
+def two_skips_beside() -> list[nn.Module]:
+    """The gradients of two skips are parts of one, and wait for different layers."""
+    way_there = [nn.Linear(NARROW, NARROW), Keep(), Busy(), KeepOther(), Busy()]
+    return [*way_there, nn.Linear(NARROW, WIDE), BesideTwo(), nn.Linear(WIDE + 2 * NARROW, 8)]
+
+
+def skip_added() -> list[nn.Module]:
+    """The gradient of a skip is that of the sum itself."""
+    ns = Namespace()
+    way_there = [nn.Linear(NARROW, WIDE), Keep().isolate(ns), Busy(), nn.Linear(WIDE, WIDE)]
+    return [*way_there, Add().isolate(ns), nn.Linear(WIDE, 8)]
+
+
+def constants_beside() -> list[nn.Module]:
+    """The gradient of a narrow value is a part of that of a wide concatenation."""
+    return [nn.Linear(NARROW, NARROW), Busy(), WithOnes(), nn.Linear(WIDE + NARROW, 8)]
+
+
+def handed_on() -> list[nn.Module]:
+    """The same, through layers that hand on the gradients that they are given."""
+    layers = [nn.Linear(NARROW, NARROW), Busy(), nn.Identity(), nn.Unflatten(1, (NARROW, 1))]
+    return [*layers, nn.Flatten(), WithOnes(), nn.Linear(WIDE + NARROW, 8)]
+
+
+CHAINS = [skip_beside, two_skips_beside, skip_added, constants_beside, handed_on]
+
+
+def squares(output: Tensor) -> Tensor:
+    """Take the mean of squares."""
+    return output.square().mean()
+
+
+def counted(layers: nn.Sequential, balance: list[int], inputs: Tensor, **given: Any) -> list[int]:
+    """Return the largest memory of each partition in a step."""
+    pipe = GPipe(layers, balance, **given)
+    pipe.step(inputs, loss_fn=squares)
+    pipe.zero_grad()
+    with measure_memory(pipe) as meter:
+        pipe.step(inputs, loss_fn=squares)
+    pipe.zero_grad()
+    return list(meter.peak_bytes)
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_parts_hold_the_whole(make: Any) -> None:
+    """Plans predict what is counted, wherever the chain is cut."""
+    layers, inputs = nn.Sequential(*make()), torch.randn(48, NARROW)
+    n = len(layers)
+    for chunks in (1, 3):
+        profile = gb.profile_model(
+            layers, inputs, chunks=chunks, rows=(), loss_fn=squares, timeout=0, progress=False
+        )
+        # With several partitions and micro-batches more or less may wait for a neighbour.
+        for balance in [[n], *([k, n - k] for k in range(1, n) if chunks == 1)]:
+            for checkpoint in ("never", "always"):
+                plan = evaluate(profile, balance, checkpoint=checkpoint, loss_inside=True)
+                found = counted(layers, balance, inputs, chunks=chunks, checkpoint=checkpoint)
+                for partition, n_bytes in zip(plan.partitions, found, strict=True):
+                    memory = partition.memory
+                    least = memory.total - memory.waiting
+                    assert least - FEW <= n_bytes <= memory.total + FEW, (balance, checkpoint)
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_all_ways_to_profile_know_it(make: Any) -> None:
+    """Layers alone, identical ones once, and without memory: the same fields as in the chain."""
+    layers, inputs = nn.Sequential(*make()), torch.randn(48, NARROW)
+    given: dict[str, Any] = {"chunks": 2, "rows": (8, 16), "loss_fn": squares, "progress": False}
+    measured = gb.profile_model(layers, inputs, timeout=0, **given)
+
+    def parts(profile: gb.Profile) -> Any:
+        of_layers = [(la.excess_gradient_bytes, la.hands_back_given) for la in profile.layers]
+        return of_layers, profile.skips
+
+    for way in ({"one_at_a_time": True}, {"share_identical": True}):
+        found = gb.profile_model(layers, inputs, timeout=0, **given, **way)
+        assert parts(found) == parts(measured)
+    estimated = gb.profile_model(layers, inputs, method="estimate", rates="CPU core", **given)
+    assert parts(estimated)[0] == parts(measured)[0]
+    for mine, theirs in zip(estimated.skips, measured.skips, strict=True):
+        mine_holds, theirs_holds = mine.gradient_storages or (), theirs.gradient_storages or ()
+        assert estimated.bytes_of(mine_holds) == measured.bytes_of(theirs_holds) > 0
+        assert mine.gradient_is_given == theirs.gradient_is_given
+    # By the rows.
+    for rows in (4, 16, 20):
+        there = measured.at_rows(rows)
+        for mine, now in zip(there.layers, measured.layers, strict=True):
+            assert mine.excess_gradient_bytes == now.excess_gradient_bytes * rows // 24
+        for skip in measured.skips:
+            holds = skip.gradient_storages or ()
+            assert there.bytes_of(holds) == measured.bytes_of(holds) * rows // 24
+    assert gb.Profile.from_dict(measured.to_dict()) == measured
+
+
+def test_what_the_gradient_of_a_skip_holds() -> None:
+    """In a concatenation all of it, for the skip that waits longest; itself, if nobody knows."""
+    layers, inputs = nn.Sequential(*two_skips_beside()), torch.randn(48, NARROW)
+    profile = gb.profile_model(layers, inputs, rows=(), timeout=0, progress=False)
+    kept, other = profile.skips
+    assert kept.gradient_storages == other.gradient_storages
+    assert kept.gradient_is_given and other.gradient_is_given
+    whole, alone = 48 * (WIDE + 2 * NARROW) * 4, 48 * NARROW * 4
+    assert waiting(profile, kept) == [(-1, whole)]
+    assert waiting(profile, other) == [(1, whole)]  # in partitions from layer 2 or 3 on
+    unknown = replace(profile, skips=(SkipProfile("kept", 1, 6, kept.storages),))
+    assert waiting(unknown, unknown.skips[0]) == [(-1, alone)]
