@@ -53,7 +53,6 @@ def main() -> None:
         elif arguments.shares:
             for model in chosen:
                 add_shares(record, model, arguments)
-                write_record(arguments.out, record)
         else:
             add_simulated(record, chosen)
         write_record(arguments.out, record)
@@ -119,22 +118,34 @@ def add_measured(
 
 
 def add_shares(record: dict[str, Any], model: SpeedModel, arguments: argparse.Namespace) -> None:
-    """Measure a model on shares of a CUDA device, and put it into the record."""
+    """Measure a model on shares of a CUDA device, put it into the record, and store that."""
     started = time.monotonic()
     parted = record.setdefault("shares", {})
-    parted[model.name] = measure_shares(
-        model,
-        rounds=arguments.rounds,
-        timeout=arguments.timeout,
-        measured=_known(parted, model.name) if arguments.predict else None,
-    )
+    before = _known(parted, model.name) if arguments.predict else None
     if not arguments.predict:
-        record["provenance"]["shares"] = {
-            **provenance(),
-            **about_shares(N_SHARES),
-            "rounds": arguments.rounds,
-        }
-    print(f"{time.monotonic() - started:5.0f} s  {model.name}, on shares", file=sys.stderr)
+        about = {**provenance(), **about_shares(N_SHARES), "rounds": arguments.rounds}
+
+    def told(line: str) -> None:
+        seconds = time.monotonic() - started
+        print(f"{seconds:5.0f} s  {model.name}, on shares: {line}", file=sys.stderr, flush=True)
+
+    def keep(found: dict[str, Any]) -> None:
+        parted[model.name] = found
+        if not arguments.predict:
+            record["provenance"]["shares"] = about
+        write_record(arguments.out, record)
+        told("stored")
+
+    keep(
+        measure_shares(
+            model,
+            rounds=arguments.rounds,
+            timeout=arguments.timeout,
+            measured=before,
+            keep=keep,
+            told=told,
+        )
+    )
 
 
 def _known(parted: dict[str, Any], name: str) -> dict[str, Any]:

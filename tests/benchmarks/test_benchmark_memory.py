@@ -230,8 +230,12 @@ def test_goal_is_reached_or_not_by_the_bytes() -> None:
     for over, words in ((0, {"yes"}), (2, {"NO"})):
         for found in record["full"][key]["balances"].values():
             found["activations"] = [goal - 5, 5 + over]
-        line = tables.summary(record).splitlines()[1].split()
-        assert set(line[4::2]) == words
+        model = sum(record["full"][key]["balances"]["published"]["model"])
+        record["measured"] = {key: {"reserved": model + goal + over}}
+        unmeasured = tables.goals({**record, "measured": {}}).splitlines()[1].split()
+        assert unmeasured[3] == "-" and set(unmeasured[5::2]) == words
+        line = tables.goals(record).splitlines()[1].split()
+        assert len(line[4::2]) == 1 + len(BALANCES) and set(line[4::2]) == words
 
 
 def test_one_experiment_is_put_beside_the_others(

@@ -18,6 +18,7 @@ __all__ = [
     "blocks",
     "decided_by_clock",
     "errors",
+    "goals",
     "on_one_device",
     "summary",
     "total",
@@ -59,7 +60,7 @@ def summary(record: Record) -> str:
 
     Of a record that has only measurements, it is these.
     """
-    estimates = [_goals(record), _agreement(record)] if record["full"] else []
+    estimates = [goals(record), _agreement(record)] if record["full"] else []
     return "\n\n".join([*estimates, _measured(record)])
 
 
@@ -105,7 +106,7 @@ def on_one_device(record: Record, key: str) -> list[int] | None:
 
 def _results(record: Record) -> str:
     sections = [
-        ("", _goals(record)),
+        ("", goals(record)),
         ("### AmoebaNet-D", _activations(record)),
         ("### U-Net", _totals(record)),
         ("### By partition", _by_partition(record)),
@@ -125,7 +126,8 @@ def _present(record: Record, model: str | None = None) -> list[Experiment]:
     return [e for e in EXPERIMENTS if e.key in record["full"] and model in (None, e.model)]
 
 
-def _goals(record: Record) -> str:
+def goals(record: Record) -> str:
+    """Write what was needed beside the goal, and whether that is reached."""
     lines = []
     for experiment in _present(record, "amoebanetd"):
         if experiment.key not in GOALS:

@@ -62,6 +62,8 @@ def measure_shares(
     timeout: float | None,
     small: bool = False,
     measured: dict[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    told: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Profile a model on one share, simulate the published runs, and measure them in turns.
 
@@ -72,6 +74,9 @@ def measure_shares(
         small: Whether to take the model that a CPU can run, to try the program.
         measured: What this returned on such a device: its balances and seconds are kept, and only
             profile and predictions made anew. None: nothing.
+        keep: Called after each timed turn with what would be returned if it were the last, so that
+            a run that is ended early has not measured in vain.
+        told: Called with lines about how far it is.
     """
     places = _places()
     runs = [_shorter(model, run, small) for run in model.runs if run.name in CHUNKS[model.name]]
@@ -80,18 +85,30 @@ def measure_shares(
         with torch.device(_device_of(places[0])):
             net = model.build(small)
         profile = _profile(model, net, runs, timeout, small)
+        told("profiled")
         if measured is None:
             ways = {
                 f"{run.name}, {whose}": (run, balance)
                 for run in runs
                 for whose, balance in _balances(profile, run).items()
             }
-            times = _measured(model, net, ways, places, rounds, small)
+            for times in _measured(model, net, ways, places, rounds, small, told):
+                keep(_record(model, profile, ways, times, small))
         else:
             run_of = {run.name: run for run in runs}
             known = {f"{old['name']}, {old['whose']}": old for old in measured["runs"]}
             ways = {name: (run_of[old["name"]], old["balance"]) for name, old in known.items()}
             times = {name: old["seconds"] for name, old in known.items()}
+    return _record(model, profile, ways, times, small)
+
+
+def _record(
+    model: SpeedModel,
+    profile: Profile,
+    ways: dict[str, tuple[Run, tuple[int, ...]]],
+    times: dict[str, list[float]],
+    small: bool,
+) -> dict[str, Any]:
     return {
         "about": model.small_about if small else model.about,
         "flags": list(profile.provenance.get("flags", [])),
@@ -209,8 +226,9 @@ def _measured(
     places: list[torch.device | torch.cuda.Stream],
     rounds: int,
     small: bool,
-) -> dict[str, list[float]]:
-    """Return quartiles of the seconds of a step in each way; the ways take turns."""
+    told: Callable[[str], None],
+) -> Iterator[dict[str, list[float]]]:
+    """Yield quartiles of the seconds of a step in each way after each turn of all ways."""
     optimizer = model.make_optimizer(list(net.parameters()))
     device = _device_of(places[0])
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -238,14 +256,17 @@ def _measured(
             model.loss_fn(forward(images), target).backward()
             optimizer.step()
             _wait(device)
+            seconds = time.perf_counter() - started
+            told(f"turn {turn}: {seconds:6.2f} s  {name}")
             if turn:  # the first finds libraries that are not loaded, and memory not allocated
-                times[name].append(time.perf_counter() - started)
+                times[name].append(seconds)
             if pipe is not None:
                 pipe.close()
-    return {
-        name: [float(q) for q in np.percentile(found, [25, 50, 75])]
-        for name, found in times.items()
-    }
+        if turn:
+            yield {
+                name: [float(q) for q in np.percentile(found, [25, 50, 75])]
+                for name, found in times.items()
+            }
 
 
 def _wait(device: torch.device) -> None:
