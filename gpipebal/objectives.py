@@ -93,7 +93,7 @@ def check_objective(objective: object) -> None:
     """
     if objective not in OBJECTIVES:
         raise BalanceError(
-            f"objective does not exist: objective={objective!r} "
+            f"objective does not exist: objective={objective!r:.60} "
             f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"
             f"Fix: objective={OBJECTIVES[0]!r}."
         )

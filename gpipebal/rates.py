@@ -117,7 +117,7 @@ class DeviceRates:
         number = float(value) if is_number else math.nan  # type: ignore[arg-type]
         if not math.isfinite(number) or number < 0 or (rule == "above 0" and not number):
             raise DeviceError(
-                f"rates of {self.name!r} are impossible: {name}={value!r} (expected a finite "
+                f"rates of {self.name!r} are impossible: {name}={value!r:.60} (expected a finite "
                 f"number {rule}).\nFix: give operations and bytes per second, such as 1e12."
             )
 

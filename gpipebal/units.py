@@ -164,7 +164,7 @@ def parse_bytes(text: float | str, name: str = "size") -> int:
             if size < math.inf:
                 return round(size)
     raise UsageError(
-        f"{name} is not readable: {name}={text!r} (expected bytes, or a number with a unit).\n"
+        f"{name} is not readable: {name}={text!r:.60} (expected bytes, or a number with a unit).\n"
         "Fix: write it as '16 GiB', '500 MB' or a number of bytes."
     )
 

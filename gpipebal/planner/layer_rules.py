@@ -43,8 +43,9 @@ def join_rules(
     groups = _groups(profile, keep_together)
     together = [tuple(_layer(profile, "keep_together", one) for one in group) for group in groups]
     if _is_one(no_cut):
-        index = whole_number(no_cut)
-        raise _wrong_form("no_cut", no_cut, "list of layers", [no_cut if index is None else index])
+        one = no_cut if isinstance(no_cut, str) else whole_number(no_cut)
+        example = profile.names[0] if one is None else one
+        raise _wrong_form("no_cut", no_cut, "list of layers", [example])
     uncut = [_layer(profile, "no_cut", one) for one in (() if no_cut is None else no_cut)]
     if pin is not None and not isinstance(pin, Mapping):
         raise _wrong_form("pin", pin, "mapping from layers to partitions", {profile.names[0]: 0})
@@ -121,7 +122,7 @@ def _layer(profile: Profile, rule: str, key: LayerKey) -> int:
     elif (index := whole_number(key)) is not None and 0 <= index < profile.n_layers:
         return index
     raise BalanceError(
-        f"rule is about a layer that does not exist: {rule} has {key!r} (expected 0 <= index < "
+        f"rule is about a layer that does not exist: {rule} has {key!r:.60} (expected 0 <= index < "
         f"{profile.n_layers}, or one of the names {', '.join(map(repr, profile.names[:5]))}"
         f"{', ...' if profile.n_layers > 5 else ''}).\n"
         "Fix: profile.names lists all layers; count from 0."

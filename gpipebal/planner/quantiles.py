@@ -52,7 +52,7 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
     number = plain_number(quantile)
     if not 0.5 <= number < 1:
         raise BalanceError(
-            f"quantile is out of range: quantile={quantile!r} (expected 0.5 <= quantile < 1).\n"
+            f"quantile is out of range: quantile={quantile!r:.60} (expected 0.5 <= quantile < 1).\n"
             "Fix: quantile=0.9, or quantile=None for medians."
         )
     share = NormalDist().inv_cdf(number) / _RANGE

@@ -217,7 +217,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     limits = check_memory_limit(options.get("memory_limit"), n_partitions)
     if reserve is not None and limits is None:
         raise BalanceError(
-            f"reserve is taken off a limit, and there is none: reserve={reserve!r}, "
+            f"reserve is taken off a limit, and there is none: reserve={reserve!r:.60}, "
             "memory_limit=None (expected a limit where a reserve is given; that of a Device has "
             "none).\nFix: reserve=None, or memory_limit='16 GiB'."
         )
@@ -254,7 +254,7 @@ def _check_method(question: Question) -> None:
     if question.method not in ("auto", only) and (question.is_searched or question.cost):
         why = f"schedule={question.schedule!r}" if question.is_searched else "cost"
         raise BalanceError(
-            f"method does not apply where {why} is given: method={question.method!r} (expected "
+            f"method does not apply where {why} is given: method={question.method!r:.60} (expected "
             f"'auto' or {only!r}).\nFix: method='auto'."
         )
 
@@ -266,7 +266,7 @@ def _time_limit(seconds: Any) -> float | None:
     if number >= 0:
         return number
     raise BalanceError(
-        f"time_limit is not a time: time_limit={seconds!r} (expected seconds, 0 or more).\n"
+        f"time_limit is not a time: time_limit={seconds!r:.60} (expected seconds, 0 or more).\n"
         "Fix: time_limit=60, or time_limit=None for as long as it takes."
     )
 

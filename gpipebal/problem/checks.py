@@ -126,8 +126,8 @@ def check_bytes(name: str, value: object) -> int:
     number = plain_number(value)
     if not (0 <= number < math.inf and number == int(number)):
         raise BalanceError(
-            f"{name} is not a number of bytes: {name}={value!r} (expected an int of 0 or more).\n"
-            f"Fix: {name}={2**30} for a GiB, or {name}=None for none."
+            f"{name} is not a number of bytes: {name}={value!r:.60} (expected an int of 0 or "
+            f"more).\nFix: {name}={2**30} for a GiB, or {name}=None for none."
         )
     return int(number)
 

@@ -47,7 +47,7 @@ class Device:
         slowness = plain_number(self.slowness)
         if not 0 < slowness < math.inf:
             raise BalanceError(
-                f"slowness of a device is not a factor: slowness={self.slowness!r} (expected a "
+                f"slowness of a device is not a factor: slowness={self.slowness!r:.60} (expected a "
                 "finite number above 0).\nFix: slowness=1 for a device as fast as the profile's."
             )
         object.__setattr__(self, "slowness", slowness)

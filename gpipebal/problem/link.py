@@ -41,17 +41,17 @@ class Link:
     def __post_init__(self) -> None:
         if not plain_number(self.bandwidth) > 0:
             raise BalanceError(
-                f"bandwidth is not above 0: bandwidth={self.bandwidth!r} (expected bytes per "
+                f"bandwidth is not above 0: bandwidth={self.bandwidth!r:.60} (expected bytes per "
                 "second).\nFix: bandwidth=12e9 for 12 GB/s, say."
             )
         if not 0 <= plain_number(self.latency) < math.inf:
             raise BalanceError(
-                f"latency is not a time: latency={self.latency!r} (expected seconds, 0 or more).\n"
-                "Fix: latency=0.0."
+                f"latency is not a time: latency={self.latency!r:.60} (expected seconds, 0 or "
+                "more).\nFix: latency=0.0."
             )
         if not isinstance(self.overlaps, bool):
             raise BalanceError(
-                f"overlaps is neither true nor false: overlaps={self.overlaps!r} (expected a "
+                f"overlaps is neither true nor false: overlaps={self.overlaps!r:.60} (expected a "
                 "bool).\nFix: overlaps=True for copies that run beside the computation."
             )
 

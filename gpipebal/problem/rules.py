@@ -52,7 +52,7 @@ class Rules:
         for name in ("no_cut", "keep_together", "pin"):
             if not isinstance(getattr(self, name), Iterable):
                 raise BalanceError(
-                    f"{name} is not a list: {name}={getattr(self, name)!r} (expected one of "
+                    f"{name} is not a list: {name}={getattr(self, name)!r:.60} (expected one of "
                     f"layers, or pairs of them).\nFix: {name}=(), for none."
                 )
         pins = self.pin.items() if isinstance(self.pin, Mapping) else self.pin
@@ -249,7 +249,7 @@ class Rules:
             limit = getattr(self, name)
             if limit is not None and not (plain_number(limit) >= 1 and isinstance(limit, int)):
                 raise BalanceError(
-                    f"{name} is too small: {name}={limit!r} (expected 1 or more, whole).\n"
+                    f"{name} is too small: {name}={limit!r:.60} (expected 1 or more, whole).\n"
                     f"Fix: {name}={kept}, which an equal split keeps."
                 )
 

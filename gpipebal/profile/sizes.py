@@ -292,7 +292,7 @@ def _rows(name: str, rows: object) -> int:
     number = whole_number(rows)
     if number is None or not 1 <= number < 2**31:
         raise ProfileError(
-            f"number of rows is not valid: {name}={rows!r} (expected an int of 1 or more).\n"
+            f"number of rows is not valid: {name}={rows!r:.60} (expected an int of 1 or more).\n"
             f"Fix: {name}=1, or more."
         )
     return number

@@ -173,7 +173,7 @@ def profile_model(
     started = time.perf_counter()
     if method not in ("measure", "estimate"):
         raise ProfileError(
-            f"method does not exist: method={method!r} (expected 'measure' or 'estimate').\n"
+            f"method does not exist: method={method!r:.60} (expected 'measure' or 'estimate').\n"
             "Fix: method='measure' to run the layers, 'estimate' to look at their shapes."
         )
     for name, flag in (("share_identical", share_identical), ("as_pipeline", as_pipeline)):
@@ -353,7 +353,7 @@ def _refuse(where: str, instead: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise ProfileError(
-                f"{name} has no meaning with {where}: {name}={value!r} (expected nothing).\n"
+                f"{name} has no meaning with {where}: {name}={value!r:.60} (expected nothing).\n"
                 f"Fix: leave {name} out; {instead}."
             )
 

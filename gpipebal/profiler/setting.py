@@ -116,7 +116,7 @@ def check_timeout(timeout: float) -> float:
     """
     if not plain_number(timeout) >= 0:
         raise ProfileError(
-            f"timeout is not a duration: timeout={timeout!r} (expected seconds, 0 or more).\n"
+            f"timeout is not a duration: timeout={timeout!r:.60} (expected seconds, 0 or more).\n"
             "Fix: timeout=1.0, or leave it out."
         )
     return float(timeout)

@@ -116,7 +116,7 @@ def check_checkpoint(checkpoint: object, *, or_auto: bool = False) -> None:
     for mode in several or (checkpoint,):
         if not isinstance(mode, str) or mode not in CHECKPOINT_MODES:
             raise BalanceError(
-                f"checkpoint mode does not exist: checkpoint={mode!r} "
+                f"checkpoint mode does not exist: checkpoint={mode!r:.60} "
                 f"(expected one of {', '.join(map(repr, known))}).\n"
                 "Fix: checkpoint='except_last'."
             )

@@ -242,7 +242,7 @@ def check_known_schedule(name: object) -> str:
     known = spelled(name)
     if not isinstance(known, str) or known not in KNOWN_SCHEDULES:
         raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={name!r} (expected one of "
+            f"schedule does not exist: schedule={name!r:.60} (expected one of "
             f"{', '.join(map(repr, KNOWN_SCHEDULES))}).\nFix: schedule='gpipe'."
         )
     return known
@@ -266,7 +266,7 @@ def check_schedule(name: object) -> str:
                 "simulated by gpipebal.simulate."
             )
         raise UnsupportedPlanError(
-            f"schedule cannot be built: schedule={name!r} (expected one of "
+            f"schedule cannot be built: schedule={name!r:.60} (expected one of "
             f"{', '.join(map(repr, SCHEDULES))}).\nFix: {fix}"
         )
     return known
@@ -316,7 +316,7 @@ def study_schedule(
     """
     if not isinstance(name, str) or name not in STUDIED:
         raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={name!r} (expected one of "
+            f"schedule does not exist: schedule={name!r:.60} (expected one of "
             f"{', '.join(map(repr, STUDIED))}).\nFix: schedule={[*STUDIED][-1]!r}."
         )
     return KNOWN_SCHEDULES[name].schedule(n_devices, chunks, checkpoint, partitions_per_device)

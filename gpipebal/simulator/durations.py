@@ -251,7 +251,7 @@ def check_time(name: str, time: float) -> None:
     number = isinstance(time, int | float) and not isinstance(time, bool)
     if not number or not math.isfinite(time) or time < 0:
         raise ProfileError(
-            f"time is impossible: {name}={time!r} (expected finite seconds, 0 or more).\n"
+            f"time is impossible: {name}={time!r:.60} (expected finite seconds, 0 or more).\n"
             "Fix: correct the value, or profile the model again."
         )
 

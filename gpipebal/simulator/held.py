@@ -85,6 +85,6 @@ class HeldBytes:
 def _check_size(name: str, size: object) -> None:
     if type(size) is not int or not 0 <= size < 2**62:
         raise ProfileError(
-            f"size is impossible: {name}={size!r} (expected a whole number of bytes, 0 or more).\n"
-            "Fix: correct the value, or profile the model again."
+            f"size is impossible: {name}={size!r:.60} (expected a whole number of bytes, 0 or "
+            "more).\nFix: correct the value, or profile the model again."
         )

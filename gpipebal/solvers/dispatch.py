@@ -222,7 +222,7 @@ def check_method(problem: Problem, objective: Objective, method: str) -> str:
     applies = applicable(problem, objective, selected)
     if method not in ("auto", *applies):
         raise BalanceError(
-            f"method does not solve this problem: method={method!r} (expected 'auto' or "
+            f"method does not solve this problem: method={method!r:.60} (expected 'auto' or "
             f"{' or '.join(map(repr, applies))} for objective={objective!r}, "
             f"checkpoint={problem.checkpoint!r}; "
             f"all methods: {', '.join(map(repr, METHODS))}).\n"

@@ -67,8 +67,8 @@ class Tolerance:
             value = getattr(self, name)
             if value is not None and not 0 <= plain_number(value) < math.inf:
                 raise BalanceError(
-                    f"{name} is not a tolerance: {name}={value!r} (expected a number of 0 or more, "
-                    f"or None).\nFix: {name}=None, the default of each dtype."
+                    f"{name} is not a tolerance: {name}={value!r:.60} (expected a number of 0 or "
+                    f"more, or None).\nFix: {name}=None, the default of each dtype."
                 )
 
     def allowed(self, plain: Tensor, around: float) -> float:

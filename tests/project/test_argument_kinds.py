@@ -29,7 +29,13 @@ from gpipebal.plots import (
     save_figure,
 )
 from gpipebal.problem import links_of, to_bounds
-from gpipebal.schedule import gpipe_schedule, read_torch_csv, with_recomputes, write_torch_csv
+from gpipebal.schedule import (
+    gpipe_schedule,
+    read_torch_csv,
+    study_schedule,
+    with_recomputes,
+    write_torch_csv,
+)
 from gpipebal.side_by_side import set_side_by_side
 from gpipebal.simulator import Durations, durations_of, held_of, memory_over_time, place
 from gpipebal.solvers import iter_best_splits, select_method, split
@@ -209,3 +215,46 @@ def test_the_path_of_a_file_is_loaded(tmp_path: Path) -> None:
         names: dict[str, Any] = {}
         exec(fix, {"Profile": gb.Profile}, names)
         assert names["profile"] == PROFILE
+
+
+#: Calls with a noun in the place of another argument.
+SWAPPED: dict[str, Any] = {
+    "schedule of simulate": lambda it: gb.simulate(PLAN, it),
+    "pause of simulate": lambda it: gb.simulate(PLAN, pause=it),
+    "schedule of solve": lambda it: gb.solve(PROFILE, 2, schedule=it),
+    "checkpoint of solve": lambda it: gb.solve(PROFILE, 2, checkpoint=it),
+    "objective of solve": lambda it: gb.solve(PROFILE, 2, objective=it),
+    "memory_limit of solve": lambda it: gb.solve(PROFILE, 2, memory_limit=it),
+    "reserve of solve": lambda it: gb.solve(PROFILE, 2, reserve=it),
+    "no_cut of solve": lambda it: gb.solve(PROFILE, 2, no_cut=it),
+    "quantile of solve": lambda it: gb.solve(PROFILE, 2, quantile=it),
+    "method of solve": lambda it: gb.solve(PROFILE, 2, method=it),
+    "time_limit of solve": lambda it: gb.solve(PROFILE, 2, time_limit=it),
+    "schedule of evaluate": lambda it: gb.evaluate(PROFILE, [1, 1], schedule=it),
+    "schedules of compare_schedules": lambda it: gb.compare_schedules(PROFILE, 2, schedules=[it]),
+    "latency of compare_schedules": lambda it: gb.compare_schedules(
+        PROFILE, 2, bandwidth=1.0, latency=it
+    ),
+    "bandwidth of Link": lambda it: gb.Link(it),
+    "overlaps of Link": lambda it: gb.Link(1.0, overlaps=it),
+    "slowness of Device": lambda it: gb.Device(it),
+    "keep_together of Rules": lambda it: gb.Rules(keep_together=it),
+    "schedule of study_schedule": lambda it: study_schedule(it, 2, 2),
+    "timeout of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], timeout=it),
+    "keyword_dims of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], keyword_dims=it),
+    "in_dims of profile_model": lambda it: gb.profile_model(MODEL, torch.ones(2, 4), in_dims=it),
+    "timeout of profile_model": lambda it: gb.profile_model(MODEL, torch.ones(2, 4), timeout=it),
+    "method of profile_model": lambda it: gb.profile_model(MODEL, torch.ones(2, 4), method=it),
+    "rtol of verify": lambda it: gb.verify(MODEL, PIPE, torch.ones(2, 4), rtol=it),
+}
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_a_noun_in_the_wrong_place_is_not_written_whole(what: str) -> None:
+    """The error stays as short as for any other value."""
+    many = gb.Profile.from_costs([1.0] * 100)
+    assert len(repr(many)) > 10_000
+    with pytest.raises(gb.GpipebalError, match=what.split(" of ")[0][:8]) as raised:
+        SWAPPED[what](many)
+    assert len(str(raised.value)) < 600
+    assert "\nFix: " in str(raised.value)

@@ -236,7 +236,7 @@ def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[st
     """
     if keyword_dims is not None and not isinstance(keyword_dims, Mapping):
         raise BalanceError(
-            f"keyword_dims is not a dict: keyword_dims={keyword_dims!r} (expected names and "
+            f"keyword_dims is not a dict: keyword_dims={keyword_dims!r:.200} (expected names and "
             "dimensions).\nFix: keyword_dims={'mask': None}, say."
         )
     dims = dict(keyword_dims or {})

@@ -265,7 +265,7 @@ def _check_timeout(timeout: object) -> None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout <= threading.TIMEOUT_MAX):  # type: ignore[operator]
         raise BalanceError(
-            f"timeout is not a time: timeout={timeout!r} (expected finite seconds above 0).\n"
+            f"timeout is not a time: timeout={timeout!r:.60} (expected finite seconds above 0).\n"
             "Fix: timeout=None to wait for ever."
         )
 

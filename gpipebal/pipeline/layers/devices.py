@@ -109,7 +109,7 @@ def choose_devices(
     elif isinstance(devices, (str, int, torch.device, torch.cuda.Stream)):
         device = devices.device if isinstance(devices, torch.cuda.Stream) else devices
         raise DeviceError(
-            f"devices is not a list: devices={devices!r} (expected one device per partition).\n"
+            f"devices is not a list: devices={devices!r:.60} (expected one device per partition).\n"
             f"Fix: devices=[{str(parse_device(device))!r}] * {n_partitions}."
         )
     given = list(check_list("devices", devices, fix=f"devices=['cpu'] * {n_partitions}, say"))

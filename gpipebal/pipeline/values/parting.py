@@ -74,7 +74,7 @@ def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
     spread = pytree._broadcast_to_and_flatten(_in_order(dims, structure), structure)
     if spread is None or any(type(dim) is not int and dim is not None for dim in spread):
         raise BalanceError(
-            f"{name} does not fit: {name}={dims!r} for a value of the form "
+            f"{name} does not fit: {name}={dims!r:.200} for a value of the form "
             f"{unflatten(['*'] * structure.num_leaves, structure)!r} (expected ints and None in "
             "the same form; one entry may stand for a whole branch).\n"
             f"Fix: {name}=0 if every tensor has its rows along dim 0; else "

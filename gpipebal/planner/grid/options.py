@@ -38,7 +38,7 @@ def check_applies(options: Options) -> None:
             continue
         call = f"partitions, {name}=..." if name != "partitions" else repr(value)
         raise BalanceError(
-            f"option does not apply to a grid: {name}={value!r} (expected none: the number of "
+            f"option does not apply to a grid: {name}={value!r:.60} (expected none: the number of "
             "partitions is another one each time).\n"
             f"Fix: leave it out, or solve(profile, {call}) for one number."
         )
