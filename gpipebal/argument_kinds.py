@@ -82,7 +82,8 @@ def check_list(
         >>> check_list("storages", range(2)), check_list("storages", [])
         ((0, 1), ())
     """
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    is_one = isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", None) == 0
+    if is_one or not isinstance(value, Iterable):
         raise KindError(
             f"{name} is not a list: type({name})={type(value).__name__} (expected a list"
             f"{f' of {kind.__name__}' if kind else ''}).\nFix: {fix or f'{name}=[...]'}."

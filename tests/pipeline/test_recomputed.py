@@ -10,6 +10,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pipeline.test_buffers_made import Late
@@ -192,12 +193,29 @@ def test_deferred_batch_norm_comes_first() -> None:
         ([["x"]], "does not exist: 'x'"),
         ([[8]], "does not exist: 8"),
         ([[1, 2], [2, 3]], "two runs: '2'"),
+        ([[True]], "does not exist: True"),
     ],
 )
 def test_runs_that_are_none_are_refused(runs: list[Any], text: str) -> None:
     """Runs must be of consecutive layers that exist, each in one."""
     with pytest.raises(gb.errors.BalanceError, match=text):
         with_recompute(chain(), runs)
+
+
+@pytest.mark.parametrize(
+    ("runs", "name"),
+    [([0, 1], r"runs\[0\]"), (["0", "1"], r"runs\[0\]"), ([[0], 2], r"runs\[1\]"), ("0", "runs")],
+)
+def test_layers_that_are_not_in_lists_are_refused(runs: Any, name: str) -> None:
+    """One flat list may mean one run or several; a name is not a list of letters."""
+    with pytest.raises(gb.errors.KindError, match=rf"{name} is not a list: .*\nFix: runs=\[\["):
+        with_recompute(chain(), runs)
+
+
+def test_places_may_be_any_whole_numbers() -> None:
+    """A run of numpy's numbers is the same run."""
+    found = with_recompute(chain(), [np.arange(1, 3)])
+    assert [str(one) for one in found] == [str(one) for one in with_recompute(chain(), [[1, 2]])]
 
 
 def test_what_cannot_be_run_again_is_refused() -> None:

@@ -112,6 +112,7 @@ WRONG: dict[str, Any] = {
     "keywords of verify": lambda: gb.verify(MODEL, PIPE, torch.ones(2, 4), keywords=3),  # type: ignore[arg-type]
     "loss_fn of verify": lambda: gb.verify(MODEL, PIPE, torch.ones(2, 4), loss_fn=3),  # type: ignore[arg-type]
     "devices of GPipe": lambda: gb.GPipe(MODEL, [1, 1], devices=1.5),  # type: ignore[arg-type]
+    "devices of GPipe, one number": lambda: gb.GPipe(MODEL, [1, 1], devices=torch.tensor(0)),  # type: ignore[arg-type]
     "step of with_step": lambda: PROFILE.with_step(3),  # type: ignore[arg-type]
     "layers of Profile": lambda: gb.Profile(3),  # type: ignore[arg-type]
     "chunks of input_bytes": lambda: PROFILE.input_bytes("x"),  # type: ignore[arg-type]

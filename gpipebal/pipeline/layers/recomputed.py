@@ -25,6 +25,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gpipebal.argument_kinds import check_list, whole_number
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.layers.buffers import BuffersOfRun
 from gpipebal.pipeline.layers.modules import Modules
@@ -64,6 +65,7 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
 
     Raises:
         BalanceError: layers that do not exist, are not consecutive, or are in two runs.
+        KindError: `runs` is not a list of lists.
         ModelError: `module` is not an `nn.Sequential`, or a layer stashes or pops a skip.
 
     Example:
@@ -78,14 +80,14 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
     if not isinstance(module, nn.Sequential):
         raise ModelError(
             f"module is not a chain: type(module)={type(module).__name__} (expected nn.Sequential)."
-            "\n"
-            "Fix: give the layers of the pipeline as an nn.Sequential."
+            "\nFix: give the layers of the pipeline as an nn.Sequential."
         )
     layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
     changed = dict(layers)
     taken: set[int] = set()
-    for run in runs:
-        places = _places(run, [name for name, _ in layers], taken)
+    fix = "runs=[[0, 1]], a list of layers for each run"
+    for i, run in enumerate(check_list("runs", runs, fix=fix)):
+        places = _places(check_list(f"runs[{i}]", run, fix=fix), [*changed], taken)
         taken.update(places)
         inside = [layers[k] for k in places]
         for k, (name, layer) in enumerate(inside):
@@ -100,8 +102,9 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
 def _places(run: Sequence[int | str], names: Sequence[str], taken: set[int]) -> list[int]:
     places = []
     for key in run:
-        place = names.index(key) if isinstance(key, str) and key in names else key
-        if not isinstance(place, int) or not 0 <= place < len(names):
+        named = isinstance(key, str) and key in names
+        place = names.index(key) if named else whole_number(key)
+        if place is None or not 0 <= place < len(names):
             raise BalanceError(
                 f"a run has a layer that does not exist: {key!r} (expected a place from 0 to "
                 f"{len(names) - 1}, or the name of a layer).\n"
