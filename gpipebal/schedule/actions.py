@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gpipebal.argument_kinds import whole_number
+from gpipebal.argument_kinds import check_list, whole_number
 from gpipebal.errors import BalanceError
 
 __all__ = [
@@ -63,6 +63,9 @@ class Schedule:
         devices: For each partition the device (row) that runs it; None: every device has one
             partition, in order.
 
+    Raises:
+        KindError: `rows` is not a list of lists of actions.
+
     Example:
         >>> rows = (Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))
         >>> print(Schedule("one micro-batch", rows))
@@ -73,6 +76,13 @@ class Schedule:
     name: str
     rows: tuple[tuple[Action, ...], ...]
     devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        fix = "rows=((Action(0, 'F', 0), Action(0, 'B', 0)),), a row for each device"
+        for d, row in enumerate(check_list("rows", self.rows, fix=fix)):  # d: device
+            kinds = set(map(type, check_list(f"rows[{d}]", row, fix=fix)))
+            if not kinds <= {Action}:
+                check_list(f"rows[{d}]", row, Action, fix)
 
     @property
     def n_partitions(self) -> int:

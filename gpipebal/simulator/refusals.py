@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 from typing import NoReturn
 
+from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
 from gpipebal.schedule import Action, Kind, Schedule
-from gpipebal.schedule.actions import KINDS
+from gpipebal.schedule.actions import ACTION_NAMES
 
 __all__ = ["check_phases", "check_rows", "refuse"]
 
@@ -30,8 +31,10 @@ def check_rows(schedule: Schedule) -> set[_Cell]:
         for action in row:
             j, kind, i = action  # j: partition, i: micro-batch
             wrong = None
-            if kind not in KINDS:
-                wrong = f"is of an unknown kind (expected one of {', '.join(KINDS)})"
+            if kind not in ACTION_NAMES:
+                wrong = f"is of an unknown kind (expected one of {', '.join(ACTION_NAMES)})"
+            elif not type(i) is type(j) is int and None in map(whole_number, (i, j)):
+                wrong = "has a number that is not whole (expected ints)"
             elif not 0 <= i < 2**31:
                 wrong = "has an impossible micro-batch (expected 0 or more)"
             elif schedule.devices is None and j != d:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gpipebal.simulator
-from gpipebal.errors import BalanceError, ProfileError, UnsupportedPlanError
+from gpipebal.errors import BalanceError, KindError, ProfileError, UnsupportedPlanError
 from gpipebal.plan import PartitionPlan, Plan
 from gpipebal.schedule import (
     CHECKPOINT_MODES,
@@ -319,6 +321,9 @@ def test_pause_with_a_forward_behind_a_backward_is_refused() -> None:
     [
         ((Action(0, "F", 0), Action(0, "F", 0)), "0F0 stands there twice"),
         ((Action(1, "F", 0),), r"1F0 stands in row 0 \(expected row 1\)"),
+        ((Action(0, "F", 0.5),), r"0F0\.5 has a number that is not whole"),  # type: ignore[arg-type]
+        ((Action(0, "FR", 0),), r"0FR0 is of an unknown kind"),  # type: ignore[arg-type]
+        ((Action(0, "", 0),), r"00 is of an unknown kind"),  # type: ignore[arg-type]
         ((Action(0, "X", 0),), r"0X0 is of an unknown kind \(expected one of F, R, B, I, W\)"),  # type: ignore[arg-type]  # the kind is the point
     ],
 )
@@ -326,6 +331,21 @@ def test_misplaced_action_is_refused(row: tuple[Action, ...], message: str) -> N
     """An action stands once, in the row of its partition, and is of a known kind."""
     with pytest.raises(BalanceError, match=message):
         place(Schedule("odd", (row,)), uniform(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        (3, "rows"),
+        ([3], r"rows\[0\]"),
+        (["0F0 0B0"], r"rows\[0\]"),
+        ([[Action(0, "F", 0), (0, "B", 0)]], r"rows\[0\]\[1\]"),
+    ],
+)
+def test_rows_without_actions_are_refused(rows: Any, name: str) -> None:
+    """A plain tuple is no action: it has no names, and prints as something else."""
+    with pytest.raises(KindError, match=rf"{name} is not an? .*\nFix: rows="):
+        Schedule("mine", rows)
 
 
 def test_schedule_and_durations_must_agree() -> None:
