@@ -396,6 +396,24 @@ def test_an_error_says_what_would_fit(limit: Any, reserve: Any) -> None:
         recompute_layers(profile, plan, memory_limit=less, reserve=reserve)
 
 
+def test_a_mode_that_needs_less_than_all_runs_is_what_an_error_counts() -> None:
+    """Partition 0 needs 110 bytes with runs instead of its mode; and others may wait for it."""
+    profile = gb.Profile.from_costs(
+        [2.0, 1.0],
+        saved_bytes=[40, 10],
+        output_bytes=[20, 5],
+        parameter_bytes=[10, 0],
+        chunks=2,
+    )
+    plan = gb.evaluate(profile, [1, 1], checkpoint=["always", "never"], schedule="1f1b")
+    assert [part.memory.total for part in plan.partitions] == [90, 75]
+    with pytest.raises(InfeasibleError, match=r"Fix: memory_limit=\[") as caught:
+        recompute_layers(profile, plan, memory_limit=[88, 38])
+    (fix,) = re.findall(r"Fix: memory_limit=(\[.*?\])", str(caught.value))
+    assert eval(fix)[0] == 90
+    recompute_layers(profile, plan, memory_limit=eval(fix))
+
+
 def test_an_error_names_the_partition_that_lacks_most() -> None:
     """Not the first one that does not fit."""
     profile = gb.Profile.from_costs([1.0] * 4, parameter_bytes=[30, 30, 400, 400], chunks=2)

@@ -188,10 +188,14 @@ class _RunChoice:
 
     def needed(self) -> tuple[int, ...]:
         """Return what partitions need if those over their limits recompute what needs least."""
-        for j in self._over(self._evaluated()):
+        for j in self._over(self.before):
             network = self._network(j)
             if network is not None:
                 self._ways[j] = lowest(network)
+        found, before = self._evaluated().partitions, self.before.partitions
+        for j in list(self._ways):
+            if found[j].memory.total > before[j].memory.total:
+                del self._ways[j]  # the plan's own mode needs less
         return tuple(part.memory.total for part in self._evaluated().partitions)
 
     def _over(self, plan: Plan) -> dict[int, int]:
@@ -338,10 +342,10 @@ def _infeasible(
     assert limit is not None
     first = sum(plan.balance[:j])
     layers = named_layers(posed.profile.names, first, first + plan.balance[j])
-    enough = [None if one is None else max(n, one) for n, one in pairs]
+    enough = _enough(posed, plan, time_limit, needs)
     fix = "a plan with more partitions, or more and smaller micro-batches"
-    if not isinstance(_RunChoice(posed, plan, time_limit, enough).answer(), int):
-        fix = _limit_text(posed.question, plan, lacks)
+    if enough is not None:
+        fix = _limit_text(posed.question, plan, enough)
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:
         # Without what waits for busy neighbours some runs fit, and there are many.
@@ -354,6 +358,27 @@ def _infeasible(
         j,
         shortage,
     )
+
+
+def _enough(
+    posed: Posed, plan: Plan, time_limit: float | None, needs: Sequence[int]
+) -> list[int] | None:
+    """Find how many bytes more let all partitions fit; None: not found.
+
+    One that then fits as it is may make others wait for it, and these need more than before.
+    """
+    limits = posed.problem.limits
+    lacks = [0] * plan.n_partitions
+    for _ in range(_MOST_ROUNDS):
+        pairs = zip(needs, limits, lacks, strict=True)
+        lacks = [0 if one is None else max(n - one, lack) for n, one, lack in pairs]
+        if isinstance(posed.question.limits, int):
+            lacks = [max(lacks)] * plan.n_partitions
+        more = [None if one is None else one + n for one, n in zip(limits, lacks, strict=True)]
+        if not isinstance(_RunChoice(posed, plan, time_limit, more).answer(), int):
+            return lacks
+        needs = _RunChoice(posed, plan, time_limit, more).needed()
+    return None
 
 
 def _limit_text(question: Question, plan: Plan, lacks: Sequence[int]) -> str:
