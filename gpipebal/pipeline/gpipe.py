@@ -35,6 +35,7 @@ from gpipebal.pipeline.minibatch.minibatch import MiniBatch, Watchers
 from gpipebal.pipeline.process.caller import whole_call
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
+from gpipebal.problem.checks import check_flag
 from gpipebal.schedule import Checkpoint, make_schedule, modes_of
 from gpipebal.skip.layout import find_skips
 
@@ -95,8 +96,8 @@ class GPipe(Container):
     Raises:
         ModelError: `module` is not an `nn.Sequential`, or its skips do not pair up (a TypeError).
         DuplicateLayerError: partitions share a parameter or buffer that they cannot share.
-        BalanceError: `balance`, `chunks`, `checkpoint`, `timeout` or a number of threads cannot
-            be used (a ValueError).
+        BalanceError: `balance`, `chunks`, `checkpoint`, `deferred_batch_norm`, `timeout` or a
+            number of threads cannot be used (a ValueError).
         DeviceError: a device does not exist, or there are fewer devices than partitions.
 
     Source:
@@ -142,7 +143,7 @@ class GPipe(Container):
             keyword_dims, next(iter(layers.values()), None)
         )
         find_skips(list(layers.values()), list(layers))
-        if deferred_batch_norm:
+        if check_flag("deferred_batch_norm", deferred_batch_norm):
             warn_of_lazy_norms(layers.values())
             memo: dict[nn.Module, nn.Module] = {}
             for name, layer in layers.items():

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpipebal.argument_kinds import check_kind, check_mapping
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import plain_number
+from gpipebal.problem.checks import check_flag, plain_number
 from gpipebal.schedule import Order, Schedule
 from gpipebal.schedule.actions import F
 from gpipebal.simulator.durations import Durations, check_time
@@ -63,7 +63,7 @@ def place(
     Raises:
         BalanceError: not as many durations as partitions, an action that is unknown, occurs
             twice or in another partition's row, or one that waits for ever: for an action that
-            does not exist, or in a circle.
+            does not exist, or in a circle; or a flag that is neither true nor false.
         ProfileError: `pause` is negative or not finite, or times are too large to be added.
 
     Complexity:
@@ -81,6 +81,8 @@ def place(
     check_kind("durations", durations, Durations, "durations=durations_of(profile, bounds)")
     if provenance is not None:
         check_mapping("provenance", provenance, "provenance={}")
+    overlap = check_flag("overlap", overlap)
+    late_recompute = check_flag("late_recompute", late_recompute)
     if durations.n_partitions != schedule.n_partitions:
         raise BalanceError(
             f"schedule and durations differ: schedule.n_partitions={schedule.n_partitions} "

@@ -112,8 +112,8 @@ def simulate(
         order,
         Durations.of_plan(plan) if durations is None else durations,
         pause=pause,
-        overlap=plan.overlaps if overlap is None else check_flag("overlap", overlap),
-        late_recompute=check_flag("late_recompute", late_recompute),
+        overlap=plan.overlaps if overlap is None else overlap,
+        late_recompute=late_recompute,
         provenance=provenance,
     )
     return timeline if shows_all else outline(timeline)

@@ -18,7 +18,7 @@ from chains import batchnorm_chain
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.errors import GpipebalError, PipelineError
+from gpipebal.errors import BalanceError, GpipebalError, PipelineError
 from gpipebal.pipeline import GPipe
 
 
@@ -84,6 +84,12 @@ def test_bad_arguments_get_a_clear_error(case: str) -> None:
         make()
     assert isinstance(caught.value, GpipebalError)
     assert "Fix: " in str(caught.value)
+
+
+def test_a_text_is_no_flag() -> None:
+    """It would count as true, whatever it says."""
+    with pytest.raises(BalanceError, match="neither true nor false: deferred_batch_norm='no'"):
+        GPipe(chain(), [1, 1], deferred_batch_norm="no")  # type: ignore[arg-type]
 
 
 def test_a_model_without_values_is_refused() -> None:

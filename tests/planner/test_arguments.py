@@ -15,6 +15,8 @@ from gpipebal.errors import BalanceError, DeviceError, GpipebalError, KindError,
 from gpipebal.planner import evaluate, recompute_layers
 from gpipebal.problem import Rules
 from gpipebal.rates import DeviceRates
+from gpipebal.schedule import make_schedule
+from gpipebal.simulator import Durations, place
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -203,3 +205,9 @@ def test_numbers_for_flags() -> None:
     assert gb.solve(PROFILE, 2, any_order=None) == PLAN  # type: ignore[arg-type]
     with pytest.raises(BalanceError, match="neither true nor false: shared_memory=2"):
         gb.solve(PROFILE, 2, shared_memory=2)  # type: ignore[arg-type]
+    times = Durations.of_plan(PLAN)
+    for flag in ("overlap", "late_recompute"):
+        with pytest.raises(BalanceError, match=f"neither true nor false: {flag}='no'"):
+            place(make_schedule("gpipe", 2, 2), times, **{flag: "no"})  # type: ignore[arg-type]
+        with pytest.raises(BalanceError, match=f"neither true nor false: {flag}='no'"):
+            gb.simulate(PLAN, **{flag: "no"})  # type: ignore[arg-type]
