@@ -211,7 +211,7 @@ class GPipe(Container):
         planned.check_plan_schedule(plan)
         planned.check_plan_names(plan, list(chain.layers_of(module)))
         pipe = cls(
-            planned.with_runs_of(plan, module),
+            planned.with_runs_of(plan, module, deferred_batch_norm),
             plan.balance,
             devices=in_order(devices, plan.devices),
             chunks=plan.chunks,

@@ -185,6 +185,18 @@ def test_deferred_batch_norm_comes_first() -> None:
         gb.GPipe(with_recompute(model, [range(4, 6)]), [8], deferred_batch_norm=True)
 
 
+def test_batch_norm_of_a_plan_with_runs_is_deferred() -> None:
+    """`from_plan` defers before it adds the plan's runs."""
+    plain, model = chain(), chain()
+    costs = gb.Profile.from_costs([1.0] * len(model), names=list(model._modules), chunks=3)
+    plan = gb.evaluate(costs, [4, 4], checkpoint="never")
+    pipe = gb.GPipe(plain, [4, 4], chunks=3, checkpoint="never", deferred_batch_norm=True)
+    runs = (range(1, 4), range(4, 6))
+    again = gb.GPipe.from_plan(model, replace(plan, runs=runs), deferred_batch_norm=True)
+    assert str(again).count(", recomputes ") == 2
+    assert_same(trained(pipe, plain), trained(again, model))
+
+
 @pytest.mark.parametrize(
     ("runs", "text"),
     [

@@ -10,6 +10,7 @@ from torch import nn
 from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.pipeline.layers.chain import layers_of, name_at
+from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.layers.recomputed import Recomputed, with_recompute
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
@@ -50,8 +51,13 @@ def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
     )
 
 
-def with_runs_of(plan: Plan, module: nn.Module) -> nn.Module:
+def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Module:
     """Return the chain with the runs of a plan recomputed; the same chain if nothing is to add.
+
+    Args:
+        plan: The plan.
+        module: The chain.
+        deferred: Whether the runs are to have deferred batch normalisations: these come first.
 
     Raises:
         BalanceError: it has other runs.
@@ -64,6 +70,7 @@ def with_runs_of(plan: Plan, module: nn.Module) -> nn.Module:
         if isinstance(layer, Recomputed) and not layer.is_inside
     )
     if not own:
+        module = convert_deferred_batch_norm(module) if deferred else module
         assert isinstance(module, nn.Sequential)
         return with_recompute(module, plan.runs)
     if own != plan.runs:
