@@ -72,8 +72,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse words that this command does not know, where it is known which command that is."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            near = [found for word in unknown for found in get_close_matches(word, flags, 1)]
+            flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+            words = [word[2:].split("=")[0] for word in unknown if word.startswith("--")]
+            # Without the dashes, which all have: they would make any two short words alike.
+            near = [f"--{one}" for word in words for one in get_close_matches(word, flags, 1, 0.7)]
             hint = f" (perhaps {' and '.join(dict.fromkeys(near))})" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown

@@ -109,6 +109,8 @@ def test_bad_input_gives_one_clear_line(
         (["run", "resnet101", "--chunks", "many"], "argument --chunks: invalid int value: 'many'"),
         (["run", "resnet101", "--colour", "red"], "unrecognized arguments: --colour red"),
         (["solve", "p.json", "--partitons=2"], "arguments: --partitons=2 (perhaps --partitions)"),
+        (["compare", "p.json", "--schedule", "1f1b"], "arguments: --schedule 1f1b\n"),
+        (["run", "resnet101", "--schedule", "1f1b"], "arguments: --schedule 1f1b\n"),
     ],
 )
 def test_words_that_mean_nothing_give_one_clear_line(
@@ -119,7 +121,7 @@ def test_words_that_mean_nothing_give_one_clear_line(
         main(words)
     assert caught.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("gpipebal: error: ") and message in first
+    assert first.startswith("gpipebal: error: ") and message in first + "\n"
     command = " ".join(["gpipebal", *[word for word in words[:1] if word != "walk"]])
     assert second == f"Fix: see {command} --help."
 
