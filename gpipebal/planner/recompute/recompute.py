@@ -62,7 +62,9 @@ def recompute_layers(
 
     Layers that stash or pop skip connections are in no run. Nor does any run have a layer whose
     output lies in the memory of the run's input (except for a part of the output that has no
-    gradient, such as a mask that is passed along).
+    gradient, such as a mask that is passed along). A profile does not tell whether the first layer
+    of the chain writes to its input: if it does and is in a run, the run keeps copies of the
+    micro-batches in flight, which are not counted.
 
     Args:
         profile: The profile that the plan was made from.
