@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
@@ -26,6 +25,12 @@ from torch.utils.flop_counter import sdpa_flop_count
 from gpipebal.pipeline.process.blocks import SharedBlocks
 from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
+from gpipebal.profiler.estimate.memory_formats import (
+    in_format_of,
+    in_order_of,
+    is_channels_last,
+    is_channels_last_3d,
+)
 
 __all__ = ["acting_as", "note_fast_paths"]
 
@@ -35,8 +40,13 @@ _aten = torch.ops.aten
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
+#: What a CPU makes of an image in any other order than channels-last is contiguous.
+_NORMS_BY_FORMAT = (*_BATCH_NORMS, "aten::native_batch_norm_backward")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _OTHERWISE_IN_ORDER = ("group_norm", "instance_norm")
+_OF_SPARSE = (_aten.clone.default, _aten.add_.Tensor)
+#: Make tensors of numbers of Python's.
+_OF_NUMBERS = ("tensor", "new_tensor", "as_tensor")
 #: For three dimensions, devices keep the memory format where the meta device does not.
 _IN_SPACE = ("conv3d", "group_norm", "pad")
 #: A CPU keeps the memory format of an image, by strides; for CUDA, a reason is noted only.
@@ -116,6 +126,7 @@ def _install() -> None:
         "scaled_dot_product_attention": _attention,
         "dropout": _dropout,
         "mish_backward": _mish_backward,
+        "one_hot": _one_hot,
         "rms_norm": _rms_norm,
     }
     for name in (*_RECURRENT, *_PLAIN_RECURRENT):
@@ -138,22 +149,28 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
 
     On the meta device some make more than is asked for: gradients in a backward, and batch
     statistics that are not needed. Others make less: convolutions lose the channels-last memory
-    format, and losses do not stay in the memory of the terms that they are the mean of.
+    format, losses do not stay in the memory of the terms that they are the mean of, and copies and
+    sums of sparse tensors lose their elements.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _OF_SPARSE and args[0].layout == torch.sparse_coo:
+            return _in_parts(*args)
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _CONVOLUTIONS:
             # The image and the weight; a backward has them after a gradient, which has no say.
             at = func._schema.name.endswith("_backward")
-            result = _in_order_of(args[at : at + 2], result)
+            result = in_order_of(args[at : at + 2], result)
         if func._schema.name in _IN_ORDER_ON_CPU and _acting.device_type == "cpu":
             flat = func._schema.name == "aten::roll" and not (len(args) > 2 and args[2])
             # The image comes after the gradient of the result.
             at = func._schema.name.endswith("_backward")
-            result = result if flat else _in_order_of(args[at : at + 1], result)
+            result = result if flat else in_order_of(args[at : at + 1], result)
+        if func._schema.name in _NORMS_BY_FORMAT and _acting.device_type == "cpu":
+            at = func._schema.name.endswith("_backward")
+            result = in_format_of(args[at], result)
         if func._schema.name in _IN_PLACE_LOSSES and not result.dim():
             return _in_memory_of_terms(result, args)
         if func._schema.name in _BATCH_NORMS and not args[5]:
@@ -197,34 +214,18 @@ def _has_one_kernel(args: Sequence[Any]) -> bool:
     return "Slow" not in str(chosen)
 
 
-def _in_order_of(operands: Sequence[Any], results: Any) -> Any:
-    """Put results into channels-last, if one of the operands is: an image, or weights."""
-    if not any(map(_is_channels_last, operands)):
-        return results
-    ordered = [
-        torch.empty_like(one, memory_format=torch.channels_last)
-        if isinstance(one, Tensor) and one.dim() == 4
-        else one
-        for one in (results if isinstance(results, tuple) else (results,))
-    ]
-    return tuple(ordered) if isinstance(results, tuple) else ordered[0]
-
-
-def _is_channels_last(value: Any) -> bool:
-    """Tell whether it is, as devices do: by strides; a single pixel is contiguous either way."""
-    return (
-        isinstance(value, Tensor)
-        and value.dim() == 4
-        and suggest_memory_format(value) == torch.channels_last
+def _in_parts(tensor: Tensor, *added: Tensor) -> Tensor:
+    """Copy a sparse tensor; or add one of the same indices to it, which needs room for both."""
+    n_elements = max(one._nnz() for one in (tensor, *added))
+    indices, values = (
+        torch.cat([part(one) for one in (tensor, *added)], along).narrow(along, 0, n_elements)
+        for part, along in ((Tensor._indices, 1), (Tensor._values, 0))
     )
-
-
-def _is_channels_last_3d(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.dim() == 5
-        and suggest_memory_format(value) == torch.channels_last_3d
-    )
+    made = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
+    if not added:
+        return made
+    tensor.data = made
+    return tensor
 
 
 def _in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
@@ -236,7 +237,8 @@ def _in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
 class _AsWritten(TorchFunctionMode):
     """Note what can no longer be seen when operations are dispatched.
 
-    That is autocast inside a layer, and functions that other devices decompose differently.
+    That is autocast inside a layer, functions that other devices decompose differently, and tensors
+    made of numbers, which are no operation on the meta device.
     """
 
     def __torch_function__(
@@ -245,14 +247,17 @@ class _AsWritten(TorchFunctionMode):
         if torch.is_autocast_enabled(_acting.device_type or "cpu"):
             _note_autocast()
         name = getattr(func, "__name__", "")
-        if name in _OTHERWISE_IN_ORDER and args and _is_channels_last(args[0]):
+        if name in _OTHERWISE_IN_ORDER and args and is_channels_last(args[0]):
             _note("normalised_in_order")
         on_cuda = _acting.device_type == "cuda"
-        if on_cuda and name in _SHUFFLES and args and _is_channels_last(args[0]):
+        if on_cuda and name in _SHUFFLES and args and is_channels_last(args[0]):
             _note("moved_in_order")
-        if name in _IN_SPACE and args and _is_channels_last_3d(args[0]):
+        if name in _IN_SPACE and args and is_channels_last_3d(args[0]):
             _note("in_space")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in _OF_NUMBERS and isinstance(result, Tensor) and result.is_meta:
+            result.detach()  # an operation, which shows it
+        return result
 
 
 def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,15 +300,12 @@ def _attention(
         _note("grouped_heads")
         fits = False
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool and kind is not None:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
-    masked = mask is not None
-    free_mask = mask is None or (not mask.requires_grad and mask.dim() in (2, 4))
+    masked = attn_mask is not None
+    free_mask = attn_mask is None or (not attn_mask.requires_grad and attn_mask.dim() in (2, 4))
     flash = torch.backends.cuda.flash_sdp_enabled()  # of a CPU too
     if kind == "cpu" and flash and fits and alike and free_mask and not dropout_p:
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+            query, key, value, 0.0, is_causal, attn_mask=_added(attn_mask, query), scale=scale
         )[0]
     if kind == "cuda":
         _note("attention")
@@ -320,12 +322,21 @@ def _attention(
         efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped
         if efficient and fits and (half or query.dtype == torch.float32):
             keeps = torch.is_grad_enabled() and any(t.requires_grad for t in as_written[:3])
-            if masked:
-                mask = mask.expand(*query.shape[:3], key.shape[2])  # type: ignore[union-attr]
+            mask = _added(attn_mask, query)
+            if mask is not None:
+                mask = mask.expand(*query.shape[:3], key.shape[2])
             return _aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
             )[0]
     return _taken_apart(_aten.scaled_dot_product_attention.default, *as_written, **options)
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return a mask as fused kernels take it: as what is added to the products."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    added = torch.zeros_like(mask, dtype=query.dtype)
+    return added.masked_fill(mask.logical_not(), -torch.inf)
 
 
 def _heads_fit(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
@@ -356,6 +367,14 @@ def _dropout(input: Tensor, p: float, train: bool) -> Any:
 def _mish_backward(grad_output: Tensor, input: Tensor) -> Tensor:
     """Every device has one kernel for this; any that reads two tensors and makes one serves."""
     return grad_output * input
+
+
+def _one_hot(indices: Tensor, num_classes: int = -1) -> Tensor:
+    """Write ones into zeros, as devices do; how many classes there are, the values would tell."""
+    if num_classes < 0:
+        return _taken_apart(_aten.one_hot.default, indices, num_classes)
+    made = indices.new_zeros((*indices.shape, num_classes))
+    return made.scatter_(-1, indices.unsqueeze(-1), 1) if made.numel() else made
 
 
 def _rms_norm(*args: Any, **kwargs: Any) -> Any:
