@@ -130,6 +130,11 @@ CHAINS: dict[str, Any] = {
         (8, 16),
         {},
     ),
+    "loss of turned outputs": (
+        [nn.Linear(16, 16), OfFunction(lambda x: x.t().contiguous().t())],
+        (8, 16),
+        {"loss_fn": nn.HuberLoss(), "target": torch.rand(8, 16)},
+    ),
     "sparse gradient": ([nn.Linear(16, 16), Looked(), nn.Tanh()], (64, 16), {}),
     "binary cross entropy": (
         [nn.Linear(16, 16), nn.Sigmoid()],
@@ -222,6 +227,7 @@ def test_an_estimate_has_the_bytes_of_a_measurement(name: str) -> None:
     estimate = gb.profile_model(model, sample, method="estimate", rates="CPU core", **fixed)
     both: list[Any] = list(zip(measured.layers, estimate.layers, strict=True))
     if options:
+        both.append((measured.step.loss, estimate.step.loss))
         both.append((measured.step.whole_loss, estimate.step.whole_loss))
     for one, other in both:
         for peak in PEAKS:

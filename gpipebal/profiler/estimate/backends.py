@@ -62,6 +62,8 @@ _IN_PLACE_LOSSES = (
     "aten::smooth_l1_loss",
     "aten::soft_margin_loss",
 )
+#: These make a contiguous gradient, however their input lies.
+_CONTIGUOUS = tuple(f"aten::{name}_loss_backward" for name in ("mse", "smooth_l1", "huber"))
 #: These also make the gradient of the sampling grid, their second result, when it is not needed.
 _SAMPLER_BACKWARDS = ("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 #: Flash attention works in half precision; with heads up to this width.
@@ -171,6 +173,8 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
         if func._schema.name in _NORMS_BY_FORMAT and _acting.device_type == "cpu":
             at = func._schema.name.endswith("_backward")
             result = in_format_of(args[at], result)
+        if func._schema.name in _CONTIGUOUS:
+            return result.contiguous()
         if func._schema.name in _IN_PLACE_LOSSES and not result.dim():
             return _in_memory_of_terms(result, args)
         if func._schema.name in _BATCH_NORMS and not args[5]:
