@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grid_sample, one_hot, scaled_dot_product_attention
+from torch.nn.functional import (
+    grid_sample,
+    max_pool2d,
+    max_unpool2d,
+    one_hot,
+    scaled_dot_product_attention,
+)
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
@@ -156,12 +162,20 @@ CHAINS: dict[str, Any] = {
 }
 
 
+class Unpooled(nn.Module):
+    """Puts the largest pixels back in their places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return max_unpool2d(*max_pool2d(x, 2, return_indices=True), 2)
+
+
 IN_ORDER: dict[str, nn.Module] = {
     "pixel_unshuffle": nn.PixelUnshuffle(2),
     "pixel_shuffle": nn.PixelShuffle(2),
     "channel_shuffle": nn.ChannelShuffle(2),
     "reflection": nn.ReflectionPad2d(1),
     "replication": nn.ReplicationPad2d(1),
+    "unpooling": Unpooled(),
     "single pixels": nn.Conv2d(8, 8, 1).to(memory_format=torch.channels_last),
 }
 

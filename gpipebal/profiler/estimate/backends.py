@@ -53,6 +53,7 @@ _IN_SPACE = ("conv3d", "group_norm", "pad")
 _SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll")
 _IN_ORDER_ON_CPU = (
     *(f"aten::{name}" for name in (*_SHUFFLES, "reflection_pad2d", "replication_pad2d")),
+    "aten::max_unpool2d",
     "aten::reflection_pad2d_backward",
     "aten::replication_pad2d_backward",
 )
