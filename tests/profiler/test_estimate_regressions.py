@@ -180,6 +180,29 @@ IN_ORDER: dict[str, nn.Module] = {
 }
 
 
+IN_SPACE: dict[str, nn.Module] = {
+    "batch normalisation": nn.BatchNorm3d(4),
+    "reflection": nn.ReflectionPad3d(1),
+    "replication": nn.ReplicationPad3d(1),
+    "group normalisation": nn.GroupNorm(2, 4),
+    "group normalisation of images": nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("name", IN_SPACE)
+def test_a_layer_after_one_that_is_approximate_is_exact(name: str) -> None:
+    """It is given what lies in memory as it would on a CPU."""
+    sample = torch.randn(4, 4, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+    if name.endswith("images"):
+        sample = torch.randn(4, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.PReLU(), IN_SPACE[name], nn.Flatten())
+    fixed: dict[str, Any] = {"chunks": 2, "rows": (), "progress": False}
+    measured = gb.profile_model(model, sample, timeout=0, **fixed)
+    estimate = gb.profile_model(model, sample, method="estimate", rates="CPU core", **fixed)
+    for peak in PEAKS:
+        assert getattr(estimate.layers[2], peak) == getattr(measured.layers[2], peak), peak
+
+
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_an_image_keeps_its_order_of_memory(name: str) -> None:
     """Channels-last, also where only the weights of single pixels say so."""

@@ -11,6 +11,7 @@ for choosing kernels, and stays approximate.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
@@ -25,9 +27,11 @@ from torch.utils.flop_counter import sdpa_flop_count
 from gpipebal.pipeline.process.blocks import SharedBlocks
 from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
-from gpipebal.profiler.estimate.memory_formats import (
+from gpipebal.profiler.estimate.results import (
     in_format_of,
+    in_memory_of_terms,
     in_order_of,
+    in_parts,
     is_channels_last,
     is_channels_last_3d,
 )
@@ -51,11 +55,10 @@ _OF_NUMBERS = ("tensor", "new_tensor", "as_tensor")
 _IN_SPACE = ("conv3d", "group_norm", "pad")
 #: A CPU keeps the memory format of an image, by strides; for CUDA, a reason is noted only.
 _SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll")
+_PADS = tuple(f"{how}_pad{dims}d" for how in ("reflection", "replication") for dims in (2, 3))
 _IN_ORDER_ON_CPU = (
-    *(f"aten::{name}" for name in (*_SHUFFLES, "reflection_pad2d", "replication_pad2d")),
-    "aten::max_unpool2d",
-    "aten::reflection_pad2d_backward",
-    "aten::replication_pad2d_backward",
+    *(f"aten::{name}" for name in (*_SHUFFLES, *_PADS, "max_unpool2d", "native_group_norm")),
+    *(f"aten::{name}_backward" for name in (*_PADS, "native_group_norm")),
 )
 _IN_PLACE_LOSSES = (
     "aten::binary_cross_entropy",
@@ -128,6 +131,7 @@ def _install() -> None:
     kernels: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": _attention,
         "dropout": _dropout,
+        "group_norm": _group_norm,
         "mish_backward": _mish_backward,
         "one_hot": _one_hot,
         "rms_norm": _rms_norm,
@@ -160,9 +164,9 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _OF_SPARSE and args[0].layout == torch.sparse_coo:
-            return _in_parts(*args)
+            return in_parts(*args)
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in _CONVOLUTIONS:
+        if func._schema.name in _CONVOLUTIONS and args[0].dim() == 4:
             # The image and the weight; a backward has them after a gradient, which has no say.
             at = func._schema.name.endswith("_backward")
             result = in_order_of(args[at : at + 2], result)
@@ -177,7 +181,7 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
         if func._schema.name in _CONTIGUOUS:
             return result.contiguous()
         if func._schema.name in _IN_PLACE_LOSSES and not result.dim():
-            return _in_memory_of_terms(result, args)
+            return in_memory_of_terms(result, args)
         if func._schema.name in _BATCH_NORMS and not args[5]:
             # In evaluation mode there are no statistics of the batch to be kept.
             return (result[0], *(kept.new_empty(0) for kept in result[1:3]), *result[3:])
@@ -217,26 +221,6 @@ def _has_one_kernel(args: Sequence[Any]) -> bool:
         ]
         chosen = torch._C._select_conv_backend(*operands, None, *options, bias_sizes)
     return "Slow" not in str(chosen)
-
-
-def _in_parts(tensor: Tensor, *added: Tensor) -> Tensor:
-    """Copy a sparse tensor; or add one of the same indices to it, which needs room for both."""
-    n_elements = max(one._nnz() for one in (tensor, *added))
-    indices, values = (
-        torch.cat([part(one) for one in (tensor, *added)], along).narrow(along, 0, n_elements)
-        for part, along in ((Tensor._indices, 1), (Tensor._values, 0))
-    )
-    made = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
-    if not added:
-        return made
-    tensor.data = made
-    return tensor
-
-
-def _in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
-    """Return a loss as it lies in the memory of the terms that it is the mean or sum of."""
-    shape = torch.broadcast_shapes(*(one.shape for one in operands[:2]))
-    return loss.new_empty(shape.numel()).as_strided((), ())
 
 
 class _AsWritten(TorchFunctionMode):
@@ -380,6 +364,20 @@ def _one_hot(indices: Tensor, num_classes: int = -1) -> Tensor:
         return _taken_apart(_aten.one_hot.default, indices, num_classes)
     made = indices.new_zeros((*indices.shape, num_classes))
     return made.scatter_(-1, indices.unsqueeze(-1), 1) if made.numel() else made
+
+
+def _group_norm(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Any:
+    """Let an image be in channels-last on a CPU, and make it contiguous elsewhere."""
+    ordered = is_channels_last(input) or is_channels_last_3d(input)
+    if _acting.device_type != "cpu" or not ordered:
+        return _taken_apart(_aten.group_norm.default, input, num_groups, *args, **kwargs)
+    given = dict(zip(("weight", "bias", "eps"), args, strict=False)) | kwargs
+    image = input.contiguous(memory_format=suggest_memory_format(input))
+    rows, channels, *sizes = image.shape
+    weight, bias, eps = given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+    return _aten.native_group_norm(
+        image, weight, bias, rows, channels, math.prod(sizes), num_groups, eps
+    )[0]
 
 
 def _rms_norm(*args: Any, **kwargs: Any) -> Any:

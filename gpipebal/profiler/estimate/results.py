@@ -1,0 +1,84 @@
+"""Results: in which memory devices make them, where the meta device makes them in another one.
+
+That is the order of images, losses, and sparse tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+__all__ = [
+    "in_format_of",
+    "in_memory_of_terms",
+    "in_order_of",
+    "in_parts",
+    "is_channels_last",
+    "is_channels_last_3d",
+]
+
+
+def in_order_of(operands: Sequence[Any], results: Any) -> Any:
+    """Put results into channels-last, if one of the operands is: an image, or weights."""
+    flat, in_space = (any(map(test, operands)) for test in (is_channels_last, is_channels_last_3d))
+    if not (flat or in_space):
+        return results
+    dims, memory_format = (5, torch.channels_last_3d) if in_space else (4, torch.channels_last)
+    ordered = [
+        torch.empty_like(one, memory_format=memory_format)
+        if isinstance(one, Tensor) and one.dim() == dims
+        else one
+        for one in (results if isinstance(results, tuple) else (results,))
+    ]
+    return tuple(ordered) if isinstance(results, tuple) else ordered[0]
+
+
+def in_format_of(image: Tensor, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the first of some results into the format of an image: contiguous, or channels-last."""
+    made, *others = results
+    if made is None:
+        return results
+    memory_format = suggest_memory_format(image)
+    return (torch.empty_like(made, memory_format=memory_format), *others)
+
+
+def is_channels_last(value: Any) -> bool:
+    """Tell whether it is, as devices do: by strides; a single pixel is contiguous either way."""
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 4
+        and suggest_memory_format(value) == torch.channels_last
+    )
+
+
+def is_channels_last_3d(value: Any) -> bool:
+    """Tell whether it is, for three dimensions."""
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 5
+        and suggest_memory_format(value) == torch.channels_last_3d
+    )
+
+
+def in_parts(tensor: Tensor, *added: Tensor) -> Tensor:
+    """Copy a sparse tensor; or add one of the same indices to it, which needs room for both."""
+    n_elements = max(one._nnz() for one in (tensor, *added))
+    indices, values = (
+        torch.cat([part(one) for one in (tensor, *added)], along).narrow(along, 0, n_elements)
+        for part, along in ((Tensor._indices, 1), (Tensor._values, 0))
+    )
+    made = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
+    if not added:
+        return made
+    tensor.data = made
+    return tensor
+
+
+def in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
+    """Return a loss as it lies in the memory of the terms that it is the mean or sum of."""
+    shape = torch.broadcast_shapes(*(one.shape for one in operands[:2]))
+    return loss.new_empty(shape.numel()).as_strided((), ())
