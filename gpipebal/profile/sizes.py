@@ -266,7 +266,7 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
     loss = profile.step.loss
     return (
         (profile.inputs, profile.common_inputs),
-        tuple((layer.outputs, layer.saved) for layer in profile.layers),
+        tuple((layer.outputs, layer.saved, layer.hands_back_given) for layer in profile.layers),
         profile.skips,
         None if loss is None else (loss.outputs, loss.saved),
     )

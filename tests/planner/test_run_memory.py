@@ -99,6 +99,24 @@ def test_every_run_needs_what_its_partition_does_under_1f1b(
     check_every_run(profile, mode, given)
 
 
+def test_gradients_of_the_start_end_while_others_are_handed_through() -> None:
+    """Layers that hand on what they are given, before them one that makes more of it."""
+    layer = LayerProfile(
+        "0", "L", 1.0, 1.0, 1.0, outputs=(0,), handed_through=(0,), backward_peak_bytes=100
+    )
+    further, hands_back = (30, 30, 10, 30, 10), (False, False, False, True, False)
+    layers = [
+        replace(layer, name=str(k), output_gradient_bytes=n_bytes, hands_back_given=is_given)
+        for k, (n_bytes, is_given) in enumerate(zip(further, hands_back, strict=True))
+    ]
+    layers[:2] = [replace(one, backward_peak_bytes=500) for one in layers[:2]]
+    profile = gb.Profile(tuple(layers), (10,), rows=2, mini_batch_rows=6, chunks=3)
+    for shared in (False, True):
+        check_every_run(
+            profile, "never", {"chunks": 3, "loss_inside": False, "shared_memory": shared}
+        )
+
+
 def test_what_waits_exceeds_the_rest_by_no_more_than_the_ends() -> None:
     """The slack is (chunks - 1) times the bytes that the run hands on or back."""
     profile = gb.Profile.from_costs(

@@ -140,7 +140,7 @@ def goals(record: Record) -> str:
         needs += [total(balances[name]) for name in BALANCES]
         row += [_against(need, goal) for need in needs]
         lines.append(row)
-    names = ["published: reserved GiB", *(f"{name}: live GiB" for name in BALANCES)]
+    names = ["published, one allocator: reserved GiB", *(f"{name}: live GiB" for name in BALANCES)]
     return table(["AmoebaNet-D", "goal GiB", "paper GB", *names], lines, left=[0])
 
 

@@ -184,12 +184,11 @@ class RunEnds:
             is_start = is_start and after.hands_back_given
             if not through and not is_start:
                 break
+            # Further gradients too, as far as every later layer has as many.
+            further = min(further, profile.further_gradients(k)) if through else 0
             n_bytes = profile.gradients_into(k)
             if not is_start:
-                n_bytes = profile.gradient_bytes_of(through.intersection(layer.outputs))
-                # Further gradients too, as far as every later layer has as many.
-                further = min(further, profile.further_gradients(k))
-                n_bytes += further
+                n_bytes = profile.gradient_bytes_of(through.intersection(layer.outputs)) + further
             n_bytes += layer.excess_gradient_bytes
             # What the backward started from is not freed.
             amounts.append(n_bytes - (0 if k in sources else freed(layer, exist)))
