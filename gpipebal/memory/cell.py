@@ -353,7 +353,8 @@ class Cell:
                 own = self.profile.further_gradients(self.first + k - 1)
                 further = min(further, own) if self.handed_through[k] else 0
                 flowing += own - further
-                flowing += 0 if self.handed_through[k] else into.excess_gradient_bytes
+                if not self.handed_through[k]:
+                    flowing += into.excess_gradient_bytes + self._inner.beside(k)[0]
                 if self.from_start[k - 1]:
                     flowing = 0
 
@@ -364,7 +365,8 @@ class Cell:
             return backward_peak(layer, gradients_exist)
         # What the backward of the cell started from is not freed.
         begins = k + 1 == len(self.layers) or self.handed_through[k + 1] or self.from_start[k]
-        if begins or any(skip.source == self.first + k for skip in self.outgoing):
+        stays = any(skip.source == self.first + k for skip in self.outgoing)
+        if begins or stays or self._inner.beside(k + 1)[1]:
             return uncopied_peak(layer, gradients_exist)
         return chained_peak(layer, gradients_exist)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpipebal.profile import Profile, SkipProfile
 
-__all__ = ["InnerSkips", "waiting"]
+__all__ = ["InnerSkips", "beside", "waiting"]
 
 
 def waiting(profile: Profile, skip: SkipProfile) -> Sequence[tuple[int, int]]:
@@ -39,6 +39,31 @@ def waiting(profile: Profile, skip: SkipProfile) -> Sequence[tuple[int, int]]:
         )
         for storage in set(skip.gradient_storages)
     ]
+
+
+def beside(profile: Profile, popped: Sequence[SkipProfile], first: int) -> tuple[int, bool]:
+    """Say how the gradient of a popping layer's value lies beside those of the skips.
+
+    Where one of these waits in the partition, it holds what both have in common: the value's does
+    not count again. Where none does, the value's holds it alone, until it is used up.
+
+    Args:
+        profile: Costs of all layers.
+        popped: The skips that the layer pops and others have stashed.
+        first: First layer of the partition.
+
+    Returns:
+        How many bytes more the value's gradient counts, and whether a skip holds any of it.
+    """
+    more, seen, is_held = 0, set[int](), False
+    for skip in sorted(popped, key=lambda skip: skip.source < first):
+        new = set(skip.gradient_storages or ()) - seen
+        if new and skip.beside_bytes:
+            is_within = skip.source >= first
+            more += (0 if is_within else profile.bytes_of(new)) - skip.beside_bytes
+            is_held = is_held or is_within
+        seen |= new
+    return more, is_held
 
 
 class InnerSkips:
@@ -91,6 +116,10 @@ class InnerSkips:
     def waited_for(self, k: int) -> int:
         """Return the bytes of gradients that no longer wait then."""
         return sum(map(self._waiting, self._within.get(k, ())))
+
+    def beside(self, k: int) -> tuple[int, bool]:
+        """Return what `beside` says of the gradient that layer k's backward hands back."""
+        return beside(self._profile, self._popped.get(k, ()), self._first)
 
     def _waiting(self, skip: SkipProfile) -> int:
         if skip.source < self._first:

@@ -143,9 +143,16 @@ def _between(
         "interpolated": list(dict.fromkeys(bad_fits)),
         "other_storages_at": [size.rows for size in sizes if size not in alike],
     }
+    skips = [
+        replace(
+            skip, beside_bytes=count_at([(s.rows, s.skips[k].beside_bytes) for s in alike], rows)
+        )
+        for k, skip in enumerate(nearest.skips)
+    ]
     return replace(
         nearest,
         layers=tuple(layers),
+        skips=tuple(skips),
         storages=tuple(storages),
         step=replace(nearest.step, loss=loss),
     ), about
@@ -267,7 +274,7 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
     return (
         (profile.inputs, profile.common_inputs),
         tuple((layer.outputs, layer.saved, layer.hands_back_given) for layer in profile.layers),
-        profile.skips,
+        tuple(replace(skip, beside_bytes=0) for skip in profile.skips),
         None if loss is None else (loss.outputs, loss.saved),
     )
 

@@ -164,15 +164,11 @@ def describe_skips(
             name if space is None else f"{name}@{spaces.index(space)}",
             *routes[space, name],
             storages=storages[space, name],
-            **_gradient(held.get((space, name))),
+            **held.get((space, name), {}),
         )
         for space, name in routes
         if (space, name) in storages
     )
-
-
-def _gradient(held: tuple[tuple[int, ...], bool] | None) -> dict[str, Any]:
-    return {} if held is None else {"gradient_storages": held[0], "gradient_is_given": held[1]}
 
 
 def flops_of(chain: Chain, k: int, value: Value) -> int | None:

@@ -77,7 +77,8 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
         ends = sorted((draw(st.integers(0, n - 1)), draw(st.integers(0, n - 1))))
         given = draw(st.booleans())
         gradients = draw(st.none() | some(2))
-        skips.append(SkipProfile(str(k), *ends, draw(some(2)), gradients, given))
+        beside = draw(st.sampled_from([0, 0, 3]))
+        skips.append(SkipProfile(str(k), *ends, draw(some(2)), gradients, given, beside))
     ties = []
     for _ in range(draw(st.integers(0, 2)) if n > 1 else 0):
         users = draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=n, unique=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.memory.skips import waiting
+from gpipebal.memory.skips import beside, waiting
 from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.planner import evaluate
 from gpipebal.profile import SkipProfile
@@ -112,7 +112,39 @@ def handed_on() -> list[nn.Module]:
     return [*layers, nn.Flatten(), WithOnes(), nn.Linear(WIDE + NARROW, 8)]
 
 
-CHAINS = [skip_beside, two_skips_beside, skip_added, constants_beside, handed_on]
+def busy_before(kept: int, value: int, joins: type[nn.Module]) -> list[nn.Module]:
+    """A value and a skip are joined, and the layer that made the value has the peak."""
+    ns = Namespace()
+    joined = kept + value if joins is Beside else value
+    way_there = [nn.Linear(NARROW, kept), Keep().isolate(ns), nn.Linear(kept, value), Busy()]
+    return [*way_there, joins().isolate(ns), nn.Linear(joined, 8)]
+
+
+def wide_value_beside() -> list[nn.Module]:
+    """The gradient of the value is nearly all of the concatenation's."""
+    return busy_before(NARROW, WIDE, Beside)
+
+
+def wide_skip_beside() -> list[nn.Module]:
+    """The gradient of the value is a small part of the concatenation's."""
+    return busy_before(WIDE, NARROW, Beside)
+
+
+def value_added() -> list[nn.Module]:
+    """The gradients of value and skip are one."""
+    return busy_before(WIDE, WIDE, Add)
+
+
+CHAINS = [
+    skip_beside,
+    two_skips_beside,
+    skip_added,
+    constants_beside,
+    handed_on,
+    wide_value_beside,
+    wide_skip_beside,
+    value_added,
+]
 
 
 def squares(output: Tensor) -> Tensor:
@@ -194,3 +226,9 @@ def test_what_the_gradient_of_a_skip_holds() -> None:
     assert waiting(profile, other) == [(1, whole)]  # in partitions from layer 2 or 3 on
     unknown = replace(profile, skips=(SkipProfile("kept", 1, 6, kept.storages),))
     assert waiting(unknown, unknown.skips[0]) == [(-1, alone)]
+    # The value's gradient is in it too, but not twice; alone it holds all of it.
+    value = 48 * WIDE * 4
+    assert kept.beside_bytes == other.beside_bytes == value
+    popped = profile.skips
+    assert beside(profile, popped, 3) == (-value, True)
+    assert beside(profile, popped, 4) == (whole - value, False)

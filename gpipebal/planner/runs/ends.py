@@ -166,6 +166,8 @@ class RunEnds:
         for source in self._skip_sources(end):
             # The backward started from these, and does not free them.
             n_bytes = self._row([-freed(self._profile.layers[source], exist)])
+            if source in self._skips.beside:
+                n_bytes = n_bytes * ~self._skips.beside[source][1][:, None]
             yield ("source", source), _Lasting(source, _padded(source, n_bytes))
 
     def _through(self, end: int, exist: bool) -> Iterator[Less]:
@@ -176,7 +178,7 @@ class RunEnds:
         profile, sources = self._profile, self._skip_sources(end)
         through, is_start = set(profile.layers[end - 1].outputs), True
         further = profile.further_gradients(end - 1)
-        amounts: list[int] = []  # from the last layer but one to the first
+        amounts: list[Table] = []  # from the last layer but one to the first
         at_begin: dict[int, int] = {}
         for k in range(end - 2, -1, -1):
             layer, after = profile.layers[k], profile.layers[k + 1]
@@ -191,13 +193,21 @@ class RunEnds:
                 n_bytes = profile.gradient_bytes_of(through.intersection(layer.outputs)) + further
             n_bytes += layer.excess_gradient_bytes
             # What the backward started from is not freed.
-            amounts.append(n_bytes - (0 if k in sources else freed(layer, exist)))
+            less = self._row([n_bytes])
+            if k not in sources:
+                less = less - freed(layer, exist)
+            if k in self._skips.beside:
+                more, is_held = (each[:, None] for each in self._skips.beside[k])
+                less = less + more
+                if k not in sources:
+                    less = less + is_held * freed(layer, exist)
+            amounts.append(less)
             if not through.isdisjoint(layer.handed_through) and copied(layer, exist):
                 at_begin[k] = copied(layer, exist)
         if not amounts:
             return
         first = end - 1 - len(amounts)
-        yield first, self._row(amounts[::-1])
+        yield first, np.hstack(np.broadcast_arrays(*amounts[::-1]))
         if at_begin:
             # Copied when the backward begins, in a run that begins with this layer.
             copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]

@@ -13,6 +13,7 @@ from gpipebal.memory.layer_peaks import (
     chained_peak,
     copied,
     forward_peak,
+    freed,
     made_at_a_cut,
 )
 from gpipebal.memory.loss import around_loss
@@ -300,6 +301,8 @@ class RunPeaks:
             kept = kept + copies_saved[None, :] - copies_saved[self._firsts][:, None]
         chained = self._column([chained_peak(layer, exist) for layer in layers])
         inner = kept[:, 1:] + (chained + flowing + waits)
+        for k, (more, is_held) in self._skips.beside.items():
+            inner[:, k] += more + is_held * freed(layers[k], exist)
         own = kept[:, ends] + peaks[ends - 1]
         # What is handed through is copied only where it goes through the whole run.
         copies_made = self._column([copied(layer, exist) for layer in layers])

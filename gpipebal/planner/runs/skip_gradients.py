@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.memory.skips import waiting
+from gpipebal.memory.skips import beside, waiting
 from gpipebal.profile import Profile
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class SkipGradients:
 
     Attributes:
         held: For each skip, the bytes in every run.
+        beside: For layers whose output's gradient lies beside those of skips, how many bytes more
+            it counts in every run, and whether a skip that waits there holds it.
     """
 
     def __init__(self, profile: Profile, firsts: Table, kind: type) -> None:
@@ -46,6 +49,18 @@ class SkipGradients:
             self.held.append(np.where(firsts <= skip.source, within, alone))
             if skip.source < skip.destination:
                 self._popped.setdefault(skip.destination, []).append(k)
+
+        self.beside = dict(self._beside())
+
+    def _beside(self) -> Iterator[tuple[int, tuple[Table, Table]]]:
+        for layer, places in self._popped.items():
+            skips = [self._profile.skips[k] for k in places]
+            if any(skip.beside_bytes for skip in skips):
+                more, is_held = self._column([0]).repeat(len(self._firsts)), self._firsts < 0
+                for low, high in pairwise([-1, *sorted({skip.source for skip in skips}), layer]):
+                    rows = (self._firsts > low) & (self._firsts <= high)
+                    more[rows], is_held[rows] = beside(self._profile, skips, high)
+                yield layer - 1, (more, is_held)
 
     def _column(self, numbers: Sequence[int]) -> Table:
         return np.array(numbers, dtype=self._kind)

@@ -28,12 +28,14 @@ class HandedBack(NamedTuple):
             all of them are.
         skips: For each skip that it pops, the storages of its gradient and their bytes, by key;
             None: it is not known what holds the gradient.
+        beside: For each of these skips, how many bytes of the value's gradients are there too.
         given_keys: Keys of the storages of the gradients that the backward was given.
     """
 
     excess: int
     given: tuple[bool, bool]
     skips: tuple[Mapping[int, int] | None, ...]
+    beside: tuple[int, ...]
     given_keys: frozenset[int]
 
     @classmethod
@@ -69,7 +71,9 @@ class HandedBack(NamedTuple):
         excess = sum(max(0, sum(amounts)) for amounts in own.values())
         are_given = [each is not None and each[0] in given_keys for each in value]
         given = any(are_given), bool(are_given) and all(are_given)
-        return cls(excess, given, tuple(skips), given_keys)
+        in_value = [each for each in value if each is not None]
+        beside = [sum(each[2] for each in in_value if each[0] in (known or ())) for known in skips]
+        return cls(excess, given, tuple(skips), tuple(beside), given_keys)
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def excess_gradients(memory: Sequence[LayerMemory]) -> list[int]:
 
 def held_by_skips(
     memory: Sequence[LayerMemory], routes: Routes, numbers: Numbers
-) -> dict[Key, tuple[tuple[int, ...], bool]]:
+) -> dict[Key, dict[str, Any]]:
     """Find out what the gradient of each skip of a chain holds, as far as it is known.
 
     Args:
@@ -186,9 +190,9 @@ def held_by_skips(
         numbers: Takes the storages of the gradients.
 
     Returns:
-        By key: numbers of the storages, and whether the popping layer's backward was given them.
+        By key, fields of a `SkipProfile`.
     """
-    excess, found = excess_gradients(memory), dict[Key, tuple[tuple[int, ...], bool]]()
+    excess, found = excess_gradients(memory), dict[Key, dict[str, Any]]()
     popped: dict[int, list[Key]] = {}
     for key, (source, destination) in routes.items():
         if source != destination:
@@ -196,13 +200,16 @@ def held_by_skips(
     for destination, keys in popped.items():
         back = memory[destination].hands_back
         known: dict[int, int] = {}
-        for key, storages in zip(keys, back.skips, strict=True):
+        for key, storages, beside in zip(keys, back.skips, back.beside, strict=True):
             if storages is None:
                 continue
             for storage, n_bytes in storages.items():
                 if storage not in known:
                     further = excess[destination] if storage in back.given_keys else 0
                     known[storage] = numbers.new(n_bytes + further)
-            mine = tuple(known[storage] for storage in storages)
-            found[key] = mine, storages.keys() <= back.given_keys
+            found[key] = {
+                "gradient_storages": tuple(known[storage] for storage in storages),
+                "gradient_is_given": storages.keys() <= back.given_keys,
+                "beside_bytes": beside,
+            }
     return found
