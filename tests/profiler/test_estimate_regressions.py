@@ -201,6 +201,32 @@ def test_a_layer_after_one_that_is_approximate_is_exact(name: str) -> None:
     estimate = gb.profile_model(model, sample, method="estimate", rates="CPU core", **fixed)
     for peak in PEAKS:
         assert getattr(estimate.layers[2], peak) == getattr(measured.layers[2], peak), peak
+        if name.startswith("group") and peak.startswith(("backward", "accumulating")):
+            assert getattr(estimate.layers[1], peak) == getattr(measured.layers[1], peak), peak
+
+
+class TwiceDifferentiated(nn.Module):
+    """Normalises groups, and gives the derivative; all of it can be differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            ways = (x, self.norm.weight, self.norm.bias)
+            found = torch.autograd.grad(self.norm(x).pow(3).sum(), ways, create_graph=True)
+            return found[0] * (found[1] + found[2]).view(-1, 1, 1)
+
+
+def test_group_normalisation_in_channels_last_is_differentiated_twice() -> None:
+    """By torch's own formula."""
+    model = nn.Sequential(nn.PReLU(), TwiceDifferentiated(), nn.Flatten())
+    sample = torch.randn(4, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    options: dict[str, Any] = {"method": "estimate", "rates": "CPU core", "rows": ()}
+    estimate = gb.profile_model(model, sample, chunks=2, progress=False, **options)
+    assert estimate.n_layers == 3 and estimate.layers[1].backward_peak_bytes > 0
 
 
 @pytest.mark.parametrize("name", IN_ORDER)

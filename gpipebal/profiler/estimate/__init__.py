@@ -6,9 +6,9 @@ bytes are those of a measurement; times are floating-point operations and bytes 
 rates.
 
 Read in this order: `stand_ins` (layers and values without memory), `constants` (tensors that
-functions use), `backends`, `results` and `autocast` (what a device does differently from the
-meta device), `approximate` (where that is not certain), `costs` (operations and bytes), `walk`
-(layer after layer), `terms` (loss, gather, optimizer), `profile` (all of it together).
+functions use), `backends`, `results`, `group_norm` and `autocast` (what a device does differently
+from the meta device), `approximate` (where that is not certain), `costs` (operations and bytes),
+`walk` (layer after layer), `terms` (loss, gather, optimizer), `profile` (all of it together).
 """
 
 from gpipebal.profiler.estimate.profile import estimate_profile

@@ -11,7 +11,6 @@ for choosing kernels, and stays approximate.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
@@ -27,6 +25,7 @@ from torch.utils.flop_counter import sdpa_flop_count
 from gpipebal.pipeline.process.blocks import SharedBlocks
 from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
+from gpipebal.profiler.estimate.group_norm import group_norm_in_format
 from gpipebal.profiler.estimate.results import (
     in_format_of,
     in_memory_of_terms,
@@ -371,13 +370,7 @@ def _group_norm(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> An
     ordered = is_channels_last(input) or is_channels_last_3d(input)
     if _acting.device_type != "cpu" or not ordered:
         return _taken_apart(_aten.group_norm.default, input, num_groups, *args, **kwargs)
-    given = dict(zip(("weight", "bias", "eps"), args, strict=False)) | kwargs
-    image = input.contiguous(memory_format=suggest_memory_format(input))
-    rows, channels, *sizes = image.shape
-    weight, bias, eps = given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
-    return _aten.native_group_norm(
-        image, weight, bias, rows, channels, math.prod(sizes), num_groups, eps
-    )[0]
+    return group_norm_in_format(input, num_groups, *args, **kwargs)
 
 
 def _rms_norm(*args: Any, **kwargs: Any) -> Any:
