@@ -72,14 +72,16 @@ class OfFunction(nn.Module):
 
 
 class Looked(nn.Module):
-    """Looks rows up in a table whose gradient is sparse."""
+    """Looks rows up in a table whose gradient is sparse, each time other ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_times: int = 1) -> None:
         super().__init__()
-        self.table = nn.Embedding(16, 64, sparse=True)
+        self.n_times = n_times
+        self.table = nn.Embedding(16 * n_times, 64, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table(x.argmax(1)) + x.sum(1, keepdim=True)  # type: ignore[no-any-return]
+        rows = [self.table(x.argmax(1) + 16 * i) for i in range(self.n_times)]
+        return sum(rows) + x.sum(1, keepdim=True)
 
 
 def seen_backwards(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -142,6 +144,8 @@ CHAINS: dict[str, Any] = {
         {"loss_fn": nn.HuberLoss(), "target": torch.rand(8, 16)},
     ),
     "sparse gradient": ([nn.Linear(16, 16), Looked(), nn.Tanh()], (64, 16), {}),
+    "sparse gradient of two": ([nn.Linear(16, 16), Looked(2), nn.Tanh()], (64, 16), {}),
+    "sparse gradient of four": ([nn.Linear(16, 16), Looked(4), nn.Tanh()], (64, 16), {}),
     "binary cross entropy": (
         [nn.Linear(16, 16), nn.Sigmoid()],
         (8, 16),
@@ -295,6 +299,15 @@ def test_an_estimate_has_the_bytes_of_a_measurement(name: str) -> None:
     for one, other in both:
         for peak in PEAKS:
             assert getattr(other, peak) == getattr(one, peak), (one.name, peak)
+
+
+def test_how_many_rows_two_sparse_gradients_have_is_approximate() -> None:
+    """Rows that are the same may be added on a CPU; where there is one gradient, nothing is."""
+    options: dict[str, Any] = {"method": "estimate", "rates": "CPU core", "rows": ()}
+    for n_times, flagged in ((1, set()), (2, {"1"})):
+        model = nn.Sequential(nn.Linear(16, 16), Looked(n_times), nn.Tanh())
+        found = gb.profile_model(model, torch.randn(8, 16), chunks=2, progress=False, **options)
+        assert set(found.provenance["approximate"]) == flagged
 
 
 def test_layers_that_were_tied_since_do_not_match() -> None:

@@ -73,6 +73,11 @@ REASONS: Mapping[str, Reason] = MappingProxyType(
             "attention with grouped heads, before torch 2.13",
             "torch chooses between kernels",
         ),
+        "sparse_sums": Reason(
+            _CPU,
+            "tables with sparse gradients, looked up more than once",
+            "a CPU keeps rows that are the same once, by the values",
+        ),
         "convolution": Reason(_CUDA, "convolution", "cuDNN chooses a workspace"),
         "batch_norm": Reason(_CUDA, "batch normalisation", "cuDNN may keep a reserve"),
         "attention": Reason(

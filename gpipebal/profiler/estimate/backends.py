@@ -47,7 +47,7 @@ _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _NORMS_BY_FORMAT = (*_BATCH_NORMS, "aten::native_batch_norm_backward")
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _OTHERWISE_IN_ORDER = ("group_norm", "instance_norm")
-_OF_SPARSE = (_aten.clone.default, _aten.add_.Tensor)
+_OF_SPARSE = (_aten.clone.default, _aten.add.Tensor, _aten.add_.Tensor)
 #: Make tensors of numbers of Python's.
 _OF_NUMBERS = ("tensor", "new_tensor", "as_tensor")
 #: For three dimensions, devices keep the memory format where the meta device does not.
@@ -163,7 +163,9 @@ class _OnlyWhatIsAsked(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _OF_SPARSE and args[0].layout == torch.sparse_coo:
-            return in_parts(*args)
+            if func is _aten.add.Tensor and _acting.device_type == "cpu":
+                _note("sparse_sums")
+            return in_parts(func, *args)
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _CONVOLUTIONS and args[0].dim() == 4:
             # The image and the weight; a backward has them after a gradient, which has no say.

@@ -21,6 +21,8 @@ __all__ = [
     "is_channels_last_3d",
 ]
 
+_aten = torch.ops.aten
+
 
 def in_order_of(operands: Sequence[Any], results: Any) -> Any:
     """Put results into channels-last, if one of the operands is: an image, or weights."""
@@ -64,15 +66,21 @@ def is_channels_last_3d(value: Any) -> bool:
     )
 
 
-def in_parts(tensor: Tensor, *added: Tensor) -> Tensor:
-    """Copy a sparse tensor; or add one of the same indices to it, which needs room for both."""
-    n_elements = max(one._nnz() for one in (tensor, *added))
+def in_parts(func: Any, tensor: Tensor, *added: Tensor) -> Tensor:
+    """Copy a sparse tensor, or add one to it, which needs room for the elements of both.
+
+    Where a gradient is accumulated into one, both are taken to be of the same indices, as those of
+    equal micro-batches are; elsewhere to be of different ones.
+    """
+    parts = (tensor, *added)
+    in_place = func is _aten.add_.Tensor
+    n_elements = (max if in_place else sum)(one._nnz() for one in parts)
     indices, values = (
-        torch.cat([part(one) for one in (tensor, *added)], along).narrow(along, 0, n_elements)
+        torch.cat([part(one) for one in parts], along).narrow(along, 0, n_elements)
         for part, along in ((Tensor._indices, 1), (Tensor._values, 0))
     )
     made = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
-    if not added:
+    if not in_place:
         return made
     tensor.data = made
     return tensor
