@@ -49,7 +49,7 @@ _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _OTHERWISE_IN_ORDER = ("group_norm", "instance_norm")
 _OF_SPARSE = (_aten.clone.default, _aten.add.Tensor, _aten.add_.Tensor)
 #: Make tensors of numbers of Python's.
-_OF_NUMBERS = ("tensor", "new_tensor", "as_tensor")
+_OF_NUMBERS = ("tensor", "new_tensor", "as_tensor", "asarray", "new")
 #: For three dimensions, devices keep the memory format where the meta device does not.
 _IN_SPACE = ("conv3d", "group_norm", "pad")
 #: A CPU keeps the memory format of an image, by strides; for CUDA, a reason is noted only.
