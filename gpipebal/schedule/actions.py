@@ -79,10 +79,13 @@ class Schedule:
 
     def __post_init__(self) -> None:
         fix = "rows=((Action(0, 'F', 0), Action(0, 'B', 0)),), a row for each device"
-        for d, row in enumerate(check_list("rows", self.rows, fix=fix)):  # d: device
-            kinds = set(map(type, check_list(f"rows[{d}]", row, fix=fix)))
-            if not kinds <= {Action}:
+        given = check_list("rows", self.rows, fix=fix)
+        rows = tuple(check_list(f"rows[{d}]", row, fix=fix) for d, row in enumerate(given))
+        for d, row in enumerate(rows):  # d: device
+            if not set(map(type, row)) <= {Action}:
                 check_list(f"rows[{d}]", row, Action, fix)
+        # What was given may be an iterator, which is used up now.
+        object.__setattr__(self, "rows", rows)
 
     @property
     def n_partitions(self) -> int:

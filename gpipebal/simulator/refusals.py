@@ -31,7 +31,7 @@ def check_rows(schedule: Schedule) -> set[_Cell]:
         for action in row:
             j, kind, i = action  # j: partition, i: micro-batch
             wrong = None
-            if kind not in ACTION_NAMES:
+            if not isinstance(kind, str) or kind not in ACTION_NAMES:
                 wrong = f"is of an unknown kind (expected one of {', '.join(ACTION_NAMES)})"
             elif not type(i) is type(j) is int and None in map(whole_number, (i, j)):
                 wrong = "has a number that is not whole (expected ints)"

@@ -324,6 +324,7 @@ def test_pause_with_a_forward_behind_a_backward_is_refused() -> None:
         ((Action(0, "F", 0.5),), r"0F0\.5 has a number that is not whole"),  # type: ignore[arg-type]
         ((Action(0, "FR", 0),), r"0FR0 is of an unknown kind"),  # type: ignore[arg-type]
         ((Action(0, "", 0),), r"00 is of an unknown kind"),  # type: ignore[arg-type]
+        ((Action(0, ["F"], 0),), r"0\['F'\]0 is of an unknown kind .*\nFix: "),  # type: ignore[arg-type]
         ((Action(0, "X", 0),), r"0X0 is of an unknown kind \(expected one of F, R, B, I, W\)"),  # type: ignore[arg-type]  # the kind is the point
     ],
 )
@@ -346,6 +347,15 @@ def test_rows_without_actions_are_refused(rows: Any, name: str) -> None:
     """A plain tuple is no action: it has no names, and prints as something else."""
     with pytest.raises(KindError, match=rf"{name} is not an? .*\nFix: rows="):
         Schedule("mine", rows)
+
+
+def test_rows_that_can_be_read_once_are_kept() -> None:
+    """Iterators of rows or of actions are as good as tuples."""
+    row = (Action(0, "F", 0), Action(0, "B", 0))
+    for rows in ((iter(row),), (row for _ in range(1)), [list(row)]):
+        schedule = Schedule("mine", rows)  # type: ignore[arg-type]
+        assert schedule == Schedule("mine", (row,))
+        assert str(schedule) == "0F0 0B0"
 
 
 def test_schedule_and_durations_must_agree() -> None:
