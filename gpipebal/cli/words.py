@@ -73,9 +73,13 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-            words = [word[2:].split("=")[0] for word in unknown if word.startswith("--")]
-            # Without the dashes, which all have: they would make any two short words alike.
-            near = [f"--{one}" for word in words for one in get_close_matches(word, flags, 1, 0.7)]
+            words = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("-")]
+            # Without the dashes, which all have: they would make any two short words alike. One
+            # word of several is enough, such as "limit" of --time-limit.
+            names = {part: flag for flag in flags for part in flag.split("-") if len(part) > 3}
+            names.update({flag: flag for flag in flags})
+            found = [one for word in words for one in get_close_matches(word, names, 1, 0.7)]
+            near = [f"--{names[one]}" for one in found]
             hint = f" (perhaps {' and '.join(dict.fromkeys(near))})" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
