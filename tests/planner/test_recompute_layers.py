@@ -342,6 +342,21 @@ def test_what_fits_in_the_last_round_is_returned(monkeypatch: pytest.MonkeyPatch
     assert recompute_layers(profile, plan, memory_limit=500 * MiB).runs == expected.runs != ()
 
 
+def test_a_limit_is_looked_for_while_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that asks for no more than the one before is not made again."""
+    tried: list[Any] = []
+
+    def answer(choice: Any) -> int:
+        tried.append(choice._limits)
+        return 0
+
+    monkeypatch.setattr("gpipebal.planner.recompute.recompute._RunChoice.answer", answer)
+    profile = chain()
+    with pytest.raises(InfeasibleError, match=r"\nFix: a plan with more partitions"):
+        recompute_layers(profile, gb.evaluate(profile, [8], checkpoint="never"), memory_limit=1000)
+    assert len(tried) == len({tuple(limits) for limits in tried}) == 2
+
+
 def test_single_layers_take_less_time_than_whole_partitions() -> None:
     """Under one limit, runs beat the best plan that recomputes whole partitions."""
     profile = chain()

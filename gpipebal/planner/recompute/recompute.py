@@ -373,9 +373,11 @@ def _enough(
     lacks = [0] * plan.n_partitions
     for _ in range(_MOST_ROUNDS):
         pairs = zip(needs, limits, lacks, strict=True)
-        lacks = [0 if one is None else max(n - one, lack) for n, one, lack in pairs]
+        before, lacks = lacks, [0 if one is None else max(n - one, x) for n, one, x in pairs]
         if isinstance(posed.question.limits, int):
             lacks = [max(lacks)] * plan.n_partitions
+        if lacks == before:
+            return None  # it would not fit this time either
         more = [None if one is None else one + n for one, n in zip(limits, lacks, strict=True)]
         if not isinstance(_RunChoice(posed, plan, time_limit, more).answer(), int):
             return lacks
