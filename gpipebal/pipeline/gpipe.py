@@ -210,13 +210,14 @@ class GPipe(Container):
         """
         planned.check_plan_schedule(plan)
         planned.check_plan_names(plan, list(chain.layers_of(module)))
+        deferred = check_flag("deferred_batch_norm", deferred_batch_norm)
         pipe = cls(
-            planned.with_runs_of(plan, module, deferred_batch_norm),
+            planned.with_runs_of(plan, module, deferred),
             plan.balance,
             devices=in_order(devices, plan.devices),
             chunks=plan.chunks,
             checkpoint=plan.checkpoint,
-            deferred_batch_norm=deferred_batch_norm,
+            deferred_batch_norm=deferred and not plan.runs,  # else it is done
             in_dims=in_dims,
             keyword_dims=keyword_dims,
             out_dims=out_dims,

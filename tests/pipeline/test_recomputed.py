@@ -21,7 +21,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.memory.layer_runs import with_runs
-from gpipebal.pipeline import convert_deferred_batch_norm, measure_memory, with_recompute
+from gpipebal.pipeline import (
+    DeferredBatchNorm,
+    convert_deferred_batch_norm,
+    measure_memory,
+    with_recompute,
+)
 from gpipebal.planner import recompute_layers
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile
@@ -195,6 +200,32 @@ def test_batch_norm_of_a_plan_with_runs_is_deferred() -> None:
     again = gb.GPipe.from_plan(model, replace(plan, runs=runs), deferred_batch_norm=True)
     assert str(again).count(", recomputes ") == 2
     assert_same(trained(pipe, plain), trained(again, model))
+
+
+class _WithOwnWay(nn.Sequential):
+    """A chain that reaches one of its layers by an attribute too, which a pipeline never uses."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.__dict__["named"] = {"norm": self[1]}
+
+
+@pytest.mark.parametrize("runs", [(), (range(1, 2),)])
+def test_deferral_is_the_same_with_runs_as_without(runs: tuple[range, ...]) -> None:
+    """Layers are converted, not the chain; one in two places stays one, and warnings come once."""
+    norm = nn.BatchNorm1d(2)
+    odd = [nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()]
+    model = _WithOwnWay(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm, *odd)
+    costs = gb.Profile.from_costs([1.0] * 6, names=list(model._modules), chunks=3)
+    plan = replace(gb.evaluate(costs, [6], checkpoint="never"), runs=runs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = gb.GPipe.from_plan(model, plan, deferred_batch_norm=True)
+    said = sorted(str(each.message).split()[0] for each in caught if "left" in str(each.message))
+    assert said == ["SyncBatchNorm", "a"]
+    assert isinstance(pipe[1], DeferredBatchNorm) and pipe[1] is pipe[3]
+    assert str(pipe).count(", recomputes ") == len(runs)
+    assert model[1] is norm
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.pipeline.layers.chain import layers_of, name_at
 from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
+from gpipebal.pipeline.layers.own import warn_of_lazy_norms
 from gpipebal.pipeline.layers.recomputed import Recomputed, with_recompute
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
@@ -57,29 +59,38 @@ def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Mo
     Args:
         plan: The plan.
         module: The chain.
-        deferred: Whether the runs are to have deferred batch normalisations: these come first.
+        deferred: Whether all layers of a chain with runs are to have deferred batch normalisations.
 
     Raises:
         BalanceError: it has other runs.
+        ModelError: batch normalisation of a layer cannot be deferred.
     """
     if not plan.runs:
         return module
+    layers = layers_of(module)
     own = tuple(
         range(k, k + layer.n_layers)
-        for k, layer in enumerate(layers_of(module).values())
+        for k, layer in enumerate(layers.values())
         if isinstance(layer, Recomputed) and not layer.is_inside
     )
-    if not own:
-        module = convert_deferred_batch_norm(module) if deferred else module
-        assert isinstance(module, nn.Sequential)
-        return with_recompute(module, plan.runs)
-    if own != plan.runs:
+    if own and own != plan.runs:
         raise BalanceError(
             f"the module recomputes other layers than the plan: runs of {list(own)} (expected "
             f"{list(plan.runs)}).\n"
             "Fix: give the model without runs, from_plan adds those of the plan."
         )
-    return module
+    if deferred:
+        # Layer by layer, as GPipe does: what the chain has besides its layers never runs.
+        warn_of_lazy_norms(layers.values())
+        memo: dict[nn.Module, nn.Module] = {}
+        for name, layer in layers.items():
+            layers[name] = convert_deferred_batch_norm(layer, memo)
+        module = copy.copy(module)
+        module.__dict__["_modules"] = layers
+    if own:
+        return module
+    assert isinstance(module, nn.Sequential)
+    return with_recompute(module, plan.runs)
 
 
 def plan_warnings(
