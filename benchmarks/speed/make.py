@@ -47,7 +47,7 @@ def main() -> None:
         record = _old(arguments.out)
         chosen = [m for m in MODELS if not arguments.model or m.name in arguments.model]
         if arguments.merge:
-            add_other(record, read_record(arguments.merge, tables.FORMAT, tables.VERSION))
+            add_other(record, _read(arguments.merge))
         elif arguments.measure:
             add_measured(record, chosen, arguments.rounds, arguments.timeout)
         elif arguments.shares:
@@ -56,7 +56,7 @@ def main() -> None:
         else:
             add_simulated(record, chosen)
         write_record(arguments.out, record)
-    record = read_record(arguments.out, tables.FORMAT, tables.VERSION)
+    record = _read(arguments.out)
     print(tables.summary(record))
     if arguments.out.resolve() == RESULTS.resolve():
         write_readme(HERE / "README.md", tables.blocks(record))
@@ -87,6 +87,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.predict and not arguments.shares:
         parser.error("--predict needs --shares")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} is too small (expected 1 or more)")
     return arguments
 
 
@@ -118,18 +120,23 @@ def add_measured(
 
 
 def add_shares(record: dict[str, Any], model: SpeedModel, arguments: argparse.Namespace) -> None:
-    """Measure a model on shares of a CUDA device, put it into the record, and store that."""
+    """Measure a model on shares of a CUDA device, put it into the record, and store that.
+
+    What is there of all turns stays until all turns of this run are made.
+    """
     started = time.monotonic()
     parted = record.setdefault("shares", {})
     before = _known(parted, model.name) if arguments.predict else None
     if not arguments.predict:
-        about = {**provenance(), **about_shares(N_SHARES), "rounds": arguments.rounds}
+        about = {**provenance(), **about_shares(N_SHARES)}
 
     def told(line: str) -> None:
         seconds = time.monotonic() - started
         print(f"{seconds:5.0f} s  {model.name}, on shares: {line}", file=sys.stderr, flush=True)
 
     def keep(found: dict[str, Any]) -> None:
+        if not _replaces(found, parted.get(model.name)):
+            return
         parted[model.name] = found
         if not arguments.predict:
             record["provenance"]["shares"] = about
@@ -148,6 +155,12 @@ def add_shares(record: dict[str, Any], model: SpeedModel, arguments: argparse.Na
     )
 
 
+def _replaces(found: dict[str, Any], before: dict[str, Any] | None) -> bool:
+    """Tell whether a result of a model is to replace the one before: not if only that is whole."""
+    is_whole = found["turns"] == found["rounds"]
+    return is_whole or before is None or before["turns"] < before["rounds"]
+
+
 def _known(parted: dict[str, Any], name: str) -> dict[str, Any]:
     if name not in parted:
         sys.exit(
@@ -162,14 +175,32 @@ def add_other(record: dict[str, Any], other: dict[str, Any]) -> None:
     """Take over what another file says of shares."""
     if not other.get("shares"):
         sys.exit("the file says nothing of shares.\nFix: one that --shares --out wrote.")
-    record["shares"] = {**record.get("shares", {}), **other["shares"]}
+    parted = record.setdefault("shares", {})
+    taken = {
+        name: found for name, found in other["shares"].items() if _replaces(found, parted.get(name))
+    }
+    if not taken:
+        sys.exit(
+            "the file has fewer turns than were asked for, and all turns are there already.\n"
+            "Fix: --shares --out once more."
+        )
+    parted.update(taken)
     record["provenance"]["shares"] = other["provenance"]["shares"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    record = read_record(path, tables.FORMAT, tables.VERSION)
+    rounds = record["provenance"].get("shares", {}).pop("rounds", None)
+    if rounds is not None:  # files of before say it once for all models
+        for found in record["shares"].values():
+            found.update({"turns": rounds, "rounds": rounds, **found})
+    return record
 
 
 def _old(path: Path) -> dict[str, Any]:
     """Return the record to add to."""
     if path.exists():
-        return read_record(path, tables.FORMAT, tables.VERSION)
+        return _read(path)
     return {
         "format": tables.FORMAT,
         "version": tables.VERSION,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -218,6 +219,7 @@ def test_runs_on_shares_stand_beside_their_predictions(monkeypatch: pytest.Monke
     ]
     assert [run["whose"] for run in found["runs"]] == ["torchgpipe's"] * 2 + ["planner's"]
     assert found["runs"][1]["balance"] == [60, 5] != found["runs"][2]["balance"]
+    assert (found["turns"], found["rounds"]) == (1, 1)
     for run in found["runs"]:
         assert sum(run["balance"]) == 65
         assert min([*run["predicted"].values(), *run["seconds"]]) > 0
@@ -249,10 +251,45 @@ def test_command_line_knows_the_models() -> None:
     make = _make()
     arguments = make.parse(["--model", "unet", "--measure", "--rounds", "2"])
     assert (arguments.model, arguments.measure, arguments.rounds) == (["unet"], True, 2)
-    for words in (["--model", "alexnet"], ["--predict"], ["--shares", "--merge", "other.json"]):
+    impossible = ["--model", "alexnet"], ["--predict"], ["--shares", "--merge", "other.json"]
+    for words in (*impossible, ["--rounds", "0"], ["--shares", "--rounds", "-1"]):
         with pytest.raises(SystemExit):
             make.parse(words)
     assert LINK.bandwidth == 12e9
+
+
+def test_a_run_on_shares_that_ends_early_replaces_nothing_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Turns that were made are stored with the model; a whole result gives way to a whole one."""
+    make = _make()
+    old = _stored()
+    about = old["provenance"]["shares"]
+
+    def measured(_: SpeedModel, rounds: int, timeout: float, keep: Any, **__: Any) -> Any:
+        for turn in range(1, rounds + 1):
+            if turn == timeout:
+                raise KeyboardInterrupt
+            keep(found := {"turns": turn, "rounds": rounds, "runs": []})
+        return found
+
+    monkeypatch.setattr(make, "measure_shares", measured)
+    monkeypatch.setattr(make, "about_shares", lambda n: about)
+    out = tmp_path / "results.json"
+    kept: list[tuple[int, int]] = []
+    for rounds, end in ((5, 3), (4, 2), (2, 3), (5, 3), (3, 4)):
+        with contextlib.suppress(KeyboardInterrupt):
+            words = ["--shares", "--rounds", str(rounds), "--timeout", str(end), "--out", str(out)]
+            make.add_shares(make._old(out), MODELS[0], make.parse(words))
+        found = json.loads(out.read_text(encoding="utf-8"))["shares"][MODELS[0].name]
+        kept.append((found["turns"], found["rounds"]))
+    assert kept == [(2, 5), (1, 4), (2, 2), (2, 2), (3, 3)]
+    other = {"shares": {MODELS[0].name: {**found, "turns": 1}}, "provenance": {"shares": about}}
+    with pytest.raises(SystemExit, match="fewer turns"):
+        make.add_other(make._old(out), other)
+    assert "does not count: 2\n" in tables.blocks(old)["environment"]
+    old["shares"]["amoebanetd"]["turns"] = 1
+    assert "count: 2 of resnet101, 1 of amoebanetd\n" in tables.blocks(old)["environment"]
 
 
 def _stored() -> dict[str, Any]:

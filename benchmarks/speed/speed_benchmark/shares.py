@@ -77,6 +77,9 @@ def measure_shares(
         keep: Called after each timed turn with what would be returned if it were the last, so that
             a run that is ended early has not measured in vain.
         told: Called with lines about how far it is.
+
+    Returns:
+        The runs, and how many turns were made and asked for: fewer if it was ended early.
     """
     places = _places()
     runs = [_shorter(model, run, small) for run in model.runs if run.name in CHUNKS[model.name]]
@@ -92,14 +95,17 @@ def measure_shares(
                 for run in runs
                 for whose, balance in _balances(profile, run).items()
             }
+            turns = {"turns": 0, "rounds": rounds}
             for times in _measured(model, net, ways, places, rounds, small, told):
-                keep(_record(model, profile, ways, times, small))
+                turns["turns"] += 1
+                keep(_record(model, profile, ways, times, turns, small))
         else:
             run_of = {run.name: run for run in runs}
             known = {f"{old['name']}, {old['whose']}": old for old in measured["runs"]}
             ways = {name: (run_of[old["name"]], old["balance"]) for name, old in known.items()}
             times = {name: old["seconds"] for name, old in known.items()}
-    return _record(model, profile, ways, times, small)
+            turns = {name: measured[name] for name in ("turns", "rounds")}
+    return _record(model, profile, ways, times, turns, small)
 
 
 def _record(
@@ -107,10 +113,12 @@ def _record(
     profile: Profile,
     ways: dict[str, tuple[Run, tuple[int, ...]]],
     times: dict[str, list[float]],
+    turns: dict[str, int],
     small: bool,
 ) -> dict[str, Any]:
     return {
         "about": model.small_about if small else model.about,
+        **turns,
         "flags": list(profile.provenance.get("flags", [])),
         "runs": [
             {

@@ -281,8 +281,12 @@ def _published_speed(model: SpeedModel, name: str) -> str:
     return f"{run.throughput / model.runs[0].throughput:.3f}"
 
 
-def _about_shares(about: dict[str, Any]) -> list[str]:
+def _about_shares(record: Record) -> list[str]:
+    about = record["provenance"]["shares"]
     product = about["product"]
+    turns = {m.name: record["shares"][m.name]["turns"] for m in _present(record, "shares")}
+    alike = len(set(turns.values())) == 1
+    made = [str(n) if alike else f"{n} of {name}" for name, n in turns.items()]
     return [
         f"{about['device_name']}, {about['device_bytes'] / 1e9:.0f} GB, {about['multiprocessors']} "
         f"multiprocessors, CUDA {about['cuda']}; each share has "
@@ -290,7 +294,7 @@ def _about_shares(about: dict[str, Any]) -> list[str]:
         f"a product of two matrices of 4096 x 4096 takes {1e3 * product['whole device']:.1f} ms on "
         f"the whole device, {1e3 * product['one share']:.1f} ms on a share, "
         f"{1e3 * product['all shares']:.1f} ms on a share while the others do the same",
-        f"{about['rounds']} turns of one timed step, after one that does not count",
+        f"turns of one timed step, after one that does not count: {', '.join(dict.fromkeys(made))}",
     ]
 
 
@@ -314,7 +318,7 @@ def _environment(record: Record) -> str:
         name = {"shares": "measured on shares of a device"}.get(part, part)
         lines += ["", f"{name} on:", *describe(found)]
         if part == "shares":
-            lines += _about_shares(found)
+            lines += _about_shares(record)
         if part == "measured":
             other = found["other_load"]
             lines.append(
