@@ -66,9 +66,9 @@ class LayerProfile:
         accumulating_peak_bytes: The same for a backward that adds to gradients which exist
             already; None: not known, take `backward_peak_bytes`.
         chained_peak_bytes: Like `backward_peak_bytes`, where another layer of the partition comes
-            after it: what the backward is given is freed once it is used, and no copies are made
-            of what is handed through; None: not known, take `backward_peak_bytes` without
-            `copied_bytes`.
+            after it: what the backward is given is freed once it is used, with its excess, and no
+            copies are made of what is handed through; None: not known, take `backward_peak_bytes`
+            without `copied_bytes`.
         chained_accumulating_peak_bytes: Like `chained_peak_bytes`, for a backward that adds to
             gradients which exist already.
         copied_bytes: How much of `backward_peak_bytes` and of `accumulating_peak_bytes` is copies

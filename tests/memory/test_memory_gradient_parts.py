@@ -60,6 +60,26 @@ class Add(nn.Module):
         return x + (yield pop("kept"))
 
 
+class Two(nn.Module):
+    """Make two values."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.tanh(), x.sigmoid()
+
+
+class WorkBeside(nn.Module):
+    """Work on one of two values; put constants beside the other, which goes back first."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = value
+        return Work.apply(first), WithOnes()(second)
+
+
+class Join(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(value, dim=1)
+
+
 class WithOnes(nn.Module):
     """Put constants beside the input."""
 
@@ -135,6 +155,12 @@ def value_added() -> list[nn.Module]:
     return busy_before(WIDE, WIDE, Add)
 
 
+def used_up_at_once() -> list[nn.Module]:
+    """The whole is freed before the backward that was given a part of it needs most."""
+    block = nn.Sequential(Busy(), nn.Linear(NARROW, NARROW))
+    return [nn.Linear(NARROW, NARROW), block, WithOnes(), nn.Linear(WIDE + NARROW, 8)]
+
+
 CHAINS = [
     skip_beside,
     two_skips_beside,
@@ -144,6 +170,7 @@ CHAINS = [
     wide_value_beside,
     wide_skip_beside,
     value_added,
+    used_up_at_once,
 ]
 
 
@@ -181,6 +208,21 @@ def test_parts_hold_the_whole(make: Any) -> None:
                     memory = partition.memory
                     least = memory.total - memory.waiting
                     assert least - FEW <= n_bytes <= memory.total + FEW, (balance, checkpoint)
+
+
+def test_a_part_is_held_while_other_gradients_are_made() -> None:
+    """A backward hands back a part of what it was given, and needs most after that."""
+    ends = nn.Linear(NARROW, NARROW), nn.Linear(WIDE + 2 * NARROW, 8)
+    layers, inputs = (
+        nn.Sequential(ends[0], Two(), WorkBeside(), Join(), ends[1]),
+        torch.randn(48, NARROW),
+    )
+    profile = gb.profile_model(
+        layers, inputs, chunks=1, rows=(), loss_fn=squares, timeout=0, progress=False
+    )
+    plan = evaluate(profile, [5], checkpoint="never", loss_inside=True)
+    (found,) = counted(layers, [5], inputs, chunks=1, checkpoint="never")
+    assert found - FEW <= plan.partitions[0].memory.total <= 1.02 * found
 
 
 @pytest.mark.parametrize("make", CHAINS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, storage_key
 
-__all__ = ["begun_inside", "handed_through", "needs_gradient", "own_gradients"]
+__all__ = ["begun_inside", "handed_back", "handed_through", "needs_gradient", "own_gradients"]
 
 #: All that is needed to make a gradient: shape, dtype and device.
 _Recipe = tuple[torch.Size, torch.dtype, torch.device]
@@ -24,7 +25,7 @@ def needs_gradient(leaf: Any) -> bool:
 
 
 def begun_inside(
-    outputs: Sequence[Any], *, as_views: bool
+    outputs: Sequence[Any], once_freed: Callable[[], None], as_views: bool
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
     """Append to outputs a function whose backward makes their gradients.
 
@@ -32,6 +33,7 @@ def begun_inside(
 
     Args:
         outputs: Leaves of a value.
+        once_freed: Called when the last of these gradients is freed.
         as_views: Whether they are views, which torch does not add to in place.
 
     Returns:
@@ -48,7 +50,7 @@ def begun_inside(
             "Fix: put the layers between which they go into one (an nn.Sequential inside the "
             "chain), or give costs of your own, gpipebal.Profile.from_costs(forward=[...])."
         )
-    root: Tensor = _Begin.apply(as_views, *wanted)
+    root: Tensor = _Begin.apply(as_views, once_freed, *wanted)
     return [(root, torch.ones_like(root))], sum(bytes_of(leaf) for leaf in wanted)
 
 
@@ -56,8 +58,10 @@ class _Begin(torch.autograd.Function):
     """Return a number for outputs; its backward makes a gradient for each of them."""
 
     @staticmethod
-    def forward(ctx: Any, as_views: bool, *outputs: Tensor) -> Tensor:
-        ctx.as_views = as_views
+    def forward(
+        ctx: Any, as_views: bool, once_freed: Callable[[], None], *outputs: Tensor
+    ) -> Tensor:
+        ctx.as_views, ctx.once_freed = as_views, once_freed
         ctx.recipes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in outputs]
         return torch.zeros((), device=outputs[0].device)
 
@@ -65,7 +69,16 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         recipes: list[_Recipe] = ctx.recipes
         made = [torch.zeros(shape, dtype=kind, device=at) for shape, kind, at in recipes]
-        return None, *(one.view(one.shape) if ctx.as_views else one for one in made)
+        left = {storage_key(one) for one in made}
+
+        def gone(key: int) -> None:
+            left.discard(key)
+            if not left:
+                ctx.once_freed()
+
+        for one in made:
+            weakref.finalize(one.untyped_storage(), gone, storage_key(one)).atexit = False
+        return None, None, *(one.view(one.shape) if ctx.as_views else one for one in made)
 
 
 @contextmanager
@@ -105,24 +118,31 @@ def handed_through(
 
 
 @contextmanager
-def handed_back(inputs: Iterable[Any]) -> Iterator[dict[int, tuple[int, int, int] | None]]:
+def handed_back(
+    inputs: Iterable[Any], *, hold: bool
+) -> Iterator[dict[int, tuple[int, int, int] | None]]:
     """Find out in which memory a block's backward hands back the gradients of its inputs.
 
     Args:
         inputs: Leaves of autograd.
+        hold: Whether to hold this memory until the backward is over, as in a chain. Otherwise a
+            larger gradient is freed once autograd has copied those that are parts of it.
 
     Yields:
         Receives, by place of the input, the key and the bytes of its gradient's storage, and the
         gradient's own bytes; None: it has no storage of its own.
     """
     found: dict[int, tuple[int, int, int] | None] = {}
+    held: list[Any] = []
 
     def look_at(place: int) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
             found[place] = None
             if has_storage(gradient):
-                n_bytes = gradient.untyped_storage().nbytes()
-                found[place] = storage_key(gradient), n_bytes, gradient.nbytes
+                storage = gradient.untyped_storage()
+                found[place] = storage_key(gradient), storage.nbytes(), gradient.nbytes
+                if hold:
+                    held.append(storage)
 
         return look
 

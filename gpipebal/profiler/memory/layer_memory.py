@@ -15,7 +15,30 @@ from gpipebal.profiler.chain.value import Routes
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key
 
-__all__ = ["HandedBack", "LayerMemory", "excess_gradients", "given_their_own", "held_by_skips"]
+__all__ = [
+    "ChainedPeak",
+    "HandedBack",
+    "LayerMemory",
+    "excess_gradients",
+    "given_their_own",
+    "held_by_skips",
+]
+
+
+class ChainedPeak(NamedTuple):
+    """Largest memory of a backward that frees the gradients it is given, beyond what it began with.
+
+    Attributes:
+        whole: From its beginning to its end.
+        until_freed: Until the last of these gradients is freed.
+    """
+
+    whole: int
+    until_freed: int
+
+    def where_they_hold(self, excess: int) -> int:
+        """Return the largest memory where these gradients hold so many more bytes than theirs."""
+        return max(self.until_freed, self.whole - excess)
 
 
 class HandedBack(NamedTuple):
@@ -81,8 +104,10 @@ class LayerMemory:
     """Memory of one layer; storages are numbered over the whole chain.
 
     Attributes:
-        own_chained_peaks: `chained_peak_bytes` and `chained_accumulating_peak_bytes`, where nothing
-            else holds the memory of the gradients that come in: torch may add to them in place.
+        chained_peaks: Peaks of a backward in a chain, where no gradients of parameters exist and
+            where they do.
+        own_chained_peaks: The same where nothing else holds the memory of the gradients that come
+            in: torch may add to them in place.
         hands_back_own: For each of its inputs, by place, whether the gradient that it hands back is
             such too: if those that come in are not, and if they are.
         hands_through: Places of inputs whose gradients go back as they came, and of the outputs
@@ -103,9 +128,8 @@ class LayerMemory:
     no_grad_forward_peak_bytes: int
     backward_peak_bytes: int
     accumulating_peak_bytes: int
-    chained_peak_bytes: int
-    chained_accumulating_peak_bytes: int
-    own_chained_peaks: tuple[int, int]
+    chained_peaks: tuple[ChainedPeak, ChainedPeak]
+    own_chained_peaks: tuple[ChainedPeak, ChainedPeak]
     hands_back_own: Mapping[int, tuple[bool, bool]]
     hands_through: Mapping[int, int]
     hands_back: HandedBack
@@ -139,9 +163,12 @@ class LayerMemory:
             )
         columns = vars(self) | own | {"excess_gradient_bytes": excess}
         columns["hands_back_given"] = self.hands_back.given[1]
-        chained = columns.pop("own_chained_peaks")
-        if given_own:
-            columns["chained_peak_bytes"], columns["chained_accumulating_peak_bytes"] = chained
+        chained = self.own_chained_peaks if given_own else self.chained_peaks
+        for key, peak in zip(
+            ("chained_peak_bytes", "chained_accumulating_peak_bytes"), chained, strict=True
+        ):
+            columns[key] = peak.where_they_hold(excess)
+        del columns["chained_peaks"], columns["own_chained_peaks"]
         del columns["kept_bytes"], columns["n_parameters"]
         del columns["hands_back_own"], columns["hands_through"], columns["stashes"]
         del columns["hands_back"]

@@ -37,7 +37,7 @@ from gpipebal.profiler.chain.value import (
     roots_of,
 )
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
-from gpipebal.profiler.memory.layer_memory import HandedBack, LayerMemory
+from gpipebal.profiler.memory.layer_memory import ChainedPeak, HandedBack, LayerMemory
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.replica import kept_by
 
@@ -101,8 +101,8 @@ def measure_layer_memory(
 
     def backward_again(
         unwanted: Collection[int] = (), given: Given = "held", *, keeps: bool = False
-    ) -> tuple[int, dict[int, bool]]:
-        """Return another peak, and which inputs it hands gradients that nothing else holds.
+    ) -> tuple[ChainedPeak, dict[int, bool]]:
+        """Return other peaks, and which inputs it hands gradients that nothing else holds.
 
         Without `keeps` the gradients of parameters are dropped.
         """
@@ -110,7 +110,7 @@ def measure_layer_memory(
         if not keeps:
             for parameter in layer.parameters():
                 parameter.grad = None
-        return again.backward_peak, again.hands_back_own
+        return ChainedPeak(again.backward_peak, again.until_freed), again.hands_back_own
 
     accumulating, _ = backward_again(keeps=True)
     # In a chain, the gradients that come in are freed, and what is handed through is not copied.
@@ -118,7 +118,7 @@ def measure_layer_memory(
     own_accumulating, _ = backward_again(through, "own")
     chained, hands_back = backward_again(through, "views")
     own_chained, hands_back_if_given = backward_again(through, "own")
-    without_copies = backward_again(through)[0] if through else backward
+    without_copies = backward_again(through)[0].whole if through else backward
     memory = LayerMemory(
         outputs=hands_on.storages,
         saved=saved_numbers,
@@ -128,9 +128,8 @@ def measure_layer_memory(
         forward_peak_bytes=forward,
         no_grad_forward_peak_bytes=without_graph,
         backward_peak_bytes=backward,
-        accumulating_peak_bytes=accumulating,
-        chained_peak_bytes=chained,
-        chained_accumulating_peak_bytes=chained_accumulating,
+        accumulating_peak_bytes=accumulating.whole,
+        chained_peaks=(chained, chained_accumulating),
         own_chained_peaks=(own_chained, own_accumulating),
         # In these runs what is handed through is not handed back at all, also if it is a view.
         hands_back_own={
@@ -235,6 +234,7 @@ class _Run(NamedTuple):
     Attributes:
         forward_peak: Largest memory of the forward, in bytes, beyond what existed before.
         backward_peak: The same for the backward.
+        until_freed: The same until the last of the gradients is freed that the backward was given.
         passed: The layer's output.
         saved: Bytes of each storage that was saved.
         constant: Those of them that exist all the time.
@@ -247,6 +247,7 @@ class _Run(NamedTuple):
 
     forward_peak: int
     backward_peak: int
+    until_freed: int
     passed: Value
     saved: dict[int, int]
     constant: set[int]
@@ -314,23 +315,25 @@ def _forward_and_backward(
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
         elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
         kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
+        freed: list[int] = []
         roots, begun = (
             (roots_of(outputs, chain.gradients(k, passed)), 0)
             if gradients == "held"
-            else begun_inside(outputs, as_views=gradients == "views")
+            else begun_inside(outputs, lambda: freed.append(peak.bytes), gradients == "views")
         )
         through: dict[int, int] = {}
         with (
             handed_through(inputs, roots, through),
             own_gradients(inputs) as are_own,
-            handed_back(inputs) as back,
+            handed_back(inputs, hold=gradients != "held") as back,
         ):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward = max(0, peak.bytes - begun)
+        until_freed = max(0, freed[0] - begun) if freed else backward
     given_keys = frozenset(storage_key(root[1]) for root in roots if has_storage(root[1]))
     kept_bytes = sum(map(bytes_of, kept))
-    found = (forward, backward, passed, saved, constant, through, kept_bytes, are_own)
+    found = (forward, backward, until_freed, passed, saved, constant, through, kept_bytes, are_own)
     return _Run(*found, back, given_keys)
 
 
