@@ -129,10 +129,15 @@ class Cell(nn.Module):
 
 @MODES
 @pytest.mark.parametrize("how", ["call", "gpipe", "1f1b"])
-def test_weights_that_are_cached_meanwhile(checkpoint: CheckpointMode, how: str) -> None:
+@pytest.mark.parametrize("is_copy", [False, True])  # torch's cache knows a copy as its original
+def test_weights_that_are_cached_meanwhile(
+    checkpoint: CheckpointMode, how: str, is_copy: bool
+) -> None:
     """As where another partition is inside of such a block: each pass computes its own weight."""
     model = nn.Sequential(Cell(), Cell(), Cell()).double()
     plain = copy.deepcopy(model)
+    if is_copy:
+        model = copy.deepcopy(model)
     x, y = torch.randn(2, 6, 8, dtype=torch.double)
     nn.functional.mse_loss(plain(x), y).backward()
     pipe = GPipe(model, [1, 1, 1], chunks=3, checkpoint=checkpoint)

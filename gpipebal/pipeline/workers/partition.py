@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.buffers import Buffers, BufferSlot, Kept
+from gpipebal.pipeline.layers.cached_weights import CachedWeights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.process.caller import CallerState
@@ -149,7 +149,7 @@ class Partition:
         self.modules = Modules(self.layers)
         self.buffers = Buffers(list(self.modules), self.foreign_buffers)
         self._skips = any(map(is_skippable, self.modules))
-        self._ids = frozenset(map(id, self.modules))
+        self._cached_weights = CachedWeights(self.modules)
 
     def give_up(self) -> None:
         """Start no other layer, and give the layers their buffers back: the worker hangs."""
@@ -336,18 +336,8 @@ class Partition:
         """
         return self._run_layers(unflatten(copied(leaves, written), packet.structure), run)
 
-    def _forget_cached(self) -> None:
-        """Drop what `parametrize.cached` has of the layers' parameters, from another pass's graph.
-
-        Its cache is one for all threads, and is emptied when no thread is in such a block any more:
-        with layers in several partitions some thread nearly always is.
-        """
-        cache = parametrize._cache
-        for key in [key for key in cache.copy() if key[0] in self._ids] if cache else ():
-            cache.pop(key, None)
-
     def _run_layers(self, value: Any, run: Pass) -> Any:
-        self._forget_cached()
+        self._cached_weights.forget()
         randomness, tail, marks = run.randomness, run.tail, run.marks
         skips = None
         if self._skips:

@@ -1,0 +1,43 @@
+"""Weights that layers compute once for several uses, in blocks of `parametrize.cached`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+__all__ = ["CachedWeights"]
+
+
+class CachedWeights:
+    """What torch's cache of parametrized weights may have of some modules.
+
+    The cache is one for all threads, and is emptied when no thread is in such a block any more:
+    with layers in several partitions some thread nearly always is.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._ids = frozenset(name for module in modules for name in _names_in_cache(module))
+
+    def forget(self) -> None:
+        """Drop them before another pass: they are from the graph of the one before."""
+        cache = parametrize._cache
+        for key in [key for key in cache.copy() if key[0] in self._ids] if cache else ():
+            cache.pop(key, None)
+
+
+def _names_in_cache(module: nn.Module) -> Iterator[int]:
+    """Return the ``id`` that the cache has a module's weights under; for a copy, the original's."""
+    yield id(module)
+    if parametrize.is_parametrized(module):
+        for name in module.parametrizations:  # type: ignore[union-attr]
+            # A copy has the original's class, whose functions read and write the cache.
+            read = getattr(type(module), name).fget
+            through = inspect.getclosurevars(read).nonlocals.get("get_cached_parametrization")
+            if through is not None:
+                yield id(inspect.getclosurevars(through).nonlocals.get("module"))
