@@ -14,6 +14,7 @@ from torch.backends import cuda
 from torch.nn.utils import parametrize
 
 from gpipebal import GPipe
+from gpipebal.pipeline import with_recompute
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.randomness import lent, seeds
 from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
@@ -150,6 +151,26 @@ def test_weights_that_are_cached_meanwhile(
                 pipe.step(x, target=y, loss_fn=nn.functional.mse_loss, schedule=how)
         for one, two in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, two.grad)
+
+
+@MODES
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_weights_that_runs_and_losses_cache(checkpoint: CheckpointMode, schedule: str) -> None:
+    """A recompute of a run computes them again, and so does the loss of the next micro-batch."""
+
+    class Loss(Cell):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.mse_loss(super().forward(x), y)
+
+    model, loss = nn.Sequential(Cell(), Cell()).double(), Loss().double()
+    plain = copy.deepcopy(nn.ModuleList([model, loss]))
+    x, y = torch.randn(2, 6, 8, dtype=torch.double)
+    plain[1](plain[0](x), y).backward()
+    pipe = GPipe(with_recompute(model, [[0], [1]]), [1, 1], chunks=3, checkpoint=checkpoint)
+    with parametrize.cached():
+        pipe.step(x, target=y, loss_fn=loss, schedule=schedule)
+    for one, two in zip([*model.parameters(), *loss.parameters()], plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
 
 
 @pytest.mark.parametrize("how", ["call", "gpipe", "no_grad"])

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.values.tensors import are_equal, bytes_of, copy_of, parts_of, version_of
 
@@ -231,6 +232,7 @@ class Buffers:
     @contextmanager
     def replaced(self, kept: Kept) -> Iterator[None]:
         """Let the modules see the kept buffers during a block, and give them back their own."""
+        forget_cached_weights(self._modules)
         try:
             self._lend(kept)
             yield

@@ -8,27 +8,21 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["CachedWeights"]
+__all__ = ["forget_cached_weights"]
 
 
-class CachedWeights:
-    """What torch's cache of parametrized weights may have of some modules.
+def forget_cached_weights(modules: Iterable[nn.Module]) -> None:
+    """Drop what torch's cache has of the weights of modules, from the graph of another pass.
 
     The cache is one for all threads, and is emptied when no thread is in such a block any more:
     with layers in several partitions some thread nearly always is.
-
-    Args:
-        modules: The modules.
     """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._ids = frozenset(name for module in modules for name in _names_in_cache(module))
-
-    def forget(self) -> None:
-        """Drop them before another pass: they are from the graph of the one before."""
-        cache = parametrize._cache
-        for key in [key for key in cache.copy() if key[0] in self._ids] if cache else ():
-            cache.pop(key, None)
+    cache = parametrize._cache
+    if not cache:
+        return
+    ids = {name for module in modules for name in _names_in_cache(module)}
+    for key in [key for key in cache.copy() if key[0] in ids]:
+        cache.pop(key, None)
 
 
 def _names_in_cache(module: nn.Module) -> Iterator[int]:

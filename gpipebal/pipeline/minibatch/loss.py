@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.layers.buffers import BuffersOfRun, Copies, Kept
+from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.minibatch.target import Target
@@ -106,6 +107,7 @@ class MicroBatchLoss:
 
         def run(output: Any) -> Tensor:
             given = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+            forget_cached_weights(self.modules)
             before = {leaf.grad_fn for leaf in given}  # a loss may write to its output
             with repeatable.entered():
                 if target is None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.buffers import Buffers, BufferSlot, Kept
-from gpipebal.pipeline.layers.cached_weights import CachedWeights
+from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.process.caller import CallerState
@@ -149,7 +149,6 @@ class Partition:
         self.modules = Modules(self.layers)
         self.buffers = Buffers(list(self.modules), self.foreign_buffers)
         self._skips = any(map(is_skippable, self.modules))
-        self._cached_weights = CachedWeights(self.modules)
 
     def give_up(self) -> None:
         """Start no other layer, and give the layers their buffers back: the worker hangs."""
@@ -337,7 +336,7 @@ class Partition:
         return self._run_layers(unflatten(copied(leaves, written), packet.structure), run)
 
     def _run_layers(self, value: Any, run: Pass) -> Any:
-        self._cached_weights.forget()
+        forget_cached_weights(self.modules)
         randomness, tail, marks = run.randomness, run.tail, run.marks
         skips = None
         if self._skips:
