@@ -188,9 +188,8 @@ class Recomputed(Proxy):
             return self._through(first, *values, **keywords)
         buffers = self._of_run
         if buffers is None or not buffers.modules.are_as_made():
-            modules = Modules([layer for _, layer in self._run])
-            buffers = self._of_run = BuffersOfRun(modules, self._foreign)
-            self._written = {}
+            buffers = BuffersOfRun(Modules([layer for _, layer in self._run]), self._foreign)
+            self._of_run, self._written = buffers, {}
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)
         look = buffers.copies()
@@ -203,6 +202,8 @@ class Recomputed(Proxy):
             # In a pipeline no worker may touch the process's default generator.
             preserve_rng_state=outer is None,
             context_fn=lambda: contexts,
+            # torch saves the noise of RReLU before it draws it: there a recompute must not stop.
+            early_stop=not any(isinstance(one, nn.RReLU) for one in buffers.modules),
         )
         once.kept = []  # the checkpoint holds it, for as long as it is needed
         again.kept = buffers.looked(again.kept, look)
@@ -394,7 +395,6 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
-        kind = exception[0]
         # A checkpoint stops its recompute, by an error of its own, once it has what it needs.
-        if kind is None or kind.__module__ == checkpoint.__module__:
+        if (kind := exception[0]) is None or kind.__module__ == checkpoint.__module__:
             self.writes.check(recomputed=True)
