@@ -76,10 +76,12 @@ class Parser(argparse.ArgumentParser):
             words = [word.lstrip("-").split("=")[0] for word in unknown if word.startswith("-")]
             # Without the dashes, which all have: they would make any two short words alike. One
             # word of several is enough, such as "limit" of --time-limit.
-            names = {part: flag for flag in flags for part in flag.split("-") if len(part) > 3}
-            names.update({flag: flag for flag in flags})
+            names: dict[str, list[str]] = {}
+            for flag in flags:
+                for part in {flag, *(part for part in flag.split("-") if len(part) > 3)}:
+                    names.setdefault(part, []).append(f"--{flag}")
             found = [one for word in words for one in get_close_matches(word, names, 1, 0.7)]
-            near = [f"--{names[one]}" for one in found]
+            near = [flag for one in found for flag in names[one]]
             hint = f" (perhaps {' and '.join(dict.fromkeys(near))})" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown

@@ -354,7 +354,7 @@ class Cell:
                 further = min(further, own) if self.handed_through[k] else 0
                 flowing += own - further
                 if not self.handed_through[k]:
-                    flowing += into.excess_gradient_bytes + self._inner.beside(k)[0]
+                    flowing += into.excess_gradient_bytes + self._inner.value_gradient(k)[0]
                 if self.from_start[k - 1]:
                     flowing = 0
 
@@ -366,7 +366,7 @@ class Cell:
         # What the backward of the cell started from is not freed.
         begins = k + 1 == len(self.layers) or self.handed_through[k + 1] or self.from_start[k]
         stays = any(skip.source == self.first + k for skip in self.outgoing)
-        if begins or stays or self._inner.beside(k + 1)[1]:
+        if begins or stays or self._inner.value_gradient(k + 1)[1]:
             return uncopied_peak(layer, gradients_exist)
         return chained_peak(layer, gradients_exist)
 

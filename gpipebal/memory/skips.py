@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpipebal.profile import Profile, SkipProfile
 
-__all__ = ["InnerSkips", "beside", "waiting"]
+__all__ = ["InnerSkips", "value_gradient", "waiting"]
 
 
 def waiting(profile: Profile, skip: SkipProfile) -> Sequence[tuple[int, int]]:
@@ -41,8 +41,8 @@ def waiting(profile: Profile, skip: SkipProfile) -> Sequence[tuple[int, int]]:
     ]
 
 
-def beside(profile: Profile, popped: Sequence[SkipProfile], first: int) -> tuple[int, bool]:
-    """Say how the gradient of a popping layer's value lies beside those of the skips.
+def value_gradient(profile: Profile, popped: Sequence[SkipProfile], first: int) -> tuple[int, bool]:
+    """Say how the gradient of a popping layer's value counts, if the skips' hold its memory.
 
     Where one of these waits in the partition, it holds what both have in common: the value's does
     not count again. Where none does, the value's holds it alone, until it is used up.
@@ -57,12 +57,13 @@ def beside(profile: Profile, popped: Sequence[SkipProfile], first: int) -> tuple
     """
     more, seen, is_held = 0, set[int](), False
     for skip in sorted(popped, key=lambda skip: skip.source < first):
-        new = set(skip.gradient_storages or ()) - seen
-        if new and skip.beside_bytes:
+        holds = set(skip.gradient_storages or ())
+        # What several skips hold counts for one of them.
+        if skip.value_gradient_bytes and holds.isdisjoint(seen):
             is_within = skip.source >= first
-            more += (0 if is_within else profile.bytes_of(new)) - skip.beside_bytes
+            more += (0 if is_within else profile.bytes_of(holds)) - skip.value_gradient_bytes
             is_held = is_held or is_within
-        seen |= new
+        seen |= holds
     return more, is_held
 
 
@@ -117,9 +118,9 @@ class InnerSkips:
         """Return the bytes of gradients that no longer wait then."""
         return sum(map(self._waiting, self._within.get(k, ())))
 
-    def beside(self, k: int) -> tuple[int, bool]:
-        """Return what `beside` says of the gradient that layer k's backward hands back."""
-        return beside(self._profile, self._popped.get(k, ()), self._first)
+    def value_gradient(self, k: int) -> tuple[int, bool]:
+        """Return what `value_gradient` says of the gradient that layer k's backward hands back."""
+        return value_gradient(self._profile, self._popped.get(k, ()), self._first)
 
     def _waiting(self, skip: SkipProfile) -> int:
         if skip.source < self._first:

@@ -164,8 +164,8 @@ def check_profile(profile: Profile) -> None:
         where = f"skip connection {skip.name!r}"
         for storage in (*skip.storages, *(skip.gradient_storages or ())):
             _check_storage(storage, n_storages, where)
-        if not _is_quantity(skip.beside_bytes, whole=True):
-            raise _bad_value(where, "beside_bytes", skip.beside_bytes, _BYTES)
+        if not _is_quantity(skip.value_gradient_bytes, whole=True):
+            raise _bad_value(where, "value_gradient_bytes", skip.value_gradient_bytes, _BYTES)
         if not isinstance(skip.gradient_is_given, bool):
             raise _bad_value(where, "gradient_is_given", skip.gradient_is_given, "true or false")
     for tie in profile.ties:

@@ -134,7 +134,7 @@ class SkipProfile:
             stashed it, in the same partition: that of a larger gradient, where it is a part of
             one; None: not known, take the bytes of those of `storages` that have a gradient.
         gradient_is_given: Whether this is memory of the gradients that the popping layer is given.
-        beside_bytes: Bytes of the gradient of the popping layer's value that are in it too.
+        value_gradient_bytes: Bytes of the gradient of the popping layer's value that are in it too.
     """
 
     name: str
@@ -143,7 +143,7 @@ class SkipProfile:
     storages: tuple[int, ...] = ()
     gradient_storages: tuple[int, ...] | None = None
     gradient_is_given: bool = False
-    beside_bytes: int = 0
+    value_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,10 @@ def _between(
     }
     skips = [
         replace(
-            skip, beside_bytes=count_at([(s.rows, s.skips[k].beside_bytes) for s in alike], rows)
+            skip,
+            value_gradient_bytes=count_at(
+                [(s.rows, s.skips[k].value_gradient_bytes) for s in alike], rows
+            ),
         )
         for k, skip in enumerate(nearest.skips)
     ]
@@ -274,7 +277,7 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
     return (
         (profile.inputs, profile.common_inputs),
         tuple((layer.outputs, layer.saved, layer.hands_back_given) for layer in profile.layers),
-        tuple(replace(skip, beside_bytes=0) for skip in profile.skips),
+        tuple(replace(skip, value_gradient_bytes=0) for skip in profile.skips),
         None if loss is None else (loss.outputs, loss.saved),
     )
 

@@ -82,7 +82,7 @@ def describe_layers(
             optimizer_peak_bytes=optimizer.peak_of(k),
             optimizer_carried_bytes=optimizer.carried_of(k),
             fingerprint=fingerprint(module),
-            **found.memory[k].beside(
+            **found.memory[k].columns(
                 own_bytes(modules, k, owner),
                 names[k],
                 module,

@@ -111,7 +111,7 @@ def test_bad_input_gives_one_clear_line(
         (["solve", "p.json", "--partitons=2"], "arguments: --partitons=2 (perhaps --partitions)"),
         (["solve", "p.json", "-n2", "-partitions", "2"], "-partitions 2 (perhaps --partitions)"),
         (["solve", "p.json", "-n2", "--memry", "1"], "--memry 1 (perhaps --memory-limit)"),
-        (["solve", "p.json", "-n2", "--limit", "1"], "--limit 1 (perhaps --time-limit)"),
+        (["solve", "p.json", "-n2", "--limit", "1"], "--memory-limit and --time-limit)"),
         (["simulate", "p.json", "--explain"], "arguments: --explain\n"),
         (["compare", "p.json", "--schedule", "1f1b"], "arguments: --schedule 1f1b\n"),
         (["run", "resnet101", "--schedule", "1f1b"], "arguments: --schedule 1f1b\n"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.memory.skips import beside, waiting
+from gpipebal.memory.skips import value_gradient, waiting
 from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.planner import evaluate
 from gpipebal.profile import SkipProfile
@@ -155,6 +155,14 @@ def value_added() -> list[nn.Module]:
     return busy_before(WIDE, WIDE, Add)
 
 
+def added_inside_a_part() -> list[nn.Module]:
+    """The gradient of a sum is a part of that of a concatenation, and both terms hold all of it."""
+    ns = Namespace()
+    way_there = [nn.Linear(NARROW, NARROW), Keep().isolate(ns), nn.Linear(NARROW, WIDE)]
+    way_there += [nn.Linear(WIDE, NARROW), Add().isolate(ns), WithOnes()]
+    return [*way_there, nn.Linear(WIDE + NARROW, 8)]
+
+
 def used_up_at_once() -> list[nn.Module]:
     """The whole is freed before the backward that was given a part of it needs most."""
     block = nn.Sequential(Busy(), nn.Linear(NARROW, NARROW))
@@ -171,6 +179,7 @@ CHAINS = [
     wide_skip_beside,
     value_added,
     used_up_at_once,
+    added_inside_a_part,
 ]
 
 
@@ -245,14 +254,16 @@ def test_all_ways_to_profile_know_it(make: Any) -> None:
         mine_holds, theirs_holds = mine.gradient_storages or (), theirs.gradient_storages or ()
         assert estimated.bytes_of(mine_holds) == measured.bytes_of(theirs_holds) > 0
         assert mine.gradient_is_given == theirs.gradient_is_given
+        assert mine.value_gradient_bytes == theirs.value_gradient_bytes
     # By the rows.
     for rows in (4, 16, 20):
         there = measured.at_rows(rows)
         for mine, now in zip(there.layers, measured.layers, strict=True):
             assert mine.excess_gradient_bytes == now.excess_gradient_bytes * rows // 24
-        for skip in measured.skips:
+        for skip, at_rows in zip(measured.skips, there.skips, strict=True):
             holds = skip.gradient_storages or ()
             assert there.bytes_of(holds) == measured.bytes_of(holds) * rows // 24
+            assert at_rows.value_gradient_bytes == skip.value_gradient_bytes * rows // 24
     assert gb.Profile.from_dict(measured.to_dict()) == measured
 
 
@@ -270,7 +281,7 @@ def test_what_the_gradient_of_a_skip_holds() -> None:
     assert waiting(unknown, unknown.skips[0]) == [(-1, alone)]
     # The value's gradient is in it too, but not twice; alone it holds all of it.
     value = 48 * WIDE * 4
-    assert kept.beside_bytes == other.beside_bytes == value
+    assert kept.value_gradient_bytes == other.value_gradient_bytes == value
     popped = profile.skips
-    assert beside(profile, popped, 3) == (-value, True)
-    assert beside(profile, popped, 4) == (whole - value, False)
+    assert value_gradient(profile, popped, 3) == (-value, True)
+    assert value_gradient(profile, popped, 4) == (whole - value, False)

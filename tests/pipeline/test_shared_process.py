@@ -173,6 +173,38 @@ def test_weights_that_runs_and_losses_cache(checkpoint: CheckpointMode, schedule
         torch.testing.assert_close(one.grad, two.grad)
 
 
+@pytest.mark.parametrize("runs", [[[2, 3]], [[0], [2]]])
+def test_weights_that_a_layer_before_a_run_has_cached(runs: list[list[int]]) -> None:
+    """The run is the same layer again: its forward caches what its recompute will."""
+    twice = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, dtype=torch.double))
+    model = nn.Sequential(twice, nn.Tanh(), twice, nn.Tanh())
+    plain, x = copy.deepcopy(model), torch.randn(6, 8, dtype=torch.double)
+    plain(x).square().mean().backward()
+    pipe = GPipe(with_recompute(model, runs), [4], chunks=3, checkpoint="never")
+    with parametrize.cached():
+        pipe.step(x, loss_fn=lambda y: y.square().mean())
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_an_attribute_that_is_called_as_torchs_parametrizations() -> None:
+    """A layer may have layers of that name, while another has weights in torch's cache."""
+
+    class Own(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.parametrizations = nn.ModuleDict({"a": nn.Linear(8, 8)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parametrizations["a"](super().forward(x))  # type: ignore[no-any-return]
+
+    norm = torch.nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(norm(nn.Linear(8, 8)), Own(), norm(nn.Linear(8, 8)))
+    pipe = GPipe(model, [1, 2], chunks=2, checkpoint="always")
+    with parametrize.cached():
+        pipe(torch.randn(4, 8)).sum().backward()
+
+
 @pytest.mark.parametrize("how", ["call", "gpipe", "no_grad"])
 def test_kernels_that_layers_leave_switched_off(how: str) -> None:
     """As blocks of `sdpa_kernel` do that several partitions leave in any order."""

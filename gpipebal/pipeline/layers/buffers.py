@@ -293,6 +293,15 @@ class BuffersOfRun(Buffers):
         """Return the modes of all modules."""
         return tuple([module.training for module in self.modules])
 
+    def begin(self) -> Copies:
+        """Begin a forward whose recompute computes all weights again: it finds none in the cache.
+
+        Returns:
+            What `copies` does.
+        """
+        forget_cached_weights(self._modules)
+        return self.copies()
+
     def copies(self, *, alone: bool = False) -> Copies:
         """Copy the large buffers, if writes to them have not been looked for yet."""
         return {} if self.mode() in self._seen else super().copies(alone=alone)

@@ -31,7 +31,10 @@ def _names_in_cache(module: nn.Module) -> Iterator[int]:
     if parametrize.is_parametrized(module):
         for name in module.parametrizations:  # type: ignore[union-attr]
             # A copy has the original's class, whose functions read and write the cache.
-            read = getattr(type(module), name).fget
-            through = inspect.getclosurevars(read).nonlocals.get("get_cached_parametrization")
+            read = getattr(type(module), name, None)
+            if not isinstance(read, property) or read.fget is None:
+                continue  # the module has an attribute of that name for something else
+            found = inspect.getclosurevars(read.fget).nonlocals
+            through = found.get("get_cached_parametrization")
             if through is not None:
                 yield id(inspect.getclosurevars(through).nonlocals.get("module"))

@@ -192,7 +192,7 @@ class Recomputed(Proxy):
             self._of_run, self._written = buffers, {}
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)
-        look = buffers.copies()
+        look = buffers.begin()
         contexts = (nullcontext() if repeatable is None else repeatable.first.watching(), again)
         once = _Once(self, first, buffers.mode(), values, keywords)
         result = checkpoint(

@@ -166,8 +166,8 @@ class RunEnds:
         for source in self._skip_sources(end):
             # The backward started from these, and does not free them.
             n_bytes = self._row([-freed(self._profile.layers[source], exist)])
-            if source in self._skips.beside:
-                n_bytes = n_bytes * ~self._skips.beside[source][1][:, None]
+            if source in self._skips.value_gradients:
+                n_bytes = n_bytes * ~self._skips.value_gradients[source][1][:, None]
             yield ("source", source), _Lasting(source, _padded(source, n_bytes))
 
     def _through(self, end: int, exist: bool) -> Iterator[Less]:
@@ -196,8 +196,8 @@ class RunEnds:
             less = self._row([n_bytes])
             if k not in sources:
                 less = less - freed(layer, exist)
-            if k in self._skips.beside:
-                more, is_held = (each[:, None] for each in self._skips.beside[k])
+            if k in self._skips.value_gradients:
+                more, is_held = (each[:, None] for each in self._skips.value_gradients[k])
                 less = less + more
                 if k not in sources:
                     less = less + is_held * freed(layer, exist)

@@ -301,7 +301,7 @@ class RunPeaks:
             kept = kept + copies_saved[None, :] - copies_saved[self._firsts][:, None]
         chained = self._column([chained_peak(layer, exist) for layer in layers])
         inner = kept[:, 1:] + (chained + flowing + waits)
-        for k, (more, is_held) in self._skips.beside.items():
+        for k, (more, is_held) in self._skips.value_gradients.items():
             inner[:, k] += more + is_held * freed(layers[k], exist)
         own = kept[:, ends] + peaks[ends - 1]
         # What is handed through is copied only where it goes through the whole run.

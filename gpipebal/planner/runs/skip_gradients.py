@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.memory.skips import beside, waiting
+from gpipebal.memory.skips import value_gradient, waiting
 from gpipebal.profile import Profile
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class SkipGradients:
 
     Attributes:
         held: For each skip, the bytes in every run.
-        beside: For layers whose output's gradient lies beside those of skips, how many bytes more
-            it counts in every run, and whether a skip that waits there holds it.
+        value_gradients: For layers whose output's gradient is in memory that those of skips hold,
+            how many bytes more it counts in every run, and whether a skip waits there.
     """
 
     def __init__(self, profile: Profile, firsts: Table, kind: type) -> None:
@@ -50,16 +50,16 @@ class SkipGradients:
             if skip.source < skip.destination:
                 self._popped.setdefault(skip.destination, []).append(k)
 
-        self.beside = dict(self._beside())
+        self.value_gradients = dict(self._value_gradients())
 
-    def _beside(self) -> Iterator[tuple[int, tuple[Table, Table]]]:
+    def _value_gradients(self) -> Iterator[tuple[int, tuple[Table, Table]]]:
         for layer, places in self._popped.items():
             skips = [self._profile.skips[k] for k in places]
-            if any(skip.beside_bytes for skip in skips):
+            if any(skip.value_gradient_bytes for skip in skips):
                 more, is_held = self._column([0]).repeat(len(self._firsts)), self._firsts < 0
                 for low, high in pairwise([-1, *sorted({skip.source for skip in skips}), layer]):
                     rows = (self._firsts > low) & (self._firsts <= high)
-                    more[rows], is_held[rows] = beside(self._profile, skips, high)
+                    more[rows], is_held[rows] = value_gradient(self._profile, skips, high)
                 yield layer - 1, (more, is_held)
 
     def _column(self, numbers: Sequence[int]) -> Table:

@@ -333,7 +333,7 @@ class _Work:
                 optimizer_peak_bytes=self._memory.peak_of(k),
                 optimizer_carried_bytes=self._memory.carried_of(k),
                 fingerprint=fingerprint(module),
-                **found.memory.beside(
+                **found.memory.columns(
                     own_bytes(self.modules, k, owner),
                     self.names[k],
                     module,

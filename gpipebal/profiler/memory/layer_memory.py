@@ -51,14 +51,14 @@ class HandedBack(NamedTuple):
             all of them are.
         skips: For each skip that it pops, the storages of its gradient and their bytes, by key;
             None: it is not known what holds the gradient.
-        beside: For each of these skips, how many bytes of the value's gradients are there too.
+        value_in_skips: For each of these skips, how many bytes of the value's gradients are in it.
         given_keys: Keys of the storages of the gradients that the backward was given.
     """
 
     excess: int
     given: tuple[bool, bool]
     skips: tuple[Mapping[int, int] | None, ...]
-    beside: tuple[int, ...]
+    value_in_skips: tuple[int, ...]
     given_keys: frozenset[int]
 
     @classmethod
@@ -95,8 +95,8 @@ class HandedBack(NamedTuple):
         are_given = [each is not None and each[0] in given_keys for each in value]
         given = any(are_given), bool(are_given) and all(are_given)
         in_value = [each for each in value if each is not None]
-        beside = [sum(each[2] for each in in_value if each[0] in (known or ())) for known in skips]
-        return cls(excess, given, tuple(skips), tuple(beside), given_keys)
+        shared = [sum(each[2] for each in in_value if each[0] in (known or ())) for known in skips]
+        return cls(excess, given, tuple(skips), tuple(shared), given_keys)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class LayerMemory:
     kept_bytes: int
     n_parameters: int
 
-    def beside(
+    def columns(
         self, own: dict[str, int], name: str, layer: nn.Module, *, given_own: bool, excess: int
     ) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
@@ -227,16 +227,18 @@ def held_by_skips(
     for destination, keys in popped.items():
         back = memory[destination].hands_back
         known: dict[int, int] = {}
-        for key, storages, beside in zip(keys, back.skips, back.beside, strict=True):
+        for key, storages, shared in zip(keys, back.skips, back.value_in_skips, strict=True):
             if storages is None:
                 continue
             for storage, n_bytes in storages.items():
                 if storage not in known:
                     further = excess[destination] if storage in back.given_keys else 0
                     known[storage] = numbers.new(n_bytes + further)
+            if shared and not back.given_keys.isdisjoint(storages):
+                shared += excess[destination]
             found[key] = {
                 "gradient_storages": tuple(known[storage] for storage in storages),
                 "gradient_is_given": storages.keys() <= back.given_keys,
-                "beside_bytes": beside,
+                "value_gradient_bytes": shared,
             }
     return found
