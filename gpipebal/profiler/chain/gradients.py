@@ -118,6 +118,23 @@ def handed_through(
 
 
 @contextmanager
+def _looked_at(
+    inputs: Iterable[Any], look_at: Callable[[int], Callable[[Tensor], None]]
+) -> Iterator[None]:
+    """Have the gradients of leaves looked at in a block's backward, each by its place."""
+    hooks = [
+        leaf.register_hook(look_at(place))
+        for place, leaf in enumerate(inputs)
+        if needs_gradient(leaf)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def handed_back(
     inputs: Iterable[Any], *, hold: bool
 ) -> Iterator[dict[int, tuple[int, int, int] | None]]:
@@ -146,16 +163,8 @@ def handed_back(
 
         return look
 
-    hooks = [
-        leaf.register_hook(look_at(place))
-        for place, leaf in enumerate(inputs)
-        if needs_gradient(leaf)
-    ]
-    try:
+    with _looked_at(inputs, look_at):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -186,13 +195,5 @@ def own_gradients(inputs: Iterable[Any]) -> Iterator[dict[int, bool]]:
 
         return look
 
-    hooks = [
-        leaf.register_hook(look_at(place))
-        for place, leaf in enumerate(inputs)
-        if needs_gradient(leaf)
-    ]
-    try:
+    with _looked_at(inputs, look_at):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
