@@ -100,12 +100,10 @@ def test_what_was_entered_and_not_left_is_left() -> None:
         assert _state() == before
 
 
-def test_an_interrupt_before_a_mode_is_on_the_stack_leaves_no_sign_of_it(
+def test_an_interrupt_before_a_mode_is_on_the_stack_leaves_no_note_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Entering a mode notes first that one is on."""
-    # Whatever interrupts in other tests have left of it.
-    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
     before = _state()
 
     def interrupt(_: Any) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, storage_key
 
 __all__ = ["InPlace"]
@@ -143,7 +143,7 @@ def _holders_of_a_gradient() -> tuple[int, int, int]:
     if not (hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
         return found[0]
 
-    class Probe(TorchDispatchMode):
+    class Probe(ThreadedDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipebal.pipeline.process.blocks import SharedBlocks
+from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 
 __all__ = ["EagerDispatchMode", "run_eagerly"]
 
@@ -38,7 +38,7 @@ def run_eagerly() -> Iterator[None]:
         _blocks.leave()
 
 
-class EagerDispatchMode(TorchDispatchMode):
+class EagerDispatchMode(ThreadedDispatchMode):
     """A dispatch mode in which compiled code runs as it was written.
 
     It is given an operation that runs functions (flex attention, `torch.cond`) as a single one:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 
 __all__ = ["Draw", "catch_random_operations", "current_draw", "is_transformed", "prepare"]
 
@@ -89,7 +90,7 @@ class _Catch:
         _current.draw = self._before
 
 
-class _CatchAll(TorchDispatchMode):
+class _CatchAll(ThreadedDispatchMode):
     """The same as a dispatch mode."""
 
     supports_higher_order_operators = True

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from gpipebal.pipeline.process.blocks import SharedBlocks
+from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
 from gpipebal.profiler.estimate.group_norm import group_norm_in_format
@@ -150,7 +150,7 @@ def _remove() -> None:
 _blocks = SharedBlocks(_install, _remove)
 
 
-class _OnlyWhatIsAsked(TorchDispatchMode):
+class _OnlyWhatIsAsked(ThreadedDispatchMode):
     """Let operations make what they make on real devices, in the same memory.
 
     On the meta device some make more than is asked for: gradients in a backward, and batch

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.value import Value, roots_of
@@ -81,7 +81,7 @@ _SAME_FLOPS = {
 }
 
 
-class OperationCosts(TorchDispatchMode):
+class OperationCosts(ThreadedDispatchMode):
     """A context that adds up what the operations in it would cost on a device.
 
     Args:

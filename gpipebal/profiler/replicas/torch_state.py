@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import overrides
-from torch._C._dynamo import guards
 from torch.utils import _python_dispatch
 
 from gpipebal.pipeline.process.blocks import all_shared_blocks
+from gpipebal.pipeline.process.modes import notes, take_off_notes
 
 __all__ = ["torch_state_kept"]
 
@@ -32,13 +32,6 @@ _STACKS = (
         _python_dispatch._push_mode,
     ),
     (overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
-)
-
-#: Where torch notes that a dispatch mode is on, which is before the mode is on the stack.
-_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
 )
 
 
@@ -69,7 +62,7 @@ def torch_state_kept() -> Iterator[None]:
 def _found() -> list[Callable[[], None]]:
     """Remember how torch is; return what puts it back, each by itself."""
     stacks = [(stack, list(stack[0]())) for stack in _STACKS]
-    flags = [getattr(_python_dispatch, name) for name in _FLAGS]
+    noted = notes()
     hooks, grad = _top_hooks(), torch.is_grad_enabled()
     threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
     has_cache = torch.is_autocast_cache_enabled()
@@ -85,7 +78,7 @@ def _found() -> list[Callable[[], None]]:
 
     return [
         *[partial(_put_back_modes, stack, before) for stack, before in stacks],
-        partial(_put_back_flags, flags),
+        partial(_put_back_notes, noted),
         leave_blocks,
         lambda: torch._C._set_grad_enabled(grad),
         lambda: torch.set_autocast_cache_enabled(has_cache),
@@ -112,18 +105,10 @@ def _put_back_modes(stack: Any, before: list[Any]) -> None:
         push(mode)
 
 
-def _put_back_flags(before: list[bool]) -> None:
-    """Take the signs of a mode that is not on the stack off again.
-
-    None is put on: they are the process's, and another thread may have left its own mode.
-    """
-    if _python_dispatch._get_current_dispatch_mode_stack():
-        return
-    for name, value in zip(_FLAGS, before, strict=True):
-        if not value:
-            setattr(_python_dispatch, name, False)
-    if not before[-1]:
-        guards.set_is_in_mode_without_ignore_compile_internals(False)
+def _put_back_notes(before: list[bool]) -> None:
+    """Take the notes of a mode off again that was interrupted before it was on the stack."""
+    if not _python_dispatch._get_current_dispatch_mode_stack():
+        take_off_notes(before)
 
 
 def _put_back_hooks(before: Any) -> None:

@@ -1,0 +1,77 @@
+"""Dispatch modes that may be on in several threads at once.
+
+torch notes for the whole process that a dispatch mode is on. Entering a mode remembers the note,
+and leaving it puts that back. If the modes of two threads overlap, the one that is left last puts
+back the note of the other, which has long been left. Where torch goes by the note, it then treats
+every thread as if a mode were on: a function that it first meets so is never compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._C._dynamo import guards
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipebal.pipeline.process.blocks import SharedBlocks
+
+__all__ = ["ThreadedDispatchMode", "notes", "take_off_notes"]
+
+_NOTES = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+#: Notes that were on before the first mode of any thread.
+_before: list[bool] = []
+
+
+class ThreadedDispatchMode(TorchDispatchMode):
+    """A dispatch mode that leaves no note of itself, whatever modes other threads have on.
+
+    That is so when no thread is in a mode of this kind any more.
+    """
+
+    def __enter__(self) -> Any:
+        _blocks.enter()
+        try:
+            return super().__enter__()
+        except BaseException:
+            _blocks.leave()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            _blocks.leave()
+
+
+def notes() -> list[bool]:
+    """Return what torch notes for the process of dispatch modes."""
+    return [getattr(_python_dispatch, name) for name in _NOTES]
+
+
+def take_off_notes(before: list[bool]) -> None:
+    """Take the notes off that were not on before.
+
+    None is put on: another thread may have left its own mode since.
+    """
+    for name, was_on in zip(_NOTES, before, strict=True):
+        if not was_on:
+            setattr(_python_dispatch, name, False)
+    if not before[-1]:
+        guards.set_is_in_mode_without_ignore_compile_internals(False)
+
+
+def _remember() -> None:
+    _before[:] = notes()
+
+
+def _take_off() -> None:
+    if _before:
+        take_off_notes(_before)
+
+
+_blocks = SharedBlocks(_remember, _take_off)
