@@ -11,7 +11,7 @@ checkpointing costs is part of the comparison.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,11 +52,11 @@ class PlainTrainer:
     def __init__(
         self, model: nn.Module, workload: Workload, chunks: int, device: torch.device
     ) -> None:
-        self.model = model.to(device)
+        self.model, self.device = model.to(device), device
         self.loss = workload.loss
         batch = workload.batch().to(device)
         self.rows = chunk_sizes(batch.count_rows(), chunks)
-        self.micro_batches = [part.call() for part in batch.parts(self.rows)]
+        self.micro_batches = batch.parts(self.rows)
         self.out_dims = workload.parting.get("out_dims", 0)
         target = workload.target_batch()
         target = None if target is None else target.to(device)
@@ -68,18 +68,21 @@ class PlainTrainer:
         """Do one training step."""
         self.optimizer.zero_grad()
         if self.targets is None:
-            outputs = [self._run(*micro_batch) for micro_batch in self.micro_batches]
+            outputs = [self._run(micro_batch) for micro_batch in self.micro_batches]
             self.loss(gather(outputs, self.out_dims), self.target).backward()
         else:
             total = sum(self.rows) or 1
             for rows, micro_batch, target in zip(
                 self.rows, self.micro_batches, self.targets, strict=True
             ):
-                (self.loss(self._run(*micro_batch), target) * (rows / total)).backward()
+                (self.loss(self._run(micro_batch), target) * (rows / total)).backward()
         self.optimizer.step()
 
-    def _run(self, value: Any, keywords: Mapping[str, Any]) -> Any:
+    def _run(self, micro_batch: Batch) -> Any:
         """Run a micro-batch; keyword arguments are the first layer's, as in a pipeline."""
+        # A copy, as a layer that writes to its input would change the data of later steps, and
+        # those of the pipeline, which looks after its own.
+        value, keywords = micro_batch.copied_to(self.device).call()
         if not keywords:
             return self.model(value)
         assert isinstance(self.model, nn.Sequential)

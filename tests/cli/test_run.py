@@ -523,6 +523,34 @@ def test_pipeline_and_plain_model_do_the_same_training(target: str, checkpoint: 
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
 
 
+class Halving(nn.Module):
+    """A layer that writes to its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Halve the input in place."""
+        return x.mul_(0.5)
+
+
+def test_a_plain_model_that_writes_to_its_input_leaves_the_data_as_they_are() -> None:
+    """Its steps see the same data every time, and so does the pipeline beside it."""
+    workload = _workload(torch.randn(7, 2, dtype=torch.float64), nn.MSELoss())
+    workload = replace(workload, model=nn.Sequential(Halving(), *workload.model))
+    given, plain_model = workload.sample.clone(), copy.deepcopy(workload.model)
+    pipe = GPipe(workload.model, [2, 3], devices=["cpu"] * 2, chunks=3)
+    try:
+        trainer = PipelineTrainer(pipe, workload)
+        plain = PlainTrainer(plain_model, workload, 3, torch.device("cpu"))
+        for _ in range(3):
+            plain.step()
+            trainer.step()
+    finally:
+        pipe.close()
+    assert torch.equal(workload.sample, given)
+    found = pipe.state_dict()
+    for key, value in plain_model.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+
+
 def test_cpu_threads_are_given_back() -> None:
     """The caller's number of threads is restored, also when the block raises."""
     before = torch.get_num_threads()
