@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gpipebal.errors import UsageError
@@ -24,10 +26,12 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: list[str] = []
-        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        # Not `Path.exists`, which raises if it may not look, or if a name is too long.
+        self._made = [one for one in (path, *path.parents) if not os.path.exists(one)]
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            self.drop_if_empty()
             raise _bad_folder(path, error.strerror or str(error)) from error
         reasons = [reason for name in FILES if (reason := why_not_writable(path / name))]
         if reasons:
@@ -42,10 +46,8 @@ class Folder:
     def drop_if_empty(self) -> None:
         """Remove the folder, and those above it, if this run made them and wrote nothing there."""
         for folder in self._made:
-            try:
+            with suppress(OSError):  # something is in it, or it is not there
                 folder.rmdir()
-            except OSError:  # something is in it, or it is gone
-                return
 
     def summary(self) -> str:
         """Say what this run has written so far, and what is older."""

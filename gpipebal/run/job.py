@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from gpipebal.argument_kinds import check_path
 from gpipebal.copies import deep_copy
 from gpipebal.errors import BalanceError, UsageError
 from gpipebal.pipeline import GPipe
@@ -143,7 +143,7 @@ def run(
             "output folder has no name: output='' (expected a path).\n"
             "Fix: output='gpipebal-run', or output='.' for the current folder."
         )
-    folder = Folder(Path(output))
+    folder = Folder(check_path(output))
     job = _Job(
         workload,
         places,

@@ -18,6 +18,7 @@ from gpipebal.errors import (
     DeviceError,
     GpipebalError,
     InfeasibleError,
+    KindError,
     ModelError,
     ProfileError,
     UsageError,
@@ -420,6 +421,21 @@ def test_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"output folder cannot be used: output=.* exists"):
         run("workloads:tiny", output=tmp_path / "out", device="cpu", echo=str)
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_an_output_that_no_system_can_make_is_refused(tmp_path: Path) -> None:
+    """Also where Python cannot even tell whether it exists; folders made on the way are gone."""
+    folder = tmp_path / "runs" / ("x" * 300)
+    with pytest.raises(UsageError, match=r"output folder cannot be used: .*name too long"):
+        run("workloads:tiny", output=folder, device="cpu", echo=str)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_is_no_path_is_refused() -> None:
+    """As by whatever reads or writes a file."""
+    for output in (3, "a\0b"):
+        with pytest.raises(KindError, match="path is not a path"):
+            run("workloads:tiny", output=output, device="cpu", echo=str)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_takes_no_files_is_refused(
