@@ -72,6 +72,10 @@ class Timeline:
     devices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        # What was given may be an iterator, which is used up then, or a list, which may change
+        # later, and is not equal to what a file is read as.
+        if not isinstance(self.events, EventTable):
+            object.__setattr__(self, "events", check_list("events", self.events))
         self.check()
 
     @property
@@ -168,8 +172,8 @@ class Timeline:
         check_mapping("provenance", self.provenance, "provenance={}")
         # A table is what the simulator makes, which places one action after the other.
         if not isinstance(self.events, EventTable):
-            for k, event in enumerate(check_list("events", self.events)):
-                if not isinstance(event, tuple) or len(event) != len(Event._fields):
+            for k, event in enumerate(self.events):
+                if not isinstance(event, Event):
                     raise KindError(
                         f"events[{k}] is not an Event: events[{k}]={event!r:.60} (expected "
                         f"{', '.join(Event._fields)}).\nFix: Event(0, 'F', 0, 0.0, 1.0), say."
@@ -255,9 +259,12 @@ class Timeline:
                 ones, as `gpipebal.simulator.memory_over_time` returns it. Drawn as counters.
         """
         beside = check_list("beside", beside, Timeline)
-        memory = check_list("memory", memory)
+        memory = [
+            check_list(f"memory[{k}]", tracks)
+            for k, tracks in enumerate(check_list("memory", memory))
+        ]
         for k, tracks in enumerate(memory):
-            for track in check_list(f"memory[{k}]", tracks):
+            for track in tracks:
                 if not all(hasattr(track, name) for name in ("device", "times", "total")):
                     raise KindError(
                         f"memory[{k}] has no tracks: it has a {type(track).__name__} (expected "

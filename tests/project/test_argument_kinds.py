@@ -124,6 +124,7 @@ WRONG: dict[str, Any] = {
     "memory[0] of Timeline.save": lambda: TIMELINE.save("t.json", memory=[3]),  # type: ignore[list-item]
     "events of Timeline": lambda: gb.Timeline(3, 1),  # type: ignore[arg-type]
     "events[0] of Timeline": lambda: gb.Timeline(["x"], 1),  # type: ignore[list-item]
+    "events[0] of Timeline, a tuple": lambda: gb.Timeline([(0, "F", 0, 0.0, 1.0)], 1),  # type: ignore[list-item]
     "provenance of Timeline": lambda: gb.Timeline((), 1, provenance=3),  # type: ignore[arg-type]
     "measured of plot_run": lambda: plot_run(PROFILE, PLAN, TIMELINE, 3),  # type: ignore[arg-type]
     "n_partitions of partition_colours": lambda: partition_colours("x"),  # type: ignore[arg-type]

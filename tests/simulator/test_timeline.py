@@ -165,6 +165,17 @@ def test_dict_round_trip_is_exact(timeline: Timeline) -> None:
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
 
 
+def test_events_of_any_kind_of_list_are_kept_as_they_were(tmp_path: Path) -> None:
+    """A list that grows later is not looked at again, nor is an iterator used up."""
+    events = [Event(0, "F", 0, 0.0, 1.0), Event(0, "B", 0, 1.0, 3.0)]
+    timeline, of_iterator = Timeline(events, 1), Timeline(iter(events), 1)  # type: ignore[arg-type]
+    events.append(Event(0, "F", 0, 0.0, 9.0))
+    for one in (timeline, of_iterator):
+        assert (len(one.events), one.makespan) == (2, 3.0)
+        one.save(tmp_path / "timeline.json")
+        assert Timeline.load(tmp_path / "timeline.json") == one
+
+
 def test_file_round_trip_is_exact(tmp_path: Path) -> None:
     """What was saved is loaded; timelines saved beside it are not part of that."""
     predicted = place(gpipe_schedule(2, 3), Durations((0.1, 0.2), (0.1, 0.2), (0.3, 1 / 3)))
@@ -429,3 +440,12 @@ def test_trace_counts_memory(tmp_path: Path) -> None:
     assert all(a != b for a, b in pairwise(sizes))
     assert all(event["ts"] <= 1e6 * timeline.makespan for event in counters)
     assert Timeline.load(path) == timeline
+
+
+def test_tracks_of_memory_may_come_from_an_iterator(tmp_path: Path) -> None:
+    """They are drawn, and not used up by the check."""
+    timeline = place(gpipe_schedule(1, 2, "never"), Durations((1,), (1,), (2,)))
+    tracks = memory_over_time(timeline, [HeldBytes(5, recorded=CellBytes(graph=10))])
+    for name, one in (("list", tracks), ("iterator", iter(tracks))):
+        timeline.save(tmp_path / name, memory=[one])  # type: ignore[list-item]
+    assert (tmp_path / "list").read_text() == (tmp_path / "iterator").read_text()
