@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpipebal.errors import BalanceError
+from gpipebal.problem.device import Device
+from gpipebal.problem.link import Links
 
 if TYPE_CHECKING:
     from gpipebal.problem.problem import Problem
 
 __all__ = [
     "check_any_order",
+    "check_devices",
     "check_enough_layers",
     "check_lengths",
+    "check_links",
     "check_parts",
     "check_total",
 ]
@@ -82,15 +86,7 @@ def check_parts(problem: Problem) -> None:
     """
     n_layers, n_partitions = problem.n_layers, problem.n_partitions
     if problem.devices is not None:
-        if len(problem.devices) != n_partitions:
-            raise BalanceError(
-                f"devices and partitions differ in number: len(devices)={len(problem.devices)} "
-                f"(expected n_partitions={n_partitions}).\n"
-                "Fix: one device per partition, or devices=None."
-            )
-        for j, device in enumerate(problem.devices):
-            for column in device.times or ():
-                _check_length(f"times of devices[{j}]", column, n_layers, "layer")
+        check_devices(problem.devices, n_partitions, n_layers)
         limited = [j for j, d in enumerate(problem.devices) if d.memory_limit is not None]
         if limited and problem.memory is None:
             raise BalanceError(
@@ -101,13 +97,39 @@ def check_parts(problem: Problem) -> None:
             )
     check_any_order(problem.any_order, problem.devices)
     if problem.links is not None:
-        for name in ("forward", "backward"):
-            column = getattr(problem.links, name)
-            _check_length(f"{name} times of links", column, n_layers - 1, "cut")
+        check_links(problem.links, n_layers)
     if problem.memory is not None:
         problem.memory.labels(n_partitions)
     if problem.rules is not None:
         problem.rules.check(n_layers, n_partitions)
+
+
+def check_devices(devices: Sequence[Device], n_partitions: int, n_layers: int) -> None:
+    """Refuse devices for other partitions, or with times of their own for other layers.
+
+    Raises:
+        BalanceError: there are too many or too few, or one has too many times or too few.
+    """
+    if len(devices) != n_partitions:
+        raise BalanceError(
+            f"devices and partitions differ in number: len(devices)={len(devices)} "
+            f"(expected n_partitions={n_partitions}).\n"
+            "Fix: one device per partition, or devices=None."
+        )
+    for j, device in enumerate(devices):
+        for column in device.times or ():
+            _check_length(f"times of devices[{j}]", column, n_layers, "layer")
+
+
+def check_links(links: Links, n_layers: int) -> None:
+    """Refuse links with times for other cuts.
+
+    Raises:
+        BalanceError: there are too many or too few.
+    """
+    for name in ("forward", "backward"):
+        column = getattr(links, name)
+        _check_length(f"{name} times of links", column, n_layers - 1, "cut")
 
 
 def check_total(problem: Problem) -> None:

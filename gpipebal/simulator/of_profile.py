@@ -8,9 +8,9 @@ from itertools import pairwise
 from operator import mul
 
 from gpipebal.argument_kinds import check_kind, check_list
-from gpipebal.errors import BalanceError
 from gpipebal.problem import Device, Links
 from gpipebal.problem.bounds import check_bounds
+from gpipebal.problem.fits import check_devices, check_links
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.simulator.durations import Durations
 
@@ -39,6 +39,9 @@ def durations_of(
         links: What a transfer over each cut takes, see `gpipebal.problem.links_of`; None: nothing.
         loss: A loss that the last partition computes after its layers.
 
+    Raises:
+        BalanceError: bounds, devices or links do not fit the chain.
+
     Example:
         >>> from gpipebal.problem import Link, links_of
         >>> profile = Profile.from_costs([1.0, 2.0, 3.0], output_bytes=[10, 20, 30])
@@ -48,13 +51,12 @@ def durations_of(
     """
     check_kind("profile", profile, Profile)
     bounds = check_bounds("bounds", bounds, profile.n_layers)
-    if devices is not None and len(check_list("devices", devices, Device)) != len(bounds) - 1:
-        raise BalanceError(
-            f"devices and partitions differ in number: len(devices)={len(devices)} (expected "
-            f"{len(bounds) - 1}).\nFix: one device per partition."
-        )
+    if devices is not None:
+        devices = check_list("devices", devices, Device)
+        check_devices(devices, len(bounds) - 1, profile.n_layers)
     if links is not None:
         check_kind("links", links, Links, "links=links_of(profile, link)")
+        check_links(links, profile.n_layers)
     if loss is not None:
         check_kind("loss", loss, LayerProfile, "loss=profile.step.loss")
     runs = list(pairwise(bounds))

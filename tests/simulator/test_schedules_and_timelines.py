@@ -19,7 +19,7 @@ from gpipebal.planner import evaluate, solve_grid
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.grid.replicated import last_ends
 from gpipebal.planner.times import step_timeline
-from gpipebal.problem import Link, Problem, links_of
+from gpipebal.problem import Device, Link, Links, Problem, links_of
 from gpipebal.profile import TurnTimes
 from gpipebal.run.workload import mean_of_squares
 from gpipebal.schedule import (
@@ -196,6 +196,19 @@ def test_durations_are_numbers_of_any_kind() -> None:
     assert moved.has_transfers
     with pytest.raises(gb.GpipebalError, match=r"backward\[1\]='x'"):
         Durations((1, 2), (0, 0), (1, "x"))  # type: ignore[arg-type]
+
+
+def test_durations_refuse_devices_and_links_of_other_chains() -> None:
+    """Times for other layers or cuts used to be added up as far as they went."""
+    profile = gb.Profile.from_costs([1.0] * 3)
+    short = Device(1, None, [1.0], [1.0], [1.0])
+    with pytest.raises(BalanceError, match=r"times of devices\[1\] are too many or too few: 1"):
+        durations_of(profile, (0, 2, 3), devices=[Device(), short])
+    for links in (Links([1.0], [1.0]), Links([1.0] * 3, [1.0] * 3)):
+        with pytest.raises(BalanceError, match=r"forward times of links .* \(expected 2, one per"):
+            durations_of(profile, (0, 2, 3), links=links)
+    with pytest.raises(BalanceError, match=r"len\(devices\)=1 \(expected n_partitions=2"):
+        durations_of(profile, (0, 2, 3), devices=[Device()])
 
 
 def test_the_default_loss_of_halves_is_finite() -> None:
