@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gpipebal.argument_kinds import check_list, whole_number
+from gpipebal.argument_kinds import check_list, check_whole, whole_number
 from gpipebal.errors import BalanceError
 
 __all__ = [
@@ -64,7 +64,7 @@ class Schedule:
             partition, in order.
 
     Raises:
-        KindError: `rows` is not a list of lists of actions.
+        KindError: `rows` is not a list of lists of actions, or `devices` not one of whole numbers.
 
     Example:
         >>> rows = (Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))
@@ -86,6 +86,9 @@ class Schedule:
                 check_list(f"rows[{d}]", row, Action, fix)
         # What was given may be an iterator, which is used up now.
         object.__setattr__(self, "rows", rows)
+        if self.devices is not None:
+            devices = check_list("devices", self.devices, fix="devices=(0, 1, 0, 1), say")
+            object.__setattr__(self, "devices", tuple(check_whole("devices", d) for d in devices))
 
     @property
     def n_partitions(self) -> int:

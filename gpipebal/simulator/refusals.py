@@ -22,11 +22,17 @@ def check_rows(schedule: Schedule) -> set[_Cell]:
     """Return all actions, after a check that each is known and occurs once, in its own row.
 
     Raises:
-        BalanceError: an action that is unknown, occurs twice or in another partition's row, or
-            half of a backward without the other half.
+        BalanceError: devices that are not those of the rows; an action that is unknown, occurs
+            twice or in another partition's row, or half of a backward without the other half.
     """
     seen: set[_Cell] = set()
     placement = schedule.placement
+    if set(placement) != set(range(schedule.n_devices)):
+        raise BalanceError(
+            f"schedule has other devices than rows: devices={placement!r:.60} (expected each of "
+            f"0..{schedule.n_devices - 1}, once or several times).\n"
+            "Fix: for each partition the row that its actions stand in, and no row without one."
+        )
     for d, row in enumerate(schedule.rows):  # d: device
         for action in row:
             j, kind, i = action  # j: partition, i: micro-batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipebal as gb
-from gpipebal.errors import BalanceError, UnsupportedPlanError
+from gpipebal.errors import BalanceError, KindError, UnsupportedPlanError
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
     CHECKPOINT_MODES,
@@ -23,6 +24,7 @@ from gpipebal.schedule import (
     gpipe_schedule,
     is_checkpointed,
 )
+from gpipebal.simulator import Durations, place
 
 counts = st.integers(min_value=1, max_value=6)
 modes = st.sampled_from(CHECKPOINT_MODES)
@@ -188,3 +190,19 @@ def test_pipeline_takes_other_spellings_of_what_it_runs() -> None:
     assert loss == pipe.step(torch.ones(4, 2), loss_fn=torch.mean)
     with pytest.raises(UnsupportedPlanError, match=r"'zb_h1' is run by torch.distributed"):
         pipe.step(torch.ones(4, 2), loss_fn=torch.mean, schedule="zero-bubble")
+
+
+def test_devices_of_a_schedule_are_those_of_its_rows() -> None:
+    """Each row belongs to one, and each partition to a row; any list of whole numbers is taken."""
+    cells = ((0, "F"), (1, "F"), (1, "B"), (0, "B"))
+    row = tuple(Action(j, kind, 0) for j, kind in cells)  # type: ignore[arg-type]
+    durations = Durations((1.0, 2.0), (0.0, 0.0), (3.0, 4.0))
+    schedule = Schedule("mine", (row,), devices=iter([np.int64(0), 0]))  # type: ignore[arg-type]
+    assert schedule == Schedule("mine", (row,), devices=(0, 0))
+    assert place(schedule, durations).makespan == 10.0
+    for rows, devices in (((row, ()), (0, 0)), ((row,), (0, 1)), ((row, (), ()), (0, 2))):
+        with pytest.raises(BalanceError, match=r"other devices than rows: devices=\(0, .\)"):
+            place(Schedule("mine", rows, devices), durations)
+    for wrong in (3, (0, "a")):
+        with pytest.raises(KindError, match="devices"):
+            Schedule("mine", (row,), devices=wrong)  # type: ignore[arg-type]
