@@ -186,6 +186,7 @@ def timeline_html(timeline: Any, kind_of: Callable[[str], Any]) -> str:
             counts to, if any.
     """
     n, makespan = timeline.n_devices, timeline.makespan or 1.0
+    placement = timeline.placement
     spent = [[0.0] * len(_COLOURS) for _ in range(n)]
     places = {name: place for place, name in enumerate(_COLOURS)}
     beside: dict[str, float] = {}
@@ -194,7 +195,7 @@ def timeline_html(timeline: Any, kind_of: Callable[[str], Any]) -> str:
         if kind.column is None:
             beside[kind.name] = beside.get(kind.name, 0.0) + time
         else:
-            spent[timeline.placement[event.partition]][places[kind.column]] += time
+            spent[placement[event.partition]][places[kind.column]] += time
     shown = range(min(n, _MOST_ROWS))
     rows: list[list[str | Bar]] = [
         [

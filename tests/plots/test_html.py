@@ -164,3 +164,20 @@ def test_what_is_not_shown_of_equal_rows_has_no_less_time() -> None:
     """Of rows that all take as long, some are left out all the same."""
     text = solve(Profile.from_costs([1.0] * 60), 30)._repr_html_()
     assert "6 partitions with no more time not shown" in text
+
+
+def test_devices_are_looked_up_once_and_not_for_every_event() -> None:
+    """A timeline of a thousand partitions makes a list of as many whenever it is asked for it."""
+    asked: list[int] = []
+
+    class Asked(Timeline):
+        @property
+        def placement(self) -> tuple[int, ...]:
+            asked.append(1)
+            return super().placement
+
+    whole = simulate(solve(Profile.from_costs([1.0] * 4, chunks=50), 4))
+    timeline = Asked(whole.events, whole.n_partitions)
+    asked.clear()
+    assert timeline._repr_html_() == whole._repr_html_()
+    assert len(asked) < 5
