@@ -240,7 +240,8 @@ class Plan:
             for part, recomputed in zip(self.partitions, self.recomputed, strict=True)
         )
         space = self.n_devices * self.makespan
-        return (space - busy) / space if space else 0.0
+        # Rounding can give a device that is always busy a negative idle time.
+        return max(0.0, (space - busy) / space) if space else 0.0
 
     @property
     def devices(self) -> tuple[int, ...]:

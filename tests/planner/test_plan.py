@@ -104,6 +104,14 @@ def test_bubble_fraction_is_idle_over_all(checkpoint: str, recomputed: int) -> N
     assert plan.bubble_fraction * 40.0 + busy == pytest.approx(40.0)
 
 
+@pytest.mark.parametrize("chunks", range(1, 10))
+def test_a_device_that_is_always_busy_has_no_bubble(chunks: int) -> None:
+    """Rounding does not make it negative, as it does not in a timeline."""
+    profile = gb.Profile.from_costs([0.1, 0.2], chunks=chunks)
+    bubble = gb.evaluate(profile, [2]).bubble_fraction
+    assert 0.0 <= bubble < 1e-12
+
+
 def test_each_partition_has_its_mode() -> None:
     """Modes per partition decide each partition's time, and what all of them recompute."""
     plan = _plan(checkpoint=["never", "except_last"])
