@@ -164,7 +164,8 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         >>> balance_cost([1, 2, 3, 4], 2)
         [3, 1]
     """
-    if isinstance(costs, (str, Mapping, Set)) or not isinstance(costs, Iterable):
+    is_one = isinstance(costs, (str, Mapping, Set)) or getattr(costs, "ndim", None) == 0
+    if is_one or not isinstance(costs, Iterable):
         raise BalanceError(
             f"costs are not a list: costs={costs!r:.60} (expected one number for each layer).\n"
             f"Fix: balance_cost([1, 2, 3], {partitions!r:.20})."

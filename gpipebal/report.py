@@ -50,7 +50,7 @@ class RunReport:
         balance: Layers in each partition.
         chunks: Micro-batches per mini-batch.
         mini_batch_rows: Rows of the mini-batch.
-        image_size: Pixels of the images' side; None for a user's model.
+        image_size: Pixels of the images' side; None: no images, or a user's model.
         checkpoint: Which micro-batches were recomputed.
         seed: Seed of parameters and data.
         loss: Name of the loss.

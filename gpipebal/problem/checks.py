@@ -62,14 +62,14 @@ def check_times(name: str, values: Sequence[float], what: str = "layer") -> tupl
     Raises:
         BalanceError: a time that is negative, infinite, NaN or no number.
     """
-    times = tuple(values)
+    given = times = tuple(values)
     kinds = set(map(type, times))
     if not kinds <= {int, float}:
         times = tuple(map(plain_number, times))
     if times and not _are_times(times, kinds):
         k = next(k for k, time in enumerate(times) if not 0 <= time < math.inf)
         raise BalanceError(
-            f"{name} time of {what} {k} is not a time: {name}[{k}]={values[k]!r} "
+            f"{name} time of {what} {k} is not a time: {name}[{k}]={given[k]!r} "
             "(expected a finite number, 0 or more).\n"
             f"Fix: measure that {what} again, or give 0 if it costs nothing."
         )

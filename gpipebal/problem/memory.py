@@ -131,8 +131,9 @@ def layer_memory(
         >>> memory.rows(0, 0, "never"), memory.rows(0, 0, "except_last")
         (array([405, 450]), array([129, 144]))
     """
+    fixed = check_list("fixed", fixed)
     columns = {"fixed": fixed, "saved": saved, "inputs": inputs}
-    columns["transient"] = [0] * len(check_list("fixed", fixed)) if transient is None else transient
+    columns["transient"] = [0] * len(fixed) if transient is None else transient
     columns = {name: check_list(name, column) for name, column in columns.items()}
     n_layers, chunks = len(fixed), check_count("chunks", chunks)
     for name, column in columns.items():

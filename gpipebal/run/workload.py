@@ -51,7 +51,7 @@ class Workload:
         loss_fn: Takes output and target, or the output only; gives a scalar tensor.
         make_optimizer: Takes a list of the parameters; makes an optimizer of them, or several.
         loss_name: Name of the loss in a report.
-        image_size: Height and width of the images in pixels; None: not a built-in model.
+        image_size: Height and width of images in pixels; None: no images, or not a built-in model.
         parting: Those of ``keywords``, ``in_dims``, ``keyword_dims``, ``out_dims`` and
             ``target_dims`` that differ from the defaults, as `profile_model` takes them.
     """

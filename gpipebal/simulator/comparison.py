@@ -166,7 +166,9 @@ def compare_durations(
     """
     if isinstance(durations, Durations):
         durations = {1: durations}
-    for times in check_mapping("durations", durations, "durations={1: durations}").values():
+    check_mapping("durations", durations, "durations={1: durations}")
+    for each, times in durations.items():
+        check_count("partitions_per_device", each)
         check_kind("durations", times, Durations, "durations=durations_of(profile, bounds)")
     if not durations:
         raise KindError(

@@ -91,9 +91,10 @@ def split_any_cost(
         after = here
         choices.append(chosen)
     if 0 not in after:
+        breaks = "" if rules is None else "breaks a rule, or "
         raise InfeasibleError(
-            f"no split is allowed: cost is None or infinite for a partition of every split "
-            f"(expected {n_partitions} runs that are allowed).\n"
+            f"no split is allowed: every one {breaks}has a partition whose cost is None or "
+            f"infinite (expected {n_partitions} runs that are allowed).\n"
             "Fix: another number of partitions, or allow longer runs."
         )
     bounds = [0]

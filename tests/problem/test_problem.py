@@ -172,6 +172,7 @@ def _problem(**changes: Any) -> Problem:
         ({"forward": [1, "2", 3]}, r"forward\[1\]='2'"),
         ({"forward": [1, None, 3]}, r"forward\[1\]=None"),
         ({"forward": [1, 2j, 3]}, r"forward\[1\]=2j"),
+        ({"forward": iter([1, -2, 3])}, r"forward\[1\]=-2"),
         ({"n_partitions": 0}, r"n_partitions is too small: n_partitions=0 \(expected 1"),
         ({"n_partitions": True}, r"n_partitions is not a whole number: n_partitions=True"),
         ({"chunks": 0}, r"chunks is too small: chunks=0 .*\.\nFix: chunks=1"),

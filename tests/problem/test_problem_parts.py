@@ -151,6 +151,7 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         (lambda: Link(bandwidth=0), r"bandwidth is not above 0: bandwidth=0"),
         (lambda: layer_memory([1], [1, 2], [1], chunks=1), r"saved and fixed differ in length"),
         (lambda: layer_memory([1], [-2], [1], chunks=1), r"saved\[0\]=-2"),
+        (lambda: layer_memory(iter([1]), [-2], [1], chunks=1), r"saved\[0\]=-2"),  # type: ignore[arg-type]
     ],
 )
 def test_parts_that_make_no_sense_are_refused(make: Any, message: str) -> None:

@@ -453,7 +453,7 @@ def test_rates_that_are_no_numbers_are_refused(wrong: dict[str, Any]) -> None:
         gb.DeviceRates(**({"name": "x", "flops": {"float32": 1e12}, "bandwidth": 1e12} | wrong))
 
 
-@pytest.mark.parametrize("costs", [{0: 5.0, 1: 1.0}, {5.0, 1.0}])
+@pytest.mark.parametrize("costs", [{0: 5.0, 1: 1.0}, {5.0, 1.0}, torch.tensor(3.0), np.array(3.0)])
 def test_costs_without_an_order_are_refused(costs: Any) -> None:
     """A dictionary would be read as its keys."""
     with pytest.raises(BalanceError, match="costs are not a list"):

@@ -120,6 +120,9 @@ def test_counts_that_do_not_fit_are_refused() -> None:
         compare_durations({1: equal(1, 1.0, 1.0), 2: equal(3, 1.0, 1.0)}, 4)
     with pytest.raises(BalanceError, match="chunks is too small"):
         compare_durations(equal(2, 1.0, 1.0), 0)
+    for each in (0, "a"):
+        with pytest.raises(BalanceError, match="partitions_per_device is"):
+            compare_durations({each: equal(2, 1.0, 1.0)}, 4)  # type: ignore[dict-item]
     with pytest.raises(UnsupportedPlanError, match="'2f2b'"):
         compare_durations(equal(2, 1.0, 1.0), 4, schedules=["2f2b"])
 

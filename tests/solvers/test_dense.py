@@ -91,3 +91,9 @@ def test_rules_are_kept() -> None:
     assert max(end - first for first, end, _ in asked) == 2
     value, bounds = split_any_cost(cost, 6, 3, rules=Rules(no_cut=[2], pin={3: 1}))
     assert (value, bounds) == (4, (0, 1, 4, 6))
+
+
+def test_rules_that_leave_no_split_are_named_beside_the_cost() -> None:
+    """The cost, which then was not even asked for, is not said to forbid anything."""
+    with pytest.raises(InfeasibleError, match="every one breaks a rule, or has a partition whose"):
+        split_any_cost(lambda first, end, partition: 1, 6, 2, rules=Rules(max_layers=2))
