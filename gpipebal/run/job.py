@@ -64,7 +64,8 @@ def run(
     ``plan.png`` go to `output`, each one as soon as its content is known.
 
     Args:
-        model: A built-in model, or ``package.module:function``; see `load_workload`.
+        model: A built-in model, or ``package.module:function``; see `load_workload`. If it is in
+            evaluation mode as a whole, it is put into training mode.
         partitions: Number of partitions; None: one for each device, and 2 on ``'cpu'`` alone.
         chunks: Micro-batches per mini-batch.
         rows: Rows of the mini-batch of a built-in model; None: 32.
@@ -206,6 +207,8 @@ class _Job:
             f"{workload.name}: {count(len(workload.model), 'layer')}, {n_parameters:,} parameters"
         )
         self.echo(describe_places(self.places, self.threads))
+        if not workload.model.training:
+            workload.model.train()  # such a model is profiled as if it were trained
         # Both trainings start from the same values; the pipeline trains the model itself.
         plain_model = deep_copy(workload.model, {})
         self.echo(f"Profiling {count(len(workload.model), 'layer')}")

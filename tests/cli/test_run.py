@@ -241,6 +241,26 @@ def test_interrupted_run_keeps_what_is_written(
     assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "plan.json", "plan.png"}
 
 
+@pytest.mark.usefixtures("short_profile")
+def test_a_model_in_evaluation_mode_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is profiled: in evaluation mode a pipeline would recompute nothing."""
+    modes: list[set[bool]] = []
+    train = job.train_in_turns
+
+    def seen(pipe: GPipe, plain_model: nn.Module, *more: Any, **options: Any) -> Any:
+        modes.append({part.training for part in (*pipe.modules(), *plain_model.modules())})
+        return train(pipe, plain_model, *more, **options)
+
+    monkeypatch.setattr(job, "train_in_turns", seen)
+    run(
+        "workloads:tiny_in_evaluation_mode", chunks=2, steps=1, output=tmp_path, device="cpu",
+        echo=str, progress=False,
+    )  # fmt: skip
+    assert modes == [{True}]
+
+
 def two_steps(folder: Path) -> RunReport:
     """Run a tiny model for two steps, without a word."""
     return run(

@@ -27,6 +27,12 @@ def tiny() -> tuple[nn.Sequential, Tensor]:
     return model, torch.randn(ROWS, 6)
 
 
+def tiny_in_evaluation_mode() -> tuple[nn.Sequential, Tensor]:
+    """Return the same as a model comes that was loaded to be used."""
+    model, sample = tiny()
+    return model.eval(), sample
+
+
 def without_values() -> tuple[nn.Sequential, Tensor]:
     """Return the same on the meta device."""
     model, sample = tiny()
