@@ -303,6 +303,23 @@ def test_other_layers_in_a_partition_are_refused(change: str) -> None:
             use()
 
 
+def test_a_layer_that_is_added_does_not_take_the_place_of_another() -> None:
+    """What is appended gets a number counted from 0, whatever the names of the layers are."""
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    pipe = GPipe(nn.Sequential(*layers), [1, 2], chunks=2)
+    adds: list[Callable[[nn.Sequential], object]] = [
+        lambda partition: partition.append(nn.Tanh()),
+        lambda partition: partition.extend([nn.Tanh()]),
+        lambda partition: partition.insert(1, nn.Tanh()),
+        lambda partition: partition.__iadd__(nn.Sequential(nn.Tanh())),
+    ]
+    for add in adds:
+        with pytest.raises(RuntimeError, match=r"cannot be added to a partition.*\nFix: "):
+            add(pipe.partitions[1])
+    assert [layer for partition in pipe.partitions for layer in partition] == layers
+    assert pipe(torch.ones(4, 2)).shape == (4, 2)
+
+
 def test_hooks_on_partitions_take_what_torchs_take() -> None:
     """Keyword arguments come along where they are asked for; what cannot be is refused."""
     pipe = GPipe(chain(), [1, 2], chunks=2)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gpipebal.errors import ModelError
+from gpipebal.errors import ModelError, PipelineError
 
 __all__ = ["PartitionLayers"]
 
@@ -21,6 +21,16 @@ class PartitionLayers(nn.Sequential):
     The pipeline runs the layers, and not this container. Hooks on its forward are kept by its
     first and its last layer, and see what goes into and comes out of the partition.
     """
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse a name that is taken: `append` counts from 0, and may come to such a one."""
+        if name in self._modules:
+            raise _cannot_be_added()
+        super().add_module(name, module)
+
+    def insert(self, index: int, module: nn.Module) -> Self:
+        """Refuse: it would move layers to the names of others."""
+        raise _cannot_be_added()
 
     def register_forward_pre_hook(
         self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
@@ -76,6 +86,14 @@ class PartitionLayers(nn.Sequential):
     register_state_dict_post_hook = register_state_dict_pre_hook
     register_load_state_dict_pre_hook = register_state_dict_pre_hook
     register_load_state_dict_post_hook = register_state_dict_pre_hook
+
+
+def _cannot_be_added() -> PipelineError:
+    return PipelineError(
+        "a layer cannot be added to a partition: it would take the place of another one.\n"
+        "Fix: change the nn.Sequential, and make another pipeline of it; or replace a layer, "
+        "pipe.partitions[j][k] = layer."
+    )
 
 
 class _Both(RemovableHandle):
