@@ -51,8 +51,9 @@ def devices_asked(
                     f"{count(profile.n_layers, 'layer')}).\n"
                     "Fix: profile the same model on each type of device."
                 )
-            at = device if quantile is None else at_quantile(device, quantile)
-            found.append(made.setdefault(id(device), at))
+            if id(device) not in made:
+                made[id(device)] = device if quantile is None else at_quantile(device, quantile)
+            found.append(made[id(device)])
         elif isinstance(device, Device):
             found.append(device)
         elif (

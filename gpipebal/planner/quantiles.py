@@ -12,7 +12,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import plain_number
 from gpipebal.profile import LayerProfile, Profile
 
-__all__ = ["at_quantile"]
+__all__ = ["at_quantile", "quantile_of"]
 
 #: The spread of each time.
 _SPREADS: Mapping[str, str] = MappingProxyType(
@@ -25,6 +25,8 @@ _SPREADS: Mapping[str, str] = MappingProxyType(
 )
 #: Interquartile range of a normal distribution whose standard deviation is 1.
 _RANGE = 2 * NormalDist().inv_cdf(0.75)
+#: The quantile of times as they are measured.
+_MEDIAN = 0.5
 
 
 def at_quantile(profile: Profile, quantile: float) -> Profile:
@@ -35,7 +37,8 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
     counts as a layer; the gather and the optimizer have no spread, and keep their times.
 
     Args:
-        profile: Costs with spreads; layers without any keep their times.
+        profile: Costs with spreads; layers without any keep their times. Whether its times are
+            medians or another quantile already makes no difference.
         quantile: 0.5, the median, to below 1.
 
     Raises:
@@ -50,16 +53,34 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
     """
     check_kind("profile", profile, Profile)
     number = plain_number(quantile)
-    if not 0.5 <= number < 1:
+    if not _MEDIAN <= number < 1:
         raise BalanceError(
             f"quantile is out of range: quantile={quantile!r:.60} (expected 0.5 <= quantile < 1).\n"
             "Fix: quantile=0.9, or quantile=None for medians."
         )
-    share = NormalDist().inv_cdf(number) / _RANGE
+    # What the times lie above their medians already does not count twice.
+    taken = NormalDist().inv_cdf(quantile_of(profile))
+    return _shifted(profile, (NormalDist().inv_cdf(number) - taken) / _RANGE, number)
+
+
+def quantile_of(profile: Profile) -> float:
+    """Return the quantile that a profile's times are: 0.5, or what `at_quantile` was asked for.
+
+    Example:
+        >>> quantile_of(at_quantile(Profile.from_costs([1.0]), 0.9))
+        0.9
+    """
+    taken = profile.provenance.get("quantile")  # of a file, it may be anything
+    return taken if isinstance(taken, float) and _MEDIAN <= taken < 1 else _MEDIAN
+
+
+def _shifted(profile: Profile, share: float, quantile: float) -> Profile:
+    """Add a share of each spread to its time, at all sizes of micro-batches."""
 
     def shifted(layer: LayerProfile) -> LayerProfile:
         times = {
-            name: getattr(layer, name) + share * getattr(layer, spread)
+            # Between sizes that were measured a spread may be more than its time is above 0.
+            name: max(getattr(layer, name) + share * getattr(layer, spread), 0.0)
             for name, spread in _SPREADS.items()
             if getattr(layer, name) is not None
         }
@@ -73,6 +94,6 @@ def at_quantile(profile: Profile, quantile: float) -> Profile:
         profile,
         layers=tuple(map(shifted, profile.layers)),
         step=replace(step, loss=loss, whole_loss=whole_loss),
-        other_sizes=tuple(at_quantile(other, number) for other in profile.other_sizes),
-        provenance={**profile.provenance, "quantile": number},
+        other_sizes=tuple(_shifted(other, share, quantile) for other in profile.other_sizes),
+        provenance={**profile.provenance, "quantile": quantile},
     )

@@ -13,7 +13,7 @@ from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.devices import DeviceCosts, check_shared_devices, devices_asked
 from gpipebal.planner.layer_rules import LayerKey, join_rules
 from gpipebal.planner.own_cost import AnyCost, check_cost
-from gpipebal.planner.quantiles import at_quantile
+from gpipebal.planner.quantiles import at_quantile, quantile_of
 from gpipebal.planner.runs.memory import KnownMemory
 from gpipebal.planner.times import runnable
 from gpipebal.problem import RULE_NAMES, Device, Link, Rules
@@ -176,8 +176,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     quantile = options.get("quantile")
     if quantile is not None:
         profile = at_quantile(profile, quantile)
-    taken = profile.provenance.get("quantile")
-    if isinstance(taken, float) and taken != 0.5:
+    taken = quantile_of(profile)
+    if taken != 0.5:
         notes.append(f"Times are upper quantiles ({taken:g}) of the measured spread, not medians.")
     schedule = _schedule(options)
     inside, shared = options.get("loss_inside"), options.get("shared_memory")

@@ -116,6 +116,24 @@ def test_the_loss_has_the_quantile_of_the_layers() -> None:
     assert found.layers[0].forward_time > 1.0 and found.step.optimizer_time == 1.0
 
 
+def test_times_are_taken_at_a_quantile_once() -> None:
+    """Of a profile whose times are upper quantiles already; the median leads back."""
+    sizes = several(4, 8, 16)
+    layers = tuple(replace(layer, forward_spread=0.5) for layer in sizes.layers)
+    profile = replace(sizes, layers=layers)
+    upper = at_quantile(profile, 0.9)
+    assert upper.layers != profile.layers
+    assert (
+        at_quantile(upper, 0.9) == upper == at_quantile(gb.Profile.from_dict(upper.to_dict()), 0.9)
+    )
+    assert gb.solve(upper, 2, quantile=0.9) == gb.solve(profile, 2, quantile=0.9)
+    back = gb.solve(upper, 2, quantile=0.5)
+    assert back.makespan == gb.solve(profile, 2).makespan and not back.notes
+    for other in ({"quantile": "0.9"}, {"quantile": 2.0}):
+        named = replace(profile, provenance=other)
+        assert at_quantile(named, 0.9).layers == upper.layers
+
+
 def test_a_grid_has_the_chunks_that_were_asked_for() -> None:
     """Nine rows in eight micro-batches are eight, of two rows and of one."""
     one = gb.Profile.from_costs([1.0, 1.0], rows=1, chunks=9)
