@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
+from numbers import Rational, Real
 from typing import Any
 
 from gpipebal.errors import BalanceError
 from gpipebal.objectives import OBJECTIVES
 from gpipebal.solvers.dense import AnyCost
 
-__all__ = ["AnyCost", "check_cost"]
+__all__ = ["AnyCost", "check_cost", "cost_of_run"]
 
 
 def check_cost(cost: Any) -> AnyCost | None:
@@ -44,3 +47,44 @@ def check_cost(cost: Any) -> AnyCost | None:
         f"cost cannot be called: {what} (expected cost(first, end, partition), for the layers "
         f"from first to end - 1).\nFix: {fix}."
     )
+
+
+def cost_of_run(cost: AnyCost, first: int, end: int, partition: int) -> float | None:
+    """Ask what a run of layers costs; None where it is not allowed.
+
+    Ints and Fractions stay what they are, so that they are compared exactly.
+
+    Raises:
+        BalanceError: the answer is no cost.
+
+    Example:
+        >>> cost_of_run(lambda first, end, partition: end - first, 0, 3, 0)
+        3
+    """
+    found: Any = cost(first, end, partition)
+    if found is None:
+        return None
+    call = f"cost({first}, {end}, {partition})={found!r:.40}"
+    number = _number(found)
+    if number is None:
+        raise BalanceError(
+            f"cost of a run is not a number: {call} (expected a number up to "
+            f"{sys.float_info.max:.3g}, infinity or None).\n"
+            "Fix: return None for what is not allowed."
+        )
+    if number < 0:
+        raise BalanceError(
+            f"cost of a run is negative: {call} (expected 0 or more).\n"
+            "Fix: return None for what is not allowed."
+        )
+    return None if number == math.inf else number
+
+
+def _number(found: Any) -> float | None:
+    """Return a cost, an int or a Fraction as it is; None if it is no number, or exceeds a float."""
+    if not isinstance(found, Real) or isinstance(found, bool):
+        return None
+    # Whole numbers and fractions are compared exactly; others, such as numpy's, may not know how
+    # to be compared with the largest float.
+    number: Any = found if isinstance(found, Rational) else float(found)
+    return None if number != number or sys.float_info.max < number < math.inf else number

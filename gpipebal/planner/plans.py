@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import assert_never
 from gpipebal.plan import PartitionPlan, Plan
 from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
 from gpipebal.planner.execution import Execution
+from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.planner.sensitivity import sensitivity
@@ -137,12 +137,15 @@ def value_of(
 ) -> float | None:
     """Return the objective's value of a split, whether or not it keeps limits and rules.
 
-    None where the caller's own cost of runs does not allow the split.
+    None where the caller's own cost of runs does not allow the split, or rules forbid it: nobody
+    asks what runs cost that are forbidden.
     """
     question = posed.question
     if question.cost is not None:
-        costs = [question.cost(a, b, j) for j, (a, b) in enumerate(pairwise(bounds))]
-        known = [cost for cost in costs if cost is not None and math.isfinite(cost)]
+        if question.rules is not None and not question.rules.keeps(bounds):
+            return None
+        costs = [cost_of_run(question.cost, a, b, j) for j, (a, b) in enumerate(pairwise(bounds))]
+        known = [cost for cost in costs if cost is not None]
         return float(max(known)) if len(known) == len(costs) else None
     if question.objective == "peak_memory":
         return float(max(_peaks_of(posed, bounds, modes, order)))

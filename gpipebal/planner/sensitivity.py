@@ -11,7 +11,7 @@ from typing import assert_never
 import numpy as np
 
 from gpipebal.objectives import Quantity, TimeObjective
-from gpipebal.planner.question import AnyCost
+from gpipebal.planner.own_cost import AnyCost, cost_of_run
 from gpipebal.problem import Problem, Rules
 from gpipebal.problem.checks import plain_number
 from gpipebal.schedule import CheckpointMode
@@ -180,7 +180,7 @@ def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float
     """Return the growth of the largest cost of a run."""
 
     def of(j: int, start: int, end: int) -> float:
-        found = cost(start, end, j)
+        found = cost_of_run(cost, start, end, j)
         return math.inf if found is None else plain_number(found)
 
     costs = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]

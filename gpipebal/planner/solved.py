@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import replace
-from numbers import Rational, Real
-from typing import Any
 
-from gpipebal.errors import BalanceError, InfeasibleError
+from gpipebal.errors import InfeasibleError
 from gpipebal.planner.all_ways import device_orders
+from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules.search import search_schedule
 from gpipebal.problem import Problem
@@ -86,22 +83,7 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
         memory = problem.memory
         if memory is not None and not memory.fits(start, end, j, modes[j], problem.limits[j]):
             return None
-        found = cost(start, end, j)
-        if found is None:
-            return None
-        number = _number(found)
-        if number is None:
-            raise BalanceError(
-                f"cost of a run is not a number: cost({start}, {end}, {j})={found!r:.40} (expected "
-                f"a number up to {sys.float_info.max:.3g}, infinity or None).\n"
-                "Fix: return None for what is not allowed."
-            )
-        if number < 0:
-            raise BalanceError(
-                f"cost of a run is negative: cost({start}, {end}, {j})={found!r} (expected 0 or "
-                "more).\nFix: return None for what is not allowed."
-            )
-        return number
+        return cost_of_run(cost, start, end, j)
 
     n_layers, n_partitions = problem.n_layers, problem.n_partitions
     try:
@@ -109,13 +91,3 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
     except InfeasibleError:
         return None
     return Split(bounds, value, value, "optimal", "dense table", modes, tuple(range(n_partitions)))
-
-
-def _number(found: Any) -> float | None:
-    """Return a cost, an int or a Fraction as it is; None if it is no number, or exceeds a float."""
-    if not isinstance(found, Real) or isinstance(found, bool):
-        return None
-    # Whole numbers and fractions are compared exactly; others, such as numpy's, may not know how
-    # to be compared with the largest float.
-    number: Any = found if isinstance(found, Rational) else float(found)
-    return None if sys.float_info.max < number < math.inf else number

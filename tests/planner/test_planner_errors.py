@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from fractions import Fraction
 from typing import Any
@@ -167,6 +168,31 @@ def test_costs_that_no_float_can_be_are_refused(huge: Any) -> None:
     """Whatever kind they are of."""
     with pytest.raises(BalanceError, match="cost of a run is not a number"):
         gb.solve(PROFILE, 2, cost=lambda first, end, _: huge)
+
+
+@pytest.mark.parametrize("answer", [-1, math.nan, "dear", 10**400, None])
+def test_nobody_asks_what_forbidden_runs_cost(answer: Any) -> None:
+    """Not even for the split into equally many layers, which rules may forbid."""
+
+    def cost(first: int, end: int, partition: int) -> Any:
+        return answer if 3 in (first, end) else end - first
+
+    plan = gb.solve(PROFILE, 2, cost=cost, no_cut=[3])
+    assert (plan.value, plan.equal_split_value) == (4.0, None)
+    if answer is not None:
+        with pytest.raises(BalanceError, match="cost of a run is"):
+            gb.solve(PROFILE, 2, cost=cost)
+
+
+def test_a_cost_is_one_however_it_is_made() -> None:
+    """An object that can be called may be empty as a list is."""
+
+    class Costs(dict[int, int]):
+        def __call__(self, first: int, end: int, partition: int) -> int:
+            return self.get(partition, end - first)
+
+    with pytest.raises(BalanceError, match="method does not apply where cost is given"):
+        gb.solve(PROFILE, 2, cost=Costs(), method="set sweep")
 
 
 def test_devices_of_a_simulation_are_a_count() -> None:
