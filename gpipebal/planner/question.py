@@ -179,9 +179,9 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     taken = quantile_of(profile)
     if taken != 0.5:
         notes.append(f"Times are upper quantiles ({taken:g}) of the measured spread, not medians.")
-    schedule = _schedule(options)
-    inside, shared = options.get("loss_inside"), options.get("shared_memory")
-    inside = schedule != "gpipe" if inside is None else check_flag("loss_inside", inside)
+    schedule = check_known_schedule(options.get("schedule", "gpipe"))
+    inside = _loss_inside(options.get("loss_inside"), schedule)
+    shared = options.get("shared_memory")
     shared = profile.shares_memory if shared is None else check_flag("shared_memory", shared)
     checkpoint = options.get("checkpoint", "except_last")
     if not (isinstance(checkpoint, str) and checkpoint == "auto"):
@@ -198,7 +198,8 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     )
     limited = own_limits or options.get("memory_limit") is not None
     _check_memory_known(schedule, limited=limited or objective == "peak_memory")
-    any_order = check_flag("any_order", options.get("any_order") or False)
+    any_order = options.get("any_order")
+    any_order = any_order is not None and check_flag("any_order", any_order)
     check_any_order(any_order, devices)
     if shares_devices(schedule) and devices is not None:
         check_shared_devices(schedule, devices, any_order=any_order)
@@ -251,7 +252,9 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
 def _check_method(question: Question) -> None:
     """Refuse a method where there is no choice; solvers say whether others apply."""
     only = "schedule search" if question.is_searched else "dense table"
-    if question.method not in ("auto", only) and (question.is_searched or question.cost):
+    if question.method not in ("auto", only) and (
+        question.is_searched or question.cost is not None
+    ):
         why = f"schedule={question.schedule!r}" if question.is_searched else "cost"
         raise BalanceError(
             f"method does not apply where {why} is given: method={question.method!r:.60} (expected "
@@ -271,16 +274,16 @@ def _time_limit(seconds: Any) -> float | None:
     )
 
 
-def _schedule(options: Options) -> str:
-    """Return the schedule, or say what makes no sense under it."""
-    schedule = check_known_schedule(options.get("schedule", "gpipe"))
-    if options.get("loss_inside") is False and schedule != "gpipe":
+def _loss_inside(asked: Any, schedule: str) -> bool:
+    """Return whether the last partition computes the loss, unless it has to and must not."""
+    inside = schedule != "gpipe" if asked is None else check_flag("loss_inside", asked)
+    if not inside and schedule != "gpipe":
         raise BalanceError(
             f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
             "loss_inside=False (expected loss_inside=True: with 'gpipe' alone does the caller "
             "compute the loss, after all forwards).\nFix: loss_inside=None."
         )
-    return schedule
+    return inside
 
 
 def _check_memory_known(schedule: str, *, limited: bool) -> None:

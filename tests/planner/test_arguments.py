@@ -203,6 +203,8 @@ def test_numbers_for_flags() -> None:
     """As files have them; other numbers are none."""
     assert gb.solve(PROFILE, 2, any_order=0, loss_inside=0) == PLAN  # type: ignore[arg-type]
     assert gb.solve(PROFILE, 2, any_order=None) == PLAN  # type: ignore[arg-type]
+    with pytest.raises(BalanceError, match="neither true nor false: any_order=''"):
+        gb.solve(PROFILE, 2, any_order="")  # type: ignore[arg-type]
     with pytest.raises(BalanceError, match="neither true nor false: shared_memory=2"):
         gb.solve(PROFILE, 2, shared_memory=2)  # type: ignore[arg-type]
     times = Durations.of_plan(PLAN)

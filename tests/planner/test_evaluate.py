@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,9 +180,11 @@ def test_the_loss_inside_takes_its_own_times() -> None:
     callers = evaluate(profile, [1, 1], checkpoint="never")
     assert (callers.step_time, callers.pause_time) == (5 + 9.5 + 10 + 0.25, 9.5)
     assert not callers.loss_inside
-    with pytest.raises(BalanceError, match="cannot compute the loss under this schedule") as error:
-        evaluate(profile, [1, 1], schedule="1f1b", loss_inside=False)
-    assert str(error.value).endswith("Fix: loss_inside=None.")
+    no: Any
+    for no in (False, 0, np.bool_(False)):
+        with pytest.raises(BalanceError, match="cannot compute the loss under this") as error:
+            evaluate(profile, [1, 1], schedule="1f1b", loss_inside=no)
+        assert str(error.value).endswith("Fix: loss_inside=None.")
 
 
 @pytest.mark.parametrize("inside", [False, True])
