@@ -74,6 +74,16 @@ def test_layers_are_recomputed_on_the_devices_of_the_plan() -> None:
         chosen = recompute_layers(profile, plan, memory_limit=limit, devices=given)
         assert chosen.runs and chosen.plan.devices == chosen.before.devices == plan.devices
         assert max(peaks(chosen.plan)) <= limit
+        # Limits are in the order of the devices, whatever kind of list they are.
+        limits = [max(peaks(plan)) - 60 + k for k in range(2)]
+        chosen, other = (
+            recompute_layers(profile, plan, memory_limit=kind(limits), devices=given)
+            for kind in (list, np.array)
+        )
+        assert chosen == other
+        assert [part.memory_limit for part in other.plan.partitions] == [
+            limits[k] for k in plan.devices
+        ]
 
 
 def test_times_of_a_device_are_those_of_one_size() -> None:

@@ -28,7 +28,7 @@ from gpipebal.planner.recompute.ways import choices_of
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile, SkipProfile
 from gpipebal.schedule import make_schedule
-from gpipebal.solvers.knapsack.knapsack import cheapest, lowest
+from gpipebal.solvers.knapsack.knapsack import Arc, Ceiling, Network, cheapest, lowest
 
 MiB = 2**20
 
@@ -383,6 +383,15 @@ def test_a_partition_in_another_mode_is_left_if_it_fits() -> None:
     assert tighter.runs_of(1) == ()
 
 
+def test_the_only_way_through_a_long_partition_is_listed() -> None:
+    """Thousands of layers of which none may be recomputed are no deep recursion."""
+    steps = {k: [Arc(k + 1, 0, 1, (1,))] for k in range(3000)}
+    steps[0].append(Arc(1, 5, 0, (1,)))
+    network = Network(steps, {3000: [Ceiling(0, times=1, beside=0)]})
+    ways, are_all = choices_of(network, None, 9)
+    assert [(len(way.arcs), way.cost) for way in ways] == [(3000, 0), (3000, 5)] and are_all
+
+
 def test_what_fits_is_left_as_it_is() -> None:
     """Without need nothing is recomputed, and the plan says the same as before."""
     profile = chain()
@@ -409,6 +418,25 @@ def test_an_error_says_what_would_fit(limit: Any, reserve: Any) -> None:
     less = [n and n - 1 for n in enough] if isinstance(enough, list) else enough - 1
     with pytest.raises(InfeasibleError):
         recompute_layers(profile, plan, memory_limit=less, reserve=reserve)
+
+
+@pytest.mark.parametrize("limit", ["2 GiB", "110 MiB", ["2 GiB", "90 MiB"], None])
+def test_an_error_says_which_limits_of_devices_would_do(limit: Any) -> None:
+    """Of two limits the lower one counts: where only the other one grows, nothing changes."""
+    profile = chain()
+    devices = [gb.Device(memory_limit=100 * MiB), gb.Device(memory_limit=2**31)]
+    plan = gb.evaluate(profile, [5, 3], checkpoint="never", devices=devices)
+    with pytest.raises(InfeasibleError) as caught:
+        recompute_layers(profile, plan, memory_limit=limit, devices=devices)
+    fix = str(caught.value).partition("\nFix: ")[2]
+    (own,) = re.findall(r"devices with memory_limit=(\[.*?\])", fix)
+    assert (eval(own)[0] > 100 * MiB) and eval(own)[1] == 2**31
+    enough = re.findall(r"^memory_limit=(\[.*?\]|\d+)", fix)
+    assert bool(enough) == (limit != "2 GiB")
+    more = [gb.Device(memory_limit=n) for n in eval(own)]
+    for one in enough:
+        limit = eval(one)
+    assert recompute_layers(profile, plan, memory_limit=limit, devices=more).runs
 
 
 def test_a_mode_that_needs_less_than_all_runs_is_what_an_error_counts() -> None:

@@ -9,7 +9,7 @@ from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.posing import Posed, posed_as
-from gpipebal.planner.question import DeviceCosts, Options, Size
+from gpipebal.planner.question import DeviceCosts, Options, Size, check_memory_limit
 from gpipebal.problem import Link
 from gpipebal.problem.chunking import check_planned
 from gpipebal.profile import Profile
@@ -43,17 +43,18 @@ def posed_again(
             f"plan.runs has {count(len(plan.runs), 'run')} (expected none).\n"
             "Fix: give the plan that they were chosen for, `before` of what recompute_layers gave."
         )
-    if memory_limit is None:
+    limits = check_memory_limit(memory_limit, plan.n_partitions)
+    if limits is None:
         if reserve is not None:
             raise BalanceError(
                 f"reserve is taken off a limit, and none is given: reserve={reserve!r:.60}, "
                 "memory_limit=None (expected a limit where a reserve is given: from those of the "
                 "plan it is taken off already).\nFix: reserve=None, or memory_limit='16 GiB'."
             )
-        memory_limit = [part.memory_limit for part in plan.partitions]
+        limits = tuple(part.memory_limit for part in plan.partitions)
         reserve = 0
-    elif isinstance(memory_limit, list | tuple) and len(memory_limit) == plan.n_partitions:
-        memory_limit = [memory_limit[k] for k in plan.places]
+    elif isinstance(limits, tuple):
+        limits = tuple(limits[k] for k in plan.places)
     if isinstance(devices, Iterable) and not isinstance(devices, str):
         devices = list(devices)
         if len(devices) == plan.n_partitions:
@@ -61,7 +62,7 @@ def posed_again(
     options = Options(
         devices=devices,
         link=link,
-        memory_limit=memory_limit,
+        memory_limit=limits,
         reserve=reserve,
         time_limit=time_limit,
     )

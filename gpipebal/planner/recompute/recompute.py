@@ -12,11 +12,12 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.layer_runs import with_nothing_saved_before, with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.plan import Plan
-from gpipebal.planner.advice import named_layers, with_more
+from gpipebal.planner.advice import named_layers
 from gpipebal.planner.evaluate import evaluate
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.question import DeviceCosts, Question, Size
+from gpipebal.planner.question import DeviceCosts, Size
 from gpipebal.planner.recompute.choice import LayerRecompute
+from gpipebal.planner.recompute.larger_limits import larger_limits
 from gpipebal.planner.recompute.network import partition_network
 from gpipebal.planner.recompute.posing import check_costs, posed_again
 from gpipebal.planner.recompute.ways import Choice, choices_of, in_order
@@ -347,7 +348,7 @@ def _infeasible(
     enough = _enough(posed, plan, time_limit, needs)
     fix = "a plan with more partitions, or more and smaller micro-batches"
     if enough is not None:
-        fix = _limit_text(posed.question, plan, enough)
+        fix = larger_limits(posed, plan, enough)
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:
         # Without what waits for busy neighbours some runs fit, and there are many.
@@ -374,8 +375,12 @@ def _enough(
     for _ in range(_MOST_ROUNDS):
         pairs = zip(needs, limits, lacks, strict=True)
         before, lacks = lacks, [0 if one is None else max(n - one, x) for n, one, x in pairs]
-        if isinstance(posed.question.limits, int):
-            lacks = [max(lacks)] * plan.n_partitions
+        common = posed.question.limits
+        if isinstance(common, int):
+            usable = common - posed.question.reserve_of(common)
+            most = max((one or 0) + n - usable for one, n in zip(limits, lacks, strict=True))
+            # It grows for all at once, but not the lower limits that devices have of their own.
+            lacks = [max(n, most) if x == usable else n for n, x in zip(lacks, limits, strict=True)]
         if lacks == before:
             return None  # it would not fit this time either
         more = [None if one is None else one + n for one, n in zip(limits, lacks, strict=True)]
@@ -383,15 +388,3 @@ def _enough(
             return lacks
         needs = _RunChoice(posed, plan, time_limit, more).needed()
     return None
-
-
-def _limit_text(question: Question, plan: Plan, lacks: Sequence[int]) -> str:
-    """Write the memory limit with which there is a choice, as it is given to `recompute_layers`."""
-    limits = question.limits
-    if isinstance(limits, int):
-        return f"memory_limit={with_more(question, limits, max(lacks))}"
-    given: list[int | None] = [None] * plan.n_partitions
-    for k, limit, lack in zip(plan.places, limits or (), lacks, strict=False):
-        given[k] = None if limit is None else with_more(question, limit, lack)
-    reserve = "" if question.reserve is None else f", reserve={question.reserve}"
-    return f"memory_limit={given}{reserve}"
