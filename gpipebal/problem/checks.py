@@ -9,6 +9,7 @@ from numbers import Integral, Real
 
 import numpy as np
 
+from gpipebal.argument_kinds import check_list
 from gpipebal.errors import BalanceError
 
 __all__ = [
@@ -61,8 +62,9 @@ def check_times(name: str, values: Sequence[float], what: str = "layer") -> tupl
 
     Raises:
         BalanceError: a time that is negative, infinite, NaN or no number.
+        KindError: they are not a list.
     """
-    given = times = tuple(values)
+    given = times = check_list(name, values)
     kinds = set(map(type, times))
     if not kinds <= {int, float}:
         times = tuple(map(plain_number, times))

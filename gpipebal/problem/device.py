@@ -31,6 +31,7 @@ class Device:
 
     Raises:
         BalanceError: a slowness or a limit that is not one, or times of some kinds only.
+        KindError: times that are not a list.
 
     Example:
         >>> Device(slowness=1.5, memory_limit=16 * 2**30).slowness

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.problem.device import Device
 from gpipebal.problem.link import Links
+from gpipebal.problem.memory import Memory
+from gpipebal.problem.rules import Rules
 
 if TYPE_CHECKING:
     from gpipebal.problem.problem import Problem
@@ -22,6 +25,13 @@ __all__ = [
     "check_parts",
     "check_total",
 ]
+
+#: Parts of a problem that are of a class of the same name, and how each is made.
+_PARTS: Mapping[type, str] = {
+    Links: "links_of(profile, Link(bandwidth=16e9))",
+    Memory: "layer_memory(fixed, saved, inputs, chunks=4)",
+    Rules: "Rules(no_cut=[2])",
+}
 
 
 def check_lengths(problem: Problem) -> None:
@@ -83,8 +93,13 @@ def check_parts(problem: Problem) -> None:
 
     Raises:
         BalanceError: one of them does not fit.
+        KindError: one of them is of another kind.
     """
     n_layers, n_partitions = problem.n_layers, problem.n_partitions
+    for kind, fix in _PARTS.items():
+        name = kind.__name__.lower()
+        if getattr(problem, name) is not None:
+            check_kind(name, getattr(problem, name), kind, f"{name}={fix}, say")
     if problem.devices is not None:
         check_devices(problem.devices, n_partitions, n_layers)
         limited = [j for j, d in enumerate(problem.devices) if d.memory_limit is not None]

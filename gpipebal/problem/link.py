@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import check_times, plain_number
+from gpipebal.problem.checks import check_flag, check_times, plain_number
 from gpipebal.profile import Profile
 
 __all__ = ["Link", "Links", "check_link", "links_of"]
@@ -27,7 +27,8 @@ class Link:
             memory do.
 
     Raises:
-        BalanceError: a bandwidth that is not above 0, or a latency that is not a time.
+        BalanceError: a bandwidth that is not above 0, a latency that is not a time, or `overlaps`
+            that is no bool.
 
     Example:
         >>> Link(bandwidth=16e9, latency=10e-6).seconds(16_000_000)
@@ -49,11 +50,7 @@ class Link:
                 f"latency is not a time: latency={self.latency!r:.60} (expected seconds, 0 or "
                 "more).\nFix: latency=0.0."
             )
-        if not isinstance(self.overlaps, bool):
-            raise BalanceError(
-                f"overlaps is neither true nor false: overlaps={self.overlaps!r:.60} (expected a "
-                "bool).\nFix: overlaps=True for copies that run beside the computation."
-            )
+        object.__setattr__(self, "overlaps", check_flag("overlaps", self.overlaps))
 
     def seconds(self, n_bytes: int) -> float:
         """Return the seconds of a copy; a copy of nothing takes none."""
@@ -76,7 +73,8 @@ class Links:
             it is added to the times of both, as where data passes through the host's memory.
 
     Raises:
-        BalanceError: a time that is negative, infinite, or no number.
+        BalanceError: a time that is negative, infinite, or no number; `overlaps` that is no bool.
+        KindError: times that are not a list.
 
     Example:
         >>> Links([1.5, 3.5], [1.5, 3.5]).forward
@@ -90,6 +88,7 @@ class Links:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             object.__setattr__(self, name, check_times(name, getattr(self, name), "cut"))
+        object.__setattr__(self, "overlaps", check_flag("overlaps", self.overlaps))
 
 
 def check_link(name: str, link: object) -> Link | None:

@@ -131,11 +131,12 @@ def layer_memory(
         >>> memory.rows(0, 0, "never"), memory.rows(0, 0, "except_last")
         (array([405, 450]), array([129, 144]))
     """
-    fixed = check_list("fixed", fixed)
-    columns = {"fixed": fixed, "saved": saved, "inputs": inputs}
-    columns["transient"] = [0] * len(fixed) if transient is None else transient
-    columns = {name: check_list(name, column) for name, column in columns.items()}
-    n_layers, chunks = len(fixed), check_count("chunks", chunks)
+    given = {"fixed": fixed, "saved": saved, "inputs": inputs}
+    columns = {name: check_list(name, column) for name, column in given.items()}
+    n_layers, chunks = len(columns["fixed"]), check_count("chunks", chunks)
+    columns["transient"] = check_list(
+        "transient", [0] * n_layers if transient is None else transient
+    )
     for name, column in columns.items():
         if len(column) != n_layers:
             raise BalanceError(

@@ -22,9 +22,9 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import Literal
 
-from gpipebal.argument_kinds import whole_number
+from gpipebal.argument_kinds import check_list, whole_number
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import check_times, scaled
+from gpipebal.problem.checks import check_flag, check_times, scaled
 from gpipebal.problem.costs import Costs, denominators
 from gpipebal.problem.device import Device
 from gpipebal.problem.fits import check_lengths, check_parts, check_total
@@ -71,6 +71,7 @@ class Problem:
         BalanceError: no layer; times that are missing, negative, infinite or NaN; a count that is
             not a whole number or out of range; an unknown checkpoint mode; parts that do not fit
             the chain.
+        KindError: a part of another kind, or times that are not a list.
 
     Example:
         >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=4)
@@ -126,7 +127,11 @@ class Problem:
             one = modes[0] if len(set(modes)) == 1 else modes
             object.__setattr__(self, "checkpoint", one)
         if self.devices is not None:
-            object.__setattr__(self, "devices", tuple(self.devices))
+            devices = check_list(
+                "devices", self.devices, Device, "devices=[Device(slowness=2)], say"
+            )
+            object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "any_order", check_flag("any_order", self.any_order))
         check_parts(self)
 
     @classmethod

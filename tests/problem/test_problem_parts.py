@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from solvers.whole_cases import rules_of, whole_problems
 from solvers.whole_oracle import candidates, keeps_rules
 
 import gpipebal as gb
-from gpipebal.errors import BalanceError
+from gpipebal.errors import BalanceError, KindError
 from gpipebal.problem import RULE_NAMES, Device, Link, Links, Memory, Problem, Rules, layer_memory
 from gpipebal.solvers import find, split
 from gpipebal.solvers.sets.levels import Levels
@@ -158,6 +159,48 @@ def test_parts_that_make_no_sense_are_refused(make: Any, message: str) -> None:
     """Numbers that are none of their kind are refused with their name and value."""
     with pytest.raises(BalanceError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Problem(**BASE, devices=[1, 2]), r"devices\[0\] is not a Device"),
+        (lambda: Problem(**BASE, devices=3), "devices is not a list"),
+        (lambda: Problem(**BASE, links=[1, 1]), "links is not a Links"),
+        (lambda: Problem(**BASE, memory=5), "memory is not a Memory"),
+        (lambda: Problem(**BASE, rules=[2]), "rules is not a Rules"),
+        (lambda: Problem(**{**BASE, "forward": 3}), "forward is not a list"),
+        (lambda: Device(1, None, 1.0, 2.0, 1.0), "forward is not a list"),  # type: ignore[arg-type]
+        (lambda: Links("12", "34"), "forward is not a list"),  # type: ignore[arg-type]
+        (lambda: layer_memory(None, [1], [1], chunks=1), "fixed is not a list"),  # type: ignore[arg-type]
+    ],
+)
+def test_parts_of_another_kind_are_refused(make: Any, message: str) -> None:
+    """By their own names, before anything is made of them."""
+    with pytest.raises(KindError, match=rf"{message}.*\nFix: ."):
+        make()
+
+
+@pytest.mark.parametrize("kind", [iter, lambda times: pd.Series(times, index=[5, 4, 3])])
+def test_times_are_in_the_order_in_which_they_come(kind: Any) -> None:
+    """Those of an iterator, and of a column with numbers of its own for its rows."""
+    plain = Device(1, None, [1, 2, 3], [1, 2, 3], [1, 2, 3])
+    assert Device(1, None, *(kind([1, 2, 3]) for _ in range(3))) == plain
+    with pytest.raises(BalanceError, match=r"forward time of layer 1 .*: forward\[1\]=-2"):
+        Device(1, None, *(kind([1, -2, 3]) for _ in range(3)))
+    sizes = [kind([1, 2, 3]) for _ in range(4)]
+    memory = layer_memory(*sizes[:3], chunks=2, transient=sizes[3])
+    assert list(memory.rows(0, 0, "never")) == [4, 11, 21]
+
+
+@pytest.mark.parametrize("yes", [True, 1, np.bool_(True)])
+def test_flags_of_any_kind_are_flags(yes: Any) -> None:
+    """As arguments of `solve` are; a text is none."""
+    assert Link(1.0, overlaps=yes).overlaps is True and Links([1], [1], yes).overlaps is True
+    assert Problem(**BASE, devices=[Device()] * 2, any_order=yes).any_order is True
+    for make in (lambda: Link(1.0, overlaps="no"), lambda: Links([1], [1], "no")):  # type: ignore[arg-type]
+        with pytest.raises(BalanceError, match="overlaps is neither true nor false"):
+            make()
 
 
 def test_modes_left_open_must_be_given_to_evaluate() -> None:
