@@ -49,8 +49,8 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
         That of the least shortage, and a search for each thing that might help.
     """
     question = all_posed[0].question
-    limit = question.time_limit
-    question = replace(question, until=None if limit is None else time.monotonic() + limit)
+    seconds = question.time_limit
+    question = replace(question, until=None if seconds is None else time.monotonic() + seconds)
     if question.cost is not None:
         return InfeasibleError(
             "no split is allowed: cost is None or infinite for a partition of every split, or "
@@ -138,8 +138,9 @@ def _about_waiting(posed: Posed, lack: int) -> str:
     if without[0] > 0:
         least = format_bytes(without[0])
         return f"{text} it would lack {least}; how many wait depends on timing."
-    # What waits depends on timing; of many plans, not all that might fit by their own are tried.
-    if all_ways(posed, MOST_WAYS) is None:
+    # What waits depends on timing; of many plans, not all that might fit by their own are tried,
+    # and of few ones only those for which there was time.
+    if posed.question.time_limit is not None or all_ways(posed, MOST_WAYS) is None:
         return f"{text} some splits fit, but none of those tried does with what waits in its steps."
     return f"{text} some splits fit, but none does with what waits in its own steps."
 
@@ -272,7 +273,7 @@ def _more_chunks(question: Question) -> Iterator[tuple[str, Question]]:
         candidates = [m for m in chunk_candidates(question.profile) if m > most]
     except (BalanceError, ProfileError):
         return
-    for checkpoint in (question.checkpoint, "auto"):
+    for checkpoint in dict.fromkeys((question.checkpoint, "auto")):
         for chunks in candidates:
             changed = replace(question, chunks=(chunks,), checkpoint=checkpoint)
             if _has_plan(changed):

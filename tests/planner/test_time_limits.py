@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +16,10 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.planner import best
 from gpipebal.planner.posing import Posed
+from gpipebal.planner.schedules import search
+from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.problem import Problem
-from gpipebal.solvers import Split
+from gpipebal.solvers import Split, find
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,6 +69,32 @@ def test_limits_that_what_waits_decides(seed: int, monkeypatch: pytest.MonkeyPat
         assert found.value >= optimum.lower_bound
 
 
+def test_the_search_under_a_schedule_has_what_the_first_split_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where finding that one takes all the time, no cuts are moved."""
+    now, n_tried = [0.0], [0]
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    makespans = ScheduleCosts.makespans
+
+    def slow(*given: Any, **options: Any) -> Split | None:
+        now[0] += 2.0
+        return find(*given, **options)
+
+    def count(self: ScheduleCosts, splits: Sequence[Sequence[int]]) -> list[float]:
+        n_tried[0] += len(splits)
+        return makespans(self, splits)
+
+    monkeypatch.setattr(search, "find", slow)
+    monkeypatch.setattr(ScheduleCosts, "makespans", count)
+    problem = Problem([5, 1, 1, 7, 2, 6], [1, 9, 2, 2, 8, 1], [0] * 6, 3, 4, "never")
+    assert search.search_schedule(problem, "1f1b", time_limit=3) is not None
+    assert n_tried[0] > 2
+    n_tried[0] = 0
+    assert search.search_schedule(problem, "1f1b", time_limit=1) is not None
+    assert n_tried[0] <= 2
+
+
 def test_a_second_search_without_time_hides_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """HiGHS, say, which raises where it has found nothing yet."""
     profile, limits = tight(4), {"checkpoint": "auto", "partitions": 6}
@@ -88,6 +120,24 @@ def test_what_is_lacking_is_told_without_time() -> None:
         gb.solve(tight(0), 6, memory_limit=200, checkpoint="never", time_limit=0)
     assert "more time to see what helps (time_limit=0 was given)" in str(caught.value)
     assert "busy neighbours" not in str(caught.value)
+
+
+def test_what_was_not_tried_is_not_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few ways to cut the chain are all tried, but for those for which there was no time."""
+    profile = gb.Profile.from_costs(
+        [2.0, 2.0, 6.0, 3.0, 5.0],
+        saved_bytes=[37, 82, 32, 82, 9],
+        output_bytes=[40, 75, 70, 85, 0],
+        chunks=8,
+    )
+    options = {"partitions": 4, "checkpoint": "except_last"}
+    least = int(gb.solve(profile, objective="peak_memory", **options).value)
+    assert gb.solve(profile, memory_limit=least, **options)
+    clock = itertools.count(0, 100)
+    monkeypatch.setattr(best, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with pytest.raises(InfeasibleError) as caught:
+        gb.solve(profile, memory_limit=least, time_limit=50, **options)
+    assert "some splits fit, but none of those tried does" in str(caught.value)
 
 
 @pytest.mark.parametrize("checkpoint", ["auto", "except_last", "never"])

@@ -93,6 +93,7 @@ def search_schedule(
     """
     schedule = check_known_schedule(schedule)
     partitions_on_each(schedule, problem.n_partitions)  # raises before anything is searched
+    until = None if time_limit is None else time.monotonic() + time_limit
     start = find(problem, "bottleneck", time_limit=time_limit)
     if start is None:
         return None
@@ -100,7 +101,6 @@ def search_schedule(
     costs = ways.costs
     if most_trials is None:
         most_trials = max(200, min(MOST_TRIALS, MOST_ACTIONS // costs.n_actions))
-    until = None if time_limit is None else time.monotonic() + time_limit
     tried = _Tried(ways, start.bounds, most_trials, until)
     least, at_bound = costs.relaxed.smallest()
     tried.add([start.bounds, at_bound])
