@@ -76,7 +76,7 @@ def join_rules(
     max_layers = None if max_layers is not None and max_layers >= profile.n_layers else max_layers
     min_layers = None if min_layers == 1 else min_layers
     joined = Rules(uncut, spans, pinned, max_layers, min_layers)
-    return None if given is None and joined == Rules() else joined
+    return None if joined == Rules() else joined
 
 
 def _groups(profile: Profile, given: Any) -> list[Any]:

@@ -92,6 +92,10 @@ def test_a_grid_says_which_number_works(
         ({"time_limit": -1}, "^time_limit is not a time"),
         ({"method": "guess"}, "^method does not solve this problem"),
         ({"memory_limit": 10, "reserve": 20}, "^reserve leaves nothing"),
+        (
+            {"memory_limit": np.array([900, 800])},
+            r"^option is one for all .*memory_limit=\[900, 800",
+        ),
         ({"devices": np.array([1, 1])}, "^option does not apply to a grid: devices="),
         ({"any_order": True}, "^option does not apply to a grid: any_order=True"),
     ],
@@ -113,6 +117,7 @@ def test_an_unknown_option_of_a_grid_is_named() -> None:
 def test_a_grid_takes_arrays_and_iterators() -> None:
     """Numbers of micro-batches from numpy; rules that can be gone through once; no wish."""
     assert gb.solve_grid(PROFILE, 2, chunks=np.array([2, 4]), any_order=False).rows
+    assert gb.solve_grid(PROFILE, 2, memory_limit=np.array(2**20)).rows  # type: ignore[arg-type]
     table = gb.solve_grid(PROFILE, 4, no_cut=iter([3, 5]))
     assert table == gb.solve_grid(PROFILE, 4, no_cut=[3, 5])
 

@@ -265,5 +265,6 @@ def test_limits_that_forbid_nothing_change_nothing(checkpoint: gb.CheckpointMode
     """A plan is the same with the loosest limits on layers as with none, ties too."""
     profile = gb.Profile.from_costs([1.0, 1.0, 2.0, 1.0, 1.0, 2.0], chunks=3)
     bare = gb.solve(profile, 3, checkpoint=checkpoint)
-    loose = gb.solve(profile, 3, checkpoint=checkpoint, min_layers=1, max_layers=6)
-    assert loose == bare and loose.method == bare.method
+    for options in ({"min_layers": 1, "max_layers": 6}, {"rules": gb.Rules()}):
+        loose = gb.solve(profile, 3, checkpoint=checkpoint, **options)
+        assert loose == bare and loose.method == bare.method

@@ -45,11 +45,13 @@ def check_applies(options: Options) -> None:
     known = [name for name in Options.__annotations__ if name not in _REFUSED]
     check_options([name for name in given if name not in _REFUSED], known, "solve_grid")
     for name in _ONE_FOR_ALL:
-        if isinstance(given.get(name), (list, tuple)):
+        to_list = getattr(given.get(name), "tolist", None)  # of an array, or one of its elements
+        value = given.get(name) if to_list is None else to_list()
+        if isinstance(value, (list, tuple)):
             raise BalanceError(
-                f"option is one for all partitions of a grid: {name}={given[name]!r} (expected one "
+                f"option is one for all partitions of a grid: {name}={value!r} (expected one "
                 "value: the number of partitions is another one each time).\n"
-                f"Fix: {name}={given[name][0] if given[name] else None!r}."
+                f"Fix: {name}={value[0] if value else None!r}."
             )
     for name, value in _FIXED.items():
         asked = given.get(name, value)
