@@ -23,7 +23,7 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
     """List all splits that keep the rules, in all modes and orders of devices that are open.
 
     Args:
-        posed: The question, whose objective is not a cost of runs.
+        posed: The question.
         most: Largest number of ways.
 
     Returns:

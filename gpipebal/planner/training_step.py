@@ -42,7 +42,6 @@ def training_step(profile: Profile, plan: Plan) -> Timeline:
         BalanceError: the plan was made from other costs: another profile, other devices, links, or
             a quantile of the times.
         KindError: `profile` is not a Profile, or `plan` is not a Plan.
-        ProfileError: the profile does not tell the costs at the rows of the plan.
 
     Example:
         >>> from gpipebal.planner import solve

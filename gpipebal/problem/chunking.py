@@ -20,9 +20,6 @@ def as_planned(profile: Profile, plan: Plan) -> Profile:
             replica was given its share of the rows.
         plan: The plan.
 
-    Raises:
-        ProfileError: the profile does not tell the costs of that many rows.
-
     Example:
         >>> from gpipebal.planner import solve
         >>> profile = Profile.from_costs([3.0], rows=2, chunks=4)
