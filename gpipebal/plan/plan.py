@@ -9,7 +9,7 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.argument_kinds import check_index, check_kind
+from gpipebal.argument_kinds import check_index, check_kind, check_list
 from gpipebal.errors import KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
@@ -103,6 +103,7 @@ class Plan:
     Raises:
         BalanceError: counts or checkpoint modes that make no sense.
         ProfileError: an invalid time, size or text, or an optimum without a proof.
+        KindError: partitions, runs, notes or an order of devices that are not a list of such.
 
     Example:
         >>> from gpipebal import Profile, solve
@@ -141,6 +142,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         # As a file has them. The only way to normalise fields of a frozen dataclass.
+        fix = "give the partitions of another plan"
+        parts = check_list("partitions", self.partitions, PartitionPlan, fix)
+        object.__setattr__(self, "partitions", parts)
         if isinstance(self.checkpoint, list):
             object.__setattr__(self, "checkpoint", tuple(self.checkpoint))
         for name in ("device_order", "notes"):

@@ -182,7 +182,7 @@ def test_plan_survives_a_file(
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     checkpoint = "always" if modes is None else modes[: len(partitions)]
     plan = _plan(
-        partitions=tuple(partitions),
+        partitions=partitions,
         checkpoint=checkpoint,
         step_time=step_time,
         provenance={"threads": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,8 @@ WRONG: dict[str, Any] = {
     "step of with_step": lambda: PROFILE.with_step(3),  # type: ignore[arg-type]
     "layers of Profile": lambda: gb.Profile(3),  # type: ignore[arg-type]
     "chunks of input_bytes": lambda: PROFILE.input_bytes("x"),  # type: ignore[arg-type]
+    "partitions of Plan": lambda: replace(PLAN, partitions=3),
+    "partitions[1] of Plan": lambda: replace(PLAN, partitions=[*PLAN.partitions[:1], 3]),
     "lower_bound of with_bound": lambda: PLAN.with_bound("x"),  # type: ignore[arg-type]
     "partition of micro_batch_time": lambda: PLAN.micro_batch_time("x"),  # type: ignore[arg-type]
     "partition of busy_time": lambda: TIMELINE.busy_time(None),  # type: ignore[arg-type]
