@@ -246,6 +246,21 @@ def test_lazy_layers_of_two_partitions_are_refused_and_metered_in_one() -> None:
     assert meter.peak_bytes[0] >= pipe[0].weight.nbytes
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_lazy_layers_may_stay_without_values(chunks: int, frozen: bool, mode: Any) -> None:
+    """A forward that does not use one leaves it as it is."""
+    layer = Scale()
+    layer.add_module("unused", nn.LazyLinear(3))
+    if frozen:
+        for parameter in layer.unused.parameters():  # type: ignore[union-attr, operator]
+            parameter.requires_grad = False
+    pipe = GPipe(nn.Sequential(layer, nn.Linear(8, 1)), [1, 1], chunks=chunks, checkpoint=mode)
+    pipe(torch.ones(4, 8)).sum().backward()
+    assert layer.weight.grad is not None
+
+
 class Logs(nn.Module):
     """Draws something beside, in its forward only."""
 

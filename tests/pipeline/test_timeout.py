@@ -242,6 +242,22 @@ def test_gradients_of_a_loss_that_come_too_late_are_dropped() -> None:
     assert loss.bias.grad is None
 
 
+@pytest.mark.parametrize("made", ["in inference mode", "outside", "without values"])
+def test_parameters_that_are_in_no_graph_do_not_hide_the_timeout(made: str) -> None:
+    """Gradients that could come too late are looked for in the parameters that can get any."""
+    stuck = Stuck()
+    model = nn.Sequential(nn.Linear(2, 2), stuck)
+    if made == "in inference mode":
+        with torch.inference_mode():
+            model[0] = nn.Linear(2, 2)
+    if made == "without values":
+        stuck.add_module("unused", nn.LazyLinear(2))
+    pipe = GPipe(model, [1, 1], chunks=2, timeout=0.5)
+    with torch.inference_mode(made != "without values"), pytest.raises(PipelineTimeoutError):
+        pipe(torch.ones(4, 2))
+    stuck.gate.set()
+
+
 @pytest.mark.timeout(120)
 def test_the_process_can_end_with_a_worker_that_hangs() -> None:
     """A worker that never comes back does not keep the interpreter from exiting."""

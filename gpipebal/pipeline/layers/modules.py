@@ -129,12 +129,9 @@ class Modules:
         """Count how often each parameter was written to."""
         found = self.counted()
         try:
-            counts = [one._version for one in found]
-        except (RuntimeError, ValueError):  # lazy ones and those of inference mode have none
-            found = [one for one in found if not (is_lazy(one) or one.is_inference())]
-            counts = [one._version for one in found]
-        places = [0 if one.requires_grad else _address_of(one) for one in found]
-        return WriteCounts(found, counts, places)
+            return _counts_of(found)
+        except (RuntimeError, ValueError):  # lazy ones and those of inference mode
+            return _counts_of([one for one in found if not (is_lazy(one) or one.is_inference())])
 
     def written_to(
         self, before: WriteCounts, now: WriteCounts
@@ -150,6 +147,14 @@ class Modules:
 
     def _nested(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(self._child_views))
+
+
+def _counts_of(parameters: list[nn.Parameter]) -> WriteCounts:
+    return WriteCounts(
+        parameters,
+        [one._version for one in parameters],
+        [0 if one.requires_grad else _address_of(one) for one in parameters],
+    )
 
 
 def _differ(then: tuple[int, int], now: tuple[int, int]) -> bool:

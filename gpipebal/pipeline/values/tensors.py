@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 __all__ = [
     "are_equal",
@@ -28,8 +29,13 @@ def version_of(value: Any) -> int | None:
 
 
 def has_storage(value: Any) -> bool:
-    """Tell whether a value is a tensor with a storage of its own."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+    """Tell whether a value is a tensor with a storage of its own; a lazy parameter has none yet."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_nested
+        and not is_lazy(value)
+    )
 
 
 def storage_key(tensor: Tensor) -> int:

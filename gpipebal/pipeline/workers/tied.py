@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.workers.partition import Partition
@@ -156,11 +157,15 @@ def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threadi
     def drop(_gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
         return (None,) if threading.current_thread() in threads else None
 
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.is_leaf:
-            # All graphs share the node that adds, and the graphs of these threads keep it alive.
-            user = _user(parameter)
-            _adder(user).register_prehook(drop)
+    # The caller may be in inference mode, and the backward that of another thread's mini-batch.
+    with torch.inference_mode(False):
+        for parameter in parameters:
+            if not (parameter.requires_grad and parameter.is_leaf):
+                continue
+            if not (is_lazy(parameter) or parameter.is_inference()):  # no graph has those
+                # All graphs share the node that adds, and those of these threads keep it alive.
+                user = _user(parameter)
+                _adder(user).register_prehook(drop)
 
 
 def _user(parameter: nn.Parameter) -> Any:
