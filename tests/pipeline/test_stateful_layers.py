@@ -283,3 +283,21 @@ def test_equal_elements() -> None:
         assert not are_equal(one, other)
     assert not are_equal(nan, nan.flip(0))
     assert not are_equal(one.to_sparse(), torch.tensor([1.0, 0.0]).to_sparse())
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float8_e4m3fn", "complex32", "uint16"])
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_large_buffers_of_any_dtype(dtype: str) -> None:
+    """Those that torch cannot compare, such as packed weights of four bits, are compared too."""
+    kind = getattr(torch, dtype, None)
+    if kind is None:
+        pytest.skip("a torch without this dtype")
+    raw = torch.arange(1 << 18).remainder(100).to(torch.uint8).view(8, -1)
+    packed, other = raw.view(kind), raw.flip(1).view(kind)
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("packed", packed)
+    pipe = GPipe(nn.Sequential(layer, nn.Linear(2, 2)), [1, 1], chunks=2)
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert bytes_of(packed) > SMALL
+    assert are_equal(packed, packed.clone()) and are_equal(packed.T, packed.clone().T)
+    assert not are_equal(packed, other)
