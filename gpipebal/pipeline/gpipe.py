@@ -376,9 +376,10 @@ class GPipe(Container):
         with _starting:
             runtime = self._runtime
             if runtime is None or not runtime.can_run(self._modules.values()):
-                chain.check_number(len(self._modules), self.balance)
+                layers = self.layers_in_place()
+                chain.check_number(len(layers), self.balance)
                 runtime = Runtime(
-                    self.layers_in_place(),
+                    layers,
                     self.balance,
                     self.devices,
                     self._streams,

@@ -13,7 +13,7 @@ from skip_layers import Join, Keep
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.errors import DuplicateLayerError
+from gpipebal.errors import DuplicateLayerError, PipelineError
 from gpipebal.pipeline import GPipe, trace
 from gpipebal.pipeline.layers.buffers import SMALL
 from gpipebal.pipeline.values.tensors import are_equal, bytes_of
@@ -91,6 +91,17 @@ def test_parameters_that_are_tied_later_across_devices(monkeypatch: pytest.Monke
     pipe[1][0].weight = pipe[0][0].weight  # type: ignore[index, operator, union-attr]
     with pytest.raises(DuplicateLayerError, match="a parameter stands twice in the chain"):
         pipe(torch.ones(2, 4, dtype=torch.double))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_layer_that_is_taken_away_is_missed(later: bool) -> None:
+    """None in a layer's place is no layer, before the first step and after it."""
+    pipe, inputs = GPipe(nested(), [1, 1]), torch.ones(2, 4, dtype=torch.double)
+    if later:
+        pipe(inputs)
+    setattr(pipe, "1", None)
+    with pytest.raises(PipelineError, match=r"taken from a pipeline: it has 1 \(expected 2"):
+        pipe(inputs)
 
 
 def test_skips_that_are_put_into_layers_later() -> None:
