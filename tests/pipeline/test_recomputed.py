@@ -7,6 +7,7 @@ import itertools
 import pickle
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -476,6 +477,65 @@ def test_layer_that_stands_twice_may_make_its_buffers_late() -> None:
     model = with_recompute(nn.Sequential(layer, layer, nn.Linear(3, 3)), [[1]])
     gb.GPipe(model, [3], chunks=2, checkpoint="always")(torch.ones(4, 3)).sum().backward()
     assert layer.n == 4
+
+
+class Scaled(nn.Module):
+    """Scale by another number in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2.0 if self.training else 3.0)
+
+
+def switch(model: nn.Sequential) -> None:
+    """Switch a layer of a run."""
+    model[1].eval()
+
+
+def exchange(model: nn.Sequential) -> None:
+    """Put another parameter into a layer of a run, which was written to as often."""
+    model[0].weight = nn.Linear(3, 3).weight
+
+
+@pytest.mark.parametrize("change", [switch, exchange])
+@pytest.mark.parametrize("inside", [True, False])
+def test_run_refuses_another_mode_and_other_parameters_than_its_forward_had(
+    change: Callable[[nn.Sequential], None], inside: bool
+) -> None:
+    """As a partition does; without recomputes the gradients are those of the forward."""
+    model = nn.Sequential(nn.Linear(3, 3), Scaled(), nn.Tanh(), nn.Linear(3, 3))
+    chain = with_recompute(model, [range(3)])
+    run = gb.GPipe(chain, [4], chunks=2, checkpoint="never") if inside else chain
+    loss = run(torch.ones(4, 3)).sum()
+    change(model)
+    with pytest.raises(gb.errors.ModelError, match="since its forward a parameter was replaced"):
+        loss.backward()
+    run(torch.ones(4, 3)).sum().backward()
+
+
+class Trains(nn.Module):
+    """Runs a backward in its forward."""
+
+    def __init__(self, run: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> None:
+        self.run(x).sum().backward()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_run_computes_with_parameters_that_are_lent(inside: bool) -> None:
+    """Forward and backward must both be in the block that lends them."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    lent = dict(copy.deepcopy(model).named_parameters())
+    chain = with_recompute(model, [range(3)])
+    run = gb.GPipe(chain, [3], chunks=2, checkpoint="never") if inside else chain
+    loss = torch.func.functional_call(run, lent, (torch.ones(4, 3),)).sum()
+    with pytest.raises(gb.errors.ModelError, match="inside the block of"):
+        loss.backward()
+    lent_to_all = {f"run.{name}": parameter for name, parameter in lent.items()}
+    torch.func.functional_call(Trains(run), lent_to_all, (torch.ones(4, 3),))
+    assert all(p.grad is not None for p in lent.values())
 
 
 class Part(nn.Module):

@@ -353,7 +353,7 @@ class _Again(AbstractContextManager[None]):
     def __init__(self, buffers: BuffersOfRun, repeatable: Repeatable | None) -> None:
         self._buffers, self._repeatable = buffers, repeatable
         self.kept = buffers.keep()
-        self.writes = ParameterWrites(buffers.modules)
+        self.writes = ParameterWrites(buffers.modules, alone=True)
         self._entered: list[ExitStack] = []
         self._checked_in = _NO_BACKWARD
 

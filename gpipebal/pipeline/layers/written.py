@@ -8,6 +8,8 @@ gradients, if no graph has saved the parameter at that time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -32,18 +34,24 @@ class ParameterWrites:
 
     Args:
         modules: The modules whose parameters they are.
+        alone: Whether nobody else looks if the recompute will find the modes and the parameters of
+            the forward.
     """
 
-    __slots__ = ("_copies", "_counts", "_modules")
+    __slots__ = ("_alone", "_copies", "_counts", "_modules", "_training")
 
-    def __init__(self, modules: Modules) -> None:
+    def __init__(self, modules: Modules, *, alone: bool = False) -> None:
         self._modules = modules
+        self._alone = alone
+        self._training: list[bool] = []
         self._counts = modules.write_counts()
         self._copies: dict[tuple[nn.Module, str], Tensor] = {}
 
     def end_forward(self) -> None:
         """Look at the parameters after the forward."""
         before, self._counts = self._counts, self._modules.write_counts()
+        if self._alone:
+            self._training = [module.training for module in self._modules]
         if not self._counts.is_as(before):
             for module, name, parameter in self._modules.written_to(before, self._counts):
                 self._copies[module, name] = self._copy_of(parameter)
@@ -62,17 +70,34 @@ class ParameterWrites:
             recomputed: Whether the recompute has run, which may have written as the forward did.
 
         Raises:
-            ModelError: one has been written to since, and has other values.
+            ModelError: one has been written to since, and has other values; or, with `alone`, one
+                was replaced, or a module switched to another mode.
         """
         if recomputed and not self._copies:
             return
         now = self._modules.write_counts()
+        if self._alone and not recomputed:
+            self._check_same(now.parameters)
         if now.is_as(self._counts):
             return
         for module, name, parameter in self._modules.written_to(self._counts, now):
             copy = self._copies.get((module, name))
             if not (recomputed if copy is None else _are_close(copy, parameter)):
                 raise ModelError(_message(module, name, parameter))
+
+    def _check_same(self, parameters: Sequence[nn.Parameter]) -> None:
+        places = zip(self._counts.parameters, parameters, strict=False)
+        # FSDP exchanges those that have a part of the elements for plain ones, and back.
+        replaced = any(
+            one is not other and _is_plain(one) and _is_plain(other) for one, other in places
+        )
+        if replaced or self._training != [module.training for module in self._modules]:
+            raise ModelError(
+                "a run of layers cannot be recomputed: since its forward a parameter was replaced, "
+                "or a layer was switched between train and eval.\n"
+                "Fix: call backward() before eval(), and inside the block of "
+                "torch.func.functional_call; or leave these layers out of the runs."
+            )
 
 
 class StepsInHooks:
@@ -111,6 +136,10 @@ class StepsInHooks:
                 "micro-batches follow.\n"
                 "Fix: let the optimizer step after the whole backward, not in a hook; or chunks=1."
             )
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) in (Tensor, nn.Parameter)
 
 
 def _are_close(copy: Tensor, parameter: Tensor) -> bool:
