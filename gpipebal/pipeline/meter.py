@@ -30,6 +30,11 @@ class MemoryMeter:
     def __init__(self, n_partitions: int) -> None:
         self.ledger = Ledger(n_partitions)
         self.device_peak_bytes: dict[str, int] = {}
+        self._final: tuple[tuple[int, ...], int] | None = None
+
+    def end(self) -> None:
+        """Let the figures stay as they are: a mini-batch that began in the block may end later."""
+        self._final = tuple(self.ledger.peaks), self.ledger.total_peak
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -42,12 +47,12 @@ class MemoryMeter:
         optimizer's intermediate results count with the parameter. The last partition holds the
         rest: gathered outputs, the loss and their gradients.
         """
-        return tuple(self.ledger.peaks)
+        return tuple(self.ledger.peaks) if self._final is None else self._final[0]
 
     @property
     def total_peak_bytes(self) -> int:
         """The most that all partitions together held at one time."""
-        return self.ledger.total_peak
+        return self.ledger.total_peak if self._final is None else self._final[1]
 
 
 @contextmanager
@@ -87,27 +92,28 @@ def measure_memory(
     check_kind("pipe", pipe, GPipe, "pipe = GPipe(model, balance)")
     meter = MemoryMeter(len(pipe.balance))
     ledger = meter.ledger
+    states = [] if optimizer is None else optimizer_states(optimizer)
     for j, partition in enumerate(pipe.partitions):
         for parameter in partition.parameters():
             if is_lazy(parameter):
                 continue  # it comes into being in the first forward, and counts from then on
             ledger.hold([parameter, parameter.grad], j, keep=True)
-            if optimizer is not None:
-                for state in optimizer_states(optimizer):
-                    ledger.hold(state.get(parameter, {}).values(), j, keep=True)
+            for state in states:
+                ledger.hold(state.get(parameter, {}).values(), j, keep=True)
         own = [*partition.buffers(), *attributes_of(partition)]
         ledger.hold((one for one in own if not is_lazy(one)), j, keep=True)
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
-    for device in devices:
-        torch.cuda.reset_peak_memory_stats(device)
-    ledger.start_peak()
     pipe.start_metering(ledger)
     try:
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        ledger.start_peak()
         # The workers' cells and what runs between them too.
         with run_eagerly(), ledger.watch(len(pipe.balance) - 1, follow=True):
             yield meter
     finally:
         pipe.stop_metering()
+        meter.end()
         for device in devices:
             meter.device_peak_bytes[str(device)] = torch.cuda.max_memory_allocated(device)
 

@@ -145,6 +145,19 @@ def test_ledger_goes_before_the_storages_it_counts() -> None:
     assert (again.live, again.peaks) == ([0], [400])
 
 
+def test_figures_of_a_meter_are_those_of_its_block() -> None:
+    """A mini-batch that began in the block may end after it."""
+    pipe = GPipe(linear_chain(), [2, 2], chunks=2)
+    with measure_memory(pipe) as meter:
+        output = pipe(torch.ones(2 * ROWS, WIDTH))
+    found = meter.peak_bytes, meter.total_peak_bytes
+    output.sum().backward()
+    assert (meter.peak_bytes, meter.total_peak_bytes) == found
+    with measure_memory(pipe) as whole:
+        pipe(torch.ones(2 * ROWS, WIDTH)).sum().backward()
+    assert whole.total_peak_bytes > meter.total_peak_bytes
+
+
 def test_memory_of_never_holds_every_micro_batch() -> None:
     """Without checkpointing a partition holds all it saves for every micro-batch, and little more.
 
