@@ -325,6 +325,19 @@ def test_parameters_that_were_lent_for_the_forward_are_missed_in_the_recompute()
     assert pipe[0].weight.grad is None
 
 
+def test_partitions_that_recompute_nothing_may_change_before_the_backward() -> None:
+    """With a mode for each, only those that recompute must stay as they are."""
+    layers = [nn.Linear(2, 2), nn.Dropout(0.0), nn.Linear(2, 2), nn.Dropout(0.0)]
+    pipe = GPipe(nn.Sequential(*layers), [2, 2], chunks=2, checkpoint=["always", "never"])
+    outputs = [pipe(torch.ones(4, 2)).sum() for _ in range(2)]
+    pipe[3].eval()
+    outputs[0].backward()
+    assert pipe[0].weight.grad is not None
+    pipe[1].eval()
+    with pytest.raises(PipelineError, match="partition 0 cannot be recomputed"):
+        outputs[1].backward()
+
+
 @MODES
 def test_a_layer_that_becomes_in_place_is_looked_at_again(checkpoint: CheckpointMode) -> None:
     """The mini-batch in which it is noticed may fail; the next one is right."""

@@ -131,8 +131,8 @@ class MiniBatch:
         self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
         # Parameters without a gradient, by partition, while backwards run.
         self._new: list[NewGradients] = []
-        # What a recompute needs unchanged: the layers' modes and parameters.
-        self._states: list[Any] = []
+        # What recomputes need unchanged, by partition: the layers' modes and parameters.
+        self._states: dict[int, Any] = {}
         # Keeping them here would keep their memory.
         inputs.micro_batches = []
 
@@ -143,6 +143,9 @@ class MiniBatch:
             BaseException: whatever a layer raised, with notes that say where.
         """
         self._run_forward_phase("F")
+        for partition, cells in zip(self.runtime.partitions, self._cells, strict=True):
+            if any(cell.checkpointed for cell in cells):
+                self._states[partition.index] = partition.modules.condition()
         self.outputs = [self._routes.take_output(i) for i in range(self.chunks)]
         for packet in self.outputs:
             self.lanes[-1].give_to_caller(packet.leaves, packet.ready)
@@ -233,14 +236,12 @@ class MiniBatch:
         """Run a phase that has the forwards; then update the running statistics of the layers."""
         self._run_phase(kinds)
         self._statistics.commit()
-        if any(cell.checkpointed for row in self._cells for cell in row):
-            self._states = [part.modules.condition() for part in self.runtime.partitions]
 
     def _check_unchanged(self) -> None:
-        for partition, state in zip(self.runtime.partitions, self._states, strict=False):
-            if partition.modules.condition() != state:
+        for j, state in self._states.items():
+            if self.runtime.partitions[j].modules.condition() != state:
                 raise PipelineError(
-                    f"the checkpointed micro-batches of partition {partition.index} cannot be "
+                    f"the checkpointed micro-batches of partition {j} cannot be "
                     "recomputed: since their forward a parameter was written to, replaced or "
                     "frozen, or a layer was switched between train and eval.\n"
                     "Fix: call backward() before the optimizer's step, before eval(), and inside "
