@@ -229,6 +229,25 @@ def test_keywords_that_nobody_can_know_are_let_through() -> None:
     assert pipe(torch.ones(4, 2), mask=torch.ones(2)).tolist() == [[2.0, 2.0]] * 4
 
 
+class Ragged(nn.Module):
+    """Cut off the end of the first row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [x[0, :1], *x[1:]]
+        return torch.nested.as_nested_tensor(parts, layout=torch.strided)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_are_joined_without_gradients(chunks: int) -> None:
+    """Their rows are known, though not their shape."""
+    x = torch.ones(4, 3, 2)
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Ragged()), [1, 1], chunks=chunks)
+    with torch.no_grad():
+        rows = [len(part) for part in pipe(x).unbind()]
+    assert rows == [1, 3, 3, 3] if chunks == 1 else [1, 3, 1, 3]
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_a_shared_input_that_is_written_to(rows: int, mode: Any) -> None:

@@ -72,7 +72,7 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
         needs = [any(flags) for flags in zip(*(p.needs_gradient for p in packets), strict=True)]
     sizes = [
         [
-            leaf.shape[dim] if isinstance(leaf, Tensor) and dim is not None and leaf.dim() else 0
+            leaf.size(dim) if isinstance(leaf, Tensor) and dim is not None and leaf.dim() else 0
             for leaf, dim in zip(packet.leaves, dims, strict=True)
         ]
         for packet in packets
