@@ -156,6 +156,21 @@ def test_a_target_alone_may_want_a_gradient(checkpoint: CheckpointMode) -> None:
         torch.testing.assert_close(targets[1].grad, targets[0].grad)
 
 
+def test_a_target_may_have_nothing_in_it() -> None:
+    """An empty dictionary is a target like others: every micro-batch gets one."""
+    seen: list[Any] = []
+
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        seen.append(target)
+        return output.sum()
+
+    for target in ({}, (), []):
+        GPipe(chain(), [1, 1], chunks=2, checkpoint="never").step(
+            torch.ones(4, 4, dtype=torch.float64), target=target, loss_fn=loss_fn
+        )
+    assert seen == [{}, {}, (), (), [], []]
+
+
 def test_tensors_hidden_in_a_target_are_refused() -> None:
     """An object that nobody would part is an error, unless every micro-batch gets all of it."""
 

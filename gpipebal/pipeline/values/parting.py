@@ -204,7 +204,8 @@ def scatter_leaves(
         else [leaf] * len(sizes)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
-    return [list(part) for part in zip(*columns, strict=True)]
+    # Not by zip: a target may have no leaves.
+    return [[column[i] for column in columns] for i in range(len(sizes))]
 
 
 def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
