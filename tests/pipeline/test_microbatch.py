@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipebal.errors import ModelError
+from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline import gather, scatter
 from gpipebal.pipeline.values.parting import chunk_sizes
 
@@ -77,3 +77,22 @@ def test_gather_refuses_outputs_without_rows() -> None:
     """A scalar per micro-batch cannot be joined along dim 0."""
     with pytest.raises(ModelError, match="one value per row"):
         gather([torch.tensor(1.0), torch.tensor(2.0)])
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 2.5, "two", None])
+def test_scatter_refuses_numbers_that_are_none(chunks: Any) -> None:
+    """Micro-batches are counted from 1."""
+    with pytest.raises(BalanceError, match=r"chunks is (too small|not a whole number)"):
+        scatter(torch.zeros(4, 1), chunks)
+
+
+def test_scatter_names_its_own_argument() -> None:
+    """What divides a tensor without rows is called `dims` there."""
+    with pytest.raises(ModelError, match=r"name its dimension in dims \(None"):
+        scatter((torch.zeros(4, 1), torch.tensor(1.0)), 2)
+
+
+def test_gather_refuses_nothing() -> None:
+    """Without an output nothing tells what the whole would be."""
+    with pytest.raises(ModelError, match="there is nothing to join"):
+        gather([])

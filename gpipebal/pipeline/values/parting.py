@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.values.microbatch import flatten, name_of_leaf, unflatten
+from gpipebal.schedule import check_count
 
 __all__ = [
     "Dim",
@@ -182,7 +183,7 @@ def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
 
     Raises:
         ModelError: there is no tensor, or two tensors have different rows.
-        BalanceError: `dims` does not fit.
+        BalanceError: `dims` does not fit, or `chunks` is not a whole number of 1 or more.
 
     Example:
         >>> [tuple(part.shape) for part in scatter(torch.zeros(5, 3), 2)]
@@ -190,7 +191,8 @@ def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
     """
     leaves, structure = flatten(value)
     spread = spread_dims(dims, structure, "dims")
-    sizes = chunk_sizes(count_rows(leaves, structure, spread), chunks)
+    rows = count_rows(leaves, structure, spread, argument="dims")
+    sizes = chunk_sizes(rows, check_count("chunks", chunks))
     return [unflatten(part, structure) for part in scatter_leaves(leaves, sizes, spread)]
 
 
@@ -215,12 +217,12 @@ def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
     the first micro-batch's is kept.
 
     Args:
-        outputs: One value per micro-batch.
+        outputs: One value per micro-batch, of one or more.
         dims: Dimension along which each tensor has its rows, as a prefix of the pytree.
 
     Raises:
-        ModelError: the outputs have different structures, a tensor lacks its dimension, or a
-            leaf is a tensor in some micro-batches only.
+        ModelError: there are no outputs; or they have different structures, a tensor lacks its
+            dimension, or a leaf is a tensor in some micro-batches only.
         BalanceError: `dims` does not fit.
 
     Example:
@@ -230,6 +232,11 @@ def gather(outputs: Sequence[Any], dims: Any = 0) -> Any:
         tensor([1., 2.])
     """
     parts = [flatten(output) for output in outputs]
+    if not parts:
+        raise ModelError(
+            "there is nothing to join: outputs=[] (expected the output of one micro-batch or "
+            "more).\nFix: gather([model(part) for part in scatter(value, chunks)])."
+        )
     structure = same_structure([found for _, found in parts])
     spread = spread_dims(dims, structure, "dims")
     return unflatten(gather_leaves([leaves for leaves, _ in parts], structure, spread), structure)
