@@ -101,8 +101,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     The decorated class is a subclass of the original class, under the same name: parameters,
     state-dict keys, hooks, copies and pickles are as before. It has three more methods:
     ``isolate(namespace, only=None)`` moves its names into a `Namespace`, ``stashes()`` and
-    ``pops()`` return what it declares. A subclass adds its names to those that it inherits. Inside
-    the class, write ``super()`` without arguments, since the class's name means the decorated one.
+    ``pops()`` return what it declares. A subclass adds its names to those that it inherits, and a
+    second decorator to those of the first. Inside the class, write ``super()`` without arguments,
+    since the class's name means the decorated one.
 
     Args:
         stash: Names that the layer stashes.
@@ -146,7 +147,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
                 "nn.Module).\n"
                 "Fix: put @skippable(stash=[...], pop=[...]) before such a class."
             )
-        return _derive(kind, declared)
+        base, names = kind, declared
+        if _is_derived(kind):  # two decorators of one forward, whose names add up
+            base, known = kind.__bases__[0], kind._skip_declared  # type: ignore[attr-defined]
+            names = Declared(known.stash | declared.stash, known.pop | declared.pop)
+        return _derive(base, names)
 
     return decorate
 

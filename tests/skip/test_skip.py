@@ -278,6 +278,21 @@ def test_one_class_decorated_twice_gives_two_classes() -> None:
     assert skippable(stash=("a", "a"))(Identity) is KeepA
 
 
+def test_names_of_two_decorators_add_up() -> None:
+    """One above the other they are about one forward, whatever their order."""
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield stash("b", x * 2)
+            return x + (yield pop("a"))
+
+    stacked = skippable(stash=["b"])(skippable(pop=["a"])(Both))
+    assert stacked is skippable(pop=["a"], stash=["b"])(Both)
+    assert stacked is skippable(pop=["a"])(skippable(stash=["b"])(Both))
+    model = nn.Sequential(KeepA(), nn.ReLU(), stacked(), give("b", torch.add))
+    assert model(torch.tensor(2.0)) == 8.0
+
+
 def test_a_subclass_adds_its_names() -> None:
     """A subclass inherits the names and the forward; decorated, it has both classes' names."""
 
