@@ -13,6 +13,7 @@ import torch
 from chains import run_plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skip_layers import give, keep
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
@@ -232,6 +233,21 @@ def test_namespaces_keep_pairs_of_one_name_apart() -> None:
     pipe = GPipe(copy.deepcopy(plain), [1, 1, 1, 1], chunks=2)
     inputs = torch.randn(4, 3, dtype=torch.float64)
     torch.testing.assert_close(pipe(inputs), plain(inputs))
+
+
+def test_namespaces_may_change_between_steps() -> None:
+    """A skip that is moved into a namespace goes the same way from the next mini-batch on."""
+    model = nn.Sequential(keep("kept"), nn.Linear(4, 4), give("kept", torch.add))
+    pipe = GPipe(model, [1, 1, 1], chunks=2)
+    inputs = torch.ones(4, 4)
+    before = pipe(inputs)
+    namespace = Namespace()
+    for layer in (pipe[0], pipe[2]):
+        layer.isolate(namespace)  # type: ignore[operator]
+    assert torch.equal(pipe(inputs), before)
+    pipe[2].isolate(None)  # type: ignore[operator]
+    with pytest.raises(ModelError, match="skips do not pair up"):
+        pipe(inputs)
 
 
 def test_skips_that_do_not_pair_up_are_refused_when_the_pipe_is_made() -> None:

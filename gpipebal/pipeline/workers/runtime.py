@@ -22,6 +22,8 @@ from gpipebal.pipeline.workers.partition import Partition, Route
 from gpipebal.pipeline.workers.tied import TiedParameters
 from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.skip.layout import find_skips
+from gpipebal.skip.namespace import Namespace
+from gpipebal.skip.skippable import Skippable
 
 __all__ = ["Runtime", "check_shared"]
 
@@ -57,9 +59,16 @@ class Runtime:
         check_shared(layers, balance, devices)
         self.talkers = find_talkers(layers, balance)
         self.partitions = _partitions(layers, balance, devices)
+        self._skippables = [
+            module
+            for partition in self.partitions
+            for module in partition.modules
+            if isinstance(module, Skippable)
+        ]
         self.lanes = [
             make_lane(device, stream) for device, stream in zip(devices, streams, strict=True)
         ]
+        self._namespaces = self._find_namespaces()
         self._parameter_ids = self._find_parameter_ids()
         self.tied = TiedParameters(self.partitions, self.lanes)
         self.pool = WorkerPool(
@@ -79,6 +88,8 @@ class Runtime:
             # No layer was replaced since, nor a module inside one.
             and self._layers == list(layers)
             and all([partition.modules.are_as_made() for partition in self.partitions])
+            # No skip goes another way.
+            and self._namespaces == self._find_namespaces()
         )
 
     def has_other_parameters(self) -> bool:
@@ -91,6 +102,9 @@ class Runtime:
         other._parameter_ids = self._find_parameter_ids()
         other.tied = TiedParameters(self.partitions, self.lanes, self.tied)
         return other
+
+    def _find_namespaces(self) -> list[Mapping[str, Namespace | None]]:
+        return [module._skip_namespaces for module in self._skippables]
 
     def _find_parameter_ids(self) -> list[list[int]]:
         return [partition.modules.parameter_ids() for partition in self.partitions]
