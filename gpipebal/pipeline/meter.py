@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gpipebal.argument_kinds import check_kind
+from gpipebal.errors import KindError
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.observers.ledger import Ledger
@@ -73,7 +74,7 @@ def measure_memory(
         A meter whose figures are final when the block ends.
 
     Raises:
-        KindError: it is not a pipeline.
+        KindError: it is not a pipeline, or the optimizer is none.
         PipelineError: the pipeline is metered already.
 
     Complexity:
@@ -124,12 +125,22 @@ def optimizer_states(optimizer: Any) -> list[Mapping[Any, Mapping[str, Any]]]:
     Args:
         optimizer: An optimizer, or a list or tuple of several.
 
+    Raises:
+        KindError: one is no optimizer.
+
     Example:
         >>> len(optimizer_states(torch.optim.SGD([torch.ones(1)])))
         1
     """
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for one in optimizers:
+        if isinstance(one, type) or not hasattr(one, "state"):
+            got = f"optimizer={one.__name__}" if isinstance(one, type) else repr(type(one).__name__)
+            raise KindError(
+                f"optimizer is not an optimizer: got {got} (expected a torch.optim.Optimizer, or a "
+                "list of several).\n"
+                "Fix: optimizer=torch.optim.SGD(pipe.parameters()), say."
+            )
         for value in getattr(one, "__dict__", {}).values():
             parts = value.values() if isinstance(value, dict) else value
             for part in parts if isinstance(value, (dict, list, tuple)) else (value,):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
+from gpipebal.errors import KindError
 from gpipebal.pipeline import GPipe, measure_memory, trace
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.observers.recorder import MiniBatchRecord
@@ -156,6 +158,17 @@ def test_figures_of_a_meter_are_those_of_its_block() -> None:
     with measure_memory(pipe) as whole:
         pipe(torch.ones(2 * ROWS, WIDTH)).sum().backward()
     assert whole.total_peak_bytes > meter.total_peak_bytes
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, "sgd", [torch.optim.SGD]])
+def test_only_optimizers_have_states_to_count(optimizer: Any) -> None:
+    """A class of optimizers is none."""
+    pipe = GPipe(linear_chain(), [2, 2])
+    with (
+        pytest.raises(KindError, match=r"optimizer is not an optimizer: got .*\nFix: optimizer="),
+        measure_memory(pipe, optimizer),
+    ):
+        pass
 
 
 def test_memory_of_never_holds_every_micro_batch() -> None:
