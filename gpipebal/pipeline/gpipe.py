@@ -327,14 +327,14 @@ class GPipe(Container):
             (torch.Size([]), False, torch.Size([8, 4]))
         """
         chain.check_step_input(others)
-        leaves, inputs = self._parted(input, keywords or {})
+        leaves, inputs = self._parted(input, keywords or {}, target)
         if not self._modules:
             raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
         before_last = list(self.layers_in_place().values())[: -self.balance[-1]]
         loss = MicroBatchLoss(
             loss_fn, target, target_dims, inputs.rows, reduction, self, before_last
         )
-        mini_batch = self._begin(inputs, schedule or self.schedule, loss)
+        mini_batch = self._begin(inputs, self.schedule if schedule is None else schedule, loss)
         received = mini_batch.step()
         loss.check_buffers()
         if mini_batch.grad:
@@ -357,8 +357,10 @@ class GPipe(Container):
         streams = [None] * len(self.balance)
         return {**super().__getstate__(), "_runtime": None, "_streams": streams}
 
-    def _parted(self, input: Any, keywords: Mapping[str, Any]) -> tuple[list[Any], Inputs]:
-        check_no_transform((input, keywords), self.parameters())
+    def _parted(
+        self, input: Any, keywords: Mapping[str, Any], target: Any = None
+    ) -> tuple[list[Any], Inputs]:
+        check_no_transform((input, keywords, target), self.parameters())
         charge_inputs(self._ledger, (input, keywords), self.devices)
         return part_inputs(input, keywords, self.in_dims, self.keyword_dims, self.chunks)
 

@@ -163,6 +163,8 @@ def test_tangents_are_refused() -> None:
             pipe(forward_ad.make_dual(x, torch.ones_like(x)))
         with pytest.raises(PipelineError, match="cannot be differentiated in forward mode"):
             pipe.step(forward_ad.make_dual(x, torch.ones_like(x)), loss_fn=Tensor.sum)
+        with pytest.raises(PipelineError, match="a target or a parameter has a tangent"):
+            pipe.step(x, target=forward_ad.make_dual(x, x), loss_fn=nn.functional.mse_loss)
         lent = {n: forward_ad.make_dual(p, p) for n, p in pipe.named_parameters()}
         with pytest.raises(PipelineError, match="cannot be differentiated in forward mode"):
             torch.func.functional_call(pipe, lent, (x,))

@@ -325,8 +325,9 @@ def test_bad_losses_and_targets_are_refused() -> None:
         pipe.step(inputs, target=target[:3], loss_fn=mse_loss)
     with pytest.raises(BalanceError, match="reduction does not exist"):
         pipe.step(inputs, loss_fn=torch.sum, reduction="max")  # type: ignore[arg-type]
-    with pytest.raises(gb.GpipebalError, match=r"schedule cannot be built: schedule='2f2b'"):
-        pipe.step(inputs, loss_fn=torch.sum, schedule="2f2b")
+    for name in ("2f2b", ""):
+        with pytest.raises(gb.GpipebalError, match=f"schedule cannot be built: schedule='{name}'"):
+            pipe.step(inputs, loss_fn=torch.sum, schedule=name)
     loss = pipe.step(inputs, target=target, loss_fn=mse_loss)
     assert torch.isfinite(loss)
 

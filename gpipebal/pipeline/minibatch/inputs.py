@@ -148,7 +148,7 @@ def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
     for value in (*flatten(inputs)[0], *parameters):
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise PipelineError(
-                "a pipeline cannot be differentiated in forward mode: an input or a parameter has "
-                "a tangent.\n"
+                "a pipeline cannot be differentiated in forward mode: an input, a target or a "
+                "parameter has a tangent.\n"
                 "Fix: use backward() or torch.autograd.grad(), or the plain model for tangents."
             )
