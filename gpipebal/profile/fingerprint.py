@@ -72,7 +72,8 @@ def _described(value: Any, depth: int) -> str:
     kind = type(value).__qualname__
     if isinstance(value, _PLAIN):
         return repr(value)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    # By its class: a configuration may have a shape too, or an answer to any name.
+    if hasattr(type(value), "__array__") and hasattr(value, "dtype"):
         return f"{tuple(value.shape)}:{value.dtype}"
     if kind == "dtype":
         return str(value)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,6 +114,19 @@ class Settings:
         self.heads = heads
 
 
+class Answers(dict[str, Any]):
+    """Settings that have an answer to any name, as those of many projects do."""
+
+    __getattr__ = dict.get
+
+
+class Shaped:
+    """Settings with a shape, which are no array."""
+
+    def __init__(self, shape: Any, gain: float) -> None:
+        self.shape, self.dtype, self.gain = shape, torch.float32, gain
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(4, 4),
     "without bias": lambda: nn.Linear(4, 4, bias=False),
@@ -137,6 +151,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "set": lambda: Holds(sizes={1, 2}),
     "settings": lambda: Holds(config=Settings(1)),
     "other settings": lambda: Holds(config=Settings(2)),
+    "answers": lambda: Holds(config=Answers(heads=1)),
+    "other answers": lambda: Holds(config=Answers(heads=2)),
+    "shaped": lambda: Holds(config=Shaped((3,), 1.0)),
+    "shaped otherwise": lambda: Holds(config=Shaped((3,), 2.0)),
+    "one number as shape": lambda: Holds(config=Shaped(3, 1.0)),
+    "table": lambda: Holds(table_of=torch.ones(3)),
+    "array": lambda: Holds(table_of=np.ones(3)),
 }
 
 
