@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,36 @@ def test_launches_and_dtypes() -> None:
         nn.Sequential(nn.Linear(2, 2).double()), sample[:, :2].double(), rows=(), rates=PLAIN
     )
     assert double.layers[0].forward_time == 100 * single.layers[0].forward_time
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_tensor_cores_are_taken_where_torch_may_use_them(newer: bool) -> None:
+    """For float32 it is told so by older names or by newer ones; the two must not be mixed."""
+    rates = replace(PLAIN, flops={"float32": 1e3, "tensorfloat32": 1e4})
+    image, words = torch.empty(2, 4, 8, 8), torch.empty(2, 64)
+    models = [(nn.Sequential(nn.Conv2d(4, 4, 3)), image), (nn.Sequential(nn.Linear(64, 64)), words)]
+    backends = torch.backends
+
+    def switch(on: bool) -> None:
+        if newer:
+            backends.cuda.matmul.fp32_precision = "tf32" if on else "none"
+            backends.cudnn.conv.fp32_precision = "tf32" if on else "ieee"
+        else:
+            torch.set_float32_matmul_precision("high" if on else "highest")
+            backends.cudnn.allow_tf32 = on
+
+    times = []
+    try:
+        for on in (False, True):
+            switch(on)
+            found = [estimate_profile(*model, rows=(), rates=rates) for model in models]
+            times.append([each.layers[0].forward_time for each in found])
+    finally:
+        switch(False)
+        # What torch begins with.
+        backends.cudnn.conv.fp32_precision = "tf32"
+        backends.cudnn.allow_tf32 = True
+    assert times[0] == pytest.approx([10 * seconds for seconds in times[1]])
 
 
 def test_frozen_layers_have_no_backward() -> None:

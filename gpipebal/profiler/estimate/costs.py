@@ -201,9 +201,10 @@ def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
 
 def _uses_tensorfloat32(name: str) -> bool:
     """Tell whether torch's settings allow tensor cores for products in float32."""
+    # However they were set: torch's older names for them raise if the newer ones were used.
     if "convolution" in name:
-        return bool(torch.backends.cudnn.allow_tf32)
-    return torch.get_float32_matmul_precision() != "highest"
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _bytes_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
