@@ -33,8 +33,15 @@ def find_ties(layers: Sequence[Any]) -> tuple[TieProfile, ...]:
     return tuple(
         TieProfile(
             indices,
-            parameter_bytes=sum(p.nbytes for p in tied),
-            gradient_bytes=sum(p.nbytes for p in tied if p.requires_grad),
+            parameter_bytes=sum(_bytes_of(p) for p in tied),
+            gradient_bytes=sum(_bytes_of(p) for p in tied if p.requires_grad),
         )
         for indices, tied in by_layers.items()
     )
+
+
+def _bytes_of(tensor: Any) -> int:
+    """Return the bytes of a tensor; of one that wraps others, such as a quantised one, theirs."""
+    inner = getattr(type(tensor), "__tensor_flatten__", None)
+    parts = [] if inner is None else [getattr(tensor, name) for name in inner(tensor)[0]]
+    return sum(map(_bytes_of, parts)) if parts else int(tensor.nbytes)

@@ -239,3 +239,51 @@ def test_distributed_tensors_have_the_parts_of_this_process() -> None:
         assert ledger.live == [64]
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Looks(nn.Module):
+    """Multiplies by a quantised buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randint(-8, 8, (4, 4), dtype=torch.int8)
+        self.register_buffer("table", Quantised(whole, torch.tensor(0.1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the products."""
+        return x @ self.table.dequantize()
+
+
+class Rounds(torch.optim.Optimizer):
+    """Keeps its averages in whole numbers, as optimizers for large models do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Make the averages."""
+        for parameter in self.param_groups[0]["params"]:
+            whole = torch.zeros_like(parameter, dtype=torch.int8)
+            scale = torch.ones((), device=parameter.device)
+            self.state[parameter].setdefault("average", Quantised(whole, scale))
+
+
+def test_tensors_count_with_what_they_are_made_of() -> None:
+    """Tied parameters, buffers that a recompute has copies of, and the optimizer's state."""
+    model = nn.Sequential(*_model(), nn.Linear(2, 4), nn.Linear(4, 4, bias=False), Looks())
+    model[4].weight = model[1].weight
+    found = gb.profile_model(
+        model,
+        torch.randn(4, 4),
+        chunks=2,
+        optimizer=Rounds,
+        rows=(),
+        timeout=0.0,
+        as_pipeline=False,
+    )
+    n_bytes = 16 + 4
+    (tie,) = found.ties
+    assert (tie.layers, tie.parameter_bytes, tie.gradient_bytes) == ((1, 4), n_bytes, 0)
+    assert found.layers[5].buffer_bytes == found.layers[5].kept_buffer_bytes == n_bytes
+    assert found.layers[0].optimizer_bytes == n_bytes + 4 + 4
+    assert found.matches(model)

@@ -142,6 +142,24 @@ def test_sparse_values_between_layers_are_profiled() -> None:
     assert profile.n_layers == 2
 
 
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_a_sparse_target_counts_with_its_elements(method: Any) -> None:
+    """Not with those that it leaves out."""
+    target = torch.eye(100).to_sparse()
+    profile = gb.profile_model(
+        nn.Sequential(nn.Linear(4, 4)),
+        torch.ones(4, 4),
+        loss_fn=lambda y, t: y.sum() * t.values().sum(),
+        target=target,
+        target_dims=None,
+        rows=(),
+        method=method,
+        **({"timeout": 0.0, "as_pipeline": False} if method == "measure" else {}),
+    )
+    assert profile.step.loss is not None
+    assert profile.step.loss.buffer_bytes == 100 * (2 * 8 + 4)
+
+
 @pytest.mark.parametrize("stream", [None, "log"])
 def test_no_terminal_is_no_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Daemons have no standard error, and loggers put something smaller in its place."""

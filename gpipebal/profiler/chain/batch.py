@@ -25,7 +25,7 @@ from gpipebal.pipeline.values.parting import (
     scatter_leaves,
     spread_dims,
 )
-from gpipebal.pipeline.values.tensors import has_storage
+from gpipebal.pipeline.values.tensors import has_storage, parts_of
 
 __all__ = ["Batch"]
 
@@ -264,6 +264,15 @@ def _copied(leaf: Tensor, device: torch.device) -> Tensor:
 
 def _like(leaf: Tensor, device: torch.device) -> Tensor:
     """Make a tensor with the layout of a view; one that overlaps with itself becomes dense."""
+    if leaf.layout == torch.sparse_coo:  # of itself torch makes one without elements
+        indices, values = (torch.empty_like(part, device=device) for part in parts_of(leaf))
+        return torch.sparse_coo_tensor(
+            indices,
+            values,
+            leaf.shape,
+            check_invariants=False,
+            is_coalesced=leaf.is_coalesced(),
+        )
     if not _is_strided(leaf):
         return torch.empty_like(leaf, device=device)
     once = _once(leaf)

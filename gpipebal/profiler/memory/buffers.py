@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.layers.buffers import is_always_copied
-from gpipebal.pipeline.values.tensors import are_equal, parts_of, version_of
+from gpipebal.pipeline.values.tensors import are_equal, plain_parts, version_of
 
 __all__ = ["copies_of_large", "kept_buffers"]
 
@@ -37,7 +37,7 @@ def copies_of_large(layer: nn.Module) -> list[_Large]:
 
 
 def kept_buffers(layer: nn.Module, before: Sequence[_Large]) -> list[Tensor]:
-    """Return the buffers that a recomputed micro-batch keeps copies of; parts of sparse ones.
+    """Return the buffers that a recomputed micro-batch keeps copies of, as plain tensors.
 
     Args:
         layer: The layer, after a forward.
@@ -51,7 +51,7 @@ def kept_buffers(layer: nn.Module, before: Sequence[_Large]) -> list[Tensor]:
     ]
     known = {id(buffer) for buffer in (*always, *(buffer for buffer, *_ in before))}
     replaced = [buffer for _, buffer in _buffers(layer) if id(buffer) not in known]
-    return [part for buffer in always + written + replaced for part in parts_of(buffer)]
+    return [part for buffer in always + written + replaced for part in plain_parts(buffer)]
 
 
 def _buffers(layer: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.minibatch.loss import call_loss
 from gpipebal.pipeline.values.microbatch import flatten
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.clock import Span, seconds_of, synchronize
@@ -120,7 +121,7 @@ def describe_loss(
         backward_spread=spread_of(backward),
         no_grad_forward_time=statistics.median(without_graph),
         flops=flops,
-        buffer_bytes=sum(t.numel() * t.element_size() for t in layer.target_tensors),
+        buffer_bytes=sum(map(bytes_of, layer.target_tensors)),
         outputs=memory.outputs,
         saved=memory.saved,
         output_bytes=memory.output_bytes,

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.meter import optimizer_states
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.failures import said
 
 __all__ = ["Maker", "OptimizerFactory", "OptimizerLike", "Optimizers", "as_one"]
@@ -269,7 +270,7 @@ class Maker:
         of_it = [state.get(parameter) for state in states]
         # By identity: a wrapper may have the same tensors.
         values = {
-            id(value): value.nbytes
+            id(value): bytes_of(value)
             for state in of_it
             if isinstance(state, Mapping)
             for value in state.values()

@@ -193,7 +193,7 @@ def _step_some(maker: Maker, places: Sequence[int], device_type: str, with_value
         stepper.step()
     # A fused step is one kernel, and makes nothing in between.
     peak = 0 if is_fused else ledger.total_peak - before
-    return _Step(sum(tensor.nbytes for tensor in state), peak, together)
+    return _Step(sum(map(bytes_of, state)), peak, together)
 
 
 def measure_optimizer(
