@@ -14,7 +14,7 @@ from solvers.whole_cases import whole_problems
 from solvers.whole_oracle import candidates
 
 from gpipebal.errors import InfeasibleError
-from gpipebal.problem import Device, Problem, Rules, layer_memory
+from gpipebal.problem import Device, Memory, Problem, Rules, layer_memory
 from gpipebal.solvers import explain_infeasible, split
 
 TIMES: tuple[Any, ...] = ([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4])
@@ -100,3 +100,19 @@ def test_a_limit_that_just_fits_is_kept() -> None:
         max(4 * sum(saved[start:end]) for start, end in pairwise(one)) for one in all_bounds(4, 2)
     )
     assert max(peaks) == least == 240
+
+
+@pytest.mark.parametrize("limit", [100, None])
+@pytest.mark.parametrize(
+    ("peaks", "fix"), [([1], "3 partitions"), ([], "another number of partitions; or longer rows")]
+)
+def test_rows_that_leave_out_too_much_are_named(
+    peaks: list[int], fix: str, limit: int | None
+) -> None:
+    """A list of peaks may end early: that is no rule, and no error of numpy's."""
+    memory = Memory(lambda first, partition, mode: peaks, alike="all")
+    devices = [Device(memory_limit=limit)] * 2
+    problem = Problem([1] * 3, [1] * 3, [0] * 3, 2, devices=devices, memory=memory)
+    fix = fix if limit else "another number of partitions; or longer rows"
+    with pytest.raises(InfeasibleError, match=f"memory leaves no split.*\nFix: {fix}\\."):
+        split(problem, "peak_memory")

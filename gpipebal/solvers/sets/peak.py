@@ -136,6 +136,6 @@ def _least(
         search = Search(Levels(problem, limits(int(candidates[k])), levels))
         return search.probe({}) is not None
 
-    if not fits(len(candidates) - 1):
+    if not len(candidates) or not fits(len(candidates) - 1):
         return None
     return int(candidates[bisect_left(range(len(candidates) - 1), True, key=fits)])
