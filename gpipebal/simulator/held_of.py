@@ -72,7 +72,7 @@ def held_of(
     else:
         bounds = check_bounds("plan", plan, profile.n_layers)
     m = profile.chunks if chunks is None else check_count("chunks", chunks)
-    mode = modes_of(checkpoint or "never", len(bounds) - 1)[-1]
+    mode = modes_of("never" if checkpoint is None else checkpoint, len(bounds) - 1)[-1]
     cells = cells_of(profile, bounds, bool(loss_inside), bool(shared_memory))
     n_recomputed = sum(is_checkpointed(mode, i, m) for i in range(m))
     exist = isinstance(plan, Plan) and plan.gradients_exist

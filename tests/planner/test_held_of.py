@@ -6,12 +6,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import all_bounds
 from plan_oracle import MODES, holding_its_output, profiles
 
 import gpipebal as gb
+from gpipebal.errors import BalanceError
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import loss_of_micro_batch
@@ -136,3 +138,9 @@ def test_peaks_over_time_are_those_of_the_formula(
         # A layer that needs less than it leaves behind counts with what it leaves behind.
         low, seen = both(profile, bounds, **options)
         assert all(a <= b <= c for a, b, c in zip(low, seen, planned, strict=True))
+
+
+def test_a_list_of_no_modes_is_not_taken_for_none_given() -> None:
+    """It is refused, as by whatever takes modes."""
+    with pytest.raises(BalanceError, match="checkpoint mode does not exist"):
+        held_of(gb.Profile.from_costs([1.0]), (0, 1), checkpoint=[])
