@@ -103,8 +103,8 @@ def plot_chunks(
     _label_chunks(ax, plans)
     if any(peaks) or room is not None:
         entries += _draw_memory(ax, peaks, room, memory_colour)
-    fits = [k for k, peak in enumerate(peaks) if room is None or _is_within(peak, room)]
-    best = min(fits, key=times.__getitem__, default=None)
+    allowed = [k for k, peak in enumerate(peaks) if room is None or _is_within(peak, room)]
+    best = min(allowed, key=times.__getitem__, default=None)
     # Older files have no rows of the mini-batch: count those of full micro-batches.
     rows = sorted(plan.mini_batch_rows or plan.rows * plan.chunks for plan in plans)
     if rows[0] < rows[-1]:

@@ -93,8 +93,7 @@ def place(
         number = plain_number(pause)
         check_time("pause", pause if math.isnan(number) else number)
         pause = number
-    sweeps = isinstance(schedule, Order) and can_sweep(schedule, durations, pause)
-    if isinstance(schedule, Order) and sweeps and not late_recompute:
+    if isinstance(schedule, Order) and not late_recompute and can_sweep(schedule, durations, pause):
         starts, ends = sweep(schedule, durations, pause)
         table = EventTable(
             schedule.partitions, schedule.kinds, schedule.micro_batches, starts, ends

@@ -126,7 +126,7 @@ def _order_of_plan(plan: Plan, name: str, devices: int | None) -> Order:
         n // partitions_on_each(name, n) if devices is None else check_count("devices", devices)
     )
     if n % n_devices:
-        fits = [count for count in range(1, n + 1) if n % count == 0]
+        fits = [number for number in range(1, n + 1) if n % number == 0]
         raise BalanceError(
             f"partitions cannot be dealt out evenly: devices={n_devices} (expected one of "
             f"{', '.join(map(str, fits))}, which part the plan's {count(n, 'partition')}).\n"
