@@ -12,7 +12,6 @@ import math
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,10 +66,6 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = _make_beside(target)
         yield temporary
-        # mkstemp makes files that only their owner may read; a result is an ordinary file.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
         temporary.replace(target)
     except OSError as error:
         if error.errno not in NO_ROOM:
@@ -108,13 +103,15 @@ def _not_a_file(target: Path) -> str | None:
 
 
 def _make_beside(target: Path) -> Path:
-    """Make an empty file with a temporary name in the folder of another."""
+    """Make an empty file with a temporary name in the folder of another.
+
+    It is an ordinary file, as all that a program makes. Those of `tempfile` are for their owner
+    only, and to learn what others may read the umask of the process would have to be changed.
+    """
     # The suffix stays last because writers such as matplotlib read the file type from it.
-    handle, name = tempfile.mkstemp(
-        dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix
-    )
-    os.close(handle)
-    return Path(name)
+    path = target.with_name(f".{target.stem}.{os.urandom(4).hex()}{target.suffix}")
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    return path
 
 
 def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:

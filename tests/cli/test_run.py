@@ -463,10 +463,10 @@ def test_a_folder_that_takes_no_files_is_refused(
 ) -> None:
     """A folder that exists, but in which no file can be made, is refused before the work begins."""
 
-    def refuse(**_: object) -> None:
+    def refuse(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.setattr("gpipebal.files._make_beside", refuse)
     with pytest.raises(UsageError, match=r"takes no such file: Read-only file system\)"):
         run("workloads:tiny", output=tmp_path, device="cpu", echo=str)
 

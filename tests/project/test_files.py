@@ -71,7 +71,7 @@ def test_no_room_for_a_name_is_the_same_error(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.setattr(files, "_make_beside", refuse)
     with pytest.raises(FileFormatError, match=r"thing.json cannot be written: Disk quota"):
         write_record(tmp_path / "thing.json", RECORD)
     assert not list(tmp_path.iterdir())
@@ -98,6 +98,15 @@ def test_written_file_has_the_permissions_of_an_ordinary_file(tmp_path: Path) ->
     finally:
         os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_writing_leaves_the_umask_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the whole process's: what other threads make meanwhile must not be open to all."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "umask", asked.append)
+    write_record(tmp_path / "thing.json", RECORD)
+    assert why_not_writable(tmp_path / "thing.json") is None
+    assert not asked
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
