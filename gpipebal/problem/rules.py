@@ -218,7 +218,9 @@ class Rules:
             ['3 places without a cut', 'max_layers=3']
         """
         said = [f"{count(len(self.uncut), 'place')} without a cut"] if self.uncut else []
-        said += [f"pin={dict(self.pinned)}"] if self.pinned else []
+        pins = dict(self.pinned)
+        if pins:  # a layer may be pinned twice, to different partitions
+            said.append(f"pin={pins if len(pins) == len(self.pinned) else list(self.pinned)}")
         limits = [(name, getattr(self, name)) for name in _LOOSEST]
         return said + [f"{name}={limit}" for name, limit in limits if limit is not None]
 

@@ -232,6 +232,12 @@ def test_no_cut_before_the_first_layer_changes_nothing(cost: Any) -> None:
     assert found[0] == found[1]
 
 
+def test_rules_are_stated_with_all_pins() -> None:
+    """Those of one layer to two partitions too, which explain why there is no split."""
+    assert Rules(pin={1: 0, 2: 1}).stated() == ["pin={1: 0, 2: 1}"]
+    assert Rules(pin=[(1, 0), (1, 1)]).stated() == ["pin=[(1, 0), (1, 1)]"]
+
+
 def test_a_partition_is_allowed_if_every_rule_is_kept() -> None:
     """Each rule refuses by itself."""
     rules = Rules(no_cut=[1], keep_together=[(3, 5)], pin={2: 1}, max_layers=4)
