@@ -47,7 +47,8 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
     if short is None:
         if not helps:
             without = replace(problem, rules=None)
-            helps = ["rules=None" if _has_split(without) else "fewer partitions"]
+            by_rules = problem.rules is not None and _has_split(without)
+            helps = ["rules=None" if by_rules else "fewer partitions"]
         return InfeasibleError(f"{no_split_by_rules(problem)}\nFix: {'; or '.join(helps)}.")
     lack, path = short
     j, _, limit, peak, start, end = worst_lack(problem, path)
@@ -65,8 +66,13 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
 
 
 def no_split_by_rules(problem: Problem) -> str:
-    """Say that rules leave no split, and which rules."""
+    """Say that rules leave no split, and which rules; or that memory has no rows for one."""
     what = ", ".join((problem.rules or Rules()).stated())
+    if not what:
+        return (
+            f"memory leaves no split into {count(problem.n_partitions, 'partition')}: its rows end "
+            "before the runs that a split needs (expected the peaks of all runs that fit a device)."
+        )
     return (
         f"rules leave no split into {count(problem.n_partitions, 'partition')}: {what} "
         f"(expected a split of {problem.n_layers} layers that keeps them)."

@@ -70,6 +70,23 @@ def test_rules_that_leave_no_split_are_named() -> None:
     assert raised.value.partition is None
 
 
+@pytest.mark.parametrize("objective", ["makespan", "bottleneck", "peak_memory"])
+@pytest.mark.parametrize("limit", [None, 10])
+@pytest.mark.parametrize("known", [(), (0,)])
+def test_rows_of_memory_that_end_too_early_are_named(
+    objective: Any, limit: int | None, known: tuple[int, ...]
+) -> None:
+    """Runs that they leave out fit no device; no rule is to blame."""
+    memory = Memory(lambda first, partition, mode: [5] if first in known else [])
+    devices = [Device(memory_limit=limit)] * 2
+    problem = Problem([1, 1], [1, 1], [0, 0], 2, devices=devices, memory=memory)
+    if limit is None and objective != "peak_memory":
+        assert split(problem, objective).status == "optimal"
+        return
+    with pytest.raises(InfeasibleError, match=r"^memory leaves no split .*\nFix: fewer part"):
+        split(problem, objective)
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(whole_problems(largest=5))
 def test_shortage_is_the_least_and_its_advice_is_true(problem: Problem) -> None:
