@@ -90,10 +90,9 @@ def evaluate(
     bounds = _bounds_of(balance, profile.n_layers)
     n_partitions = len(bounds) - 1
     chunks = None if chunks is None else check_chunks(chunks)
-    modes = modes_of(checkpoint, n_partitions)
     schedule = check_schedule(schedule)
     options = Options(
-        checkpoint=modes,
+        checkpoint=checkpoint,
         schedule=schedule,
         loss_inside=loss_inside,
         shared_memory=shared_memory,
@@ -103,8 +102,10 @@ def evaluate(
         memory_limit=memory_limit,
         reserve=reserve,
     )
-    posed = pose(ask(profile, n_partitions, options), chunks)
-    plan = plan_of_balance(posed, bounds, modes)
+    question = ask(profile, n_partitions, options)
+    # 'auto' is refused: no mode is left open.
+    modes = modes_of(question.checkpoint, n_partitions)  # type: ignore[arg-type]
+    plan = plan_of_balance(pose(question, chunks), bounds, modes)
     # The bound's sums are in another order, so it may be higher by a rounding error.
     return replace(plan, lower_bound=min(plan.makespan, _least_makespan(plan)))
 

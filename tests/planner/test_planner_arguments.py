@@ -163,6 +163,10 @@ def test_quantiles_and_modes_of_any_kind(quantile: Any) -> None:
     profile = Profile.from_costs([1.0, 2.0, 3.0], chunks=4)
     plan = gb.solve(profile, 2, quantile=quantile, checkpoint=np.array(["never", "always"]))
     assert plan == gb.solve(profile, 2, quantile=0.75, checkpoint=["never", "always"])
+    given = gb.evaluate(profile, [2, 1], checkpoint=np.array(["never", "always"]))
+    assert given == gb.evaluate(profile, [2, 1], checkpoint=["never", "always"])
+    with pytest.raises(BalanceError, match="checkpoint mode does not exist: checkpoint='auto'"):
+        gb.evaluate(profile, [2, 1], checkpoint="auto")  # type: ignore[arg-type]
 
 
 def test_cells_are_set_side_by_side_only_if_they_are_the_same() -> None:
