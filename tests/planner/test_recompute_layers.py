@@ -392,6 +392,18 @@ def test_the_only_way_through_a_long_partition_is_listed() -> None:
     assert [(len(way.arcs), way.cost) for way in ways] == [(3000, 0), (3000, 5)] and are_all
 
 
+def test_partitions_are_named_by_their_index() -> None:
+    """As in a plan: from the end too, and no others."""
+    profile = chain()
+    plan = gb.evaluate(profile, [5, 3], checkpoint="never")
+    chosen = recompute_layers(profile, plan, memory_limit="300 MiB")
+    assert chosen.runs_of(0) and chosen.runs_of(0) + chosen.runs_of(1) == chosen.runs
+    assert chosen.runs_of(-1) == chosen.runs_of(1)
+    for partition in (2, -3, "x"):
+        with pytest.raises(gb.GpipebalError, match=r"^partition .*\nFix: partition="):
+            chosen.runs_of(partition)  # type: ignore[arg-type]
+
+
 def test_what_fits_is_left_as_it_is() -> None:
     """Without need nothing is recomputed, and the plan says the same as before."""
     profile = chain()

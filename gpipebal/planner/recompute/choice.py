@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gpipebal.argument_kinds import check_index
 from gpipebal.plan import Plan
 from gpipebal.plan.text import layer_range
 from gpipebal.text import aligned
@@ -62,6 +63,7 @@ class LayerRecompute:
 
     def runs_of(self, partition: int) -> tuple[range, ...]:
         """Return the runs of one partition."""
+        partition = check_index("partition", partition, self.plan.n_partitions)
         first = sum(self.plan.balance[:partition])
         end = first + self.plan.balance[partition]
         return tuple(run for run in self.runs if first <= run.start < end)
