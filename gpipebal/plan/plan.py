@@ -82,7 +82,8 @@ class Plan:
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller computes that of the mini-batch. Step time and memory depend
             on it.
-        equal_split_value: The objective's value of the split into equally many layers.
+        equal_split_value: The objective's value of the split into equally many layers; None: the
+            caller's costs do not allow it, or rules forbid it and so its costs were not asked for.
         shared_memory: Whether neighbouring partitions share one memory (one CPU), so that the
             tensor at a cut exists once.
         gradients_exist: Whether its memory is that of a step before which the parameters have

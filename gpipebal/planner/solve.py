@@ -106,6 +106,7 @@ def solve(
         quantile: Plan with this upper quantile of the measured times, such as 0.9; None: medians.
         cost: Called as ``cost(first, end, partition)``, with `end` one past the last layer: the
             largest of these is minimised instead of `objective`. None or infinity: not allowed.
+            It is not asked about runs that rules forbid.
         method: ``'auto'``, or the name of an algorithm: the one that `select_method` names, or one
             that is more general.
         time_limit: Seconds after which an open-ended search stops and returns the best that it has
