@@ -170,17 +170,17 @@ def profile_model(
         >>> [other.rows for other in profile.other_sizes]
         [1, 4]
     """
-    started = time.perf_counter()
     if method not in ("measure", "estimate"):
         raise ProfileError(
             f"method does not exist: method={method!r:.60} (expected 'measure' or 'estimate').\n"
             "Fix: method='measure' to run the layers, 'estimate' to look at their shapes."
         )
-    for name, flag in (("share_identical", share_identical), ("as_pipeline", as_pipeline)):
-        check_flag(name, flag)
-    for name, choice in (("one_at_a_time", one_at_a_time), ("progress", progress)):
-        if choice is not None:
-            check_flag(name, choice)
+    share_identical = check_flag("share_identical", share_identical)
+    as_pipeline = check_flag("as_pipeline", as_pipeline)
+    if one_at_a_time is not None:
+        one_at_a_time = check_flag("one_at_a_time", one_at_a_time)
+    if progress is not None:
+        progress = check_flag("progress", progress)
     training = Training.of(
         module,
         sample,
@@ -211,11 +211,7 @@ def profile_model(
             },
         )
         chosen = DEFAULT_RATES if rates is None else rates
-        # Context variables that layers set do not reach the caller's context.
-        with torch_state_kept():
-            return contextvars.copy_context().run(
-                estimate_training, training, rows=rows, rates=chosen, progress=progress
-            )
+        return estimate_training(training, rows=rows, rates=chosen, progress=progress)
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     check_values(training.layers, sample, keywords, target)
     where = device_for(device)
@@ -236,19 +232,22 @@ def profile_model(
         share=share_identical,
         as_pipeline=as_pipeline,
         limit=None if timeout is None else check_timeout(timeout),
-        started=started,
         progress=progress,
     )
-    with torch_state_kept(), compiled_apart([*training.modules, loss_fn]):
+    with (
+        left_alone([module, loss_fn]),  # first: it waits for the end of another thread's profile
+        torch_state_kept(),
+        compiled_apart([*training.modules, loss_fn]),
+    ):
         state = CallerState.capture((where.type,))
         with (
-            left_alone([module, loss_fn]),
             random_numbers_kept(where),
             current_device(where),
             parameters_cast_at_each_use(),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
+            # Context variables that layers set do not reach the caller's context.
             return contextvars.copy_context().run(_measure, training, conduct, state)
 
 
@@ -266,7 +265,6 @@ class _Conduct:
     share: bool
     as_pipeline: bool
     limit: float | None
-    started: float
     progress: bool | None
 
     @property
@@ -274,10 +272,10 @@ class _Conduct:
         """Whether partitions share the cores of one machine."""
         return self.where.type == "cpu"
 
-    def seconds_left(self, step_seconds: float, parts: int) -> float:
+    def seconds_left(self, started: float, step_seconds: float, parts: int) -> float:
         """Return the seconds left for the rounds: at least half of all, or too few are measured."""
         seconds = _limit(self.limit, step_seconds, parts, LEAST_SECONDS / parts)
-        spent = 0.0 if self.alone else time.perf_counter() - self.started
+        spent = 0.0 if self.alone else time.perf_counter() - started
         return max(seconds / 2, seconds - spent)
 
 
@@ -289,6 +287,7 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
         conduct: How to measure.
         state: Settings of the caller.
     """
+    started = time.perf_counter()
     where, alone = conduct.where, conduct.alone
     n_threads = conduct.n_threads if conduct.on_cpu else None
     study, sizes = Study(training, where), training.data.sizes
@@ -297,7 +296,7 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
     total = parts if alone else MOST_ROUNDS * conduct.side_by_side
     with threads_set(n_threads), progress_bar("profiling", total, conduct.progress) as told:
         pace = Pace(
-            lambda seconds: conduct.seconds_left(seconds * len(sizes), parts),
+            lambda seconds: conduct.seconds_left(started, seconds * len(sizes), parts),
             LEAST_ROUNDS,
             MOST_ROUNDS,
             told,

@@ -410,6 +410,19 @@ def test_a_size_that_a_layer_refuses_is_left_out() -> None:
         estimate_profile(model, sample, chunks=2, rows=1, **ON_CPU)
 
 
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_a_size_whose_output_cannot_be_joined_is_left_out(method: Any) -> None:
+    """Of one row the layer drops the dimension along which outputs are joined."""
+    model = nn.Sequential(nn.Linear(3, 3), Apply(lambda x: x.t().squeeze(1)))
+    given: dict[str, Any] = {"chunks": 2, "out_dims": 1, "method": method, "progress": False}
+    if method == "measure":
+        given |= {"timeout": 0.0, "as_pipeline": False}
+    profile = profile_model(model, torch.ones(4, 3), **given)
+    assert [size.rows for size in profile.other_sizes] == [4]
+    with pytest.raises(ModelError, match="cannot be joined"):
+        profile_model(model, torch.ones(4, 3), rows=1, **given)
+
+
 def test_autocast_is_refused() -> None:
     """Autocast does nothing to meta tensors, so it is refused and not ignored."""
     model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)

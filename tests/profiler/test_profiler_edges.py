@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,16 @@ def test_counts_of_numpy_are_counts() -> None:
         gb.Profile.from_costs([1.0], chunks=True)
     with pytest.raises(ProfileError, match="chunks=0 "):
         gb.Profile.from_costs([1.0], chunks=0)
+
+
+@pytest.mark.parametrize("flag", ["share_identical", "one_at_a_time"])
+def test_flags_of_numpy_are_flags(flag: str, tmp_path: Path) -> None:
+    """The profile has them as plain values, which a file can hold."""
+    given: dict[str, Any] = {flag: np.True_, "rows": (), "timeout": 0.0, "progress": np.False_}
+    profile = gb.profile_model(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2), **given)
+    profile.save(tmp_path / "profile.json")
+    assert gb.Profile.load(tmp_path / "profile.json") == profile
+    assert profile.provenance["one_at_a_time"] is True
 
 
 def test_too_few_layers_are_refused_before_anything_is_measured(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ModelError, ProfileError
+from gpipebal.profiler.replicas import harmless
 from gpipebal.profiler.replicas.replica import replicate
 
 pytestmark = pytest.mark.timeout(60)
@@ -261,3 +262,49 @@ def test_a_loss_with_parameters_of_its_own_is_told() -> None:
         target = torch.ones(4, 4) if loss_fn is nn.functional.mse_loss else None
         found = profile(model, torch.ones(4, 4), loss_fn=loss_fn, target=target)
         assert bool(flags_of(found, "the loss can use parameters")) is told
+
+
+class Noted:
+    """A lock that says when another thread than its maker's begins to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._maker = threading.RLock(), threading.current_thread()
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not self._maker:
+            self.is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_a_profile_that_waits_puts_nothing_of_the_one_before_back(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, torch is as it was when its turn came, and not as the other one had it."""
+    lock, failures = Noted(), list[Exception]()
+    monkeypatch.setattr(harmless, "_at_work", lock)
+    fast = torch.backends.mha.get_fastpath_enabled()
+
+    def fail() -> None:
+        model = nn.Sequential(nn.Linear(4, 4))
+        try:
+            gb.profile_model(model, torch.ones(2, 5), method=method)
+        except ProfileError as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=fail)
+    try:
+        with lock:
+            # As where another profile counts operations.
+            torch.backends.mha.set_fastpath_enabled(not fast)
+            waiting.start()
+            assert lock.is_wanted.wait(30)
+            torch.backends.mha.set_fastpath_enabled(fast)
+        waiting.join(30)
+        assert failures and torch.backends.mha.get_fastpath_enabled() == fast
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

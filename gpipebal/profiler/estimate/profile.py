@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import ProfileError
+from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
@@ -24,6 +25,7 @@ from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.memory.layer_memory import excess_gradients, given_their_own
 from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.replicas.replica import bytes_of_loss, layer_of_tensors, own_bytes
+from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
 from gpipebal.profiler.step.optimizer import OptimizerLike
 from gpipebal.profiler.survey import describe_skips
@@ -162,20 +164,23 @@ def estimate_training(
     reasons: dict[str, tuple[str, ...]] = {}
     others: list[Profile] = []
     n_walks = len(training.layers) * (1 + len(wanted))
-    with (
-        left_alone([*training.modules, training.loss_fn]),
-        _undisturbed(),
-        progress_bar("estimating", n_walks, progress) as told,
-    ):
-        work = _Work(training, device, told)
-        main = work.at(sizes, reasons)
-        for size in wanted:
-            try:
-                others.append(work.at([size] * len(sizes), reasons))
-            except ProfileError as error:
-                if rows is not None:
-                    raise
-                left_out[str(size)] = str(error).splitlines()[0]
+
+    def walk() -> tuple[_Work, Profile]:
+        with _undisturbed(), progress_bar("estimating", n_walks, progress) as told:
+            work = _Work(training, device, told)
+            main = work.at(sizes, reasons)
+            for size in wanted:
+                try:
+                    others.append(work.at([size] * len(sizes), reasons))
+                except GpipebalError as error:
+                    if rows is not None:
+                        raise
+                    left_out[str(size)] = str(error).splitlines()[0]
+        return work, main
+
+    with left_alone([*training.modules, training.loss_fn]), torch_state_kept():
+        # Context variables that layers set do not reach the caller's context.
+        work, main = contextvars.copy_context().run(walk)
     provenance = {
         "method": "estimate",
         "device": device.name,
