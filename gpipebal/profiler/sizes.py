@@ -217,8 +217,10 @@ class Study:
         one_of = [list(module.parameters()) for module in self.modules] if self._is_alone else None
         try:
             return measure_optimizer(maker, self.device, one_of=one_of)
-        except ProfileError:
-            if can_step:
+        except ProfileError as error:
+            if is_out_of_memory(error):
+                self.notes.append("the optimizer's time is not known: no memory for its step")
+            elif can_step:
                 raise
             return None
 
@@ -343,25 +345,25 @@ class Study:
             size.found.numbers,
             self.device,
         )
-        if self._is_alone:
-            terms = scaled_gathered(*given, loss, most_bytes(self.modules, size.found.memory))
-        if terms is not None:
-            self.notes.append(
-                f"the gathered output at {count(size.rows, 'row')} is scaled, not measured"
-            )
-        else:
-            try:
+        try:
+            if self._is_alone:
+                terms = scaled_gathered(*given, loss, most_bytes(self.modules, size.found.memory))
+            if terms is None:
                 terms = measure_gathered(*given, self._loss_fn, self._data.target_of(sizes))
-            except (GpipebalError, torch.OutOfMemoryError) as error:
-                # Inside the pipeline the loss needs no gathered output: such a step may still fit.
-                is_memory = is_out_of_memory(error)
-                if not is_memory and (is_main or self._must):
-                    raise
-                why = "did not fit the device" if is_memory else str(error).splitlines()[0]
+            else:
                 self.notes.append(
-                    f"not measured at {count(size.rows, 'row')}: the gathered output and its "
-                    f"loss: {why}"
+                    f"the gathered output at {count(size.rows, 'row')} is scaled, not measured"
                 )
+        except GpipebalError as error:
+            # Inside the pipeline the loss needs no gathered output: such a step may still fit.
+            is_memory = is_out_of_memory(error)
+            if not is_memory and (is_main or self._must):
+                raise
+            why = "did not fit the device" if is_memory else str(error).splitlines()[0]
+            self.notes.append(
+                f"not measured at {count(size.rows, 'row')}: the gathered output and its loss: "
+                f"{why}"
+            )
         gather_time, whole_loss, gathered = terms or (None, None, ())
         if whole_loss is not None:
             whole_loss = replace(whole_loss, **bytes_of_loss(self._loss_fn, self.modules))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipebal.pipeline.layers.chain import check_keyword_dims, check_keywords
 from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.chain.data import Data
+from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.value import Routes
 from gpipebal.profiler.setting import layers_of
 from gpipebal.profiler.step.optimizer import Maker, OptimizerLike
@@ -107,4 +108,5 @@ class Training:
         target = self.data.target
         if target is None:
             return self
-        return replace(self, data=replace(self.data, target=target.copied_to(device)))
+        with memory_for("the target"):
+            return replace(self, data=replace(self.data, target=target.copied_to(device)))

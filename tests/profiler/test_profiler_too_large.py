@@ -250,3 +250,39 @@ def test_no_memory_for_a_copy_is_named(
     monkeypatch.setattr(Tensor, "clone", refuse)
     with pytest.raises(ProfileError, match=r"no memory is left for a copy .*\nFix: profile"):
         profiled(way, nn.Linear(4, 5), nn.ReLU(inplace=True))
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, RuntimeError])
+def test_outputs_that_do_not_fit_together_are_not_measured(
+    failure: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured is kept, on CUDA and on a CPU, whose errors are of another kind."""
+    join = torch.cat
+
+    def refuse(tensors: Any, *arguments: Any, **keywords: Any) -> Tensor:
+        if len(tensors) == 2 and tensors[0].shape == (2, 5):
+            raise failure("DefaultCPUAllocator: out of memory")
+        return join(tensors, *arguments, **keywords)
+
+    monkeypatch.setattr(torch, "cat", refuse)
+    profile = profiled({"rows": ()}, nn.Linear(4, 5), loss_fn=torch.mean)
+    assert profile.step.loss is not None and profile.step.whole_loss is None
+    (flag,) = [each for each in profile.provenance["flags"] if "gathered" in each]
+    assert flag.endswith("the gathered output and its loss: did not fit the device")
+
+
+@WAYS
+def test_an_optimizer_that_does_not_fit_is_not_timed(way: dict[str, Any]) -> None:
+    """Its copies or its step may be too large; what was measured is kept."""
+
+    class Large(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if self.param_groups[0]["params"][0].device.type == "cpu":
+                raise torch.OutOfMemoryError("out of memory")
+
+    profile = profiled({**way, "rows": ()}, optimizer=Large)
+    assert profile.step.optimizer_time is None
+    assert profile.layers[0].optimizer_bytes == 0
+    assert (
+        "the optimizer's time is not known: no memory for its step" in (profile.provenance["flags"])
+    )

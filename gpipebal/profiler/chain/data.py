@@ -56,8 +56,9 @@ class Data:
 
     def target_of(self, sizes: Sequence[int]) -> Any:
         """Return the target of such a mini-batch, as a loss takes it."""
-        target = self._target_of(sizes)
-        return None if target is None else target.value
+        with memory_for("the target"):
+            target = self._target_of(sizes)
+            return None if target is None else target.value
 
     def first_target(self, sizes: Sequence[int]) -> Any:
         """Return the target of its first micro-batch, as a loss takes it.

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.values.microbatch import name_of_leaf
 from gpipebal.pipeline.values.parting import Dim, gather_leaves, spread_dims
+from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.numbers import Arrived
 from gpipebal.profiler.chain.value import Value
 
@@ -37,11 +38,13 @@ class Outputs:
         Raises:
             BalanceError: `dims` does not fit.
             ModelError: a tensor cannot be joined.
+            ProfileError: there is not enough memory.
         """
         value = self.first.value
         dims = dims_of_leaves(self.dims, value.leaves, value.structure)
         parts = [self._leaves_of(rows, dims) for rows in self.sizes]
-        leaves = gather_leaves(parts, value.structure, dims)
+        with memory_for("the gathered output"):
+            leaves = gather_leaves(parts, value.structure, dims)
         joined = [
             leaf.detach().requires_grad_(old.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf, old in zip(leaves, value.leaves, strict=True)

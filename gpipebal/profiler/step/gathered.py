@@ -48,7 +48,7 @@ def try_gathered(
     try:
         # Measuring numbers storages, and will do so again.
         measure_gathered(outputs, copy.deepcopy(numbers), device, loss_fn, target)
-    except (GpipebalError, torch.OutOfMemoryError) as error:
+    except GpipebalError as error:
         if not is_out_of_memory(error):
             raise
 

@@ -16,6 +16,7 @@ from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.clock import Span, seconds_of, synchronize
+from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.chain.value import Value
@@ -196,7 +197,7 @@ def loss_failed(error: ProfileError) -> ProfileError:
     if isinstance(cause, GpipebalError):  # it says a fix of its own
         return ProfileError(f"the loss failed: {cause}")
     return ProfileError(
-        f"the loss failed: {type(cause).__name__}: {cause}\n"
+        f"the loss failed: {said(cause)}\n"
         "Fix: give a loss_fn and a target for the output of the whole mini-batch."
     )
 

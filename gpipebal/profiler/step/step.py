@@ -243,9 +243,9 @@ def _time_of_share(
         those = [place for place in places if id(maker.parameters[place]) in own]
         chosen = max(chosen, those, key=lambda some: _bytes_in(maker, some))
     n_bytes, of_all = _bytes_in(maker, chosen), _bytes_in(maker, places)
-    copies = (maker.parameters[place].detach().to(device, copy=True) for place in chosen)
-    stepped = [nn.Parameter(copied) for copied in copies]
     try:
+        copies = (maker.parameters[place].detach().to(device, copy=True) for place in chosen)
+        stepped = [nn.Parameter(copied) for copied in copies]
         stepper = maker.make(chosen, stepped)
 
         def prepare() -> None:
