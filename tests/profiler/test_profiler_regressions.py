@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -160,9 +161,12 @@ def test_a_sparse_target_counts_with_its_elements(method: Any) -> None:
     assert profile.step.loss.buffer_bytes == 100 * (2 * 8 + 4)
 
 
-@pytest.mark.parametrize("stream", [None, "log"])
-def test_no_terminal_is_no_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons have no standard error, and loggers put something smaller in its place."""
+@pytest.mark.parametrize("progress", [None, True])
+@pytest.mark.parametrize("stream", [None, "log", "closed"])
+def test_no_terminal_is_no_error(
+    stream: str | None, progress: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Daemons have no standard error or a closed one, and loggers put something in its place."""
 
     class Log:
         def write(self, text: str) -> None:
@@ -171,8 +175,17 @@ def test_no_terminal_is_no_error(stream: str | None, monkeypatch: pytest.MonkeyP
         def flush(self) -> None:
             """Do nothing."""
 
-    monkeypatch.setattr(sys, "stderr", None if stream is None else Log())
-    gb.profile_model(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2), rows=(), timeout=0.0)
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", {None: None, "log": Log(), "closed": closed}[stream])
+    gb.profile_model(
+        nn.Sequential(nn.Linear(2, 2)),
+        torch.ones(2, 2),
+        rows=(),
+        timeout=0.0,
+        as_pipeline=False,
+        progress=progress,
+    )
 
 
 def test_numbers_that_no_machine_has_are_refused(tmp_path: Path) -> None:

@@ -22,10 +22,8 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
     Yields:
         A callable that may be called from any thread.
     """
-    # Standard error may be None, or a logger's.
-    is_terminal = getattr(sys.stderr, "isatty", bool)
-    visible = is_terminal() if show is None else show
-    if not visible:
+    visible = _is_terminal() if show is None else show
+    if not visible or sys.stderr is None:
         yield lambda: None
         return
     from tqdm.auto import tqdm
@@ -43,3 +41,11 @@ def progress_bar(title: str, total: int, show: bool | None) -> Iterator[Callable
         bar.refresh()
     finally:
         bar.close()
+
+
+def _is_terminal() -> bool:
+    """Tell whether the standard error is a terminal; it may be None, a logger's, or closed."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
