@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from gpipebal.errors import BalanceError
 from gpipebal.memory.cell import Cell
+from gpipebal.problem.checks import check_flag
 from gpipebal.profile import LayerProfile, Profile
 
-__all__ = ["AroundLoss", "around_loss", "loss_of_micro_batch"]
+__all__ = ["AroundLoss", "around_loss", "is_loss_inside", "loss_of_micro_batch"]
 
 
 class AroundLoss(NamedTuple):
@@ -25,6 +27,24 @@ class AroundLoss(NamedTuple):
     stays: int
     target: int
     after: int
+
+
+def is_loss_inside(schedule: str, loss_inside: object) -> bool:
+    """Tell whether the last partition computes the loss; None: under all schedules but GPipe.
+
+    Raises:
+        BalanceError: it is neither true nor false, or the caller cannot compute the loss.
+    """
+    if loss_inside is None:
+        return schedule != "gpipe"
+    inside = check_flag("loss_inside", loss_inside)
+    if not inside and schedule != "gpipe":
+        raise BalanceError(
+            f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
+            "loss_inside=False (expected loss_inside=True: with 'gpipe' alone does the caller "
+            "compute the loss, after all forwards).\nFix: loss_inside=None."
+        )
+    return inside
 
 
 def loss_of_micro_batch(profile: Profile) -> LayerProfile:

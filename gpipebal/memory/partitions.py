@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,16 +10,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpipebal.argument_kinds import check_kind, check_list
+from gpipebal.argument_kinds import check_kind
+from gpipebal.errors import BalanceError
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.fixed import fixed_memory
-from gpipebal.memory.loss import AroundLoss, around_loss, loss_of_micro_batch
+from gpipebal.memory.loss import (
+    AroundLoss,
+    around_loss,
+    is_loss_inside,
+    loss_of_micro_batch,
+)
 from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
+from gpipebal.plan.checks import check_chunks
+from gpipebal.problem.bounds import check_bounds
+from gpipebal.problem.checks import check_flag, plain_number
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_schedule, order_of
 from gpipebal.schedule.actions import KINDS, B, F, R
 from gpipebal.timeline import Timeline
+from gpipebal.units import count
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,7 +64,7 @@ def partition_memory(
             partition with all others.
         shared_memory: Whether all partitions live in one memory.
         timeline: When the actions of the schedule start and end, which tells what waits for busy
-            neighbours; None: everything is taken at once.
+            neighbours; of as many partitions and micro-batches. None: everything is taken at once.
         margin: By how much longer than in `timeline` the actions of any one partition may take, as
             a fraction: what waits for it until then counts too.
         latest: Whether everything waits as long as the order of the actions lets it: no timing
@@ -66,7 +77,10 @@ def partition_memory(
         One `PeakMemory` per partition, in bytes.
 
     Raises:
-        BalanceError: an unknown checkpoint mode, or not one per partition.
+        KindError: `profile` or `timeline` is of another kind, or `bounds` is not a list.
+        BalanceError: `bounds` are not those of partitions of this chain, a count or flag that makes
+            no sense, an unknown checkpoint mode, or not one per partition; or a timeline of another
+            step.
         UnsupportedPlanError: an unknown schedule.
 
     Complexity:
@@ -84,12 +98,16 @@ def partition_memory(
         [200, 100]
     """
     check_kind("profile", profile, Profile)
-    bounds = check_list("bounds", bounds)
+    bounds, chunks = check_bounds("bounds", bounds, profile.n_layers), check_chunks(chunks)
+    shared_memory = check_flag("shared_memory", shared_memory)
+    gradients_exist = check_flag("gradients_exist", gradients_exist)
+    latest, margin = check_flag("latest", latest), _check_margin(margin)
     if timeline is not None:
         check_kind("timeline", timeline, Timeline)
+        _check_timeline(timeline, len(bounds) - 1, chunks)
     schedule = check_schedule(schedule)
     order = order_of(schedule, len(bounds) - 1, chunks, checkpoint)
-    inside = schedule != "gpipe" if loss_inside is None else loss_inside
+    inside = is_loss_inside(schedule, loss_inside)
     cells = cells_of(profile, bounds, inside, shared_memory)
     waiting = None
     if latest or timeline is not None:
@@ -112,6 +130,29 @@ def partition_memory(
             )
         )
     return tuple(peaks)
+
+
+def _check_margin(margin: object) -> float:
+    number = plain_number(margin)
+    if not 0 <= number < math.inf:
+        raise BalanceError(
+            f"margin is not a fraction: margin={margin!r:.60} (expected a finite number, 0 or "
+            "more).\nFix: margin=0.3, say."
+        )
+    return number
+
+
+def _check_timeline(timeline: Timeline, n_partitions: int, chunks: int) -> None:
+    """Refuse a timeline of another step: a measured one may have fewer micro-batches."""
+    forwards = timeline.table.of_kind("F")
+    found = timeline.n_partitions, 1 + int(timeline.table.micro_batches[forwards].max(initial=-1))
+    if found != (n_partitions, chunks):
+        raise BalanceError(
+            f"timeline is of another step: {count(found[0], 'partition')} and "
+            f"{count(found[1], 'micro-batch')} (expected {n_partitions} and {chunks}).\n"
+            f"Fix: give the timeline of these partitions, and chunks={found[1]} if a mini-batch "
+            "has so many."
+        )
 
 
 def cells_of(

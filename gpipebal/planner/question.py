@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from gpipebal.argument_kinds import check_kind, check_options
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
+from gpipebal.memory.loss import is_loss_inside
 from gpipebal.objectives import MINIMISED, Objective, Quantity, check_objective
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.devices import DeviceCosts, check_shared_devices, devices_asked
@@ -180,7 +181,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     if taken != 0.5:
         notes.append(f"Times are upper quantiles ({taken:g}) of the measured spread, not medians.")
     schedule = check_known_schedule(options.get("schedule", "gpipe"))
-    inside = _loss_inside(options.get("loss_inside"), schedule)
+    inside = is_loss_inside(schedule, options.get("loss_inside"))
     shared = options.get("shared_memory")
     shared = profile.shares_memory if shared is None else check_flag("shared_memory", shared)
     checkpoint = options.get("checkpoint", "except_last")
@@ -272,18 +273,6 @@ def _time_limit(seconds: Any) -> float | None:
         f"time_limit is not a time: time_limit={seconds!r:.60} (expected seconds, 0 or more).\n"
         "Fix: time_limit=60, or time_limit=None for as long as it takes."
     )
-
-
-def _loss_inside(asked: Any, schedule: str) -> bool:
-    """Return whether the last partition computes the loss, unless it has to and must not."""
-    inside = schedule != "gpipe" if asked is None else check_flag("loss_inside", asked)
-    if not inside and schedule != "gpipe":
-        raise BalanceError(
-            f"the caller cannot compute the loss under this schedule: schedule={schedule!r}, "
-            "loss_inside=False (expected loss_inside=True: with 'gpipe' alone does the caller "
-            "compute the loss, after all forwards).\nFix: loss_inside=None."
-        )
-    return inside
 
 
 def _check_memory_known(schedule: str, *, limited: bool) -> None:

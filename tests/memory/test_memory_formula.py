@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipebal as gb
+from gpipebal.errors import BalanceError
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.waiting import Waiting
@@ -320,3 +321,39 @@ def test_what_takes_no_time_waits_no_longer_than_its_order_lets_it() -> None:
         peaks = [part.memory for part in gb.evaluate(profile, [1, 1, 1], **options).partitions]
         most = partition_memory(profile, (0, 1, 2, 3), latest=True, **options)
         assert all(peak.total <= bound.total for peak, bound in zip(peaks, most, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"bounds": (0, 2)},
+            r"bounds=\(0, 2\) .*from 0 to 3\)\.\nFix: bounds=to_bounds\(balance\)",
+        ),
+        ({"bounds": (1, 2, 3)}, "bounds"),
+        ({"bounds": (0, 1, 1, 3)}, "bounds"),
+        ({"bounds": (2, 1)}, "bounds"),
+        ({"bounds": (0, 1.5, 3)}, "bounds"),
+        ({"chunks": 2**30}, "too many micro-batches"),
+        ({"margin": -0.5}, "margin=-0.5"),
+        ({"margin": float("nan")}, "margin=nan"),
+        ({"margin": "3"}, "margin='3'"),
+        ({"shared_memory": "no"}, "shared_memory='no'"),
+        ({"loss_inside": "no"}, "loss_inside='no'"),
+        ({"loss_inside": 0, "schedule": "1f1b"}, "caller cannot compute the loss"),
+        ({"gradients_exist": 2}, "gradients_exist=2"),
+        ({"chunks": 5}, r"3 partitions and 4 micro-batches \(expected 3 and 5\)"),
+        ({"chunks": 3}, r"\(expected 3 and 3\).\nFix: .* chunks=4"),
+        ({"bounds": (0, 1, 3)}, r"\(expected 2 and 4\)"),
+        ({"bounds": (0, 3)}, r"\(expected 1 and 4\)"),
+    ],
+)
+def test_what_is_no_step_of_the_chain_is_refused(changes: dict[str, Any], message: str) -> None:
+    """Bounds, counts, shares and flags that make no sense, and timelines of other steps."""
+    profile = chain_of_known_bytes()
+    timeline = gb.simulate(evaluate(profile, [1, 1, 1], checkpoint="never"))
+    asked: dict[str, Any] = {"bounds": (0, 1, 2, 3), "chunks": CHUNKS, "checkpoint": "never"}
+    asked |= {"timeline": timeline}
+    assert len(partition_memory(profile, **asked)) == 3
+    with pytest.raises(BalanceError, match=message):
+        partition_memory(profile, **asked | changes)

@@ -67,6 +67,7 @@ WITHIN_RANK = {
     ("html", "units"),
     ("plan", "schedule"),
     ("timeline", "schedule"),
+    ("memory", "problem"),
     ("simulator", "memory"),
     ("simulator", "problem"),
     ("planner", "solvers"),
