@@ -280,7 +280,8 @@ class Profile:
             mini_batch_rows: Rows of the mini-batch; None: those of this profile.
 
         Returns:
-            A `Profile` without other sizes. Its chunks are as many as the mini-batch then has.
+            A `Profile` without other sizes, or this one if these are its own rows. Its chunks are
+            as many as the mini-batch then has.
             How it was made is recorded in ``provenance['at_rows']``: from which rows, whether
             beyond them (``'extrapolated'``), and which layers were interpolated.
 

@@ -59,8 +59,8 @@ def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:
     Raises:
         ProfileError: a parameter, a buffer or a tensor has only a shape, or not even that.
     """
-    for layer in layers.values():
-        check_not_lazy(layer)
+    for name, layer in layers.items():
+        check_not_lazy(name, layer)
     of_layers = {
         f"layer {name!r}": [*layer.parameters(), *layer.buffers()] for name, layer in layers.items()
     }

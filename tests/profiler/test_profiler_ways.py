@@ -545,6 +545,14 @@ def test_a_profile_costs_a_known_number_of_steps(
     assert [count / 8 for count in _Rows.counts] == [forwards, backwards]
 
 
+def test_an_estimate_costs_a_known_number_of_steps() -> None:
+    """So many forwards and backwards of a micro-batch without values."""
+    _Rows.counts[:] = [0, 0]
+    model, sample = nn.Sequential(_CountsRows(4, 4)), torch.randn(8, 4)
+    gb.profile_model(model, sample, rows=(), method="estimate")
+    assert [count / 8 for count in _Rows.counts] == [11, 8]
+
+
 def test_a_failing_backward_says_what_it_was_given() -> None:
     """The error names the layer and the shape of its input; of a chain, who writes to its input."""
 

@@ -12,23 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
 
-__all__ = [
-    "META",
-    "Leaf",
-    "check_not_lazy",
-    "stand_in_for",
-]
+__all__ = ["META", "Leaf", "stand_in_for"]
 
 META = torch.device("meta")
-
-_LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.Module:
@@ -59,19 +51,6 @@ def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.
         if isinstance(module, _BatchNorm) and module.momentum is None:
             module.momentum = 0.1  # the average over all batches would read their number
     return stand_in
-
-
-def check_not_lazy(name: str, layer: nn.Module) -> None:
-    """Refuse a layer whose parameters have no shapes yet.
-
-    Raises:
-        ProfileError: it has such parameters.
-    """
-    if any(isinstance(t, _LAZY) for t in (*layer.parameters(), *layer.buffers())):
-        raise ProfileError(
-            f"layer {name!r} has no shapes yet: it is lazy (expected parameters with shapes).\n"
-            "Fix: run model(sample) once."
-        )
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

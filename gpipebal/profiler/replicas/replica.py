@@ -66,7 +66,7 @@ def replicate(
     for key in own:
         memo.pop(key, None)
     for index, layer in enumerate(layers):
-        check_not_lazy(layer)
+        check_not_lazy(names[index], layer)
         for parameter in layer.parameters():
             if parameter.device.type == "meta":
                 raise ProfileError(
@@ -92,16 +92,16 @@ def replicate(
     return replicas
 
 
-def check_not_lazy(module: nn.Module) -> None:
-    """Refuse a model whose parameters or buffers get their shapes at the first forward.
+def check_not_lazy(name: str, layer: nn.Module) -> None:
+    """Refuse a layer whose parameters or buffers get their shapes at the first forward.
 
     Raises:
         ProfileError: it has not run yet.
     """
-    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+    if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
         raise ProfileError(
-            "a model with lazy layers cannot be measured before its first forward.\n"
-            "Fix: run model(sample) once."
+            f"layer {name!r} has no shapes yet (expected some: lazy layers have them from their "
+            "first forward on).\nFix: run model(sample) once."
         )
 
 
