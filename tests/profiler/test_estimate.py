@@ -423,6 +423,14 @@ def test_a_size_whose_output_cannot_be_joined_is_left_out(method: Any) -> None:
         profile_model(model, torch.ones(4, 3), rows=1, **given)
 
 
+def test_gradients_that_are_no_numbers_are_not_looked_for() -> None:
+    """There are no values to look at; the switch stays as it was."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with torch.autograd.set_detect_anomaly(True):
+        estimate_profile(model, torch.ones(4, 3), rows=(), **ON_CPU)
+        assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
 def test_autocast_is_refused() -> None:
     """Autocast does nothing to meta tensors, so it is refused and not ignored."""
     model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)

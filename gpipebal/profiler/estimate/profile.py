@@ -365,6 +365,8 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         # Hooks of the caller would work with values.
         torch.autograd.graph.saved_tensors_hooks(_same, _same),
+        # So does the search for gradients that are no numbers.
+        torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
         # With meta tensors a compiler would make another program.
         run_eagerly(),
     ):
