@@ -23,8 +23,20 @@ from gpipebal.units import count
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
 
-__all__ = ["STORAGE_FIELDS", "TEXT_FIELDS", "check_profile", "read_columns"]
+__all__ = ["LIST_FIELDS", "STORAGE_FIELDS", "TEXT_FIELDS", "check_profile", "read_columns"]
 
+#: Fields of a profile that are lists.
+LIST_FIELDS = (
+    "layers",
+    "storages",
+    "inputs",
+    "common_inputs",
+    "without_gradient",
+    "skips",
+    "ties",
+    "other_sizes",
+)
+#: Fields of a layer that are texts, and those that name storages.
 TEXT_FIELDS = ("name", "kind", "fingerprint")
 STORAGE_FIELDS = ("outputs", "saved", "handed_through")
 _STEP_TIMES = (
@@ -108,7 +120,7 @@ def check_profile(profile: Profile) -> None:
         ProfileError: no layers, a count below 1, a time or size that is negative or not finite, a
             storage or layer that does not exist, or another size that does not fit.
     """
-    if not check_list("layers", profile.layers):
+    if not profile.layers:
         raise ProfileError(
             "profile has no layers: len(layers)=0 (expected 1 or more).\n"
             "Fix: profile a module with at least one layer."
@@ -119,8 +131,6 @@ def check_profile(profile: Profile) -> None:
         ("ties", TieProfile),
     ):
         check_list(name, getattr(profile, name), kind)
-    for name in ("storages", "inputs", "common_inputs", "without_gradient"):
-        check_list(name, getattr(profile, name))
     check_kind("step", profile.step, StepTerms, "step=StepTerms()")
     check_mapping("provenance", profile.provenance, "provenance={}")
     for name in ("rows", "mini_batch_rows", "chunks"):

@@ -12,7 +12,7 @@ from gpipebal.argument_kinds import check_list, check_whole
 from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
-from gpipebal.profile.checks import STORAGE_FIELDS, check_profile, read_columns
+from gpipebal.profile.checks import LIST_FIELDS, STORAGE_FIELDS, check_profile, read_columns
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
@@ -83,6 +83,9 @@ class Profile:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # As a file has them. The only way to normalise fields of a frozen dataclass.
+        for name in LIST_FIELDS:
+            object.__setattr__(self, name, check_list(name, getattr(self, name)))
         check_list("other_sizes", self.other_sizes, Profile)
         check_profile(self)
 

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import starmap
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.layers.devices import parse_device
@@ -96,9 +96,10 @@ def choose_rows(wanted: Any, micro_batch_rows: int, rows: int) -> list[int]:
         candidates = [2 * m, m // 2, m // 4, 3 * m, 4 * m, m - m // 4, m - 1, m + 1]
         possible = [size for size in candidates if 1 <= size <= rows and size != m]
         return sorted(list(dict.fromkeys(possible))[:2])
-    given = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    is_one = not isinstance(wanted, Iterable) or getattr(wanted, "ndim", None) == 0
+    given = [wanted] if is_one else list(wanted)
     # Of numpy, too.
-    sizes = [int(x) if isinstance(x, Integral) and not isinstance(x, bool) else x for x in given]
+    sizes = [x if (size := whole_number(x)) is None else size for x in given]
     for size in sizes:
         if type(size) is not int or not 1 <= size <= rows:
             raise ProfileError(

@@ -182,6 +182,14 @@ def test_impossible_profile_is_refused(changes: dict[str, Any], message: str) ->
         Profile(**{"layers": (_layer(),), "storages": (8,), **changes})
 
 
+def test_lists_of_a_profile_are_as_in_its_file(tmp_path: Path) -> None:
+    """Any iterable will do: the profile has a tuple of it, as one that is read."""
+    profile = Profile((_layer() for _ in range(1)), [8], inputs=range(1))  # type: ignore[arg-type]
+    assert (profile.n_layers, profile.storages, profile.inputs) == (1, (8,), (0,))
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
 def test_bytes_of_counts_a_storage_once() -> None:
     """Two layers that save the same tensor hold it once: memory is a union, not a sum."""
     profile = Profile((_layer(saved=(0, 1)), _layer(saved=(1, 2))), storages=(10, 20, 40))

@@ -152,6 +152,7 @@ def test_identical_layers_are_measured_once() -> None:
         (None, 16, [2, 3]),
         ((), 4, []),
         (3, 4, [3]),
+        (torch.tensor(3), 4, [3]),
         ((16, 1, 4), 4, [1, 16]),
     ],
 )
