@@ -107,8 +107,8 @@ def _in_order(dims: Any, structure: pytree.TreeSpec) -> Any:
 
 def count_rows(
     leaves: Sequence[Any],
-    structure: pytree.TreeSpec | None = None,
-    dims: Sequence[Dim] = (),
+    structure: pytree.TreeSpec,
+    dims: Sequence[Dim],
     *,
     what: str = "input",
     argument: str = "in_dims",
@@ -117,17 +117,16 @@ def count_rows(
 
     Args:
         leaves: Leaves of the mini-batch.
-        structure: Its pytree, to name a leaf in an error; None: the leaves are a list.
-        dims: Dimension of each leaf; empty: 0 for all.
+        structure: Its pytree, to name a leaf in an error.
+        dims: Dimension of each leaf.
         what: What the leaves are, for an error.
         argument: The argument that can name their dimensions, for an error.
 
     Raises:
         ModelError: no tensor has rows, one lacks the dimension, or two have different rows.
     """
-    structure = flatten(list(leaves))[1] if structure is None else structure
     rows: int | None = None
-    for index, (leaf, dim) in enumerate(zip(leaves, dims or [0] * len(leaves), strict=True)):
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if not isinstance(leaf, Tensor) or dim is None:
             continue
         if not -leaf.dim() <= dim < leaf.dim():
