@@ -380,6 +380,7 @@ class GPipe(Container):
             if runtime is None or not runtime.can_run(self._modules.values()):
                 layers = self.layers_in_place()
                 chain.check_number(len(layers), self.balance)
+                chain.check_runs(layers, self.balance)
                 runtime = Runtime(
                     layers,
                     self.balance,

@@ -479,6 +479,38 @@ def test_layer_that_stands_twice_may_make_its_buffers_late() -> None:
     assert layer.n == 4
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("when", ["before", "after", "after a step"])
+def test_run_with_a_layer_that_was_replaced_is_refused(place: int, when: str) -> None:
+    """It would run the former layer as well, or leave one out; the layers beside it may change."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    chain, x = with_recompute(model, [[0, 1, 2]]), torch.randn(4, 3)
+    if when == "before":
+        chain[place] = nn.Linear(3, 3)
+        with pytest.raises(gb.errors.ModelError, match=f"not whole: layer '{max(place, 1)}' is"):
+            gb.GPipe(chain, [3, 1])
+        return
+    pipe = gb.GPipe(chain, [3, 1])
+    if when == "after a step":
+        pipe(x)
+    model[3] = nn.Linear(3, 3)
+    setattr(pipe, "3", model[3])
+    torch.testing.assert_close(pipe(x), model(x))
+    setattr(pipe, str(place), nn.Linear(3, 3))
+    with pytest.raises(gb.errors.ModelError, match="recomputed together is not whole"):
+        pipe(x)
+
+
+def test_part_of_a_run_is_refused() -> None:
+    """A slice of the chain may have a part of it only."""
+    chain = with_recompute(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), [[1, 2]])
+    with pytest.raises(gb.errors.ModelError, match="not whole: the end of the chain is not"):
+        gb.GPipe(chain[:2], [2])
+    with pytest.raises(gb.errors.ModelError, match="not whole: layer '0' is not"):
+        gb.GPipe(nn.Sequential(chain[2]), [1])
+    gb.GPipe(chain[1:], [2])
+
+
 class Scaled(nn.Module):
     """Scale by another number in training."""
 

@@ -194,6 +194,7 @@ def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
 
     Raises:
         BalanceError: a partition begins inside of one, or one is inside of a layer.
+        ModelError: one of its layers was replaced or taken away.
     """
     names = list(layers)
     for name, layer in layers.items():
@@ -205,6 +206,7 @@ def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
                 "the pipeline).\n"
                 "Fix: open that layer first, with_recompute(gpipebal.flatten(model), runs)."
             )
+    _check_whole(layers)
     for j, begin in enumerate(accumulate(balance[:-1], initial=0)):
         first = layers[names[begin]] if names else None
         if isinstance(first, Recomputed) and first.is_inside:
@@ -214,6 +216,24 @@ def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
                 "none).\n"
                 "Fix: choose the runs for this balance, with_recompute(model, runs)."
             )
+
+
+def _check_whole(layers: Mapping[str, nn.Module]) -> None:
+    """Refuse a chain that has other layers in the places of a run than those that the run takes."""
+    rest: Sequence[nn.Module] = ()
+    for name, layer in (*layers.items(), ("", None)):
+        inside = layer.stands_for if isinstance(layer, Recomputed) and layer.is_inside else None
+        if inside is not (rest[0] if rest else None):
+            raise ModelError(
+                "a run of layers that are recomputed together is not whole: "
+                f"{f'layer {name!r}' if name else 'the end of the chain'} is not what comes next "
+                "in it, so a layer would run twice or not at all.\n"
+                "Fix: replace layers in the model without runs, and then with_recompute(model, "
+                "runs)."
+            )
+        rest = rest[1:]
+        if isinstance(layer, Recomputed) and not layer.is_inside:
+            rest = layer.run[1:]
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:

@@ -69,7 +69,7 @@ def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Mo
         return module
     layers = layers_of(module)
     own = tuple(
-        range(k, k + layer.n_layers)
+        range(k, k + len(layer.run))
         for k, layer in enumerate(layers.values())
         if isinstance(layer, Recomputed) and not layer.is_inside
     )

@@ -49,10 +49,10 @@ _MOST_FORMS = 64
 def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
     """Return the same chain of layers with some runs of them recomputed in the backward.
 
-    The layers are the module's own; the module itself is not changed. Whenever a graph is recorded,
-    only the input of a run is kept for the backward: also without a pipeline, where
-    `torch.utils.checkpoint` restores the random numbers for the recompute. A micro-batch that the
-    pipeline recomputes anyway is recomputed once, as a whole.
+    The layers are the module's own; the module itself is not changed: replace layers there, and
+    call this again. Whenever a graph is recorded, only the input of a run is kept for the backward:
+    also without a pipeline, where `torch.utils.checkpoint` restores the random numbers for the
+    recompute. A micro-batch that the pipeline recomputes anyway is recomputed once, as a whole.
 
     Args:
         module: The layers.
@@ -158,9 +158,9 @@ class Recomputed(Proxy):
         return not self._run
 
     @property
-    def n_layers(self) -> int:
-        """Number of layers of the run that it begins."""
-        return len(self._run)
+    def run(self) -> tuple[nn.Module, ...]:
+        """The layers of the run that it begins."""
+        return tuple(layer for _, layer in self._run)
 
     def keep_off(self, buffers: Container[int]) -> None:
         """Leave buffers alone that another worker may read, given by ``id``, while they exist."""
