@@ -118,6 +118,21 @@ def test_eval_and_untracked_layers_are_plain() -> None:
     assert int(pipe[0].num_batches_tracked) == 0
 
 
+@MODES
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_whose_statistics_were_taken_away_are_plain(
+    checkpoint: CheckpointMode, training: bool
+) -> None:
+    """They normalise by the batch's own, also in evaluation, and track nothing."""
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], checkpoint=checkpoint, deferred_batch_norm=True)
+    x = torch.randn(6, 3)
+    for model in (plain, pipe):
+        model.train(training)
+        model[0].running_mean = model[0].running_var = None
+    torch.testing.assert_close(pipe(x), plain(x))
+
+
 def test_conversion_shares_everything_and_changes_nothing() -> None:
     """The caller's containers keep their layers; the converted ones share all they have."""
     calls: list[str] = []

@@ -186,9 +186,12 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training or not self.track_running_stats:
             return super().forward(input)
         self._check_input_dim(input)
+        if self.running_mean is None or self.running_var is None:
+            # Taken away, so that no evaluation uses them: there is nothing to gather for.
+            means = self.running_mean, self.running_var
+            return F.batch_norm(input, *means, self.weight, self.bias, True, 0.0, self.eps)
         # With a momentum of 1 torch puts the batch's own mean and unbiased variance into the
         # buffers it is given: no second pass over the input.
-        assert self.running_mean is not None and self.running_var is not None
         mean = torch.zeros_like(self.running_mean)
         variance = torch.zeros_like(self.running_var)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
