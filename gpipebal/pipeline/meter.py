@@ -33,8 +33,8 @@ class MemoryMeter:
         self.device_peak_bytes: dict[str, int] = {}
         self._final: tuple[tuple[int, ...], int] | None = None
 
-    def end(self) -> None:
-        """Let the figures stay as they are: a mini-batch that began in the block may end later."""
+    def _end(self) -> None:
+        # A mini-batch that began in the block may end later, and goes on counting until then.
         self._final = tuple(self.ledger.peaks), self.ledger.total_peak
 
     @property
@@ -114,7 +114,7 @@ def measure_memory(
             yield meter
     finally:
         pipe.stop_metering()
-        meter.end()
+        meter._end()
         for device in devices:
             meter.device_peak_bytes[str(device)] = torch.cuda.max_memory_allocated(device)
 
