@@ -102,6 +102,10 @@ def test_a_layer_that_is_taken_away_is_missed(later: bool) -> None:
     setattr(pipe, "1", None)
     with pytest.raises(PipelineError, match=r"taken from a pipeline: it has 1 \(expected 2"):
         pipe(inputs)
+    delattr(pipe, "1")
+    assert [len(part) for part in pipe.partitions] == [1, 0]
+    with pytest.raises(PipelineError, match=r"taken from a pipeline: it has 1 \(expected 2"):
+        pipe(inputs)
 
 
 def test_skips_that_are_put_into_layers_later() -> None:

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NoReturn, Self
 
 import torch
@@ -72,7 +73,7 @@ class Container(nn.Module):
         """The layers of each partition as an `nn.Sequential`: a view, made new each time."""
         views, layers = [], iter(self._modules.items())
         for size in self.balance:
-            views.append(_View(OrderedDict(next(layers) for _ in range(size))))  # type: ignore[misc]
+            views.append(_View(OrderedDict(islice(layers, size))))  # type: ignore[arg-type]
         return tuple(views)
 
     def __len__(self) -> int:
