@@ -38,17 +38,12 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
     problem = in_order_if_large(problem)
     short = least_shortage(problem) if problem.is_limited else None
     helps = [name for name, other in _changes(problem) if _has_split(other)]
-    if short is None and problem.rules is None:
-        return InfeasibleError(
-            f"memory leaves no split into {count(problem.n_partitions, 'partition')}: each has a "
-            "run that its rows leave out, as fitting no device (expected all runs of a split).\n"
-            f"Fix: {'; or '.join(helps or ['another number of partitions', 'longer rows'])}."
-        )
     if short is None:
-        if not helps:
+        if not helps and problem.rules is None:
+            helps = ["another number of partitions", "longer rows"]
+        elif not helps:
             without = replace(problem, rules=None)
-            by_rules = problem.rules is not None and _has_split(without)
-            helps = ["rules=None" if by_rules else "fewer partitions"]
+            helps = ["rules=None" if _has_split(without) else "fewer partitions"]
         return InfeasibleError(f"{no_split_by_rules(problem)}\nFix: {'; or '.join(helps)}.")
     lack, path = short
     j, _, limit, peak, start, end = worst_lack(problem, path)
