@@ -1,9 +1,8 @@
 """Skip connections in a partition: what waits there for a layer that pops it, or for a gradient.
 
 The gradient of what a layer pops waits for the layer that stashed it, or, if that is in another
-partition, for the end of the backward; there it is a copy, unless it has one row. That of a skip to
-a later partition is one of those that the backward started from, and so may be that of one that is
-popped: as a part.
+partition, for the end of the backward; there it is a copy. That of a skip to a later partition is
+one of those that the backward started from, and so may be that of one that is popped: as a part.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States
 from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
+from gpipebal.pipeline.values.gradients import without_the_rest
 from gpipebal.pipeline.values.microbatch import (
     Packet,
     check_nothing_hidden,
@@ -227,7 +228,12 @@ class Cell:
             randomness = OwnRandomness(self._seed, self._micro_batch)
             randomness.enter_backward(self._partition.index)
             try:
-                with gathering(SEEN), randomness.watching(), state.backward_entered():
+                with (
+                    gathering(SEEN),
+                    randomness.watching(),
+                    state.backward_entered(),
+                    without_the_rest(wanted),
+                ):
                     torch.autograd.backward(
                         roots,
                         seeds,
@@ -240,7 +246,7 @@ class Cell:
                     nodes = [edge.node for edge in roots]
                     self._partition.note_failed_backward(error, nodes, self._marks)
                 raise
-        found = [None if leaf is None else _by_itself(leaf.grad) for leaf in self._leaves]
+        found = [None if leaf is None else leaf.grad for leaf in self._leaves]
         for leaf in wanted:
             leaf.grad = None
         if not keep:
@@ -259,13 +265,6 @@ def _with_copies(packet: Packet) -> Packet:
             for leaf in packet.leaves
         ]
     return packet._replace(leaves=leaves)
-
-
-def _by_itself(gradient: Tensor | None) -> Tensor | None:
-    """Copy a gradient that is a view of a larger one, which would be kept as long as this one."""
-    if gradient is None or not has_storage(gradient):
-        return gradient
-    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
 
 
 def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:

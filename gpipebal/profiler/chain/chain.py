@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.values.gradients import without_the_rest
 from gpipebal.pipeline.values.microbatch import Call, check_travels, flatten, unflatten
 from gpipebal.pipeline.values.parting import Dim
 from gpipebal.profiler.chain.clock import Clock, Span
@@ -351,15 +352,14 @@ class Chain:
             RoundStoppedError: `stop` is set.
         """
         self._check_stop()
-        wanted = None
-        if self._only_inputs:
-            wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        wanted = leaves if self._only_inputs else None
         if not roots or wanted == []:
             return False
         tensors, gradients = [root[0] for root in roots], [root[1] for root in roots]
         try:
             # In this thread, as in a worker, and because the ledger watches this thread.
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), without_the_rest(leaves):
                 torch.autograd.backward(tensors, gradients, inputs=wanted)
         except Exception as error:
             if layer is None:
