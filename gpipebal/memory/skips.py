@@ -7,11 +7,11 @@ one of those that the backward started from, and so may be that of one that is p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from gpipebal.profile import Profile, SkipProfile
 
-__all__ = ["InnerSkips", "value_gradient", "waiting"]
+__all__ = ["InnerSkips", "popped_behind", "value_gradient", "waiting"]
 
 
 def waiting(profile: Profile, skip: SkipProfile) -> Sequence[tuple[int, int]]:
@@ -38,6 +38,31 @@ def waiting(profile: Profile, skip: SkipProfile) -> Sequence[tuple[int, int]]:
         )
         for storage in set(skip.gradient_storages)
     ]
+
+
+def popped_behind(
+    profile: Profile, popped: Container[int], first: int, end: int
+) -> Mapping[int, int]:
+    """Find the layers that hand back what a popping layer has handed back for its value.
+
+    Args:
+        profile: Costs of all layers.
+        popped: The layers that pop what others have stashed.
+        first: The first layer to look at.
+        end: Index after the last one.
+
+    Returns:
+        By layer, the popping one: itself, or the next one that it hands on a gradient of.
+    """
+    stashing = {skip.source for skip in profile.skips if skip.source != skip.destination}
+    found: dict[int, int] = {}
+    for k in range(end - 1, first - 1, -1):
+        if k in popped:
+            found[k] = k
+        # What a layer stashes has another gradient.
+        elif k + 1 in found and k not in stashing and profile.layers[k].hands_back_given:
+            found[k] = found[k + 1]
+    return found
 
 
 def value_gradient(profile: Profile, popped: Sequence[SkipProfile], first: int) -> tuple[int, bool]:
@@ -91,6 +116,9 @@ class InnerSkips:
         self._within = self._by_place(
             (skip.source, skip) for skip in skips if first <= skip.source and skip.destination < end
         )
+        popping = [first + k for k in self._popped]
+        behind = popped_behind(profile, popping, first, end)
+        self._behind = {k - first: layer - first for k, layer in behind.items()}
 
     def _by_place(
         self, skips: Iterable[tuple[int, SkipProfile]]
@@ -119,7 +147,8 @@ class InnerSkips:
 
     def value_gradient(self, k: int) -> tuple[int, bool]:
         """Return what `value_gradient` says of the gradient that layer k's backward hands back."""
-        return value_gradient(self._profile, self._popped.get(k, ()), self._first)
+        popped = self._popped.get(self._behind.get(k, k), ())
+        return value_gradient(self._profile, popped, self._first)
 
     def _waiting(self, skip: SkipProfile) -> int:
         if skip.source < self._first:

@@ -150,6 +150,19 @@ def wide_skip_beside() -> list[nn.Module]:
     return busy_before(WIDE, NARROW, Beside)
 
 
+def value_handed_on() -> list[nn.Module]:
+    """The gradient of the value is nearly all of the concatenation's, and other layers get it."""
+    *way_there, joined, last = busy_before(NARROW, WIDE, Beside)
+    return [*way_there, nn.Identity(), nn.Unflatten(1, (WIDE, 1)), nn.Flatten(), joined, last]
+
+
+def narrow_value_handed_on() -> list[nn.Module]:
+    """The same, where it is a small part of the concatenation's, and then a part of that."""
+    *way_there, joined, last = busy_before(WIDE, NARROW, Beside)
+    last = nn.Linear(last.in_features + WIDE, 8)
+    return [*way_there, nn.Identity(), WithOnes(), nn.Identity(), joined, last]
+
+
 def value_added() -> list[nn.Module]:
     """The gradients of value and skip are one."""
     return busy_before(WIDE, WIDE, Add)
@@ -177,6 +190,8 @@ CHAINS = [
     handed_on,
     wide_value_beside,
     wide_skip_beside,
+    value_handed_on,
+    narrow_value_handed_on,
     value_added,
     used_up_at_once,
     added_inside_a_part,

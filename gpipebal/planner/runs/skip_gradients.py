@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.memory.skips import value_gradient, waiting
+from gpipebal.memory.skips import popped_behind, value_gradient, waiting
 from gpipebal.profile import Profile
 
 if TYPE_CHECKING:
@@ -53,11 +53,12 @@ class SkipGradients:
         self.value_gradients = dict(self._value_gradients())
 
     def _value_gradients(self) -> Iterator[tuple[int, tuple[Table, Table]]]:
-        for layer, places in self._popped.items():
-            skips = [self._profile.skips[k] for k in places]
+        behind = popped_behind(self._profile, self._popped, 1, self._profile.n_layers)
+        for layer, popping in behind.items():
+            skips = [self._profile.skips[k] for k in self._popped[popping]]
             if any(skip.value_gradient_bytes for skip in skips):
                 more, is_held = self._column([0]).repeat(len(self._firsts)), self._firsts < 0
-                for low, high in pairwise([-1, *sorted({skip.source for skip in skips}), layer]):
+                for low, high in pairwise([-1, *sorted({skip.source for skip in skips}), popping]):
                     rows = (self._firsts > low) & (self._firsts <= high)
                     more[rows], is_held[rows] = value_gradient(self._profile, skips, high)
                 yield layer - 1, (more, is_held)
