@@ -11,8 +11,8 @@ from gpipebal.memory.layer_peaks import (
     backward_peak,
     chained_peak,
     copied,
+    first_forward_peak,
     forward_peak,
-    made_at_a_cut,
     uncopied_peak,
 )
 from gpipebal.memory.skips import InnerSkips
@@ -283,11 +283,11 @@ class Cell:
         seen = set(self.received)
         held = self.bytes_of(self.received) + (0 if records else self.kept_buffers)
         records = records or not self.goes_back
-        made = made_at_a_cut(self.profile, self.first, self.layers[0], records)
-        for layer, alive in zip(self.layers, self.alive, strict=True):
-            live = self.bytes_of(alive - seen)
-            yield Moment(held, gradients, live + max(made, forward_peak(layer, records)))
-            made = 0
+        for k, (layer, alive) in enumerate(zip(self.layers, self.alive, strict=True)):
+            peak = forward_peak(layer, records)
+            if not k:
+                peak = first_forward_peak(self.profile, self.first, layer, records)
+            yield Moment(held, gradients, self.bytes_of(alive - seen) + peak)
             if records:
                 held += self.bytes_of(frozenset(layer.saved) - seen)
                 seen.update(layer.saved)

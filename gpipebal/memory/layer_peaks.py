@@ -8,9 +8,9 @@ __all__ = [
     "backward_peak",
     "chained_peak",
     "copied",
+    "first_forward_peak",
     "forward_peak",
     "freed",
-    "made_at_a_cut",
     "uncopied_peak",
 ]
 
@@ -22,16 +22,19 @@ def forward_peak(layer: LayerProfile, records: bool) -> int:
     return layer.no_grad_forward_peak_bytes
 
 
-def made_at_a_cut(profile: Profile, k: int, layer: LayerProfile, records: bool) -> int:
-    """Return the bytes that layer k leaves and was not given, if a partition begins with it.
+def first_forward_peak(profile: Profile, k: int, layer: LayerProfile, records: bool) -> int:
+    """Return the largest memory of a layer's forward, in the place of layer k, behind a cut.
 
-    They are part of its forward's peak, except for a layer that writes to its input: at a cut the
-    input is a copy of what was sent, made before the layer runs.
+    If it writes to its input, that is a copy of what was sent, made before the layer runs.
     """
+    peak = forward_peak(layer, records)
+    if layer.written_input_bytes is not None:
+        return peak + layer.written_input_bytes
+    # What it leaves and was not given is part of its peak, or that copy.
     given = set(profile.layers[k - 1].outputs if k else ()).union(profile.inputs)
     given.update(*(skip.storages for skip in profile.skips if skip.destination == k))
     left = frozenset(layer.outputs).union(layer.saved if records else ())
-    return profile.bytes_of(left - given)
+    return max(peak, profile.bytes_of(left - given))
 
 
 def backward_peak(layer: LayerProfile, gradients_exist: bool) -> int:

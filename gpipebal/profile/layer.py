@@ -61,6 +61,9 @@ class LayerProfile:
             includes its outputs and what it saves.
         no_grad_forward_peak_bytes: The same for a forward without a graph; None: not known, take
             `forward_peak_bytes`.
+        written_input_bytes: Bytes of those of its inputs that its forward writes to: a partition
+            that begins with it copies these first. None: not known, take what the forward leaves
+            and was not given for all that it needs there, if that is more than its peak.
         backward_peak_bytes: Largest memory during its backward beyond what existed at its start;
             this includes the gradients that it makes.
         accumulating_peak_bytes: The same for a backward that adds to gradients which exist
@@ -106,6 +109,7 @@ class LayerProfile:
     hands_back_given: bool = False
     forward_peak_bytes: int = 0
     no_grad_forward_peak_bytes: int | None = None
+    written_input_bytes: int | None = None
     backward_peak_bytes: int = 0
     accumulating_peak_bytes: int | None = None
     chained_peak_bytes: int | None = None

@@ -6,8 +6,9 @@ connections and other sizes), version 2 (without the results of a trial as a pip
 version 4 (without copies of buffers, and without how partitions side by side slow each other down),
 version 5 (without the bytes of gradients between layers), version 6 (without inputs that all
 micro-batches have in common), version 7 (without turns), version 8 (without the turns of first
-cells) and version 9 (without what gradients hold that are parts of larger ones). What they do not
-tell is unknown, so that every storage between layers is taken to have a gradient.
+cells), version 9 (without what gradients hold that are parts of larger ones) and version 10
+(without the bytes of inputs that layers write to). What they do not tell is unknown, so that every
+storage between layers is taken to have a gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 10
+VERSION = 11
 
 _FIELDS = {
     "chunks": "a whole number",

@@ -56,6 +56,7 @@ _COUNTS = (
     "output_bytes",
     "forward_peak_bytes",
     "no_grad_forward_peak_bytes",
+    "written_input_bytes",
     "backward_peak_bytes",
     "accumulating_peak_bytes",
     "chained_peak_bytes",

@@ -63,6 +63,7 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             output_bytes=draw(few),
             forward_peak_bytes=draw(more),
             no_grad_forward_peak_bytes=draw(unknown),
+            written_input_bytes=draw(st.sampled_from([None, 0, 50])),
             backward_peak_bytes=draw(more),
             accumulating_peak_bytes=draw(unknown),
             chained_peak_bytes=draw(unknown),

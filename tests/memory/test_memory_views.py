@@ -103,7 +103,14 @@ def test_the_plan_counts_the_copies(
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(
-    "layer", [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.Hardtanh(inplace=True), nn.Tanh()]
+    "layer",
+    [
+        nn.ReLU(inplace=True),
+        nn.SiLU(inplace=True),
+        nn.Hardtanh(inplace=True),
+        nn.Dropout(inplace=True),
+        nn.Tanh(),
+    ],
 )
 def test_the_copy_at_a_cut_is_counted(layer: nn.Module, checkpoint: CheckpointMode) -> None:
     """Whatever waits for whom, no partition needs more than the formula says."""
@@ -135,7 +142,12 @@ def test_the_copy_at_a_cut_is_counted(layer: nn.Module, checkpoint: CheckpointMo
 
 @pytest.mark.parametrize(
     ("layer", "recorded", "unrecorded"),
-    [(nn.Tanh(), 2, 2), (nn.ReLU(inplace=True), 2, 2), (nn.SiLU(inplace=True), 3, 2)],
+    [
+        (nn.Tanh(), 2, 2),
+        (nn.ReLU(inplace=True), 2, 2),
+        (nn.SiLU(inplace=True), 3, 2),
+        (nn.Dropout(inplace=True), 3, 3),  # and its mask
+    ],
 )
 def test_a_forward_at_a_cut_makes_its_output(
     layer: nn.Module, recorded: int, unrecorded: int

@@ -43,6 +43,7 @@ COUNTED = (
     "optimizer_bytes",
     "forward_peak_bytes",
     "no_grad_forward_peak_bytes",
+    "written_input_bytes",
     "backward_peak_bytes",
     "accumulating_peak_bytes",
 )

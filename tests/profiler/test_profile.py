@@ -267,6 +267,16 @@ def test_a_file_of_version_6_is_read() -> None:
     assert Profile.from_dict(record) == Profile.from_costs([1.0, 2.0])
 
 
+def test_a_file_of_version_10_is_read() -> None:
+    """It does not tell which inputs a layer writes to, so that the storages have to."""
+    record = {**_record(), "version": 10}
+    for layer in record["layers"]:
+        del layer["written_input_bytes"]
+    profile = Profile.from_dict(record)
+    assert profile == Profile.from_costs([1.0, 2.0])
+    assert all(layer.written_input_bytes is None for layer in profile.layers)
+
+
 def test_common_inputs_are_inputs() -> None:
     """What all micro-batches have in common goes into the chain."""
     profile = Profile((_layer(),), storages=(8, 4), inputs=(0, 1), common_inputs=(1,))
@@ -313,7 +323,7 @@ def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 10)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 11)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 
 from gpipebal.memory.cell import Cell, Storages
 from gpipebal.memory.fixed import fixed_memory
-from gpipebal.memory.layer_peaks import made_at_a_cut
+from gpipebal.memory.layer_peaks import first_forward_peak
 from gpipebal.memory.layer_runs import (
     InRun,
     given_to,
@@ -172,8 +172,10 @@ class _Parts:
             added: Bytes of those that the step added.
         """
         cell, (without, exist) = self._cell, self._rests[:2]
-        made = 0 if k else made_at_a_cut(cell.profile, cell.first, layer, records=True)
-        needed = added + self._beyond(held) + max(made, layer.forward_peak_bytes)
+        peak = layer.forward_peak_bytes
+        if not k:
+            peak = first_forward_peak(cell.profile, cell.first, layer, records=True)
+        needed = added + self._beyond(held) + peak
         needed += cell.bytes_of(cell.alive[k] - (cell.received | held))
         return without[k] + needed, exist[k] + needed
 

@@ -12,9 +12,9 @@ from gpipebal.memory.layer_peaks import (
     backward_peak,
     chained_peak,
     copied,
+    first_forward_peak,
     forward_peak,
     freed,
-    made_at_a_cut,
 )
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.runs.ends import RunEnds
@@ -78,11 +78,11 @@ class RunPeaks:
             self._graphs[:, -1] -= self._in_graph(chain.loss.outputs)
         self._handed = tables.handed[:, self._ends].copy() if self._shared else 0 * self._graphs
         self._handed[:, -1] = 0
-        #: What each layer makes in addition if a run begins with it.
-        self._made = {
+        #: What the forward of each layer needs if a run begins with it.
+        self._first_peaks = {
             records: self._column(
                 [
-                    made_at_a_cut(self._profile, k, layer, records)
+                    first_forward_peak(self._profile, k, layer, records)
                     for k, layer in enumerate(self._profile.layers)
                 ]
             )
@@ -282,7 +282,7 @@ class RunPeaks:
             peaks = self._column([forward_peak(layer, records=False) for layer in layers])
             moments = tables.received[:, None] + tables.live_without_graph[:, :-1] + peaks
         rows, firsts = np.arange(len(self._firsts)), self._firsts
-        moments[rows, firsts] += np.maximum(self._made[records][firsts] - peaks[firsts], 0)
+        moments[rows, firsts] += self._first_peaks[records][firsts] - peaks[firsts]
         highest = self._highest_up_to(moments)[:, self._ends - 1]
         return highest + self._all_gradients if exist else highest
 

@@ -126,6 +126,7 @@ class LayerMemory:
     output_gradient_bytes: int
     forward_peak_bytes: int
     no_grad_forward_peak_bytes: int
+    written_input_bytes: int
     backward_peak_bytes: int
     accumulating_peak_bytes: int
     chained_peaks: tuple[ChainedPeak, ChainedPeak]

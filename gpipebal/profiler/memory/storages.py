@@ -69,8 +69,9 @@ def measure_layer_memory(
     there = (*_own_tensors(layer), *tensors_reached(layer), *constants)
     constants = [part for own in there for part in plain_parts(own)]
     known = _known(chain, k, arrived)
+    leaves = chain.inputs(k, value)
     ledger = _OfDevice(chain.device)
-    ledger.hold([*chain.inputs(k, value), *constants], 0)
+    ledger.hold([*leaves, *constants], 0)
     for parameter in layer.parameters():
         parameter.grad = None
     with memory_for("copies of large buffers"):
@@ -93,7 +94,7 @@ def measure_layer_memory(
     }
     saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
     n_popped = [len(arrived.skips[key]) for key in chain.popped(k)]
-    back = HandedBack.of(run.hands_back, n_popped, len(chain.inputs(k, value)), run.given)
+    back = HandedBack.of(run.hands_back, n_popped, len(leaves), run.given)
     gradients = sum(bytes_of(leaf) for leaf in run.passed.leaves if needs_gradient(leaf))
     # Their keys are used up: they may be given to new storages from now on.
     del run, known
@@ -127,6 +128,7 @@ def measure_layer_memory(
         output_gradient_bytes=gradients,
         forward_peak_bytes=forward,
         no_grad_forward_peak_bytes=without_graph,
+        written_input_bytes=sum(bytes_of(leaves[place]) for place in chain.written[k]),
         backward_peak_bytes=backward,
         accumulating_peak_bytes=accumulating.whole,
         chained_peaks=(chained, chained_accumulating),
