@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-    #: The first layer from which on something is subtracted, and a table that begins there; it may
-    #: be one row that holds for all.
+    #: The first layer from which on something is subtracted, and a table of as many layers as it is
+    #: subtracted from; it may be one row that holds for all.
     Less = tuple[int, Table]
 
 __all__ = ["RunEnds"]
@@ -39,12 +39,24 @@ class _Lasting(NamedTuple):
 
     Attributes:
         first: The first layer from which on it is subtracted.
-        columns: Called as ``columns(low, stop)``, with `low` no less than `first`; returns what is
-            subtracted from layers `low` to ``stop - 1``, as a table or a row for all.
+        columns: Called as ``columns(low, stop)``, with `low` no less than `first` and `stop` no
+            more than `end`; returns what is subtracted from layers `low` to ``stop - 1``, as a
+            table or a row for all.
+        end: The first layer after those that it is subtracted from; None: there is none.
     """
 
     first: int
     columns: Callable[[int, int], Table]
+    end: int | None = None
+
+    @classmethod
+    def of(cls, first: int, amounts: Table) -> _Lasting:
+        """Return amounts of some layers, beginning with the first."""
+        return cls(
+            first,
+            lambda low, stop: amounts[:, low - first : stop - first],
+            first + amounts.shape[1],
+        )
 
 
 class RunEnds:
@@ -122,7 +134,7 @@ class RunEnds:
         for t, n_uses in enumerate(self._ties.uses_before(end)):
             if n_uses > 1:
                 first, amounts = self._ties.less(t, n_uses, exist)
-                yield ("tie", t, n_uses), _Lasting(first, _padded(first, amounts))
+                yield ("tie", t, n_uses), _Lasting.of(first, amounts)
         if self._goes_on(end):
             yield from self._skip_gradients(end, exist)
         for storage, handing in self._handed_from_before(end) if end < self._n else ():
@@ -168,7 +180,7 @@ class RunEnds:
             n_bytes = self._row([-freed(self._profile.layers[source], exist)])
             if source in self._skips.value_gradients:
                 n_bytes = n_bytes * ~self._skips.value_gradients[source][1][:, None]
-            yield ("source", source), _Lasting(source, _padded(source, n_bytes))
+            yield ("source", source), _Lasting.of(source, n_bytes)
 
     def _through(self, end: int, exist: bool) -> Iterator[Less]:
         """Yield gradients that are not made a second time: the backward started from them.
@@ -211,7 +223,7 @@ class RunEnds:
         if at_begin:
             # Copied when the backward begins, in a run that begins with this layer.
             copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]
-            yield first, -self._row(copies).T
+            yield first, -self._row(copies).T.repeat(self._last(end) - first, axis=1)
 
     def _skips_of_start(self, end: int) -> Iterator[Less]:
         """Yield gradients of popped skips that are, or are parts of, what the backward starts from.
@@ -223,9 +235,9 @@ class RunEnds:
             for k in self._skips.popped(destination):
                 source = self._source(k)
                 if self._profile.skips[k].gradient_is_given:
-                    columns = np.arange(source, last) < destination
-                    is_within = self._firsts[:, None] <= source
-                    yield source, self._skips.held[k][:, None] * (is_within & columns[None, :])
+                    n_bytes = self._skips.held[k] * (self._firsts <= source)
+                    columns = min(destination, last) - source
+                    yield source, n_bytes[:, None].repeat(columns, axis=1)
             if not layers[destination].hands_back_given:
                 return
 
@@ -303,8 +315,9 @@ class _Needs:
             self._changed, self._running = self._inner.copy(), self._highest.copy()
         changed = self._inner[:, low:stop].copy()
         for one in lasting.values():
-            if (first := max(one.first, low)) < stop:
-                changed[:, first - low :] -= one.columns(first, stop)
+            first, end = max(one.first, low), stop if one.end is None else min(one.end, stop)
+            if first < end:
+                changed[:, first - low : end - low] -= one.columns(first, end)
         running = np.maximum.accumulate(changed, axis=1)
         if low:
             before = self._highest if low == start else self._running
@@ -332,29 +345,14 @@ def _everywhere(amount: Table) -> Callable[[int, int], Table]:
     return lambda low, stop: amount
 
 
-def _padded(first: int, amounts: Table) -> Callable[[int, int], Table]:
-    """Return a function for amounts at layers, with 0 after the last of them.
-
-    Example:
-        >>> _padded(3, np.array([[7, 8]]))(4, 7)
-        array([[8, 0, 0]])
-    """
-
-    def columns(low: int, stop: int) -> Table:
-        found = amounts[:, low - first : stop - first]
-        return np.pad(found, ((0, 0), (0, stop - low - found.shape[1])))
-
-    return columns
-
-
 def _less(table: Table, low: int, amounts: Sequence[Less]) -> Table:
     """Return columns of a table, the first of which has the number `low`, less amounts.
 
     Example:
-        >>> _less(np.array([[5, 5]]), 1, [(2, np.array([[4]]))])
-        array([[5, 1]])
+        >>> _less(np.array([[5, 5, 5]]), 1, [(2, np.array([[4]]))])
+        array([[5, 1, 5]])
     """
     found = table.copy()
     for first, each in amounts:
-        found[:, first - low :] -= each
+        found[:, first - low : first - low + each.shape[1]] -= each
     return found
