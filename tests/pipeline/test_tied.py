@@ -117,6 +117,38 @@ def test_gradients_of_tied_parameters_are_tensors_of_their_own() -> None:
     assert second.grad.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("how", ["call", *SCHEDULES])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_gradients_of_tied_parameters_lie_as_the_parameters_do(
+    how: str, channels_last: bool
+) -> None:
+    """A fused optimizer, which asks for no strides, trains shared layers as the plain model's."""
+    torch.manual_seed(0)
+    shared = nn.Conv2d(3, 3, 3, padding=1, bias=False)
+    plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Flatten()).double()
+    images = torch.randn(6, 3, 4, 5, dtype=torch.double)
+    if channels_last:
+        images = images.to(memory_format=torch.channels_last)  # torch's gradient lies so, too
+    else:
+        plain.to(memory_format=torch.channels_last)
+    pipe = GPipe(copy.deepcopy(plain), [2, 2], chunks=2)
+    models = (pipe, plain)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.1, fused=True) for each in models]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if how == "call":
+            pipe(images).square().mean().backward()
+        else:
+            pipe.step(images, loss_fn=lambda y: y.square().mean(), schedule=how)
+        run_plain(plain, images, 2).square().mean().backward()
+        found, expected = (one[0].weight.grad for one in models)
+        assert found.stride() == expected.stride() == plain[0].weight.stride()
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(pipe[0].weight, plain[0].weight)
+
+
 def test_gradients_of_the_input_alone_leave_tied_parameters_alone() -> None:
     """`torch.autograd.grad` on the input neither adds to nor makes gradients of parameters."""
     layer = nn.Linear(2, 2)

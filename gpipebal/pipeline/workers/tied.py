@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.values.lane import Lane
+from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.pipeline.workers.partition import Partition
 
 __all__ = ["TiedParameters", "drop_gradients", "leaves_behind"]
@@ -192,6 +193,16 @@ def _added(known: Tensor | None, gradient: Tensor) -> Tensor:
     return known.add_(gradient)
 
 
+def _copy_for(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Copy a gradient so that it lies in memory as its parameter does, like any that torch adds.
+
+    A fused optimizer goes through both in the order of their memory, and asks for no strides.
+    """
+    if type(parameter) is not nn.Parameter or not has_storage(gradient):
+        return gradient.detach().clone()
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
 def _catcher(
     parameter: nn.Parameter,
 ) -> Callable[[tuple[Tensor | None, ...]], tuple[None] | None]:
@@ -207,7 +218,7 @@ def _catcher(
             known, _ = sums.get(parameter, (None, None))
             if known is None or (known.is_sparse and not gradient.is_sparse):
                 # A copy: the same tensor may be on its way to other parameters too.
-                gradient = gradient.detach().clone()
+                gradient = _copy_for(parameter, gradient)
             # The engine runs this on the node's stream, which need not be the worker's.
             stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
             added = _added(known, gradient)
