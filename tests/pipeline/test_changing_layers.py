@@ -493,8 +493,12 @@ def test_replaced_layers_are_used() -> None:
     pipe(inputs)
     setattr(pipe, "1", nn.Linear(4, 3))
     assert pipe(inputs).shape == (4, 3)
+    pipe[-1] = head = nn.Linear(4, 2)
+    assert pipe(inputs).shape == (4, 2) and pipe[1] is head
     pipe.chunks = 4
-    assert pipe(inputs).shape == (4, 3)
+    assert pipe(inputs).shape == (4, 2)
+    with pytest.raises(IndexError):
+        pipe[2] = head
     for name, value in (("balance", [2]), ("devices", ["cpu"]), ("threads_per_partition", 2)):
         with pytest.raises(RuntimeError, match=f"{name} of a pipeline cannot be changed"):
             setattr(pipe, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +86,10 @@ class Container(nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        """Replace a layer; the new one is on the device of its partition already."""
+        setattr(self, list(self._modules)[operator.index(index)], layer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
@@ -240,8 +245,8 @@ class _View(nn.Sequential):
         """Refuse a change that the pipeline would not see."""
         raise PipelineError(
             "a partition cannot be changed: `pipe.partitions` only shows the layers, and is made "
-            "again each time.\nFix: setattr(pipe, name, layer) replaces a layer; for more or "
-            "fewer, make a new pipeline."
+            "again each time.\nFix: pipe[k] = layer replaces a layer; for more or fewer layers, "
+            "make a new pipeline."
         )
 
     __setitem__ = __delitem__ = append = insert = extend = pop = _deny_changes
