@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.memory.skips import value_gradient, waiting
 from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.planner import evaluate
 from gpipebal.profile import SkipProfile
+from gpipebal.profiler.chain.gradients import handed_back, own_gradients
 from gpipebal.skip import Namespace, pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(120)
@@ -302,3 +304,47 @@ def test_what_the_gradient_of_a_skip_holds() -> None:
     popped = profile.skips
     assert value_gradient(profile, popped, 3) == (-value, True)
     assert value_gradient(profile, popped, 4) == (whole - value, False)
+
+
+def test_a_gradient_in_the_place_of_one_that_is_gone_is_another() -> None:
+    """Two gradients of a backward share their memory only if it is the same while both live."""
+    first, second = torch.ones(2, 2, requires_grad=True), torch.ones(5, requires_grad=True)
+    place: list[int] = []
+
+    class Part(torch.autograd.Function):
+        """Hands back a part of a larger gradient: autograd copies it, and frees the whole."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            whole = gradient.new_zeros(2, 4)
+            place.append(storage_key(whole))
+            return whole[:, :2]
+
+    class InItsPlace(torch.autograd.Function):
+        """Hands back a gradient that lies where the other one has lain."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            elsewhere: list[Tensor] = []
+            while storage_key(made := gradient.new_zeros(5)) != place[0]:
+                elsewhere.append(made)
+                assert len(elsewhere) < 10_000
+            return made
+
+    inputs = [first, second]
+    with own_gradients(inputs) as are_own, handed_back(inputs, hold=False) as back:
+        later = InItsPlace.apply(second).sum()
+        # Autograd goes back through what was computed last first.
+        (later + Part.apply(first).sum()).backward()
+    assert [found[1:] for found in back.values() if found] == [(32, 16), (20, 20)]
+    keys = {found[0] for found in back.values() if found}
+    assert len(keys) == 2
+    assert are_own == {0: False, 1: True}

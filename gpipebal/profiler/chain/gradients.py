@@ -134,6 +134,29 @@ def _looked_at(
             hook.remove()
 
 
+class _Keys:
+    """Keys of storages, that stay theirs: what later lies in the place of one has another key.
+
+    A gradient may be freed while the backward goes on, and the next one then has its place.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._n_more = 0
+
+    def of(self, tensor: Tensor) -> int:
+        """Return the key of a tensor's storage: its `storage_key`, or a number below zero."""
+        place = storage_key(tensor)
+        storage, key = self._known.get(place, (None, place))
+        if storage is not None and storage() is not None:
+            return key
+        if storage is not None:
+            self._n_more += 1
+            key = -self._n_more
+        self._known[place] = weakref.ref(tensor.untyped_storage()), key
+        return key
+
+
 @contextmanager
 def handed_back(
     inputs: Iterable[Any], *, hold: bool
@@ -151,13 +174,14 @@ def handed_back(
     """
     found: dict[int, tuple[int, int, int] | None] = {}
     held: list[Any] = []
+    keys = _Keys()
 
     def look_at(place: int) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
             found[place] = None
             if has_storage(gradient):
                 storage = gradient.untyped_storage()
-                found[place] = storage_key(gradient), storage.nbytes(), gradient.nbytes
+                found[place] = keys.of(gradient), storage.nbytes(), gradient.nbytes
                 if hold:
                     held.append(storage)
 
@@ -179,6 +203,7 @@ def own_gradients(inputs: Iterable[Any]) -> Iterator[dict[int, bool]]:
     """
     found: dict[int, bool] = {}
     places: dict[int, int] = {}
+    keys = _Keys()
 
     def look_at(place: int) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
@@ -188,7 +213,7 @@ def own_gradients(inputs: Iterable[Any]) -> Iterator[dict[int, bool]]:
             is_dense = gradient.is_contiguous() or (
                 gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
             )
-            other = places.setdefault(storage_key(gradient), place)
+            other = places.setdefault(keys.of(gradient), place)
             found[place] = is_dense and not is_shared(gradient) and other == place
             if other != place:
                 found[other] = False
