@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from broken_layers import Scale, in_worker
-from torch import nn
+from torch import Tensor, nn
 from verify_cases import rows
 
 import gpipebal as gb
@@ -38,6 +41,44 @@ def test_tolerances_follow_dtype_and_size() -> None:
     assert Tolerance().allowed(ones.float(), 0.0) == pytest.approx(1.3e-6)
     assert Tolerance(autocast=(torch.bfloat16,)).allowed(ones, 0.0) == pytest.approx(1.6e-2)
     assert Tolerance(rtol=1.0, atol=1.0).allowed(ones.int(), 1.0) == 0
+
+
+class OtherOrder(nn.Module):
+    """Adds in another order if no graph is recorded, as kernels do that torch chooses then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).tanh()
+        if torch.is_grad_enabled():
+            return x + self.norm(self.down(h))
+        first = F.linear(h[:, :32], self.down.weight[:, :32], self.down.bias)
+        return x + self.norm(first + F.linear(h[:, 32:], self.down.weight[:, 32:]))
+
+
+def test_gradients_in_half_precision_may_differ_by_a_rounding_of_larger_ones() -> None:
+    """A recompute that rounds in another way than its forward passes; a wrong gradient does not."""
+    torch.manual_seed(5)
+    layers = [OtherOrder() for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 3))
+    pipe = GPipe(model, [3, 3], chunks=2, checkpoint="always")
+    loss: dict[str, Any] = {"target": torch.randint(3, (32,)), "loss_fn": F.cross_entropy}
+    x = torch.randn(32, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = gb.verify(model, pipe, x, **loss)
+        assert report.gradients.difference > 0
+        wrong = nn.Sequential(*model, Scale(lambda: 1 + 0.1 * in_worker()))
+        with pytest.raises(VerificationError, match="off by"):
+            gb.verify(wrong, GPipe(wrong, [3, 4], chunks=2), x, **loss)
+    # Values around it count as they are rounded.
+    none = torch.zeros(1)
+    half = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+    for dtype, rounding in half.items():
+        assert Tolerance().allowed(none.to(dtype), 1.0) == rounding
+        assert Tolerance(autocast=(dtype,)).allowed(none, 1.0) == rounding
+        assert rounding == pytest.approx(torch.finfo(dtype).eps, rel=0.03)
 
 
 def gradients(**values: float) -> Outcome:
