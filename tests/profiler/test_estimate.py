@@ -366,6 +366,9 @@ def test_layers_that_read_values_are_named(reads: Any) -> None:
     with pytest.raises(ProfileError, match=r"layer '1' cannot be estimated") as error:
         profile_model(model, sample, method="estimate")
     assert "Fix: profile_model(model, sample, method='measure')." in str(error.value)
+    # Where a model has its mask made far away, the layer's name does not help.
+    line = reads.__code__.co_firstlineno
+    assert f" in line {line} of {Path(__file__).name}: " in str(error.value)
     assert profile_model(model, sample, rows=(), timeout=0.0, method="measure").n_layers == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from collections import UserDict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gpipebal as gb
-from gpipebal.errors import GpipebalError, ProfileError
+from gpipebal.errors import GpipebalError, ModelError, ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler import measure, sizes
@@ -198,6 +199,20 @@ def test_a_sample_without_rows_is_refused(method: Any) -> None:
     """There is nothing to measure, and no plan to make of it."""
     with pytest.raises(ProfileError, match=r"sample has no rows.*\n.*Fix: give a mini-batch"):
         gb.profile_model(nn.Sequential(nn.Tanh()), torch.randn(0, 4), method=method)
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+def test_tensors_in_objects_that_torch_cannot_take_apart_are_refused(method: Any) -> None:
+    """What a tokenizer returns is a mapping and no dict: the error says so, as the pipeline's."""
+    tokens = UserDict(tokens=torch.ones(4, 4))
+    with pytest.raises(
+        ModelError, match=r"the sample has tensors inside .*\['tokens'\] of a UserD"
+    ):
+        gb.profile_model(nn.Sequential(nn.Tanh()), tokens, method=method)
+    loss: dict[str, Any] = {"loss_fn": lambda out, target: (out - target["tokens"]).sum()}
+    with pytest.raises(ModelError, match=r"the target has .*\n.*Fix: .* such as dict\(value\)"):
+        x = torch.ones(4, 4)
+        gb.profile_model(nn.Sequential(nn.Tanh()), x, target=tokens, **loss, method=method)
 
 
 def test_batch_normalisation_on_one_row() -> None:

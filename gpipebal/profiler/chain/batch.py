@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.pipeline.minibatch.inputs import leaves_of_call
-from gpipebal.pipeline.values.microbatch import Call, flatten, unflatten
+from gpipebal.pipeline.values.microbatch import Call, check_nothing_hidden, flatten, unflatten
 from gpipebal.pipeline.values.parting import (
     Dim,
     chunk_sizes,
@@ -64,8 +64,10 @@ class Batch:
 
         Raises:
             BalanceError: a dimension does not fit.
+            ModelError: it has tensors inside an object that is not a pytree.
         """
         given = leaves_of_call(sample, keywords or {}, in_dims, keyword_dims or {})
+        check_nothing_hidden(given[0], "the sample")
         return cls(*given, what="sample", as_given=(in_dims, dict(keyword_dims or {})))
 
     @classmethod
@@ -74,10 +76,12 @@ class Batch:
 
         Raises:
             BalanceError: a dimension does not fit.
+            ModelError: it has tensors inside an object that is not a pytree.
         """
         if target is None:
             return None
         leaves, structure = flatten(target)
+        check_nothing_hidden(leaves, "the target")
         spread = spread_dims(dims, structure, "target_dims")
         return cls(leaves, structure, spread, what="target", as_given=dims)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ __all__ = [
     "forward_failed",
     "is_out_of_memory",
     "left_out",
+    "line_of",
     "memory_for",
     "runs_functions",
     "said",
@@ -55,6 +58,15 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def line_of(error: BaseException) -> str:
+    """Say in which line of a layer's own code an error came up; nothing if it has none."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "gpipebal", "contextlib"):
+            return f" in line {line} of {Path(frame.f_code.co_filename).name}"
+    return ""
 
 
 def shapes_of(leaves: Sequence[Any]) -> str:

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.failures import forbids_hooks, runs_functions, text_of
+from gpipebal.profiler.chain.failures import (
+    forbids_hooks,
+    line_of,
+    runs_functions,
+    text_of,
+)
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
@@ -286,7 +291,7 @@ def without_values(name: str) -> Iterator[None]:
         if "meta" in text.lower():
             raise ProfileError(
                 f"layer {name!r} cannot be estimated: it reads values of tensors, or runs an "
-                "operation that knows no shapes without them: "
+                f"operation that knows no shapes without them{line_of(cause)}: "
                 f"{type(cause).__name__}: {first} (expected operations on shapes alone).\n"
                 "Fix: profile_model(model, sample, method='measure')."
             ) from cause
