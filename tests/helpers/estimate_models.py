@@ -207,6 +207,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], Any]]] = {
         ),
         _sequences,
     ),
+    "norm turned around": (
+        lambda: nn.Sequential(
+            nn.Linear(16, 16),
+            nn.Sequential(nn.LayerNorm(16), Apply(lambda x: x.transpose(1, 2).contiguous())),
+        ),
+        _sequences,
+    ),
     "batchnorm": (
         lambda: nn.Sequential(nn.Linear(16, 5), nn.BatchNorm1d(5), nn.LogSoftmax(1)),
         _vectors,
