@@ -363,7 +363,8 @@ def test_interrupt_inside_executed_text_ends_with_the_same_status(tmp_path: Path
     with _started(tmp_path, "run", "workloads:interrupted") as process:
         _, err = process.communicate(timeout=WATCHDOG)
     assert process.returncode == 130
-    assert err.strip() == "gpipebal: interrupted. No file is half-written."
+    # What torch logs where a part of it is missing comes before.
+    assert err.splitlines()[-1] == "gpipebal: interrupted. No file is half-written."
 
 
 def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
