@@ -21,6 +21,7 @@ __all__ = [
     "check_path",
     "check_whole",
     "no_such_row",
+    "of_array",
     "whole_number",
 ]
 
@@ -151,6 +152,18 @@ def whole_number(value: object) -> int | None:
         with suppress(TypeError, ValueError, RuntimeError):  # arrays of several values raise
             return index(value)  # type: ignore[arg-type]
     return None
+
+
+def of_array(value: Any) -> Any:
+    """Return an array as a list, and one of its elements as Python's; anything else as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> of_array(np.array([1, 2])), of_array(np.int64(3)), of_array((1, 2))
+        ([1, 2], 3, (1, 2))
+    """
+    to_list = getattr(value, "tolist", None)
+    return value if to_list is None else to_list()
 
 
 def check_path(path: object) -> Path:

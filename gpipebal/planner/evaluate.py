@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import check_kind, of_array
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.plan.checks import check_chunks
@@ -90,9 +90,10 @@ def evaluate(
     bounds = _bounds_of(balance, profile.n_layers)
     n_partitions = len(bounds) - 1
     chunks = None if chunks is None else check_chunks(chunks)
+    modes = modes_of(of_array(checkpoint), n_partitions)
     schedule = check_schedule(schedule)
     options = Options(
-        checkpoint=checkpoint,
+        checkpoint=modes,
         schedule=schedule,
         loss_inside=loss_inside,
         shared_memory=shared_memory,
@@ -102,10 +103,7 @@ def evaluate(
         memory_limit=memory_limit,
         reserve=reserve,
     )
-    question = ask(profile, n_partitions, options)
-    # 'auto' is refused: no mode is left open.
-    modes = modes_of(question.checkpoint, n_partitions)  # type: ignore[arg-type]
-    plan = plan_of_balance(pose(question, chunks), bounds, modes)
+    plan = plan_of_balance(pose(ask(profile, n_partitions, options), chunks), bounds, modes)
     # The bound's sums are in another order, so it may be higher by a rounding error.
     return replace(plan, lower_bound=min(plan.makespan, _least_makespan(plan)))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from gpipebal.argument_kinds import check_kind, check_options
+from gpipebal.argument_kinds import check_kind, check_options, of_array
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.memory.loss import is_loss_inside
 from gpipebal.objectives import MINIMISED, Objective, Quantity, check_objective
@@ -186,8 +186,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     shared = profile.shares_memory if shared is None else check_flag("shared_memory", shared)
     checkpoint = options.get("checkpoint", "except_last")
     if not (isinstance(checkpoint, str) and checkpoint == "auto"):
-        to_list = getattr(checkpoint, "tolist", None)  # of numpy
-        checkpoint = checkpoint if to_list is None else to_list()
+        checkpoint = of_array(checkpoint)
         check_checkpoint(checkpoint, or_auto=True)
         if not isinstance(checkpoint, str):
             checkpoint = modes_of(tuple(checkpoint), n_partitions)
@@ -288,8 +287,7 @@ def _check_memory_known(schedule: str, *, limited: bool) -> None:
 def _chunks(chunks: Any, profile: Profile, minimised: Quantity) -> tuple[int, ...] | None:
     if chunks is None:
         return None
-    if hasattr(chunks, "tolist"):  # an array, or one of its elements
-        chunks = chunks.tolist()
+    chunks = of_array(chunks)
     if chunks == "auto":
         found = tuple(chunk_candidates(profile))
     elif isinstance(chunks, (list, tuple, range)):
@@ -322,8 +320,7 @@ def check_memory_limit(
     """
     if memory_limit is None:
         return None
-    if hasattr(memory_limit, "tolist"):  # an array, or one of its elements
-        memory_limit = memory_limit.tolist()
+    memory_limit = of_array(memory_limit)
     if isinstance(memory_limit, (list, tuple)):
         if len(memory_limit) != n_partitions:
             raise BalanceError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipebal.argument_kinds import check_options
+from gpipebal.argument_kinds import check_options, of_array
 from gpipebal.errors import BalanceError
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.question import Options, ask
@@ -45,8 +45,7 @@ def check_applies(options: Options) -> None:
     known = [name for name in Options.__annotations__ if name not in _REFUSED]
     check_options([name for name in given if name not in _REFUSED], known, "solve_grid")
     for name in _ONE_FOR_ALL:
-        to_list = getattr(given.get(name), "tolist", None)  # of an array, or one of its elements
-        value = given.get(name) if to_list is None else to_list()
+        value = of_array(given.get(name))
         if isinstance(value, (list, tuple)):
             raise BalanceError(
                 f"option is one for all partitions of a grid: {name}={value!r} (expected one "
@@ -71,9 +70,7 @@ def checked_options(profile: Profile, options: Options) -> Options:
         BalanceError: a value that makes no sense.
         ProfileError: the profile does not tell what one asks for.
     """
-    chunks: Any = options.get("chunks")
-    if hasattr(chunks, "tolist"):  # an array, or one of its elements
-        chunks = chunks.tolist()
+    chunks: Any = of_array(options.get("chunks"))
     first = chunks[:1] if isinstance(chunks, (list, tuple, range)) else chunks
     question = ask(profile, 1, {**options, "chunks": None if first == "auto" else first})
     if isinstance(chunks, (list, tuple, range)):
