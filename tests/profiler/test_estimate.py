@@ -435,6 +435,19 @@ def test_gradients_that_are_no_numbers_are_not_looked_for() -> None:
         assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
+def test_anomaly_detection_of_another_thread_stays_on() -> None:
+    """What has not been switched is not switched back: torch has one switch for all threads."""
+
+    class Meanwhile(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.autograd.set_detect_anomaly(True, check_nan=False)
+            return 2 * x
+
+    with torch.autograd.set_detect_anomaly(False):
+        estimate_profile(nn.Sequential(Meanwhile()), torch.ones(4, 3), rows=(), **ON_CPU)
+        assert torch.is_anomaly_enabled()
+
+
 def test_autocast_is_refused() -> None:
     """Autocast does nothing to meta tensors, so it is refused and not ignored."""
     model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -365,8 +365,11 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         # Hooks of the caller would work with values.
         torch.autograd.graph.saved_tensors_hooks(_same, _same),
-        # So does the search for gradients that are no numbers.
-        torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
+        # So does the search for gradients that are no numbers. The switch is the process's: where
+        # it is off it is not touched, as another thread may turn it on in the meantime.
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+        if torch.is_anomaly_enabled()
+        else nullcontext(),
         # With meta tensors a compiler would make another program.
         run_eagerly(),
     ):
