@@ -16,7 +16,7 @@ import gpipebal as gb
 from gpipebal.errors import DuplicateLayerError, PipelineError
 from gpipebal.pipeline import GPipe, trace
 from gpipebal.pipeline.layers.buffers import SMALL
-from gpipebal.pipeline.values.tensors import are_equal, bytes_of
+from gpipebal.pipeline.values.tensors import are_equal, bytes_of, copy_of
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)
@@ -300,10 +300,12 @@ def test_equal_elements() -> None:
     assert not are_equal(one.to_sparse(), torch.tensor([1.0, 0.0]).to_sparse())
 
 
-@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float8_e4m3fn", "complex32", "uint16"])
+@pytest.mark.parametrize(
+    "dtype", ["float4_e2m1fn_x2", "float8_e4m3fn", "complex32", "uint16", "uint4"]
+)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_large_buffers_of_any_dtype(dtype: str) -> None:
-    """Those that torch cannot compare, such as packed weights of four bits, are compared too."""
+    """Those that torch cannot compare or copy, such as weights of four bits, are both too."""
     kind = getattr(torch, dtype, None)
     if kind is None:
         pytest.skip("a torch without this dtype")
@@ -314,5 +316,6 @@ def test_large_buffers_of_any_dtype(dtype: str) -> None:
     pipe = GPipe(nn.Sequential(layer, nn.Linear(2, 2)), [1, 1], chunks=2)
     pipe(torch.ones(4, 2)).sum().backward()
     assert bytes_of(packed) > SMALL
-    assert are_equal(packed, packed.clone()) and are_equal(packed.T, packed.clone().T)
+    assert are_equal(packed, copy_of(packed)) and are_equal(packed.T, copy_of(packed).T)
+    assert are_equal(packed[:, ::2], copy_of(packed[:, ::2]))
     assert not are_equal(packed, other)

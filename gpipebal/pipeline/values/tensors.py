@@ -104,7 +104,10 @@ def copy_of(tensor: Tensor) -> Tensor:
                 return tensor.clone()
             has_gaps = has_gaps or step != reach
             reach += (n - 1) * step
-    copy: Tensor = _WithStrides.apply(tensor) if has_gaps else tensor.clone()
+    try:
+        copy: Tensor = _WithStrides.apply(tensor) if has_gaps else tensor.clone()
+    except NotImplementedError:  # torch does not copy numbers of this kind, but their bits
+        copy = copy_of(_bits_of(tensor)).view(tensor.dtype)
     return copy
 
 
@@ -149,5 +152,9 @@ def _have_same_elements(left: Tensor, right: Tensor) -> bool:
         both_no_numbers = (left != left) & (right != right)
         return bool(((left == right) | both_no_numbers).all())
     except NotImplementedError:  # torch does not compare numbers of this kind, but their bits
-        kind = _OF_SIZE[left.element_size()]
-        return torch.equal(left.view(kind), right.view(kind))
+        return torch.equal(_bits_of(left), _bits_of(right))
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    """Return the same memory as integers of the same size."""
+    return tensor.view(_OF_SIZE[tensor.element_size()])
