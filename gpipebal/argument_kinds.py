@@ -20,6 +20,7 @@ __all__ = [
     "check_options",
     "check_path",
     "check_whole",
+    "keep_as_tuples",
     "no_such_row",
     "of_array",
     "whole_number",
@@ -94,6 +95,22 @@ def check_list(
         for k, one in enumerate(found):
             check_kind(f"{name}[{k}]", one, kind, fix)
     return found
+
+
+def keep_as_tuples(noun: object, *names: str) -> None:
+    """Turn fields of a frozen dataclass into tuples, as they are when it is read from a file.
+
+    Args:
+        noun: The object, from its ``__post_init__``.
+        names: Fields that are lists.
+
+    Raises:
+        KindError: one is not a list.
+    """
+    for name in names:
+        value = getattr(noun, name)
+        if type(value) is not tuple:
+            object.__setattr__(noun, name, check_list(name, value))
 
 
 def check_mapping(name: str, value: object, fix: str) -> Mapping[Any, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gpipebal.argument_kinds import keep_as_tuples
+
 __all__ = ["PartitionPlan", "PeakMemory"]
 
 
@@ -69,3 +71,6 @@ class PartitionPlan:
     receive_time: float = 0.0
     return_time: float = 0.0
     weight_time: float | None = None
+
+    def __post_init__(self) -> None:
+        keep_as_tuples(self, "layers", "fingerprints")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpipebal.argument_kinds import keep_as_tuples
+
 __all__ = [
     "LayerProfile",
     "SideBySide",
@@ -119,6 +121,9 @@ class LayerProfile:
     optimizer_carried_bytes: int = 0
     fingerprint: str = ""
 
+    def __post_init__(self) -> None:
+        keep_as_tuples(self, "outputs", "saved", "handed_through")
+
     @property
     def time(self) -> float:
         """Forward plus backward, in seconds."""
@@ -149,6 +154,11 @@ class SkipProfile:
     gradient_is_given: bool = False
     value_gradient_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        keep_as_tuples(self, "storages")
+        if self.gradient_storages is not None:
+            keep_as_tuples(self, "gradient_storages")
+
 
 @dataclass(frozen=True)
 class TieProfile:
@@ -164,6 +174,9 @@ class TieProfile:
     layers: tuple[int, ...]
     parameter_bytes: int
     gradient_bytes: int
+
+    def __post_init__(self) -> None:
+        keep_as_tuples(self, "layers")
 
 
 @dataclass(frozen=True)
@@ -260,6 +273,9 @@ class StepTerms:
     cell_overhead_time: float | None = None
     side_by_side: SideBySide | None = None
     turns: TurnTimes | None = None
+
+    def __post_init__(self) -> None:
+        keep_as_tuples(self, "gathered")
 
     @property
     def loss_time(self) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gpipebal.argument_kinds import check_list, check_whole
+from gpipebal.argument_kinds import check_list, check_whole, keep_as_tuples
 from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
@@ -83,9 +83,7 @@ class Profile:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # As a file has them. The only way to normalise fields of a frozen dataclass.
-        for name in LIST_FIELDS:
-            object.__setattr__(self, name, check_list(name, getattr(self, name)))
+        keep_as_tuples(self, *LIST_FIELDS)
         check_list("other_sizes", self.other_sizes, Profile)
         check_profile(self)
 

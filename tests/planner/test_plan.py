@@ -159,8 +159,8 @@ def test_peak_memory_total_adds_every_part() -> None:
     partitions=st.lists(
         st.builds(
             PartitionPlan,
-            layers=st.lists(st.text(max_size=4), min_size=1, max_size=3).map(tuple),
-            fingerprints=st.lists(st.text(max_size=4), max_size=3).map(tuple),
+            layers=st.lists(st.text(max_size=4), min_size=1, max_size=3),
+            fingerprints=st.lists(st.text(max_size=4), max_size=3),
             forward_time=TIMES,
             backward_time=TIMES,
             recompute_time=TIMES,

@@ -184,8 +184,16 @@ def test_impossible_profile_is_refused(changes: dict[str, Any], message: str) ->
 
 def test_lists_of_a_profile_are_as_in_its_file(tmp_path: Path) -> None:
     """Any iterable will do: the profile has a tuple of it, as one that is read."""
-    profile = Profile((_layer() for _ in range(1)), [8], inputs=range(1))  # type: ignore[arg-type]
-    assert (profile.n_layers, profile.storages, profile.inputs) == (1, (8,), (0,))
+    layers = (_layer(saved=[0], parameter_bytes=8, gradient_bytes=8) for _ in range(2))
+    profile = Profile(
+        layers,  # type: ignore[arg-type]
+        [8],  # type: ignore[arg-type]
+        inputs=range(1),  # type: ignore[arg-type]
+        skips=[SkipProfile("skip", 0, 1, [0], [0])],  # type: ignore[arg-type]
+        ties=[TieProfile([0, 1], 8, 8)],  # type: ignore[arg-type]
+        step=StepTerms(gathered=[0]),  # type: ignore[arg-type]
+    )
+    assert (profile.n_layers, profile.storages, profile.inputs) == (2, (8,), (0,))
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
 
