@@ -38,10 +38,15 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
     problem = in_order_if_large(problem)
     short = least_shortage(problem) if problem.is_limited else None
     helps = [name for name, other in _changes(problem) if _has_split(other)]
+    if short is None and _is_due_to_memory(problem):
+        helps = helps if problem.is_limited else []  # what was tried counts no memory then
+        return InfeasibleError(
+            f"memory leaves no split into {count(problem.n_partitions, 'partition')}: each has a "
+            "run that its rows leave out, as fitting no device (expected all runs of a split).\n"
+            f"Fix: {'; or '.join(helps or ['another number of partitions', 'longer rows'])}."
+        )
     if short is None:
-        if not helps and problem.rules is None:
-            helps = ["another number of partitions", "longer rows"]
-        elif not helps:
+        if not helps:
             without = replace(problem, rules=None)
             helps = ["rules=None" if _has_split(without) else "fewer partitions"]
         return InfeasibleError(f"{no_split_by_rules(problem)}\nFix: {'; or '.join(helps)}.")
@@ -61,17 +66,20 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
 
 
 def no_split_by_rules(problem: Problem) -> str:
-    """Say that rules leave no split, and which rules; or that memory has no rows for one."""
+    """Say that rules leave no split, and which rules."""
     what = ", ".join((problem.rules or Rules()).stated())
-    if not what:
-        return (
-            f"memory leaves no split into {count(problem.n_partitions, 'partition')}: its rows end "
-            "before the runs that a split needs (expected the peaks of all runs that fit a device)."
-        )
     return (
         f"rules leave no split into {count(problem.n_partitions, 'partition')}: {what} "
         f"(expected a split of {problem.n_layers} layers that keeps them)."
     )
+
+
+def _is_due_to_memory(problem: Problem) -> bool:
+    """Tell whether rows of memory leave out every split, whatever the limits and the rules are."""
+    if problem.is_limited:
+        return least_shortage(replace(problem, rules=None)) is None
+    # Without a limit memory counts only if its peak is what is minimised.
+    return _has_split(problem)
 
 
 def _changes(problem: Problem) -> list[tuple[str, Problem]]:
