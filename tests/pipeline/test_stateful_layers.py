@@ -236,6 +236,30 @@ def test_layers_with_the_names_of_the_pipelines_own_attributes(name: str) -> Non
     assert layers[name].weight.grad is not None
 
 
+class CutOff(nn.Module):
+    """Cut the input off from its graph, in place, and train what comes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.detach_())
+
+
+@MODES
+def test_a_first_layer_that_cuts_its_input_off(checkpoint: CheckpointMode) -> None:
+    """Nothing goes back to the partition before, as in the plain model."""
+    plain = nn.Sequential(nn.Linear(3, 3), CutOff()).double()
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint=checkpoint)
+    inputs = torch.randn(6, 3, dtype=torch.double)
+    for model in (plain, pipe):
+        model(inputs).square().mean().backward()
+    assert pipe[0].weight.grad is None and plain[0].weight.grad is None
+    for mine, theirs in zip(pipe[1].parameters(), plain[1].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 class Graph(nn.Module):
     """Mix rows by a sparse matrix, as graph networks do."""
 

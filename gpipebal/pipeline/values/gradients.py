@@ -22,9 +22,11 @@ def without_the_rest(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Copy gradients that are parts of larger ones as soon as a backward hands them to leaves.
 
     Args:
-        leaves: Leaves of autograd that need a gradient.
+        leaves: Leaves of autograd; those that a layer has cut off since (`detach_`) get none.
     """
-    hooks = [leaf.register_post_accumulate_grad_hook(_copy_part) for leaf in leaves]
+    hooks = [
+        leaf.register_post_accumulate_grad_hook(_copy_part) for leaf in leaves if leaf.requires_grad
+    ]
     try:
         yield
     finally:
