@@ -499,6 +499,9 @@ def test_replaced_layers_are_used() -> None:
     assert pipe(inputs).shape == (4, 2)
     with pytest.raises(IndexError):
         pipe[2] = head
+    for no_module in ("head", None):
+        with pytest.raises(TypeError, match=r"(?s)pipe\[1\]=.*expected an nn\.Module.*Fix: "):
+            pipe[1] = no_module  # type: ignore[assignment]
     for name, value in (("balance", [2]), ("devices", ["cpu"]), ("threads_per_partition", 2)):
         with pytest.raises(RuntimeError, match=f"{name} of a pipeline cannot be changed"):
             setattr(pipe, name, value)

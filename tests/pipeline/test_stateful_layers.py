@@ -236,6 +236,17 @@ def test_layers_with_the_names_of_the_pipelines_own_attributes(name: str) -> Non
     assert layers[name].weight.grad is not None
 
 
+@pytest.mark.parametrize("name", ["chunks", "balance", "_runtime"])
+def test_layers_with_the_names_of_settings_are_replaced(name: str) -> None:
+    """What is put in the place of a layer is that layer, and no setting."""
+    layers = OrderedDict({"a": nn.Linear(2, 2), name: nn.Linear(2, 2)})
+    pipe = GPipe(nn.Sequential(layers), [1, 1], chunks=2)
+    pipe(torch.ones(4, 2))
+    pipe[1] = head = nn.Linear(2, 3)
+    assert pipe(torch.ones(4, 2)).shape == (4, 3)
+    assert pipe[1] is head and (pipe.chunks, pipe.balance) == (2, [1, 1])
+
+
 class CutOff(nn.Module):
     """Cut the input off from its graph, in place, and train what comes after it."""
 

@@ -89,7 +89,14 @@ class Container(nn.Module):
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
         """Replace a layer; the new one is on the device of its partition already."""
-        setattr(self, list(self._modules)[operator.index(index)], layer)
+        name = list(self._modules)[operator.index(index)]
+        if not isinstance(layer, nn.Module):
+            raise ModelError(
+                f"a layer of a pipeline is a module: pipe[{index}]={layer!r:.60} (expected an "
+                "nn.Module).\nFix: pipe[k] = nn.Identity() for a layer that does nothing."
+            )
+        # Not setattr: a setting may have this name too, and would be set.
+        self._modules[name] = layer
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
