@@ -215,6 +215,19 @@ def test_tensors_in_objects_that_torch_cannot_take_apart_are_refused(method: Any
         gb.profile_model(nn.Sequential(nn.Tanh()), x, target=tokens, **loss, method=method)
 
 
+def test_what_a_loss_gets_whole_may_be_any_object() -> None:
+    """A part of the target that is not divided is handed on as it is, as in a pipeline."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(4, 4)
+    given: dict[str, Any] = {
+        "target": (x, UserDict(weight=torch.ones(4))),
+        "target_dims": (0, None),
+    }
+    given["loss_fn"] = lambda out, target: ((out - target[0]) * target[1]["weight"]).sum()
+    gb.GPipe(model, [1], chunks=2).step(x, **given)
+    profile = gb.profile_model(model, x, chunks=2, **given, rows=(), timeout=0, as_pipeline=False)
+    assert profile.n_layers == 1
+
+
 def test_batch_normalisation_on_one_row() -> None:
     """Where torch refuses, the error names the layer and the fix; another size is left out."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

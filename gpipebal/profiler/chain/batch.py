@@ -76,13 +76,15 @@ class Batch:
 
         Raises:
             BalanceError: a dimension does not fit.
-            ModelError: it has tensors inside an object that is not a pytree.
+            ModelError: what has rows has tensors inside an object that is not a pytree.
         """
         if target is None:
             return None
         leaves, structure = flatten(target)
-        check_nothing_hidden(leaves, "the target")
         spread = spread_dims(dims, structure, "target_dims")
+        # What is not divided may be anything, as in a pipeline.
+        divided = [leaf for leaf, dim in zip(leaves, spread, strict=True) if dim is not None]
+        check_nothing_hidden(divided, "the target")
         return cls(leaves, structure, spread, what="target", as_given=dims)
 
     @property
