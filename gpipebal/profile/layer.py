@@ -63,9 +63,9 @@ class LayerProfile:
             includes its outputs and what it saves.
         no_grad_forward_peak_bytes: The same for a forward without a graph; None: not known, take
             `forward_peak_bytes`.
-        written_input_bytes: Bytes of those of its inputs that its forward writes to: a partition
-            that begins with it copies these first. None: not known, take what the forward leaves
-            and was not given for all that it needs there, if that is more than its peak.
+        written_input_bytes: Bytes of copies of those of its inputs that its forward writes to: a
+            partition that begins with it makes these first. None: not known, take what the forward
+            leaves and was not given for all that it needs there, if that is more than its peak.
         backward_peak_bytes: Largest memory during its backward beyond what existed at its start;
             this includes the gradients that it makes.
         accumulating_peak_bytes: The same for a backward that adds to gradients which exist

@@ -140,6 +140,35 @@ def test_the_copy_at_a_cut_is_counted(layer: nn.Module, checkpoint: CheckpointMo
             assert part.total >= 0.99 * counted
 
 
+class Gaps(nn.Module):
+    """Hand on each fourth column."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, ::4]
+
+
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), nn.Dropout(inplace=True)])
+def test_a_copy_of_what_has_gaps_has_them_too(layer: nn.Module, method: Any) -> None:
+    """The copy at a cut lies as the input does, and so is larger than what is read of it."""
+    inputs = torch.randn(256, 64)
+    model = nn.Sequential(nn.Linear(64, 64), Gaps(), layer, nn.Linear(16, 1))
+    given: dict[str, Any] = {} if method == "estimate" else {"timeout": 0, "as_pipeline": False}
+    profile = gb.profile_model(
+        model, inputs, chunks=4, loss_fn=squares, rows=(), method=method, **given
+    )
+    assert profile.layers[2].written_input_bytes == (64 * 64 - 3) * 4
+    for mode in ("never", "always"):
+        given = {"checkpoint": mode, "loss_inside": True, "shared_memory": True}
+        most = partition_memory(profile, (0, 2, 3, 4), chunks=4, latest=True, **given)
+        pipe = GPipe(model, [2, 1, 1], chunks=4, checkpoint=mode)
+        pipe.step(inputs, loss_fn=squares)  # the first one copies whatever might be written to
+        pipe.zero_grad()
+        with measure_memory(pipe) as meter:
+            pipe.step(inputs, loss_fn=squares)
+        assert most[1].total >= meter.peak_bytes[1]
+
+
 @pytest.mark.parametrize(
     ("layer", "recorded", "unrecorded"),
     [

@@ -76,7 +76,7 @@ def measure_layer_memory(
         parameter.grad = None
     with memory_for("copies of large buffers"):
         large = copies_of_large(layer)
-    without_graph = _forward_without_graph(chain, k, value, ledger)
+    without_graph, copies = _forward_without_graph(chain, k, value, ledger)
     kept = {storage_key(buffer): buffer.nbytes for buffer in kept_buffers(layer, large)}
     del large
     run = _forward_and_backward(chain, k, value, ledger, constants)
@@ -128,7 +128,7 @@ def measure_layer_memory(
         output_gradient_bytes=gradients,
         forward_peak_bytes=forward,
         no_grad_forward_peak_bytes=without_graph,
-        written_input_bytes=sum(bytes_of(leaves[place]) for place in chain.written[k]),
+        written_input_bytes=copies,
         backward_peak_bytes=backward,
         accumulating_peak_bytes=accumulating.whole,
         chained_peaks=(chained, chained_accumulating),
@@ -222,12 +222,15 @@ def _warm_up(chain: Chain, k: int, value: Value) -> None:
     chain.run_backward(roots, inputs, chain.names[k])
 
 
-def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -> int:
+def _forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -> tuple[int, int]:
+    """Return the largest memory of a forward, and the bytes of the copies made before it."""
     with ledger.watch(0), torch.no_grad(), phase(checkpointing=True):
-        _, given = chain.prepare(k, value, wants=False)
         peak = _Peak(ledger, chain.device)
+        _, given = chain.prepare(k, value, wants=False)
+        # More than the inputs' own bytes where these have gaps, which copies have too.
+        copies, peak = peak.bytes, _Peak(ledger, chain.device)
         chain.call(k, given, value)
-    return peak.bytes
+    return peak.bytes, copies
 
 
 class _Run(NamedTuple):
