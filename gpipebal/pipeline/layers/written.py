@@ -43,7 +43,8 @@ class ParameterWrites:
     def __init__(self, modules: Modules, *, alone: bool = False) -> None:
         self._modules = modules
         self._alone = alone
-        self._training: list[bool] = []
+        #: Modes of the modules after the forward; a backward inside of the forward is before that.
+        self._training: list[bool] | None = None
         self._counts = modules.write_counts()
         self._copies: dict[tuple[nn.Module, str], Tensor] = {}
 
@@ -91,7 +92,8 @@ class ParameterWrites:
         replaced = any(
             one is not other and _is_plain(one) and _is_plain(other) for one, other in places
         )
-        if replaced or self._training != [module.training for module in self._modules]:
+        switched = self._training not in (None, [module.training for module in self._modules])
+        if replaced or switched:
             raise ModelError(
                 "a run of layers cannot be recomputed: since its forward a parameter was replaced, "
                 "or a layer was switched between train and eval.\n"
